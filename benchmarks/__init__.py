@@ -1,0 +1,1 @@
+"""Speed and memory, measured beside torch's own layers: ``python -m benchmarks``."""

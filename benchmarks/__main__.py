@@ -1,0 +1,129 @@
+"""``python -m benchmarks``: one table, medians over several processes, with their range.
+
+Run it alone on the machine: a second busy process makes two-thread tiles many times slower.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections import defaultdict
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress, track
+from rich.table import Table
+
+from benchmarks import starting
+from benchmarks.memory import CASES, LIMIT_MB
+
+CASES_PER_PROCESS = 27
+
+
+def main(
+    processes: Annotated[int, typer.Option(help="How many processes measure every case.")] = 5,
+) -> None:
+    """Print every figure beside its peer."""
+    # Wide enough for the table also where the output is no terminal.
+    console = Console(width=max(132, Console().width))
+    console.print(f"{_machine()}; load before: {os.getloadavg()[0]:.2f}")
+    found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("timing", total=processes * CASES_PER_PROCESS)
+        for seed in range(processes):
+            for result in _run_process(seed):
+                found[result["group"], result["name"]].append(result)
+                progress.advance(task)
+    console.print(_times(found))
+    console.print(_summary(found))
+    console.print(_memory())
+    console.print(_starting())
+    console.print(f"load after: {os.getloadavg()[0]:.2f}")
+
+
+def _machine() -> str:
+    threads = torch.get_num_threads()
+    return (
+        f"{platform.machine()}, {threads} threads, torch {torch.__version__}, float32, CPU; "
+        f"ratio = headwise / torch, below 1 is faster"
+    )
+
+
+def _run_process(seed: int) -> Any:
+    command = [sys.executable, "-m", "benchmarks.timing", str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield json.loads(line)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command[1:])} ended with {process.returncode}")
+
+
+def _times(found: dict[tuple[str, str], list[dict[str, Any]]]) -> Table:
+    table = Table(title="Time", title_justify="left")
+    for column in ("what", "batch, length, embed, heads"):
+        table.add_column(column, no_wrap=True)
+    for column in ("headwise ms", "torch ms", "ratio", "range", "at most"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for (group, name), results in found.items():
+        ratios = [r["ratio"] for r in results]
+        limit = results[0]["limit"]
+        table.add_row(
+            group,
+            name,
+            f"{median(r['ours_ms'] for r in results):.2f}",
+            f"{median(r['peer_ms'] for r in results):.2f}",
+            _marked(median(ratios), limit),
+            f"{min(ratios):.2f}-{max(ratios):.2f}",
+            "" if limit is None else f"{limit:.2f}",
+        )
+    return table
+
+
+def _marked(value: float, limit: float | None) -> str:
+    missed = limit is not None and value > limit
+    return f"[red]{value:.2f} missed[/red]" if missed else f"{value:.2f}"
+
+
+def _summary(found: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+    """The median over the shapes of each group of six."""
+    lines = []
+    for group in dict.fromkeys(group for group, _ in found):
+        ratios = [median(r["ratio"] for r in found[key]) for key in found if key[0] == group]
+        if len(ratios) > 1:
+            limit = 0.88 if group == "inference, batch first" else None
+            wanted = "" if limit is None else f" (at most {limit})"
+            lines.append(f"median over shapes, {group}: {_marked(median(ratios), limit)}{wanted}")
+    return "\n".join(lines)
+
+
+def _starting() -> str:
+    ratio, help_seconds = starting.measure()
+    return (
+        f"from headwise import MultiheadAttention / import torch: "
+        f"{_marked(ratio, starting.IMPORT_LIMIT)} (at most {starting.IMPORT_LIMIT})\n"
+        f"headwise --help: {_marked(help_seconds, starting.HELP_LIMIT)} s "
+        f"(at most {starting.HELP_LIMIT})"
+    )
+
+
+def _memory() -> Table:
+    table = Table(title="Peak memory", title_justify="left")
+    table.add_column("what")
+    for column in ("MB", "at most"):
+        table.add_column(column, justify="right")
+    for index, name in enumerate(track(CASES, "memory", transient=True)):
+        command = [sys.executable, "-m", "benchmarks.memory", str(index)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        table.add_row(name, _marked(json.loads(done.stdout), LIMIT_MB), str(LIMIT_MB))
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,59 @@
+"""Peak memory of one process, so that nothing is reused from an earlier case."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.cases import statistics_tensors
+from headwise import AttentionMatrix, Mask
+
+
+def peak_mb() -> float:
+    """The largest resident memory of this process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def statistics_beyond_the_fused_forward() -> float:
+    """MB that all statistics of a causal (1, 12, 8192, 64) matrix take beyond a fused forward."""
+    q, k, v = statistics_tensors()
+    _warm_up(q, k, v)
+    scaled_dot_product_attention(q, k, v, is_causal=True)
+    before = peak_mb()
+    AttentionMatrix(q, k, mask=Mask.causal()).statistics()
+    return peak_mb() - before
+
+
+def product_beyond_its_output() -> float:
+    """MB that ``A @ v`` with value_dim 48 takes at (1, 12, 4096, 64), beyond its output."""
+    q, k = torch.randn(1, 12, 4096, 64), torch.randn(1, 12, 4096, 64)
+    v = torch.randn(1, 12, 4096, 48)
+    _warm_up(q, k, v)
+    before = peak_mb()
+    out = AttentionMatrix(q, k) @ v
+    return peak_mb() - before - out.numel() * out.element_size() / 1e6
+
+
+def _warm_up(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What the first call of a process loads is no cost of the reading."""
+    q, k, v = (x[:, :, :64] for x in (q, k, v))
+    AttentionMatrix(q, k).statistics()
+    _ = AttentionMatrix(q, k) @ v
+
+
+CASES = {
+    "statistics of causal (1, 12, 8192, 64), beyond the fused forward": (
+        statistics_beyond_the_fused_forward
+    ),
+    "A @ v with value_dim 48 at 4096 keys, beyond the output": product_beyond_its_output,
+}
+LIMIT_MB = 64
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        json.dump(list(CASES.values())[int(sys.argv[1])](), sys.stdout)

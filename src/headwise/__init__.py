@@ -1,0 +1,52 @@
+"""Multi-head attention that you can run, verify, convert and see, head by head, at any length.
+
+The door is lazy: ``import headwise`` loads no torch; the first name taken from it does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headwise.budget import Budget as Budget
+    from headwise.drop_in.layer import MultiheadAttention as MultiheadAttention
+    from headwise.drop_in.upgrade import upgrade as upgrade
+    from headwise.errors import HeadwiseError as HeadwiseError
+    from headwise.masks import Mask as Mask
+    from headwise.matrix import AttentionMatrix as AttentionMatrix
+    from headwise.score_bias import ScoreBias as ScoreBias
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AttentionMatrix": "headwise.matrix",
+    "Budget": "headwise.budget",
+    "HeadwiseError": "headwise.errors",
+    "Mask": "headwise.masks",
+    "MultiheadAttention": "headwise.drop_in.layer",
+    "ScoreBias": "headwise.score_bias",
+    "upgrade": "headwise.drop_in.upgrade",
+}
+
+__all__ = [
+    "AttentionMatrix",
+    "Budget",
+    "HeadwiseError",
+    "Mask",
+    "MultiheadAttention",
+    "ScoreBias",
+    "upgrade",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'headwise' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

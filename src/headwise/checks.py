@@ -1,0 +1,130 @@
+"""Checks of the operands of an attention matrix, and their messages."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from headwise.axes import sizes
+from headwise.eager import may_check_values
+from headwise.errors import DeviceError, DTypeError, MaskError, OptionError, ShapeError
+from headwise.masks import Mask, described, refuse_what_is_no_mask
+from headwise.score_bias import ScoreBias
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def require_mask(mask: object) -> Mask:
+    if mask is None:
+        return Mask()
+    return refuse_what_is_no_mask(mask, "mask=")
+
+
+def require_score_bias(score_bias: object) -> ScoreBias:
+    if score_bias is None:
+        return ScoreBias()
+    if isinstance(score_bias, ScoreBias):
+        return score_bias
+    raise MaskError(
+        saw=f"score_bias={described(score_bias)}",
+        needed="a ScoreBias, or None",
+        do='ScoreBias.dense(t, axes="queries keys"), or ScoreBias.alibi(slopes)',
+    )
+
+
+def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4:
+        raise ShapeError(
+            saw=f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}",
+            needed="q (batch, heads, queries, head_dim) and k (batch, kv_heads, keys, head_dim)",
+            do="split the heads first, e.g. x.unflatten(-1, (heads, head_dim)).transpose(1, 2)",
+        )
+    (batch, heads, _, head_dim), (k_batch, kv_heads, _, k_head_dim) = q.shape, k.shape
+    if batch != k_batch or head_dim != k_head_dim:
+        raise ShapeError(
+            saw=f"q {sizes(q, ('batch', 'heads', 'queries', 'head_dim'))} "
+            f"and k {sizes(k, ('batch', 'kv_heads', 'keys', 'head_dim'))}",
+            needed="the same batch and the same head_dim",
+            do="check the projections' widths and the order of the axes",
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(
+            saw=f"{heads} heads and {kv_heads} kv_heads",
+            needed="heads divisible by kv_heads: each kv head serves a group of query heads",
+            do=f"use a number of kv_heads that divides {heads}, and check the order of the axes: "
+            "(batch, heads, length, width)",
+        )
+    check_operand("k", k, q)
+
+
+def check_operand(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.dtype != q.dtype or q.dtype not in DTYPES:
+        raise DTypeError(
+            saw=f"q of dtype {q.dtype} and {name} of dtype {tensor.dtype}",
+            needed="one dtype for both: float64, float32, bfloat16 or float16",
+            do=f"{name}.to({q.dtype})" if q.dtype in DTYPES else "e.g. q.float()",
+        )
+    if tensor.device != q.device:
+        raise DeviceError(
+            saw=f"q on {q.device} and {name} on {tensor.device}",
+            needed="one device",
+            do=f'{name}.to("{q.device}")',
+        )
+
+
+def check_options(
+    q: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None
+) -> None:
+    # Comparisons, not math.isfinite: they also hold for the symbolic floats of a compiled graph.
+    if scale is not None and not abs(scale) < math.inf:
+        raise OptionError(
+            saw=f"scale={scale}", needed="a finite number", do="1/sqrt(head_dim) is the default"
+        )
+    smallest = torch.finfo(torch.float32).tiny
+    if softcap is not None and not smallest <= softcap < math.inf:
+        raise OptionError(
+            saw=f"softcap={softcap}",
+            needed=f"a finite number from {smallest:.2g}, or None for no softcap",
+            do="e.g. softcap=50.0",
+        )
+    if sink is not None:
+        if sink.shape != q.shape[1:2]:
+            raise ShapeError(
+                saw=f"a sink of shape {tuple(sink.shape)}",
+                needed=f"one logit for each head: (heads {q.shape[1]},)",
+                do="e.g. torch.zeros(heads)",
+            )
+        if sink.device != q.device:
+            check_operand("sink", sink.to(q.dtype), q)
+
+
+def refuse_operand(product: str, operand: Tensor, needed: str) -> None:
+    raise ShapeError(
+        saw=f"{product} with an operand of shape {tuple(operand.shape)}",
+        needed=needed,
+        do="check the length and the number of heads of the operand",
+    )
+
+
+def check_rows(index: Tensor, queries: int) -> None:
+    wrong: str | None = None
+    if (
+        not isinstance(index, Tensor)
+        or index.dim() != 1
+        or index.dtype not in (torch.int64, torch.int32)
+    ):
+        wrong = described(index)
+    elif (
+        may_check_values(index)
+        and index.numel()
+        and not 0 <= int(index.min()) <= int(index.max()) < queries
+    ):
+        wrong = f"{int(index.min())} to {int(index.max())}"
+    if wrong is not None:
+        raise OptionError(
+            saw=f"rows {wrong} of a matrix with {queries} queries",
+            needed=f"a 1-D integer tensor of queries from 0 to {queries - 1}",
+            do="e.g. A.rows(torch.tensor([0]))",
+        )

@@ -1,0 +1,22 @@
+"""A progress bar that a study can report to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+@contextmanager
+def on_a_bar(console: Console, first: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A callback (what is going on, steps done, steps in all), drawn while the block runs."""
+    columns = (TextColumn("{task.description:<26}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(first, total=None)
+
+        def report(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total)
+
+        yield report

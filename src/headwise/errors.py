@@ -1,0 +1,59 @@
+"""Every error headwise raises, in one tree.
+
+    HeadwiseError
+    ├── ShapeError         (ValueError)   sizes that do not fit together
+    ├── MaskError          (ValueError)   a mask or score bias that is ambiguous, or for other sizes
+    ├── OptionError        (ValueError)   an option outside its range, or two that contradict
+    ├── DeviceError        (ValueError)   tensors on different devices
+    ├── DTypeError         (TypeError)    a dtype that cannot be used here
+    ├── LimitError         (MemoryError)  a dense matrix larger than the limit that was given
+    └── MissingExtraError  (ImportError)  an optional dependency that is not installed
+
+Each message has three lines: what was seen, what was needed, what to do.
+"""
+
+from __future__ import annotations
+
+
+class HeadwiseError(Exception):
+    """The root of the tree. ``saw``, ``needed`` and ``do`` are the three lines of the message."""
+
+    def __init__(self, *, saw: str, needed: str, do: str) -> None:
+        super().__init__(f"{saw}\n  needed: {needed}\n  do:     {do}")
+        self.saw, self.needed, self.do = saw, needed, do
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments would be lost when an error crosses a process boundary.
+        return _rebuild, (type(self), self.saw, self.needed, self.do)
+
+
+def _rebuild(kind: type[HeadwiseError], saw: str, needed: str, do: str) -> HeadwiseError:
+    return kind(saw=saw, needed=needed, do=do)
+
+
+class ShapeError(HeadwiseError, ValueError):
+    """Sizes that do not fit together."""
+
+
+class MaskError(HeadwiseError, ValueError):
+    """A mask or a score bias that is ambiguous, or that was made for other sizes."""
+
+
+class OptionError(HeadwiseError, ValueError):
+    """An option outside its range, or options that contradict each other."""
+
+
+class DeviceError(HeadwiseError, ValueError):
+    """Tensors that live on different devices."""
+
+
+class DTypeError(HeadwiseError, TypeError):
+    """A dtype that cannot be used here."""
+
+
+class LimitError(HeadwiseError, MemoryError):
+    """A dense attention matrix larger than the limit that was given."""
+
+
+class MissingExtraError(HeadwiseError, ImportError):
+    """An optional dependency that is not installed; the message holds the pip line."""

@@ -1,0 +1,1 @@
+"""Who computes: torch's fused kernel for products, tiles for everything else."""

@@ -1,0 +1,89 @@
+"""Which kernel computes the head outputs, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headwise.kernels import tiles
+from headwise.kernels.problem import Problem
+
+Kernel = Literal["sdpa", "tiled"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel, and the reason in one line."""
+
+    kernel: Kernel
+    why: str
+
+
+FUSED = Choice("sdpa", "the fused kernel takes this mask")
+
+
+def choose(problem: Problem, v: Tensor) -> Choice:
+    """The kernel for ``A @ v``: the fused one unless it would write queries x keys or cannot."""
+    for tiled, why in _reasons_for_tiles(problem, v):
+        if tiled:
+            return Choice("tiled", why)
+    return FUSED
+
+
+def _reasons_for_tiles(problem: Problem, v: Tensor) -> Iterator[tuple[bool, str]]:
+    # One after the other: what a compiled graph compares of its sizes, it holds for only.
+    bias, dtype = problem.bias, problem.q.dtype
+    yield problem.softcap is not None, "softcap: the fused kernel has none"
+    yield problem.sink is not None, "sink: the fused kernel has none"
+    yield problem.scale <= 0, "scale <= 0: the fused kernel would multiply its causal -inf by it"
+    yield bias.requires_grad, "the gradient of a score bias leaves the fused path"
+    yield (
+        any(t.dtype != dtype for t in bias.tensors),
+        "the fused kernel would round the score bias to the dtype of the queries",
+    )
+    yield (
+        _is_large_when_written(problem),
+        "the fused kernel would need this mask written down as queries x keys",
+    )
+    empty = 0 in (problem.q.numel(), problem.k.numel(), v.numel())
+    yield empty, "nothing to fuse: an axis is empty"
+    double = dtype == torch.float64 and problem.q.device.type != "cpu"
+    yield double, "the fused kernel takes no float64 on this device"
+
+
+def _is_large_when_written(problem: Problem) -> bool:
+    """Whether the fused kernel needs a mask that must be written, and is larger than a tile.
+
+    None must be for a causal mask alone, one dense tensor alone, and clauses over keys alone.
+    """
+    mask, bias = problem.mask, problem.bias
+    shapes = list(_shapes_of_clauses(problem))
+    if mask.is_banded and not (mask.is_causal and not shapes):
+        shapes.append((1, 1, mask.queries, mask.keys))
+    alone = len(shapes) == 1 and len(mask.dense) + len(bias.tensors) == 1
+    spans_keys_alone = all(shape[2] == 1 for shape in shapes)
+    if alone or spans_keys_alone:
+        return False
+    if torch.compiler.is_compiling():
+        return True  # a choice by size would hold for this size only
+    return prod(max(shape[axis] for shape in shapes) for axis in range(4)) > tiles.TILE_ELEMENTS
+
+
+def _shapes_of_clauses(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """How far each clause but the bands, and each part of the bias, spans the four axes."""
+    mask, bias = problem.mask, problem.bias
+    for tensor in (*mask.dense, *bias.tensors):
+        yield tuple(tensor.shape)
+    for ids, _ in mask.segment_ids:
+        yield ids.shape[0], 1, mask.queries, mask.keys
+    if mask.key_lengths is not None:
+        yield mask.key_lengths.shape[0], 1, 1, mask.keys
+    if mask.query_lengths is not None:
+        yield mask.query_lengths.shape[0], 1, mask.queries, 1
+    if bias.table is not None:
+        yield 1, bias.table.shape[0], mask.queries, mask.keys

@@ -1,0 +1,53 @@
+"""The same readings as the tiled kernel, written down: for ONNX export, and as its oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise import functional
+from headwise.kernels.problem import Problem
+from headwise.kernels.tiled import Readings, Wanted, empty_readings, log_floor, shift_of
+
+
+def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -> Readings:
+    """Every asked reading from the dense weights; queries x keys memory."""
+    exact, (queries, keys) = problem.accumulate, (problem.q.shape[2], problem.k.shape[2])
+    result = empty_readings(problem.q, problem.k, v, y, wanted)
+    if 0 in (queries, keys):
+        return result
+    s = functional.scores_at(
+        problem.q.to(exact),
+        problem.k.to(exact),
+        torch.arange(queries, device=problem.q.device),
+        mask=problem.mask,
+        score_bias=problem.bias,
+        scale=problem.scale,
+        softcap=problem.softcap,
+    )
+    p = functional.weights_of(s, problem.sink)
+    peak = s.amax(-1)
+    shift = shift_of(peak.detach(), None if problem.sink is None else problem.sink.detach())
+    log_sum, sink_entropy = _normaliser(s, shift, problem.sink)
+    log_p = (s - (shift + log_sum)[..., None]).clamp(min=log_floor(exact))
+    out = result.out if v is None else p @ functional.share_heads(v.to(exact), heads=p.shape[1])
+    transposed = result.transposed if y is None else p.mT @ y.to(exact)
+    return Readings(
+        out=out.to(problem.q.dtype),
+        transposed=transposed.to(problem.q.dtype),
+        peak=peak,
+        log_sum=log_sum,
+        entropy=sink_entropy - (p * log_p).sum(-1) if wanted.entropy else result.entropy,
+        received=p.sum(2) if wanted.received else result.received,
+        average=p.mean(1).to(problem.q.dtype) if wanted.average else result.average,
+    )
+
+
+def _normaliser(s: Tensor, shift: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """log Z (0 where nothing may be attended), and the sink's own term of the entropy."""
+    total = torch.exp(s - shift[..., None]).sum(-1)
+    if sink is None:
+        return total.masked_fill(total == 0, 1.0).log(), torch.zeros_like(total)
+    gap = (sink.to(s.dtype)[:, None] - shift).clamp(min=log_floor(s.dtype))
+    log_sum = (total + gap.exp()).log()
+    return log_sum, torch.exp(gap - log_sum) * (log_sum - gap)

@@ -1,0 +1,215 @@
+"""The tiled kernel as one operator, so that torch.compile and torch.export see one node.
+
+A Python loop over tiles would be unrolled, and recompiled at every length. ``headwise::sweep``
+and ``headwise::sweep_backward`` are opaque instead, with shapes for tracing and their own gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.bound_mask import BoundMask
+from headwise.kernels import dense, tiled
+from headwise.kernels.problem import Problem
+from headwise.kernels.tiled import Gradients, Readings, Upstream, Wanted
+from headwise.score_bias import BoundBias
+
+# Everything a Problem holds, as an operator can carry it; pack and unpack keep the same order.
+_PROBLEM = (
+    "Tensor q, Tensor k, Tensor? sink, Tensor? table, Tensor[] biases, Tensor[] dense, "
+    "Tensor[] segment_ids, Tensor? key_lengths, Tensor? query_lengths, SymInt? lower, "
+    "SymInt? upper, float scale, float? softcap"
+)
+_READINGS = ", ".join(["Tensor"] * len(Readings._fields))
+_UPSTREAM = ", ".join(f"Tensor? d_{name}" for name in Readings._fields)
+
+Packed = tuple[Any, ...]
+
+
+def pack(problem: Problem) -> Packed:
+    """The problem as the operator's leading arguments."""
+    mask, bias = problem.mask, problem.bias
+    segment_ids = [ids for pair in mask.segment_ids for ids in pair]
+    return (
+        *(problem.q, problem.k, problem.sink, bias.table, list(bias.tensors), list(mask.dense)),
+        *(segment_ids, mask.key_lengths, mask.query_lengths, mask.lower, mask.upper),
+        *(problem.scale, problem.softcap),
+    )
+
+
+def unpack(packed: Packed) -> Problem:
+    """The inverse of ``pack``."""
+    q, k, sink, table, biases, dense, ids, key_lengths, query_lengths, *rest = packed
+    lower, upper, scale, softcap = rest
+    queries, keys = q.shape[2], k.shape[2]
+    mask = BoundMask(
+        queries=queries,
+        keys=keys,
+        lower=lower,
+        upper=upper,
+        key_lengths=key_lengths,
+        query_lengths=query_lengths,
+        segment_ids=tuple(zip(ids[::2], ids[1::2], strict=True)),
+        dense=tuple(dense),
+    )
+    bias = BoundBias(queries=queries, keys=keys, table=table, tensors=tuple(biases))
+    return Problem(q=q, k=k, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink)
+
+
+COUNT = 13  # arguments that describe the problem
+
+
+# The plain library interface: `torch.library.custom_op` wraps every call in a guard that loads the
+# whole compiler, 80 MB and a second, at the first one.
+_LIBRARY = torch.library.Library("headwise", "DEF")
+_LIBRARY.define(
+    f"sweep({_PROBLEM}, Tensor? v, Tensor? y, bool entropy, bool received, bool average)"
+    f" -> ({_READINGS})"
+)
+_LIBRARY.define(
+    f"sweep_backward({_PROBLEM}, Tensor? v, Tensor? y, Tensor peak, Tensor log_sum, {_UPSTREAM}, "
+    "bool table_needed, bool[] biases_needed)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])"
+)
+
+
+def sweep(*arguments: Any) -> tuple[Tensor, ...]:
+    """Every asked reading of the attention matrix in one pass; see `tiled.forward`."""
+    v, y, *asked = arguments[COUNT:]
+    return tuple(tiled.forward(unpack(arguments[:COUNT]), v, y, Wanted(*asked)))
+
+
+def _fake_sweep(*arguments: Any) -> tuple[Tensor, ...]:
+    v, y, *asked = arguments[COUNT:]
+    return tuple(tiled.empty_readings(arguments[0], arguments[1], v, y, Wanted(*asked)))
+
+
+def sweep_backward(*arguments: Any) -> tuple[Any, ...]:
+    """Gradients of q, k, v, y, sink, table and biases; see `tiled.backward`."""
+    problem = unpack(arguments[:COUNT])
+    v, y, peak, log_sum = arguments[COUNT : COUNT + 4]
+    upstream = Upstream(*arguments[COUNT + 4 : -2])
+    found = tiled.backward(problem, v, y, (peak, log_sum), upstream, arguments[-2:])
+    return _cast(found, problem, v, y)
+
+
+def _cast(found: Gradients, problem: Problem, v: Tensor | None, y: Tensor | None) -> Packed:
+    """Each gradient in its input's dtype; one without elements stands for "not needed"."""
+
+    def like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor:
+        if gradient is None or tensor is None:
+            return problem.q.new_zeros(0)
+        return gradient.to(tensor.dtype)
+
+    biases = problem.bias.tensors
+    return (
+        *(like(found.q, problem.q), like(found.k, problem.k), like(found.v, v), like(found.y, y)),
+        *(like(found.sink, problem.sink), like(found.table, problem.bias.table)),
+        [like(g, bias) for g, bias in zip(found.tensors, biases, strict=True)],
+    )
+
+
+def _fake_sweep_backward(*arguments: Any) -> tuple[Any, ...]:
+    q, k, sink, table, biases = arguments[:5]
+    v, y = arguments[COUNT : COUNT + 2]
+    table_needed, biases_needed = arguments[-2:]
+
+    def like(tensor: Tensor | None, needed: bool = True) -> Tensor:
+        if tensor is None or not needed:
+            tensor = q[:0, 0, 0, 0]
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+    return (
+        *(like(q), like(k), like(v), like(y), like(sink), like(table, table_needed)),
+        [like(bias, needed) for bias, needed in zip(biases, biases_needed, strict=True)],
+    )
+
+
+def _setup(ctx: Any, inputs: Packed, output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    # Lists of tensors are saved one by one, and put back in place in the backward pass.
+    flat, ctx.tree = torch.utils._pytree.tree_flatten([inputs, output[2:4]])
+    ctx.is_tensor = [isinstance(x, Tensor) for x in flat]
+    ctx.save_for_backward(*(x for x in flat if isinstance(x, Tensor)))
+    ctx.others = [x for x in flat if not isinstance(x, Tensor)]
+    table, biases = inputs[3:5]
+    ctx.biases_needed = [bias.requires_grad for bias in biases]
+    ctx.table_needed = table is not None and table.requires_grad
+
+
+def _backward(ctx: Any, *upstream: Tensor | None) -> Packed:
+    tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+    flat = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+    arguments, (peak, log_sum) = torch.utils._pytree.tree_unflatten(flat, ctx.tree)
+    if torch.is_grad_enabled():
+        return _differentiable_backward(arguments, upstream)
+    q, k, v, y, sink, table, biases = torch.ops.headwise.sweep_backward(
+        *(*arguments[: COUNT + 2], peak, log_sum, *upstream),
+        *(ctx.table_needed, ctx.biases_needed),
+    )
+
+    def given(gradient: Tensor, index: int) -> Tensor | None:
+        return None if arguments[index] is None else gradient
+
+    return (
+        *(q, k, given(sink, 2), table if ctx.table_needed else None),
+        [g if needed else None for g, needed in zip(biases, ctx.biases_needed, strict=True)],
+        *([None] * len(arguments[5]), [None] * len(arguments[6])),
+        *([None] * (COUNT - 7)),
+        *(given(v, COUNT), given(y, COUNT + 1), None, None, None),
+    )
+
+
+def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, ...]) -> Packed:
+    """The same gradients from the dense weights, so that they have gradients themselves."""
+    flat, tree = torch.utils._pytree.tree_flatten(arguments)
+    # Aliases: a tensor that is given twice, as q and as k, has a gradient as each.
+    flat = [x.view_as(x) if isinstance(x, Tensor) else x for x in flat]
+    packed = torch.utils._pytree.tree_unflatten(flat, tree)
+    v, y, *asked = packed[COUNT:]
+    readings = dense.read(unpack(packed[:COUNT]), v, y, Wanted(*asked))
+    used = [
+        (reading, own)
+        for reading, own in zip(readings, upstream, strict=True)
+        if own is not None and reading.requires_grad
+    ]
+    needed = [isinstance(x, Tensor) and x.requires_grad for x in flat]
+    found = torch.autograd.grad(
+        [reading for reading, _ in used],
+        [x for x, is_needed in zip(flat, needed, strict=True) if is_needed],
+        [own for _, own in used],
+        create_graph=True,
+        allow_unused=True,
+    )
+    each = iter(found)
+    gradients: Packed = torch.utils._pytree.tree_unflatten(
+        [next(each) if is_needed else None for is_needed in needed], tree
+    )
+    return gradients
+
+
+def _in_own_dtype(function: Callable[..., Packed]) -> Callable[..., Packed]:
+    """Tiles keep their accumulation dtype under autocast, which would round every product."""
+
+    def kept(*arguments: Any) -> Packed:
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            return function(*arguments)
+
+    return kept
+
+
+_LIBRARY.impl("sweep", _in_own_dtype(sweep), "CompositeExplicitAutograd")
+_LIBRARY.impl("sweep_backward", _in_own_dtype(sweep_backward), "CompositeExplicitAutograd")
+torch.library.register_fake("headwise::sweep", _fake_sweep, lib=_LIBRARY)
+torch.library.register_fake("headwise::sweep_backward", _fake_sweep_backward, lib=_LIBRARY)
+torch.library.register_autograd("headwise::sweep", _backward, setup_context=_setup, lib=_LIBRARY)
+
+
+def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -> Readings:
+    """Every asked reading, differentiable, through the operator."""
+    flags = (wanted.entropy, wanted.received, wanted.average)
+    return Readings(*torch.ops.headwise.sweep(*pack(problem), v, y, *flags))

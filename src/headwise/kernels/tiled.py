@@ -1,0 +1,389 @@
+"""The tiled kernel: any reading of the attention matrix in one pass, and its gradient in another.
+
+For the scores s of one query, shifted by m = max(s, sink) (0 where nothing may be attended):
+
+    e = exp(s - m)            Z = sum e + exp(sink - m)            weights p = e / Z
+    out         = (e @ v) / Z                      head outputs
+    transposed  = p^T @ y                          what keys receive of y
+    received    = p^T @ 1
+    average     = mean of p over heads
+    log_sum     = log Z                            logsumexp = m + log_sum
+    entropy     = log Z + sum p (m - s)            the sink counts as one more outcome
+
+The entropy is a sum of terms that are never negative: ``logsumexp - sum p s`` would cancel at
+large scores. Weights are divided by Z, not by exp(logsumexp), so that rows sum to 1.
+
+Backward. Every reading is a function of p (or of log Z, whose gradient with m held fixed is that
+of the logsumexp), so all gradients meet in dp = dL/dp and one softmax backward:
+
+    dp = dout v^T + y dtransposed^T + dreceived + daverage / heads - dentropy log p
+    ds = p (dp - sum p dp + dlog_sum)              (+ dpeak at the row's maximum)
+
+(the softmax backward of FlashAttention, arXiv:2205.14135 appendix B, over more readings).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.kernels.problem import Problem, accumulation_dtype
+from headwise.kernels.tiles import KeysByColumn, Scratch, Tile, grouped, lanes, plan, tile_scores
+
+
+class Readings(NamedTuple):
+    """What one pass returns; a reading that was not asked for has no elements."""
+
+    out: Tensor  # (batch, heads, queries, value_dim)
+    transposed: Tensor  # (batch, heads, keys, y_dim)
+    peak: Tensor  # (batch, heads, queries): largest score, -inf without keys
+    log_sum: Tensor  # (batch, heads, queries): log Z, 0 without keys and sink
+    entropy: Tensor  # (batch, heads, queries), nats
+    received: Tensor  # (batch, heads, keys)
+    average: Tensor  # (batch, queries, keys)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Readings beyond the row's peak and log_sum, which always come along."""
+
+    entropy: bool = False
+    received: bool = False
+    average: bool = False
+
+
+# exp(x) is computed as exp2(x log2 e), three times faster on CPU. The shift comes off first, so the
+# product's rounding is relative to s - m <= 0: at most 0.37 eps of the largest weight.
+LOG2_E = 1.4426950408889634
+
+
+def log_floor(dtype: torch.dtype) -> float:
+    """A shifted score below this has weight exactly 0 in ``dtype``, and 0 * floor is 0, not NaN."""
+    return -800.0 if dtype == torch.float64 else -200.0
+
+
+def shift_of(peak: Tensor, sink: Tensor | None) -> Tensor:
+    """m: the largest of scores and sink, as a finite number. Shape of ``peak``."""
+    if sink is not None:
+        peak = torch.maximum(peak, sink.to(peak.dtype)[:, None])
+    return peak.masked_fill(peak == -torch.inf, 0.0)
+
+
+# ---- forward -----------------------------------------------------------------------------------
+
+
+def forward(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -> Readings:
+    """All asked readings in one pass over the matrix."""
+    result = empty_readings(problem.q, problem.k, v, y, wanted)
+    # Sums over queries are kept in the accumulation dtype and cast once at the end.
+    transposed = result.transposed.to(problem.accumulate)
+    scratch, second = Scratch(problem), Scratch(problem)
+    keys = KeysByColumn(problem)
+    for tile in plan(problem, all_heads=wanted.average):
+        at = tile.batches, tile.heads, tile.rows
+        if tile.columns.start == tile.columns.stop:
+            continue
+        s, _, _ = tile_scores(problem, tile, keys, scratch)
+        result.peak[at] = s.amax(-1)
+        shift = shift_of(result.peak[at], _cut_sink(problem, tile))
+        e, total, entropy = _exponentials(problem, tile, s, shift, second, wanted.entropy)
+        result.log_sum[at] = total.log()
+        if entropy is not None:
+            result.entropy[at] = entropy
+        if v is not None:
+            result.out[at] = _product(problem, tile, e, v) / total[..., None]
+        _column_sums(tile, e, total, y, transposed, result.received)
+        if wanted.average:
+            mean = e.div_(total[..., None] * e.shape[1]).sum(1)
+            result.average[tile.batches, tile.rows, tile.columns] = mean.to(result.average.dtype)
+    return result._replace(transposed=transposed.to(problem.q.dtype))
+
+
+def empty_readings(
+    q: Tensor, k: Tensor, v: Tensor | None, y: Tensor | None, wanted: Wanted
+) -> Readings:
+    """The result before any tile: that of queries that may attend to nothing."""
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    exact = accumulation_dtype(q.dtype)
+    rows, columns = (batch, heads, queries), (batch, heads, keys)
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype, asked: bool) -> Tensor:
+        return q.new_zeros(shape if asked else (0,), dtype=dtype)
+
+    return Readings(
+        out=zeros((*rows, v.shape[-1] if v is not None else 0), q.dtype, v is not None),
+        transposed=zeros((*columns, y.shape[-1] if y is not None else 0), q.dtype, y is not None),
+        peak=q.new_full(rows, -torch.inf, dtype=exact),
+        log_sum=zeros(rows, exact, True),
+        entropy=zeros(rows, exact, wanted.entropy),
+        received=zeros(columns, exact, wanted.received),
+        average=zeros((batch, queries, keys), q.dtype, wanted.average),
+    )
+
+
+def _cut_sink(problem: Problem, tile: Tile) -> Tensor | None:
+    return None if problem.sink is None else problem.sink[tile.heads]
+
+
+def _exponentials(
+    problem: Problem, tile: Tile, s: Tensor, shift: Tensor, second: Scratch, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """e (in scratch memory), Z (1 for rows without keys and sink), and the entropy if wanted."""
+    s.sub_(shift[..., None])
+    entropy = None
+    if with_entropy:
+        s.clamp_(min=log_floor(s.dtype)).mul_(LOG2_E)
+        e = torch.exp2(s, out=second.view(*s.shape))
+        entropy = s.mul_(e).sum(-1).div_(-LOG2_E)
+    else:
+        e = s.mul_(LOG2_E).exp2_()
+    total = e.sum(-1)
+    sink = _cut_sink(problem, tile)
+    if sink is not None:
+        gap = (sink.to(s.dtype)[:, None] - shift).clamp_(min=log_floor(s.dtype))
+        total = total + gap.exp()
+        entropy = entropy - gap * gap.exp() if entropy is not None else None
+    total = total.masked_fill(total == 0, 1.0)
+    return e, total, None if entropy is None else entropy / total + total.log()
+
+
+def _product(problem: Problem, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
+    batches, kv_heads, group, rows, columns = tile.size(problem.group)
+    values = lanes(v, tile, tile.columns, tile.kv_heads, e.dtype)
+    out = torch.bmm(e.view(batches * kv_heads, group * rows, columns), values)
+    return out.view(batches, kv_heads * group, rows, v.shape[-1])
+
+
+def _column_sums(
+    tile: Tile, e: Tensor, total: Tensor, y: Tensor | None, transposed: Tensor, received: Tensor
+) -> None:
+    """Add this tile's share of p^T @ y and p^T @ 1."""
+    batches, heads, rows, columns = e.shape
+    per_head = e.view(batches * heads, rows, columns)
+    at = tile.batches, tile.heads, tile.columns
+    if y is not None:
+        divided = y[tile.batches, tile.heads, tile.rows].to(e.dtype) / total[..., None]
+        divided = divided.reshape(batches * heads, rows, y.shape[-1])
+        transposed[at] += torch.bmm(per_head.mT, divided).unflatten(0, (batches, heads))
+    if received.numel():
+        share = total.reciprocal().view(batches * heads, 1, rows)
+        received[at] += torch.bmm(share, per_head).view(batches, heads, columns)
+
+
+# ---- backward ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Upstream:
+    """Gradients of the readings; None where nothing flows back."""
+
+    out: Tensor | None
+    transposed: Tensor | None
+    peak: Tensor | None
+    log_sum: Tensor | None
+    entropy: Tensor | None
+    received: Tensor | None
+    average: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Gradients of the inputs, in the accumulation dtype; None where none is needed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    y: Tensor | None
+    sink: Tensor | None
+    table: Tensor | None
+    tensors: list[Tensor | None]
+
+
+def backward(
+    problem: Problem,
+    v: Tensor | None,
+    y: Tensor | None,
+    readings: tuple[Tensor, Tensor],
+    upstream: Upstream,
+    bias_needs: tuple[bool, list[bool]],
+) -> Gradients:
+    """One pass: recompute each tile's weights from ``readings`` (peak, log_sum), then dp and ds."""
+    gradients = _zero_gradients(problem, v, y, bias_needs)
+    scratch, second, slope = Scratch(problem), Scratch(problem), Scratch(problem)
+    k = problem.k.to(problem.accumulate).contiguous()
+    keys = KeysByColumn(problem)
+    for tile in plan(problem):
+        if tile.columns.start == tile.columns.stop and problem.sink is None:
+            continue
+        s, q, derivative = tile_scores(problem, tile, keys, scratch, slope)
+        peak, log_sum = (t[tile.batches, tile.heads, tile.rows] for t in readings)
+        # Recomputed, not compared with the saved peak: another tiling rounds scores differently.
+        wants_peak = upstream.peak is not None and s.shape[-1] > 0
+        at_peak = s == s.amax(-1, keepdim=True) if wants_peak else None
+        shift = shift_of(peak, _cut_sink(problem, tile))
+        s.sub_(shift[..., None]).sub_(log_sum[..., None])
+        dp = second.view(*s.shape)
+        _gradient_of_weights(problem, tile, s, dp, v, y, upstream)
+        p = s.mul_(LOG2_E).exp2_()
+        _gradient_of_factors(problem, tile, p, upstream, gradients)
+        ds = _gradient_of_scores(problem, tile, p, dp, log_sum, shift, upstream, gradients)
+        if at_peak is not None and upstream.peak is not None:
+            ds.add_(_gradient_at_peak(tile, at_peak, upstream.peak))
+        _add_bias_gradients(problem, tile, ds, gradients)
+        if derivative is not None:
+            ds.mul_(derivative)
+        _add_query_key_gradients(problem, tile, ds, q, k, gradients)
+    return gradients
+
+
+def _zero_gradients(
+    problem: Problem, v: Tensor | None, y: Tensor | None, bias_needs: tuple[bool, list[bool]]
+) -> Gradients:
+    def zeros(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return torch.zeros(tensor.shape, dtype=problem.accumulate, device=tensor.device)
+
+    table, tensors = bias_needs
+    return Gradients(
+        q=problem.q.new_zeros(problem.q.shape, dtype=problem.accumulate),
+        k=problem.k.new_zeros(problem.k.shape, dtype=problem.accumulate),
+        v=zeros(v),
+        y=zeros(y),
+        sink=zeros(problem.sink),
+        table=zeros(problem.bias.table) if table else None,
+        tensors=[
+            zeros(bias) if needed else None
+            for bias, needed in zip(problem.bias.tensors, tensors, strict=True)
+        ],
+    )
+
+
+def _gradient_of_weights(
+    problem: Problem,
+    tile: Tile,
+    log_p: Tensor,
+    dp: Tensor,
+    v: Tensor | None,
+    y: Tensor | None,
+    upstream: Upstream,
+) -> None:
+    """Write dp; ``log_p`` is only clamped."""
+    batches, heads, rows, columns = log_p.shape
+    group, exact = problem.group, log_p.dtype
+    if upstream.out is not None and v is not None:
+        values = lanes(v, tile, tile.columns, tile.kv_heads, exact)
+        dout = grouped(upstream.out, tile, group, exact)
+        torch.bmm(dout, values.mT, out=dp.view(len(dout), group * rows, columns))
+    else:
+        dp.zero_()
+    if upstream.transposed is not None and y is not None:
+        rows_of_y = lanes(y, tile, tile.rows, tile.heads, exact)
+        received = lanes(upstream.transposed, tile, tile.columns, tile.heads, exact)
+        dp.view(batches * heads, rows, columns).baddbmm_(rows_of_y, received.mT)
+    if upstream.received is not None:
+        dp.add_(upstream.received[tile.batches, tile.heads, None, tile.columns])
+    if upstream.average is not None:
+        share = upstream.average[tile.batches, None, tile.rows, tile.columns].to(exact)
+        dp.add_(share, alpha=1.0 / problem.q.shape[1])
+    if upstream.entropy is not None:
+        log_p.clamp_(min=log_floor(exact))
+        own = upstream.entropy[tile.batches, tile.heads, tile.rows, None]
+        dp.addcmul_(log_p, own, value=-1.0)
+
+
+def _gradient_of_factors(
+    problem: Problem,
+    tile: Tile,
+    p: Tensor,
+    upstream: Upstream,
+    gradients: Gradients,
+) -> None:
+    """dv = p^T dout and dy = p dtransposed."""
+    batches, heads, rows, columns = p.shape
+    group = problem.group
+    if upstream.out is not None and gradients.v is not None:
+        dout = grouped(upstream.out, tile, group, p.dtype)
+        dv = torch.bmm(p.view(len(dout), group * rows, columns).mT, dout)
+        at = tile.batches, tile.kv_heads, tile.columns
+        gradients.v[at] += dv.unflatten(0, (batches, heads // group))
+    if upstream.transposed is not None and gradients.y is not None:
+        received = lanes(upstream.transposed, tile, tile.columns, tile.heads, p.dtype)
+        dy = torch.bmm(p.view(batches * heads, rows, columns), received)
+        gradients.y[tile.batches, tile.heads, tile.rows] = dy.unflatten(0, (batches, heads))
+
+
+def _gradient_of_scores(
+    problem: Problem,
+    tile: Tile,
+    p: Tensor,
+    dp: Tensor,
+    log_sum: Tensor,
+    shift: Tensor,
+    upstream: Upstream,
+    gradients: Gradients,
+) -> Tensor:
+    """ds = p (dp - sum p dp + dlog_sum), in dp's memory, and the sink's own gradient."""
+    at = tile.batches, tile.heads, tile.rows
+    mean = torch.linalg.vecdot(p, dp)
+    constant = torch.zeros_like(mean) if upstream.log_sum is None else upstream.log_sum[at].clone()
+    sink = _cut_sink(problem, tile)
+    if sink is not None and gradients.sink is not None:
+        gap = (sink.to(p.dtype)[:, None] - shift - log_sum).clamp_(min=log_floor(p.dtype))
+        p_sink = gap.exp()
+        dp_sink = torch.zeros_like(gap)
+        if upstream.entropy is not None:
+            dp_sink = -gap * upstream.entropy[at]
+        mean += p_sink * dp_sink
+        gradients.sink[tile.heads] += (p_sink * (dp_sink - mean + constant)).sum((0, 2))
+    return dp.add_((constant - mean)[..., None]).mul_(p)
+
+
+def _gradient_at_peak(tile: Tile, at_peak: Tensor, dpeak: Tensor) -> Tensor:
+    """The maximum's gradient goes to the largest score; equal ones share it, as amax does."""
+    share = dpeak[tile.batches, tile.heads, tile.rows, None] / at_peak.sum(-1, keepdim=True)
+    return torch.where(at_peak & share.isfinite(), share, 0.0)
+
+
+def _add_query_key_gradients(
+    problem: Problem, tile: Tile, ds: Tensor, q: Tensor, k: Tensor, gradients: Gradients
+) -> None:
+    """dq = scale ds k, dk = ds^T (scale q); ``q`` comes scaled."""
+    batches, heads, rows, columns = ds.shape
+    group = problem.group
+    ds = ds.view(len(q), group * rows, columns)
+    dq = torch.bmm(ds, lanes(k, tile, tile.columns, tile.kv_heads, k.dtype)).mul_(problem.scale)
+    gradients.q[tile.batches, tile.heads, tile.rows] = dq.view(batches, heads, rows, q.shape[-1])
+    dk = torch.bmm(ds.mT, q).unflatten(0, (batches, heads // group))
+    gradients.k[tile.batches, tile.kv_heads, tile.columns] += dk
+
+
+def _add_bias_gradients(problem: Problem, tile: Tile, ds: Tensor, gradients: Gradients) -> None:
+    for gradient in gradients.tensors:
+        if gradient is not None:
+            index = (tile.batches, tile.heads, tile.rows, tile.columns)
+            own = tuple(
+                i if n != 1 else slice(None) for i, n in zip(index, gradient.shape, strict=True)
+            )
+            shared = [axis for axis, n in enumerate(gradient.shape) if n == 1]
+            gradient[own] += ds.sum(shared, keepdim=True) if shared else ds
+    if gradients.table is not None:
+        diagonals = sum_diagonals(ds.sum(0))
+        first = tile.columns.start - (tile.rows.stop - 1) + problem.mask.queries - 1
+        span = slice(first, first + diagonals.shape[-1])
+        if gradients.table.shape[0] == 1:
+            gradients.table[0, span] += diagonals.sum(0)
+        else:
+            gradients.table[tile.heads, span] += diagonals
+
+
+def sum_diagonals(block: Tensor) -> Tensor:
+    """(heads, rows, columns) -> (heads, rows + columns - 1): sums over equal column - row."""
+    heads, rows, columns = block.shape
+    # Row i, from the last to the first, moves i places to the right in rows of one column fewer.
+    padded = torch.nn.functional.pad(block.flip(1), (0, rows)).flatten(1)
+    return padded[:, : rows * (rows + columns - 1)].view(heads, rows, -1).sum(1)

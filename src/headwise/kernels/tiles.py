@@ -1,0 +1,177 @@
+"""Cutting the attention matrix into tiles, and the scores of one tile.
+
+A tile is a run of queries of some heads over all the keys their bands let them see. A whole row is
+always in one tile, so the softmax needs no rescaling and every row statistic is exact in one pass;
+memory grows with keys, never with queries x keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from headwise.kernels.problem import Problem
+
+# 8 MB of float32. On two cores, half of it cost 13 % more and twice of it 10 % more (docs/log.md).
+TILE_ELEMENTS = 2**21
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Index ranges of one tile; ``heads`` are the query heads that read ``kv_heads``."""
+
+    batches: slice
+    kv_heads: slice
+    heads: slice
+    rows: slice
+    columns: slice
+
+    def size(self, group: int) -> tuple[int, int, int, int, int]:
+        """(batches, kv_heads, group, rows, columns)."""
+        spans = (self.batches, self.kv_heads, self.rows, self.columns)
+        batches, kv_heads, rows, columns = (part.stop - part.start for part in spans)
+        return batches, kv_heads, group, rows, columns
+
+
+def plan(problem: Problem, *, all_heads: bool = False) -> Iterator[Tile]:
+    """Tiles that cover every row once; ``all_heads`` keeps the heads of a row together."""
+    batch, heads, queries, _ = problem.q.shape
+    kv_heads = problem.k.shape[1]
+    if 0 in (batch, heads, queries):
+        return
+    group = heads // kv_heads
+    rows = _rows(problem, group * (kv_heads if all_heads else 1))
+    width = max(1, _width(problem, rows))
+    lanes = max(1, TILE_ELEMENTS // (group * rows * width))
+    kv_step = kv_heads if all_heads else min(kv_heads, lanes)
+    batch_step = max(1, lanes // kv_heads) if kv_step == kv_heads else 1
+    for b in range(0, batch, batch_step):
+        for h in range(0, kv_heads, kv_step):
+            kv = slice(h, min(h + kv_step, kv_heads))
+            for i in range(0, queries, rows):
+                stop = min(i + rows, queries)
+                yield Tile(
+                    batches=slice(b, min(b + batch_step, batch)),
+                    kv_heads=kv,
+                    heads=slice(kv.start * group, kv.stop * group),
+                    rows=slice(i, stop),
+                    columns=slice(*problem.mask.key_range(i, stop)),
+                )
+
+
+def _rows(problem: Problem, heads: int) -> int:
+    """Queries per tile, so that ``heads`` of them fit; under a window, near its diagonal."""
+    queries, span = problem.q.shape[2], _span(problem)
+    rows = min(queries, max(128, span))
+    return max(
+        1, min(rows, TILE_ELEMENTS // (heads * max(1, min(problem.k.shape[2], span + rows))))
+    )
+
+
+def _width(problem: Problem, rows: int) -> int:
+    return min(problem.k.shape[2], _span(problem) + rows)
+
+
+def _span(problem: Problem) -> int:
+    """Keys that one query can see, as far as bands go."""
+    mask = problem.mask
+    if mask.lower is None or mask.upper is None:
+        return mask.keys
+    return max(0, min(mask.keys, mask.upper - mask.lower + 1))
+
+
+class Scratch:
+    """A buffer that every tile reuses: fresh memory costs more than the arithmetic on it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._memory = problem.q.new_empty(0, dtype=problem.accumulate)
+
+    def view(self, *shape: int) -> Tensor:
+        """Uninitialised memory of this shape, valid until the next call."""
+        count = prod(shape)
+        if self._memory.numel() < count:
+            self._memory = self._memory.new_empty(count)
+        return self._memory[:count].view(shape)
+
+
+class KeysByColumn:
+    """The keys of one tile's heads as (head_dim, keys) in memory: the product is faster so.
+
+    Tiles of the same heads come one after the other, so one copy is kept.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._heads: tuple[slice, slice] | None = None
+        self._columns = problem.k
+
+    def cut(self, tile: Tile) -> Tensor:
+        """(kv lanes, head_dim, columns of the tile)."""
+        heads = (tile.batches, tile.kv_heads)
+        if heads != self._heads:
+            k = self._problem.k[heads].to(self._problem.accumulate)
+            self._heads, self._columns = heads, k.mT.contiguous().flatten(0, 1)
+        return self._columns[:, :, tile.columns]
+
+
+def lanes(tensor: Tensor, tile: Tile, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor:
+    """(batch, any heads, length, width) cut to the tile as (lanes, length, width)."""
+    cut = tensor[tile.batches, heads, rows].to(dtype)
+    return cut.flatten(0, 1)
+
+
+def grouped(tensor: Tensor, tile: Tile, group: int, dtype: torch.dtype) -> Tensor:
+    """Rows of all query heads of one kv head one after the other: (kv lanes, group*rows, width)."""
+    cut = tensor[tile.batches, tile.heads, tile.rows].to(dtype)
+    batches, kv_heads, _, rows, _ = tile.size(group)
+    return cut.reshape(batches * kv_heads, group * rows, cut.shape[-1])
+
+
+def tile_scores(
+    problem: Problem,
+    tile: Tile,
+    keys: KeysByColumn,
+    scratch: Scratch,
+    slope: Scratch | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scores of one tile, in the reference's order: scale, softcap, score bias, mask.
+
+    Returns:
+        scores (batches, heads, rows, columns) in scratch memory; the scaled queries
+        (kv lanes, group*rows, head_dim); and the softcap's derivative where ``slope`` is given.
+    """
+    batches, kv_heads, group, rows, columns = tile.size(problem.group)
+    q = grouped(problem.q, tile, group, problem.accumulate) * problem.scale
+    out = scratch.view(batches * kv_heads, group * rows, columns)
+    torch.bmm(q, keys.cut(tile), out=out)
+    s = out.view(batches, kv_heads * group, rows, columns)
+    derivative = None
+    if problem.softcap is not None:
+        s.div_(problem.softcap).tanh_()
+        if slope is not None:
+            derivative = slope.view(*s.shape)
+            torch.mul(s, s, out=derivative).neg_().add_(1)
+        s.mul_(problem.softcap)
+    for part in problem.bias.parts(tile.batches, tile.heads, tile.rows, tile.columns):
+        s.add_(part.to(s.dtype))
+    _apply_mask(problem, tile, s)
+    return s, q, derivative
+
+
+def _apply_mask(problem: Problem, tile: Tile, s: Tensor) -> None:
+    """Write -inf where the mask hides; a band touches only the columns at its edges."""
+    mask, start, stop = problem.mask, tile.columns.start, tile.columns.stop
+    left, right = mask.band_edges(tile.rows.start, tile.rows.stop)
+    rows = torch.arange(tile.rows.start, tile.rows.stop, device=s.device)
+    right = max(right, min(left, stop))  # a narrow window: the two edges meet, count it once
+    for first, last in ((start, min(left, stop)), (max(right, start), stop)):
+        if first < last:
+            hidden = mask.hides_by_band(rows, torch.arange(first, last, device=s.device))
+            s[..., first - start : last - start].masked_fill_(hidden, -torch.inf)
+    allowed = mask.block(tile.batches, tile.heads, tile.rows, tile.columns)
+    if allowed is not None:
+        s.masked_fill_(~allowed, -torch.inf)

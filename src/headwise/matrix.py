@@ -1,0 +1,399 @@
+"""AttentionMatrix: the attention matrix as an operator that is never written down.
+
+It holds queries, keys and everything that shapes the scores. What anyone wants to know of the
+weights is an exact product or a streamed reduction of it. It is before dropout, always.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from headwise import functional
+from headwise.axes import MATRIX_AXES, broadcasts, human_bytes
+from headwise.bound_mask import BoundMask
+from headwise.checks import (
+    check_operand,
+    check_options,
+    check_queries_and_keys,
+    check_rows,
+    refuse_operand,
+    require_mask,
+    require_score_bias,
+)
+from headwise.eager import without_autocast
+from headwise.errors import LimitError, OptionError
+from headwise.kernels import dense, sdpa, sweep
+from headwise.kernels.choose import choose
+from headwise.kernels.explain import Explanation, explain
+from headwise.kernels.problem import Problem, accumulation_dtype
+from headwise.kernels.tiled import Readings, Wanted, shift_of
+from headwise.kernels.tiles import TILE_ELEMENTS
+from headwise.masks import Mask
+from headwise.operand import LeftOperand
+from headwise.score_bias import BoundBias, ScoreBias
+
+
+class Statistics(NamedTuple):
+    """What one pass over the matrix tells of its rows and columns."""
+
+    logsumexp: Float[Tensor, "batch heads queries"]
+    entropy: Float[Tensor, "batch heads queries"]
+    maximum: Float[Tensor, "batch heads queries"]
+    received: Float[Tensor, "batch heads keys"]
+
+
+class AttentionMatrix(LeftOperand):
+    """The weights (batch, heads, queries, keys) of scaled dot-product attention, as an operator.
+
+    Args:
+        q: queries, (batch, heads, queries, head_dim).
+        k: keys, (batch, kv_heads, keys, head_dim); query head h reads h // (heads // kv_heads).
+        mask: who may be attended (True = may attend).
+        score_bias: added to the scores after the softcap.
+        scale: factor of q.k; 1/sqrt(head_dim) by default.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sink: (heads,), a logit that takes weight and gives nothing.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, OptionError, MaskError: what does not fit together.
+    """
+
+    def __init__(
+        self,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys head_dim"],
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Float[Tensor, " heads"] | None = None,
+    ) -> None:
+        check_queries_and_keys(q, k)
+        check_options(q, scale, softcap, sink)
+        self.q, self.k, self.sink, self.softcap = q, k, sink, softcap
+        self.mask, self.score_bias = require_mask(mask), require_score_bias(score_bias)
+        self.scale = functional.default_scale(q) if scale is None else scale
+        batch, heads, queries, keys = self.shape
+        bound = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
+        self._mask: BoundMask = self.mask.bind(**bound, device=q.device)
+        self._bias: BoundBias = self.score_bias.bind(**bound, device=q.device)
+
+    # ---- what it is -------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, queries, keys)."""
+        batch, heads, queries, _ = self.q.shape
+        return batch, heads, queries, self.k.shape[2]
+
+    def __repr__(self) -> str:
+        options = [f"{axis}={n}" for axis, n in zip(MATRIX_AXES, self.shape, strict=True)]
+        options.append(str(self.q.dtype).removeprefix("torch."))
+        if self.k.shape[1] != self.q.shape[1]:
+            options.append(f"kv_heads={self.k.shape[1]}")
+        if str(self.mask) != "everything":
+            options.append(str(self.mask))
+        if str(self.score_bias) != "zero":
+            options.append(f"bias {self.score_bias}")
+        if self.softcap is not None:
+            options.append(f"softcap {self.softcap:g}")
+        if self.sink is not None:
+            options.append("sink")
+        return f"AttentionMatrix({', '.join(options)}; dense would be {human_bytes(self._bytes())})"
+
+    def explain(self, v: Float[Tensor, "..."] | None = None) -> Explanation:
+        """Which kernel computes what, why, and what it costs; ``v`` as in ``A @ v``."""
+        return explain(*self._problem_for(self.k if v is None else v))
+
+    # ---- products ---------------------------------------------------------------------------
+
+    def __matmul__(
+        self, v: Float[Tensor, "#batch value_heads keys value_dim"]
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """Head outputs. ``value_heads``: kv_heads, heads, or 1 for values that all heads share."""
+        problem, v = self._problem_for(v)
+        # Exported to ONNX, torch's operator gives a query that may attend to nothing the mean of v.
+        if choose(problem, v).kernel == "sdpa" and not torch.onnx.is_in_onnx_export():
+            return sdpa.head_outputs(problem, v)
+        return _read(problem, v=v).out
+
+    def outputs_and_average(
+        self, v: Float[Tensor, "#batch value_heads keys value_dim"]
+    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch queries keys"]]:
+        """``A @ v`` and ``A.head_average()``; in inference one pass serves both."""
+        # A trace is checked in another grad mode than it was made in, and must not differ.
+        if _is_traced() or (torch.is_grad_enabled() and self._requires_grad(v)):
+            # Two passes forward: the fused kernel's backward is worth more than the pass.
+            return self @ v, self.head_average()
+        problem, v = self._problem_for(v)
+        reading = _read(problem, v=v, wanted=Wanted(average=True))
+        return reading.out, reading.average
+
+    @property
+    def mT(self) -> TransposedMatrix:  # noqa: N802 (torch's name for it)
+        """The transposed matrix, for ``A.mT @ y``."""
+        return TransposedMatrix(self)
+
+    # ---- parts ------------------------------------------------------------------------------
+
+    def rows(self, index: Int[Tensor, " rows"]) -> Float[Tensor, "batch heads rows keys"]:
+        """The weights of chosen queries, written down.
+
+        Raises:
+            OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
+        """
+        check_rows(index, self.shape[2])
+        exact = accumulation_dtype(self.q.dtype)
+        with without_autocast(self.q):
+            s = functional.scores_at(
+                self.q.index_select(2, index).to(exact),
+                self.k.to(exact),
+                index,
+                mask=self._mask,
+                score_bias=self._bias,
+                scale=self.scale,
+                softcap=self.softcap,
+            )
+            return functional.weights_of(s, self.sink).to(self.q.dtype)
+
+    def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
+        """The whole matrix: the one door to queries x keys memory.
+
+        Raises:
+            LimitError: it would take more than ``limit`` bytes (None: no limit).
+        """
+        if limit is not None and self._bytes() > limit:
+            raise LimitError(
+                saw=f"dense() of {self!r}",
+                needed=f"at most {human_bytes(limit)}",
+                do="read it by products, rows, diagonals or pool, or raise dense(limit=...)",
+            )
+        return self.rows(torch.arange(self.q.shape[2], device=self.q.device))
+
+    def diagonal(self, offset: int = 0) -> Float[Tensor, "batch heads diagonal"]:
+        """The weight from query i to key i + offset, for every i where that key exists.
+
+        ``offset=-1`` is the previous token; where no such key exists the result is empty, as
+        torch's diagonal is. Beside it only the row sums are computed.
+        """
+        _, heads, queries, keys = self.shape
+        first, stop = max(0, -offset), max(max(0, -offset), min(queries, keys - offset))
+        rows = torch.arange(first, stop, device=self.q.device)
+        exact = accumulation_dtype(self.q.dtype)
+        q = self.q[:, :, first:stop].to(exact)
+        k = functional.share_heads(self.k[:, :, first + offset : stop + offset], heads=heads).to(
+            exact
+        )
+        s = self.scale * (q * k).sum(-1)
+        if self.softcap is not None:
+            s = self.softcap * torch.tanh(s / self.softcap)
+        for part in self._bias.pairs(rows, rows + offset):
+            s = s + part.to(exact)
+        s = s.masked_fill(~self._mask.pairs(rows, rows + offset), -torch.inf)
+        reading = _read(self._problem())
+        shift = shift_of(reading.peak.detach(), self._detached_sink())[..., first:stop]
+        return torch.exp(s - shift - reading.log_sum[..., first:stop]).to(self.q.dtype)
+
+    def topk(
+        self, k: int, rows: Int[Tensor, " rows"] | None = None
+    ) -> tuple[Float[Tensor, "batch heads rows k"], Int[Tensor, "batch heads rows k"]]:
+        """The k largest weights of each query, and their keys; ``rows`` names some queries.
+
+        Hidden keys have weight 0 and may be among the k where fewer keys are allowed.
+        """
+        if not 0 <= k <= self.shape[3]:
+            raise OptionError(
+                saw=f"topk({k}) over {self.shape[3]} keys",
+                needed=f"k from 0 to {self.shape[3]}",
+                do="ask for fewer keys",
+            )
+        if rows is None:
+            rows = torch.arange(self.shape[2], device=self.q.device)
+        batch, heads, _, keys = self.shape
+        step = max(1, TILE_ELEMENTS // max(1, batch * heads * keys))
+        # ONNX cannot split at a length that varies, and its graph is dense in any case.
+        blocks = (rows,) if torch.onnx.is_in_onnx_export() else torch.split(rows, step)
+        found = [self._topk_rows(k, part) for part in blocks]
+        if not found:
+            found = [self._topk_rows(k, rows)]
+        values, indices = zip(*found, strict=True)
+        return torch.cat(values, 2), torch.cat(indices, 2)
+
+    def _topk_rows(self, k: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        def largest() -> tuple[Tensor, Tensor]:
+            values, indices = self.rows(rows).topk(k, dim=-1)
+            return values, indices
+
+        # torch.func takes no checkpoint.
+        if not torch.is_grad_enabled() or _needs_plain_torch():
+            return largest()
+        # Recomputed in the backward pass: kept rows would add up to queries x keys.
+        found: tuple[Tensor, Tensor] = checkpoint(largest, use_reentrant=False)
+        return found
+
+    def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
+        """A map of this many cells: weight from a block of queries to a block of keys.
+
+        A cell is the mean over the block's queries of the weight summed over the block's keys, so
+        a row of the map sums to 1 where every query attends. Blocks are as equal as they can be:
+        position i of n is in block floor(i * blocks / n).
+        """
+        for axis, asked, size in (
+            ("queries", queries, self.shape[2]),
+            ("keys", keys, self.shape[3]),
+        ):
+            if not 1 <= asked <= max(1, size):
+                raise OptionError(
+                    saw=f"pool to {asked} {axis} of a matrix with {size} {axis}",
+                    needed=f"from 1 to {size}",
+                    do=f"ask for 1 to {max(1, size)} blocks",
+                )
+        in_key_block = _blocks(self.shape[3], keys, self.q)
+        by_key = self @ in_key_block[None, None]
+        # Counts of queries leave the range of float16 and the precision of bfloat16.
+        exact = by_key.to(accumulation_dtype(self.q.dtype))
+        in_query_block = _blocks(self.shape[2], queries, exact)
+        mean = in_query_block / in_query_block.sum(0).clamp(min=1)
+        with without_autocast(self.q):
+            return (mean.mT @ exact).to(self.q.dtype)
+
+    # ---- reductions -------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """Logsumexp, entropy, maximum and received, from one pass over the matrix."""
+        reading = _read(self._problem(), wanted=Wanted(entropy=True, received=True))
+        return Statistics(
+            self._logsumexp(reading), reading.entropy, self._maximum(reading), reading.received
+        )
+
+    def logsumexp(self) -> Float[Tensor, "batch heads queries"]:
+        """log sum exp of each query's scores, the sink included; -inf where there is neither."""
+        return self._logsumexp(_read(self._problem()))
+
+    def entropy(self) -> Float[Tensor, "batch heads queries"]:
+        """-sum p log p of each query's weights, in nats; a sink counts as one more outcome."""
+        return _read(self._problem(), wanted=Wanted(entropy=True)).entropy
+
+    def maximum(self) -> Float[Tensor, "batch heads queries"]:
+        """The largest weight of each query; 0 where it may attend to nothing."""
+        return self._maximum(_read(self._problem()))
+
+    def received(self) -> Float[Tensor, "batch heads keys"]:
+        """The weight each key receives, summed over queries."""
+        return _read(self._problem(), wanted=Wanted(received=True)).received
+
+    def head_average(self) -> Float[Tensor, "batch queries keys"]:
+        """The mean of the weights over heads, without the weights of single heads."""
+        return _read(self._problem(), wanted=Wanted(average=True)).average
+
+    # ---- within -----------------------------------------------------------------------------
+
+    def _problem(self) -> Problem:
+        return Problem(self.q, self.k, self._mask, self._bias, self.scale, self.softcap, self.sink)
+
+    def _problem_for(self, v: Tensor) -> tuple[Problem, Tensor]:
+        """The problem with as many kv heads as the values have, and the values at full size."""
+        batch, heads, _, keys = self.shape
+        kv_heads = self.k.shape[1]
+        fits = v.dim() == 4 and broadcasts(v.shape[0], batch) and v.shape[2] == keys
+        own_heads = fits and broadcasts(v.shape[1], kv_heads)
+        if not fits or not (own_heads or v.shape[1] == heads):
+            refuse_operand(
+                "A @ v", v, f"(batch {batch}, kv_heads {kv_heads}, keys {keys}, value_dim)"
+            )
+        check_operand("v", v, self.q)
+        k = self.k if own_heads else functional.share_heads(self.k, heads=heads)
+        problem = Problem(self.q, k, self._mask, self._bias, self.scale, self.softcap, self.sink)
+        return problem, v.expand(batch, k.shape[1], *v.shape[2:])
+
+    def _requires_grad(self, v: Tensor) -> bool:
+        leaves = (self.q, self.k, v) if self.sink is None else (self.q, self.k, v, self.sink)
+        return self._bias.requires_grad or any(x.requires_grad for x in leaves)
+
+    def _detached_sink(self) -> Tensor | None:
+        return None if self.sink is None else self.sink.detach()
+
+    def _logsumexp(self, reading: Readings) -> Tensor:
+        peak = reading.peak.detach()
+        if self.sink is not None:
+            peak = torch.maximum(peak, self.sink.detach().to(peak.dtype)[:, None])
+        return peak + reading.log_sum
+
+    def _maximum(self, reading: Readings) -> Tensor:
+        shift = shift_of(reading.peak.detach(), self._detached_sink())
+        return torch.exp(reading.peak - shift - reading.log_sum)
+
+    def _bytes(self) -> int:
+        return math.prod(self.shape) * self.q.element_size()
+
+
+class TransposedMatrix(LeftOperand):
+    """(batch, heads, keys, queries): what keys receive. Made by ``A.mT``."""
+
+    def __init__(self, matrix: AttentionMatrix) -> None:
+        self.mT = matrix
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, keys, queries)."""
+        batch, heads, queries, keys = self.mT.shape
+        return batch, heads, keys, queries
+
+    def __matmul__(
+        self, y: Float[Tensor, "#batch #heads queries y_dim"]
+    ) -> Float[Tensor, "batch heads keys y_dim"]:
+        """For each key, the sum over queries of weight times ``y``."""
+        batch, heads, _, queries = self.shape
+        fits = y.dim() == 4 and y.shape[2] == queries
+        if not fits or not (broadcasts(y.shape[0], batch) and broadcasts(y.shape[1], heads)):
+            refuse_operand(
+                "A.mT @ y", y, f"(batch {batch}, heads {heads}, queries {queries}, y_dim)"
+            )
+        check_operand("y", y, self.mT.q)
+        y = y.expand(batch, heads, *y.shape[2:])
+        return _read(self.mT._problem(), y=y).transposed
+
+    def __repr__(self) -> str:
+        return f"{self.mT!r}.mT"
+
+
+def _read(
+    problem: Problem,
+    *,
+    v: Tensor | None = None,
+    y: Tensor | None = None,
+    wanted: Wanted | None = None,
+) -> Readings:
+    """One pass by the tiled kernel, or dense where only plain torch operators are understood."""
+    wanted = wanted or Wanted()
+    if _needs_plain_torch():
+        return dense.read(problem, v, y, wanted)
+    return sweep.read(problem, v, y, wanted)
+
+
+def _needs_plain_torch() -> bool:
+    """ONNX knows no operator of ours; forward-mode AD and torch.func see through torch's own."""
+    if torch.onnx.is_in_onnx_export():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    in_forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return in_forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _is_traced() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
+
+
+def _blocks(length: int, blocks: int, like: Tensor) -> Tensor:
+    """(length, blocks): 1 where a position is in a block."""
+    position = torch.arange(length, device=like.device)
+    block = position * blocks // max(1, length)
+    return (block[:, None] == torch.arange(blocks, device=like.device)).to(like.dtype)

@@ -1,0 +1,70 @@
+"""What an encoder's attention layers were given, and gave, while it read a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+# (what is going on, steps done, steps in all)
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Report to nobody."""
+
+
+@dataclass(frozen=True, eq=False)
+class Projections:
+    """The weights of one attention layer, packed as in `torch.nn.MultiheadAttention`.
+
+    The rows of ``in_proj_weight`` are those of the queries, then the keys, then the values.
+    """
+
+    in_proj_weight: Float[Tensor, "three_embed_dim embed_dim"]
+    in_proj_bias: Float[Tensor, " three_embed_dim"]
+    out_proj_weight: Float[Tensor, "embed_dim embed_dim"]
+    out_proj_bias: Float[Tensor, " embed_dim"]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One attention layer during the model's own forward pass.
+
+    ``output`` is what came out of the output projection, before the residual and the LayerNorm.
+    """
+
+    x: Float[Tensor, "batch queries embed_dim"]
+    output: Float[Tensor, "batch queries embed_dim"]
+    projections: Projections
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A text, and a shorter one padded to its length, read by an encoder.
+
+    Attributes:
+        model: the model's name.
+        origin: where its weights come from, in a sentence.
+        reference: the layer that gave ``AttentionCall.output``.
+        num_heads: heads of each layer.
+        passage: which part of the text was read.
+        tokens: the tokens of the whole text, which is sequence 0 of the batch and has no padding.
+        real: True where a position holds a token, False where it is padding.
+        separators: True where a position holds the separator.
+        separator: how the separator is called.
+        calls: one for each layer, first layer first.
+    """
+
+    model: str
+    origin: str
+    reference: str
+    num_heads: int
+    passage: str
+    tokens: tuple[str, ...]
+    real: Bool[Tensor, "batch keys"]
+    separators: Bool[Tensor, "batch keys"]
+    separator: str
+    calls: tuple[AttentionCall, ...]

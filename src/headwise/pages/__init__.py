@@ -1,0 +1,1 @@
+"""Result objects as pages: one HTML file each, which loads nothing from anywhere."""

@@ -1,0 +1,60 @@
+"""Writing a page so that a reader never meets half of one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from headwise.errors import OptionError
+
+
+def require_writable(path: Path) -> Path:
+    """Make the folders on the way to ``path``, and return it as an absolute path.
+
+    Raises:
+        OptionError: ``path`` is a folder, or nothing can be written where it should stand.
+    """
+    path = path.absolute()
+    if path.is_dir():
+        raise OptionError(
+            saw=f"{path}, which is a folder",
+            needed="the name of a file to write",
+            do=f"{path / 'index.html'}",
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except (FileExistsError, NotADirectoryError) as error:
+        raise OptionError(
+            saw=f"{path.parent}, which is a file or lies below one",
+            needed="a folder to write into",
+            do="name a file in another folder",
+        ) from error
+    except OSError as error:
+        raise OptionError(
+            saw=f"{path.parent}, where nothing can be written ({error.strerror})",
+            needed="a folder to write into",
+            do="name a file in another folder",
+        ) from error
+    return path
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write beside ``path`` and rename; folders on the way are made. Returns the absolute path.
+
+    Raises:
+        OptionError: as `require_writable`.
+    """
+    path = require_writable(path)
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # A temporary file is readable by its owner alone; a page is made to be read.
+        os.chmod(beside, 0o644)
+        os.replace(beside, path)
+    finally:
+        Path(beside).unlink(missing_ok=True)  # it is still there only if something failed
+    return path

@@ -1,0 +1,76 @@
+"""Small pictures without a plotting library: the viridis colours, and PNG as data URIs."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+
+RGB = tuple[int, int, int]
+
+# Every 8th colour of viridis (Stéfan van der Walt and Nathaniel Smith, CC0). Between them a
+# straight line is right to 2 of 255 in each channel.
+_VIRIDIS = bytes.fromhex(
+    "440154 470d60 48186a 482374 472d7b 453781 424086 3e4989 3b528b 375b8d 33638d"
+    "2f6b8e 2c728e 297a8e 26828e 23898e 21918c 1f978b 1f9f88 21a685 27ad81 31b57b"
+    "3dbc74 4cc26c 5cc863 6ece58 81d34d 95d840 aadc32 c0df25 d5e21a eae51a fde725"
+)
+_STOPS = len(_VIRIDIS) // 3
+
+
+def viridis(position: float) -> RGB:
+    """The colour at a position from 0 to 1; positions beyond are clamped."""
+    step = min(max(position, 0.0), 1.0) * (_STOPS - 1)
+    low = min(int(step), _STOPS - 2)
+    left, right = _VIRIDIS[3 * low : 3 * low + 3], _VIRIDIS[3 * low + 3 : 3 * low + 6]
+    red, green, blue = (round(a + (b - a) * (step - low)) for a, b in zip(left, right, strict=True))
+    return red, green, blue
+
+
+def weight_position(weight: float) -> float:
+    """Where a weight stands on the colour scale: its square root, so that 0.01 is not yet dark."""
+    return math.sqrt(max(weight, 0.0))
+
+
+def css(colour: RGB) -> str:
+    """``#21918c``."""
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+def ink(colour: RGB) -> str:
+    """Black or white, whichever stands out more on a colour (WCAG 2 relative luminance)."""
+    linear = [(c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    # The contrast with black is (L + .05) / .05, with white 1.05 / (L + .05).
+    return "#000000" if (luminance + 0.05) ** 2 > 0.05 * 1.05 else "#ffffff"
+
+
+def gradient() -> str:
+    """The whole scale as a CSS gradient, left to right."""
+    return f"linear-gradient(90deg,{','.join(css(viridis(n / 16)) for n in range(17))})"
+
+
+def weights_png(weights: Sequence[Sequence[float]]) -> str:
+    """A grid of weights as a PNG data URI, one pixel for each; rows from top to bottom."""
+    return data_uri(png([[viridis(weight_position(w)) for w in row] for row in weights]))
+
+
+def png(pixels: Sequence[Sequence[RGB]]) -> bytes:
+    """Rows of colours as a PNG file, 8-bit RGB (ISO/IEC 15948)."""
+    height, width = len(pixels), len(pixels[0])
+    # Each row is preceded by its filter type: 0, none.
+    rows = b"".join(b"\0" + bytes(channel for rgb in row for channel in rgb) for row in pixels)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in parts)
+
+
+def data_uri(image: bytes) -> str:
+    """A PNG file as a ``data:`` address, for a page that loads nothing."""
+    return "data:image/png;base64," + base64.b64encode(image).decode("ascii")
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

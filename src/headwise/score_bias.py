@@ -1,0 +1,211 @@
+"""Score biases: a float added to the scores before the softmax, as a lazy value.
+
+Two forms are enough. What depends on the distance ``key - query`` alone (ALiBi, relative
+positions) is a table with one entry per distance: queries + keys - 1 numbers for each head, never
+queries x keys. Everything else is a dense tensor with named axes. An entry of -inf masks;
+``finfo.min`` does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwise.axes import broadcasts
+from headwise.bound_mask import (
+    Align,
+    at_pairs,
+    check_fits,
+    cut,
+    require_align,
+    resolve_align,
+    with_matrix_axes,
+)
+from headwise.eager import may_check_values
+from headwise.errors import DeviceError, MaskError
+
+
+@dataclass(frozen=True, eq=False)
+class ByDistance:
+    """``table(distances)`` gives (heads or 1, len(distances)); distances count from ``align``."""
+
+    name: str
+    table: Callable[[Int[Tensor, " n"]], Float[Tensor, "heads n"]]
+    align: Align | None
+
+    def __post_init__(self) -> None:
+        require_align(self.align)
+
+
+# Values, not functions: a copy holds its own tensors, and a pickle holds them at all.
+@dataclass(frozen=True, eq=False)
+class _Alibi:
+    slopes: Tensor
+
+    def __call__(self, distances: Tensor) -> Tensor:
+        return -self.slopes[:, None] * distances.abs()
+
+
+@dataclass(frozen=True, eq=False)
+class _Relative:
+    table: Tensor
+
+    def __call__(self, distances: Tensor) -> Tensor:
+        reach = self.table.shape[1] // 2
+        return self.table[:, distances.clamp(-reach, reach) + reach]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreBias:
+    """A lazy sum of biases. Build one with a classmethod, add with ``+``."""
+
+    by_distance: tuple[ByDistance, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def dense(cls, bias: Float[Tensor, "..."], *, axes: str) -> ScoreBias:
+        """A float tensor whose axes are named, e.g. ``axes="heads queries keys"``."""
+        if not bias.is_floating_point():
+            raise MaskError(
+                saw=f"ScoreBias.dense given a tensor of dtype {bias.dtype}",
+                needed="a float that is added to the scores",
+                do="a bool mask is a Mask: Mask.may_attend(t, axes=...)",
+            )
+        return cls(tensors=(with_matrix_axes(bias, axes),))
+
+    @classmethod
+    def alibi(cls, slopes: Float[Tensor, " heads"], *, align: Align | None = None) -> ScoreBias:
+        """``-slope * |key - query|`` for each head (Press et al. 2022, arXiv:2108.12409)."""
+        return cls(by_distance=(ByDistance("alibi", _Alibi(slopes), align),))
+
+    @classmethod
+    def relative(
+        cls, table: Float[Tensor, "heads distances"], *, align: Align | None = None
+    ) -> ScoreBias:
+        """One learned number for each head and distance from -reach to +reach.
+
+        ``table`` has 2 * reach + 1 columns; farther keys take the outermost entry (the clipping
+        of Shaw et al. 2018, arXiv:1803.02155).
+        """
+        if table.shape[1] % 2 == 0:
+            raise MaskError(
+                saw=f"a relative table with {table.shape[1]} distances",
+                needed="an odd number: 2 * reach + 1, for distances -reach to +reach",
+                do=f"e.g. {table.shape[1] + 1} columns for reach {table.shape[1] // 2}",
+            )
+        return cls(by_distance=(ByDistance("relative", _Relative(table), align),))
+
+    def __add__(self, other: ScoreBias) -> ScoreBias:
+        return ScoreBias(self.by_distance + other.by_distance, self.tensors + other.tensors)
+
+    def bind(
+        self, *, batch: int, heads: int, queries: int, keys: int, device: torch.device
+    ) -> BoundBias:
+        """Fix the sizes: one table over all distances, and the dense tensors, checked.
+
+        Raises:
+            MaskError: made for other sizes, NaN or +inf in a dense bias, or an alignment missing.
+        """
+        table: Tensor | None = None
+        for part in self.by_distance:
+            offset = resolve_align(part.align, queries, keys, what=f"a {part.name} bias")
+            distances = torch.arange(1 - queries, keys, device=device) - offset
+            row = part.table(distances)
+            if not broadcasts(row.shape[0], heads):
+                raise MaskError(
+                    saw=f"a {part.name} bias for {row.shape[0]} heads",
+                    needed=f"{heads} heads, or one row for all",
+                    do="give one row for each head",
+                )
+            table = row if table is None else table + row
+        if table is not None:
+            _check_values(table, device)
+        for bias in self.tensors:
+            check_fits(bias, batch, heads, queries, keys, "a score bias")
+            _check_values(bias, device)
+        return BoundBias(queries=queries, keys=keys, table=table, tensors=self.tensors)
+
+    def __str__(self) -> str:
+        parts = [part.name for part in self.by_distance]
+        return " + ".join(parts + [f"dense{tuple(t.shape)}" for t in self.tensors]) or "zero"
+
+    def __repr__(self) -> str:
+        return f"ScoreBias({self})"
+
+
+@dataclass(frozen=True, eq=False)
+class BoundBias:
+    """A score bias at known sizes; ``table[h, key - query + queries - 1]``."""
+
+    queries: int
+    keys: int
+    table: Tensor | None
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient flows into the bias."""
+        return any(t.requires_grad for t in self._all())
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether there is nothing to add."""
+        return not self._all()
+
+    def _all(self) -> list[Tensor]:
+        return [*self.tensors, *([] if self.table is None else [self.table])]
+
+    def parts(
+        self, batches: slice, heads: slice, rows: slice | Tensor, columns: slice
+    ) -> list[Tensor]:
+        """What to add to one block; each part broadcasts to (batches, heads, rows, columns)."""
+        parts = [cut(bias, batches, heads, rows, columns) for bias in self.tensors]
+        if self.table is not None:
+            table = self.table if self.table.shape[0] == 1 else self.table[heads]
+            parts.append(self._from_table(table, rows, columns)[None])
+        return parts
+
+    def _from_table(self, table: Tensor, rows: slice | Tensor, columns: slice) -> Tensor:
+        keys = self.keys
+        if isinstance(rows, Tensor):
+            distance = torch.arange(keys, device=table.device)[columns] - rows[:, None]
+            return table[:, distance + self.queries - 1]
+        first, stop, _ = rows.indices(self.queries)
+        start, end, _ = columns.indices(keys)
+        # Row i of the block is a run of the table that starts one place later for each earlier i.
+        runs = table[:, start - stop + self.queries : end - first + self.queries - 1]
+        return runs.unfold(-1, end - start, 1).flip(1)
+
+    def pairs(self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]) -> list[Tensor]:
+        """What to add at (query, key) pairs; parts broadcast to (batch, heads, pairs)."""
+        parts = [at_pairs(bias, rows, columns) for bias in self.tensors]
+        if self.table is not None:
+            parts.append(self.table[None, :, columns - rows + self.queries - 1])
+        return parts
+
+    def at(self, rows: Int[Tensor, " rows"]) -> list[Tensor]:
+        """The whole bias at chosen queries; parts broadcast to (batch, heads, rows, keys)."""
+        whole = slice(None)
+        return self.parts(whole, whole, rows, whole)
+
+
+def _check_values(bias: Tensor, device: torch.device) -> None:
+    if bias.device != device:
+        raise DeviceError(
+            saw=f"a score bias on {bias.device} for queries and keys on {device}",
+            needed="one device",
+            do=f'bias.to("{device}")',
+        )
+    if not may_check_values(bias) or bias.numel() == 0:
+        return
+    highest = float(bias.detach().max())  # NaN wins over every number
+    if highest != highest or highest == torch.inf:
+        raise MaskError(
+            saw=f"a score bias of shape {tuple(bias.shape)} that holds {highest}",
+            needed="finite numbers, or -inf where a key is hidden",
+            do="replace NaN and +inf; a boolean mask is a Mask",
+        )

@@ -1,0 +1,43 @@
+"""The command line's frame: version, and how an error is spoken."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import headwise
+from headwise import cli
+from headwise.errors import ShapeError
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["headwise", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"headwise {headwise.__version__}\n"
+
+
+def test_an_error_is_a_message_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise ShapeError(saw="512 and 7 heads", needed="a multiple", do="take 8 heads")
+
+    monkeypatch.setattr(cli, "app", refuse)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == (
+        "headwise: 512 and 7 heads\n  needed: a multiple\n  do:     take 8 heads\n"
+    )
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main()

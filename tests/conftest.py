@@ -1,0 +1,52 @@
+"""What every test starts from: one torch thread, fixed seeds, repeatable hypothesis."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from pathlib import Path
+
+# One thread for each worker, here and in the subprocesses that tests start. Before torch loads.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from collections.abc import Iterator
+
+import hypothesis
+import jaxtyping
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile(
+    "headwise",
+    deadline=None,  # no test asserts a wall-clock time
+    derandomize=True,  # the same examples on every run, so a mutant's killer is a fact
+    print_blob=False,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("headwise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The mutant runner says which copy of the source it expects to be imported."""
+    expected = os.environ.get("HEADWISE_EXPECTED_SOURCE")
+    spec = importlib.util.find_spec("headwise")
+    origin = Path(spec.origin) if spec and spec.origin else None
+    if expected and not (origin and origin.is_relative_to(expected)):
+        raise pytest.UsageError(f"headwise comes from {origin}, not from {expected}")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def shapes_unchecked() -> Iterator[None]:
+    """Shape annotations are not checked, as for users: the library's own refusal speaks."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,122 @@
+"""Clause 1: the output does not depend on the path."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from headwise.budget import Budget
+from headwise.kernels import sdpa, sweep
+from headwise.kernels.choose import choose
+from headwise.kernels.tiled import Wanted
+from headwise.masks import Mask
+from headwise.matrix import AttentionMatrix
+from tests.contract.layers import BATCH, LENGTH, identity_layer, inputs, merge, split
+from tests.strategies import DTYPES, Problem, problems
+
+PADDING = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+PADDING[0, 17:], PADDING[1] = True, True  # the second sample may attend to nothing
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_way_to_call_the_layer_gives_the_same_output(
+    dtype: torch.dtype, padded: bool
+) -> None:
+    layer, x = identity_layer(dtype), inputs(dtype)
+    padding = PADDING if padded else None
+    mask = Mask.from_torch_padding(PADDING) if padded else None
+    budget = Budget.for_head_outputs(split(x), split(x), split(x), mask=mask)
+    ways = itertools.product((False, True), repeat=5)
+    for need_weights, average, grad, training, same in ways:
+        layer.train(training)
+        query = x if same else x.clone()
+        with torch.set_grad_enabled(grad):
+            out, weights = layer(
+                query,
+                x,
+                x if same else x.clone(),
+                key_padding_mask=padding,
+                need_weights=need_weights,
+                average_attn_weights=average,
+            )
+        budget.assert_holds(split(out))
+        assert (weights is None) == (not need_weights)
+    assert torch.equal(merge(split(x)), x)
+
+
+@given(problems(dtypes=DTYPES, softcap=None, sink=None))
+def test_both_kernels_give_the_same_head_outputs(p: Problem) -> None:
+    problem, v = AttentionMatrix(p.q, p.k, **p.kwargs)._problem_for(p.v)
+    budget = Budget.for_head_outputs(p.q, p.k, p.v, **p.kwargs)
+    budget.assert_holds(sweep.read(problem, v, None, Wanted()).out)
+    if choose(problem, v).kernel == "sdpa":
+        budget.assert_holds(sdpa.head_outputs(problem, v))
+        with sdpa_kernel(SDPBackend.MATH):
+            budget.assert_holds(sdpa.head_outputs(problem, v))
+
+
+@given(problems(dtypes=(torch.float64, torch.float32)))
+def test_a_sample_alone_is_what_it_is_in_a_batch(p: Problem) -> None:
+    batch, heads, queries, keys = p.shape
+    allowed = (p.mask or Mask()).bind(
+        batch=batch, heads=heads, queries=queries, keys=keys, device=p.q.device
+    )
+    dense = allowed.at(torch.arange(queries)).expand(p.shape)
+    together = AttentionMatrix(p.q, p.k, mask=p.mask, softcap=p.softcap, sink=p.sink) @ p.v
+    for b in range(batch):
+        options = {
+            "mask": Mask.may_attend(dense[b : b + 1], axes="batch heads queries keys"),
+            "softcap": p.softcap,
+            "sink": p.sink,
+        }
+        q, k, v = (x[b : b + 1] for x in (p.q, p.k, p.v))
+        budget = Budget.for_head_outputs(q, k, v, **options)
+        budget.assert_holds(AttentionMatrix(q, k, **options) @ v)
+        budget.assert_holds(together[b : b + 1])
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_what_stands_in_padding_does_not_matter(need_weights: bool) -> None:
+    layer, x = identity_layer(torch.float32), inputs(torch.float32)
+
+    def outputs(filling: float) -> Tensor:
+        filled = x.masked_fill(PADDING[..., None], filling)
+        call = {"key_padding_mask": PADDING, "need_weights": need_weights}
+        out: Tensor = layer(x, filled, filled, **call)[0]
+        return out
+
+    assert torch.equal(outputs(0.0), outputs(1e6))
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float64])
+def test_a_longer_batch_changes_no_real_position(kind: torch.dtype) -> None:
+    layer, x = identity_layer(), inputs()
+    longer = torch.cat([x, torch.randn(BATCH, 9, x.shape[2], dtype=x.dtype)], dim=1)
+    hidden = torch.arange(LENGTH + 9).expand(BATCH, -1) >= LENGTH
+    padding = hidden
+    if kind != torch.bool:
+        padding = torch.zeros(hidden.shape, dtype=kind).masked_fill(hidden, -torch.inf)
+    budget = Budget.for_head_outputs(split(x), split(x), split(x))
+    budget.assert_holds(split(layer(x, x, x)[0]))
+    budget.assert_holds(
+        split(layer(longer, longer, longer, key_padding_mask=padding)[0])[:, :, :LENGTH]
+    )
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_causal_by_bool_by_float_and_by_hint_are_one(need_weights: bool) -> None:
+    length = 300  # long enough for the causal kernel
+    layer, x = identity_layer(torch.float32), inputs(torch.float32, length)
+    heads = split(x)
+    budget = Budget.for_head_outputs(heads, heads, heads, mask=Mask.causal())
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    floats = torch.zeros(length, length).masked_fill(later, -torch.inf)
+    for mask, hint in itertools.product((later, floats), (False, True)):
+        out, _ = layer(x, x, x, attn_mask=mask, is_causal=hint, need_weights=need_weights)
+        budget.assert_holds(split(out))

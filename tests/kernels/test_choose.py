@@ -1,0 +1,125 @@
+"""Which kernel is chosen, and that neither writes queries x keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from headwise.kernels import sdpa, tiles
+from headwise.kernels.choose import choose
+from headwise.kernels.linear import project
+from headwise.masks import Mask
+from headwise.matrix import AttentionMatrix
+from headwise.score_bias import ScoreBias
+from tests.memory import LargestTensor
+
+LENGTHS = Mask.lengths(keys=torch.tensor([20, 7, 24]))
+DENSE = Mask.may_attend(torch.rand(24, 24) > 0.3, axes="queries keys")
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("plain", {}, "sdpa"),
+    ("causal", {"mask": Mask.causal()}, "sdpa"),
+    ("key lengths", {"mask": LENGTHS}, "sdpa"),
+    ("padding", {"mask": Mask.may_attend(torch.rand(3, 24) > 0.3, axes="batch keys")}, "sdpa"),
+    ("dense", {"mask": DENSE}, "sdpa"),
+    (
+        "two key masks",
+        {"mask": LENGTHS & Mask.may_attend(torch.rand(24) > 0.1, axes="keys")},
+        "sdpa",
+    ),
+    ("a window wide enough", {"mask": Mask.window(30, 30)}, "sdpa"),
+    (
+        "dense bias",
+        {"score_bias": ScoreBias.dense(torch.randn(6, 24, 24), axes="heads queries keys")},
+        "sdpa",
+    ),
+    ("scale", {"scale": 0.2}, "sdpa"),
+    ("softcap", {"softcap": 2.0}, "tiled"),
+    ("sink", {"sink": torch.zeros(6)}, "tiled"),
+    ("window", {"mask": Mask.window(3, 0)}, "tiled"),
+    ("causal and lengths", {"mask": Mask.causal() & LENGTHS}, "tiled"),
+    ("dense and lengths", {"mask": DENSE & LENGTHS}, "tiled"),
+    ("segments", {"mask": Mask.segments(torch.zeros(3, 24, dtype=torch.long))}, "tiled"),
+    (
+        "query lengths",
+        {"mask": Mask.lengths(keys=torch.tensor([20, 7, 24]), queries=torch.tensor([3, 7, 4]))},
+        "tiled",
+    ),
+    ("alibi", {"score_bias": ScoreBias.alibi(torch.ones(6))}, "tiled"),
+    (
+        "a learned bias",
+        {
+            "score_bias": ScoreBias.dense(
+                torch.randn(24, 24, requires_grad=True), axes="queries keys"
+            )
+        },
+        "tiled",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "kernel"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_the_kernel_and_that_both_agree(
+    options: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if a tile were small: what would be written down for the fused kernel is too large.
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 500)
+    q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10)
+    matrix = AttentionMatrix(q, k, **options)
+    assert choose(matrix._problem(), k).kernel == kernel
+    torch.testing.assert_close(matrix @ k, matrix.dense() @ k.repeat_interleave(3, 1))
+
+
+def test_a_mask_no_larger_than_a_tile_is_written_for_the_fused_kernel() -> None:
+    q = torch.randn(3, 6, 24, 10)
+    bias = ScoreBias.alibi(torch.rand(6))
+    for options in (
+        {"mask": Mask.causal() & LENGTHS},
+        {"mask": Mask.window(3, 1), "score_bias": bias},
+    ):
+        matrix = AttentionMatrix(q, q, **options)
+        assert choose(matrix._problem(), q).kernel == "sdpa"
+        torch.testing.assert_close(matrix @ q, matrix.dense() @ q)
+
+
+@pytest.mark.parametrize(("value_dim", "head_dim"), [(5, 16), (16, 5), (8, 8)])
+def test_other_value_widths_stay_on_the_fused_path(value_dim: int, head_dim: int) -> None:
+    q, k = torch.randn(1, 2, 700, head_dim), torch.randn(1, 2, 700, head_dim)
+    v = torch.randn(1, 2, 700, value_dim)
+    with LargestTensor() as seen:
+        out = AttentionMatrix(q, k, mask=Mask.causal()) @ v
+    assert seen.bytes <= 2 * 700 * 16 * 4, seen.name
+    torch.testing.assert_close(out, AttentionMatrix(q, k, mask=Mask.causal()).dense() @ v)
+
+
+def test_torch_alone_would_leave_the_fused_path() -> None:
+    # The reason for the padding; if this fails, torch has learnt it and the padding can go.
+    q, v = torch.randn(1, 2, 700, 16), torch.randn(1, 2, 700, 5)
+    with LargestTensor() as seen:
+        scaled_dot_product_attention(q, q, v)
+    assert seen.bytes >= 2 * 700 * 700 * 4
+
+
+def test_masks_over_keys_alone_are_combined_without_queries() -> None:
+    q = torch.randn(3, 6, 24, 10)
+    mask = LENGTHS & Mask.may_attend(torch.rand(24) > 0.1, axes="keys")
+    combined = sdpa.combined_mask(AttentionMatrix(q, q, mask=mask)._problem())
+    assert combined is not None
+    assert combined.shape == (3, 1, 1, 24)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_project_is_linear_on_both_of_its_paths(grad: bool, bias: bool) -> None:
+    x = torch.randn(3, 24, 10, requires_grad=grad)
+    weight, offset = torch.randn(7, 10), torch.randn(7) if bias else None
+    exact = torch.nn.functional.linear(
+        x.double(), weight.double(), None if offset is None else offset.double()
+    )
+    out = project(x, weight, offset)
+    assert out.requires_grad == grad
+    # A sum of 10 products and a bias in float32.
+    floor = 12 * 2**-24 * (x.abs() @ weight.abs().T + (0 if offset is None else offset.abs()))
+    assert bool(((out - exact).abs() <= floor).all())

@@ -1,0 +1,233 @@
+"""The tiled kernel: any tiling, its memory, its gradient, its numerics, and the operator."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from headwise import functional
+from headwise.kernels import dense, sweep, tiled, tiles
+from headwise.kernels.problem import Problem
+from headwise.kernels.tiled import Readings, Upstream, Wanted
+from headwise.masks import Mask
+from headwise.matrix import AttentionMatrix
+from headwise.score_bias import ScoreBias
+from tests import strategies
+from tests.memory import LargestTensor
+
+EVERYTHING = Wanted(entropy=True, received=True, average=True)
+
+
+def bound(p: strategies.Problem) -> Problem:
+    """A drawn problem as kernels are given it."""
+    return AttentionMatrix(p.q, p.k, **p.kwargs)._problem()
+
+
+@given(strategies.problems())
+@settings(max_examples=60)
+def test_every_tiling_reads_the_same(p: strategies.Problem) -> None:
+    problem, y = bound(p), torch.randn(*p.q.shape[:3], 3, dtype=torch.float64)
+    expected = dense.read(problem, p.v, y, EVERYTHING)
+    for elements in (1, 100, 1000, 2**20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiles, "TILE_ELEMENTS", elements)
+            found = tiled.forward(problem, p.v, y, EVERYTHING)
+        for name, a, b in zip(Readings._fields, found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=f"{name} at {elements}")
+
+
+@given(strategies.problems())
+@settings(max_examples=40)
+def test_every_tiling_has_the_gradient_of_the_written_down_arithmetic(
+    p: strategies.Problem,
+) -> None:
+    y = torch.randn(*p.q.shape[:3], 3, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v, y)]
+    options = dict(p.kwargs)
+    if p.sink is not None:
+        options["sink"] = p.sink.clone().requires_grad_()
+        leaves.append(options["sink"])
+    if p.score_bias is not None:
+        biases = [x.clone().requires_grad_() for x in p.score_bias.tensors]
+        options["score_bias"] = ScoreBias(p.score_bias.by_distance, tuple(biases))
+        leaves += biases
+    problem = AttentionMatrix(leaves[0], leaves[1], **options)._problem()
+    generator = torch.Generator().manual_seed(1)
+
+    def gradients(readings: Readings) -> tuple[Tensor, ...]:
+        # The peak's gradient alone is left to gradcheck: log_sum's is defined with it held fixed.
+        fields = [f for n, f in zip(Readings._fields, readings, strict=True) if n in COMPARED]
+        generator.manual_seed(1)
+        upstream = [torch.randn(f.shape, generator=generator, dtype=f.dtype) for f in fields]
+        return torch.autograd.grad(fields, leaves, upstream, allow_unused=True)
+
+    expected = gradients(dense.read(problem, leaves[2], leaves[3], EVERYTHING))
+    for elements in (50, 2**20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiles, "TILE_ELEMENTS", elements)
+            found = gradients(sweep.read(problem, leaves[2], leaves[3], EVERYTHING))
+        for a, b in zip(found, expected, strict=True):
+            b = torch.zeros_like(a) if b is None else b
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+COMPARED = ("out", "transposed", "log_sum", "entropy", "received", "average")
+
+
+def test_a_tile_that_is_hidden_whole_still_gives_its_sink_a_gradient() -> None:
+    q, k = torch.randn(1, 4, 300, 8), torch.randn(1, 4, 2, 8)
+    sink = torch.zeros(4, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "TILE_ELEMENTS", 100)
+        matrix = AttentionMatrix(q, k, mask=Mask.causal(align="bottom-right"), sink=sink)
+        found = matrix.statistics()
+        # 298 queries see the sink alone: their logsumexp is the sink.
+        (alone,) = torch.autograd.grad(found.logsumexp[:, :, :298].sum(), sink, retain_graph=True)
+        (gradient,) = torch.autograd.grad(found.maximum.sum(), sink)
+    torch.testing.assert_close(alone, torch.full((4,), 298.0))
+    assert bool((gradient < 0).all())
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+def long_problem(length: int = 3000) -> Problem:
+    q = torch.randn(1, 2, length, 8)
+    slopes = torch.tensor([0.1, 0.2])
+    return AttentionMatrix(
+        q, q, mask=Mask.causal(), score_bias=ScoreBias.alibi(slopes), softcap=9.0, sink=slopes
+    )._problem()
+
+
+def test_no_tensor_is_larger_than_a_tile() -> None:
+    problem, v = long_problem(), torch.randn(1, 2, 3000, 5)
+    wanted = Wanted(entropy=True, received=True)
+    tile_bytes = tiles.TILE_ELEMENTS * 4
+    with LargestTensor() as forward:
+        readings = tiled.forward(problem, v, v, wanted)
+    assert forward.bytes <= tile_bytes, forward.name
+    upstream = Upstream(*(x if x.numel() else None for x in readings))
+    with LargestTensor() as backward:
+        tiled.backward(problem, v, v, (readings.peak, readings.log_sum), upstream, (True, []))
+    # Summing the diagonals of a bias by distance skews the tile to rows + columns columns.
+    assert backward.bytes <= 2 * tile_bytes, backward.name
+    assert 2 * tile_bytes < 2 * 3000 * 3000 * 4  # or the test could not fail
+
+
+def test_a_window_reads_only_keys_near_its_diagonal() -> None:
+    q = torch.randn(1, 2, 4096, 8)
+    problem = AttentionMatrix(q, q, mask=Mask.window(64, 0))._problem()
+    cells = 0
+    for tile in tiles.plan(problem):
+        batches, kv_heads, group, rows, columns = tile.size(1)
+        cells += batches * kv_heads * group * rows * columns
+    assert cells < 4 * 2 * 4096 * 65
+
+
+# ---- numerics --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1.0, 50.0, 500.0])
+def test_entropy_is_never_negative_and_exact_at_large_scores(size: float) -> None:
+    q, k = torch.randn(2, 3, 40, 16), torch.randn(2, 3, 300, 16)
+    scale = size / float((q @ k.mT).abs().max())
+    exact = AttentionMatrix(q.double(), k.double(), scale=scale).entropy()
+    found = AttentionMatrix(q, k, scale=scale).entropy()
+    assert float(found.min()) >= 0
+    # lse - sum p s would be wrong by about eps * size * a few: 1e-4 at 500. Scores themselves
+    # carry eps * size / 2, which is what is granted here, four times.
+    assert float((found - exact).abs().max()) <= 4 * size * 2**-24 + 2**-20
+
+
+def test_rows_sum_to_one_at_large_scores() -> None:
+    q = torch.randn(1, 2, 50, 16) * 20
+    k = torch.randn(1, 2, 70, 16) * 20
+    ones = torch.ones(1, 1, 70, 1)
+    capped = AttentionMatrix(q, k, softcap=1e4)  # the softcap sends it to the tiled kernel
+    assert float(((capped @ ones) - 1).abs().max()) <= 70 * 2**-24
+
+
+def test_a_common_offset_of_the_scores_changes_nothing() -> None:
+    q, k = torch.randn(1, 2, 30, 8), torch.randn(1, 2, 31, 8)
+    shift = ScoreBias.dense(torch.full((1,), 4096.0), axes="heads")
+    plain, moved = AttentionMatrix(q, k), AttentionMatrix(q, k, score_bias=shift)
+    # Adding 4096 rounds each score to 2**-11 / 2.
+    assert float((plain.entropy() - moved.entropy()).abs().max()) < 30 * 2**-12
+    assert float(moved.entropy().min()) >= 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_finite_input_gives_no_nan(dtype: torch.dtype) -> None:
+    largest = 3e4 if dtype == torch.float16 else 1e15
+    q = torch.randn(2, 2, 9, 4).sign().mul(largest).to(dtype).requires_grad_()
+    k = torch.randn(2, 2, 11, 4).sign().mul(largest).to(dtype).requires_grad_()
+    matrix = AttentionMatrix(q, k, mask=Mask.lengths(keys=torch.tensor([0, 5])))
+    found = matrix.statistics()
+    read = [matrix @ k, *found[1:], matrix.head_average(), matrix.diagonal(1)]
+    assert not any(x.isnan().any() for x in read)
+    torch.stack([x.float().sum() for x in read[1:]]).sum().backward()
+    assert q.grad is not None
+    assert bool(q.grad.isfinite().all())
+
+
+# ---- small parts -----------------------------------------------------------------------------
+
+
+def test_sum_diagonals_by_hand() -> None:
+    block = torch.tensor([[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]])
+    # column - row = -1: 4;  0: 1 + 5;  1: 2 + 6;  2: 3
+    assert tiled.sum_diagonals(block).tolist() == [[4.0, 6.0, 8.0, 3.0]]
+
+
+def test_the_floor_has_weight_zero() -> None:
+    for dtype in (torch.float32, torch.float64):
+        floor = torch.tensor(tiled.log_floor(dtype), dtype=dtype)
+        assert floor.exp().item() == 0.0
+        assert (floor * tiled.LOG2_E).exp2().item() == 0.0
+    assert math.isclose(tiled.LOG2_E, 1 / math.log(2))
+
+
+def test_pack_and_unpack_are_inverse() -> None:
+    p = strategies.problem(3)
+    mask = Mask.window(3, 1, align="top-left") & Mask.segments(
+        torch.zeros(3, 24, dtype=torch.long), torch.ones(3, 29, dtype=torch.long)
+    )
+    q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 29, 10)
+    problem = AttentionMatrix(q, k, mask=mask, softcap=2.0, sink=torch.zeros(6))._problem()
+    again = sweep.unpack(sweep.pack(problem))
+    for name in ("q", "k", "scale", "softcap", "sink"):
+        assert getattr(again, name) is getattr(problem, name)
+    assert again.mask == problem.mask or vars(again.mask).keys() == vars(problem.mask).keys()
+    assert again.mask.lower == problem.mask.lower
+    assert again.mask.upper == problem.mask.upper
+    assert [id(a) for a in again.mask.segment_ids[0]] == [
+        id(a) for a in problem.mask.segment_ids[0]
+    ]
+    assert len(sweep.pack(bound(p))) == sweep.COUNT
+
+
+@pytest.mark.parametrize("options", ["plain", "everything"])
+def test_the_operator_is_well_formed(options: str) -> None:
+    q, k, v = (torch.randn(2, 2, 6, 3, requires_grad=True) for _ in range(3))
+    kwargs = {}
+    if options == "everything":
+        kwargs = {
+            "mask": Mask.window(3, 1) & Mask.lengths(keys=torch.tensor([6, 2])),
+            "score_bias": ScoreBias.dense(torch.randn(2, 6, 6), axes="heads queries keys"),
+            "sink": torch.zeros(2, requires_grad=True),
+        }
+    problem = AttentionMatrix(q, k, **kwargs)._problem()
+    arguments = (*sweep.pack(problem), v, v, True, True, True)
+    # Schema, fake tensors and autograd registration, as torch itself checks them.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.headwise.sweep.default, arguments, test_utils=checks)
+
+
+def test_the_oracle_agrees_with_the_reference() -> None:
+    p = strategies.problem(11, softcap=None, sink=None)
+    found = dense.read(bound(p), p.v, None, EVERYTHING)
+    torch.testing.assert_close(found.out, functional.head_outputs(p.q, p.k, p.v, **p.kwargs))

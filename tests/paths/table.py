@@ -1,0 +1,85 @@
+"""The page docs/paths.md: written from outcomes, and read back row by row."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+
+from tests.paths.outcomes import NOTES, Outcome
+from tests.paths.registry import PATHS, Path
+from tests.paths.subjects import SUBJECTS
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "paths.md"
+
+HEAD = """\
+# Paths
+
+What works where. Each cell was run on the CPU by the tests in `tests/paths`, which fail when this
+page is not what they find. `python -m tests.paths --write` writes it.
+
+- **works**: the outputs, and on paths with a backward pass the gradients, are within the error
+  budget of the float64 reference, or the same bits as in eager mode. Where lengths can vary, one
+  graph served short and long ones.
+- **raises**: it does not work; the note says what was raised and what to do.
+- **–**: not run, since it would say nothing new: dropout where nothing trains, and the graphs of
+  torch.compile that inductor would compile a second time.
+- A number is a note below. It is there only while it is true.
+
+No queries x keys is written ([clause 5](contract.md#5-memory-and-inputs)) unless a note says so.
+It was looked for in every operator that ran, inside the tiled kernel as well and through the
+backward pass; in every node of a graph; or not at all, as the second column says.
+"""
+
+
+def page(rows: Mapping[str, Mapping[str, Outcome]]) -> str:
+    """The whole page, from the outcomes of each path by its key."""
+    numbers = numbered(rows)
+    names = [subject.name for subject in SUBJECTS]
+    lines = [HEAD, "| path | looked at | " + " | ".join(names) + " |"]
+    lines += ["| --- | --- |" + " --- |" * len(names)]
+    lines += [line(path, rows[path.key], numbers) for path in PATHS]
+    lines += ["", "## Notes", ""]
+    lines += [f"{number}. {NOTES[key].text}" for key, number in numbers.items()]
+    lines += ["", "## What was run", ""]
+    lines += [f"- **{subject.name}**: {subject.what}" for subject in SUBJECTS]
+    return "\n".join(lines) + "\n"
+
+
+def numbered(rows: Mapping[str, Mapping[str, Outcome]]) -> dict[str, int]:
+    """The notes that some cell has, in the order of `NOTES`."""
+    used = {key for row in rows.values() for outcome in row.values() for key in outcome.notes}
+    return {key: number for number, key in enumerate((k for k in NOTES if k in used), 1)}
+
+
+def line(path: Path, row: Mapping[str, Outcome], numbers: Mapping[str, int]) -> str:
+    """One row of the table."""
+    cells = [path.title, path.looked_at]
+    for subject in SUBJECTS:
+        outcome = row[subject.name]
+        own = sorted(numbers[key] for key in outcome.notes)
+        cells.append(outcome.word + (f" [{', '.join(map(str, own))}]" if own else ""))
+    return "| " + " | ".join(cells) + " |"
+
+
+def read(text: str) -> dict[str, dict[str, Outcome]]:
+    """The outcomes that a page states; the inverse of `page`."""
+    keys = {note.text: key for key, note in NOTES.items()}
+    stated = [part.partition(". ") for part in text.splitlines() if part[:1].isdigit()]
+    notes = {number: keys.get(words, words) for number, _, words in stated}
+    found = {}
+    for path in PATHS:
+        cells = [x.strip() for x in _row_of(text, path.title).strip("|").split("|")][2:]
+        found[path.key] = {
+            subject.name: _outcome(cell, notes)
+            for subject, cell in zip(SUBJECTS, cells, strict=True)
+        }
+    return found
+
+
+def _row_of(text: str, title: str) -> str:
+    return next(x for x in text.splitlines() if x.startswith(f"| {title} |"))
+
+
+def _outcome(cell: str, notes: Mapping[str, str]) -> Outcome:
+    word, _, numbers = cell.rstrip("]").partition(" [")
+    return Outcome(word, tuple(notes[n] for n in numbers.split(", ") if n))

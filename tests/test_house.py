@@ -1,0 +1,214 @@
+"""The habits of the house, as far as a machine can see them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import headwise
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "headwise"
+FILES = sorted(
+    path
+    for room in ("src", "tests", "benchmarks", "tools", "examples")
+    for path in ROOT.joinpath(room).rglob("*.py")
+)
+SOURCES = [path for path in FILES if path.is_relative_to(SOURCE)]
+
+MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_FUNCTION = 50
+
+# word used elsewhere -> word used here. Torch's own words stay in drop_in/, which is torch's layer.
+SYNONYMS = {
+    "batch_size": "batch",
+    "bsz": "batch",
+    "n_head": "num_heads or heads",
+    "n_heads": "num_heads or heads",
+    "nhead": "num_heads or heads",
+    "nheads": "num_heads or heads",
+    "num_head": "num_heads",
+    "num_attention_heads": "num_heads",
+    "n_kv_heads": "num_kv_heads or kv_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "seq_len": "queries, keys or length",
+    "seqlen": "queries, keys or length",
+    "seq_length": "queries, keys or length",
+    "sequence_length": "queries, keys or length",
+    "src_len": "keys",
+    "kv_len": "keys",
+    "k_len": "keys",
+    "tgt_len": "queries",
+    "q_len": "queries",
+    "d_model": "embed_dim",
+    "emb_dim": "embed_dim",
+    "hidden_size": "embed_dim",
+    "d_k": "head_dim",
+    "dim_head": "head_dim",
+    "head_size": "head_dim",
+    "d_v": "value_dim",
+    "kdim": "source_dim",
+    "vdim": "source_dim",
+    "attn_mask": "mask",
+    "attn_bias": "score_bias",
+    "attention_bias": "score_bias",
+    "position_bias": "score_bias",
+    "logit_cap": "softcap",
+    "softmax_scale": "scale",
+    "sinks": "sink",
+}
+TENSOR = re.compile(r"\b(Float|Int|Bool|Integer|Shaped|Num|Inexact|Tensor)\b")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def long_functions(tree: ast.AST) -> list[str]:
+    return [
+        f"{node.name}: {lines} lines"
+        for node in ast.walk(tree)
+        if isinstance(node, Function)
+        and (lines := node.end_lineno - node.lineno + 1) > MOST_LINES_OF_A_FUNCTION  # type: ignore[operator]
+    ]
+
+
+def public_functions(tree: ast.Module | ast.ClassDef) -> Iterator[Function]:
+    """Functions and methods of no private name; nested functions are nobody's business."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public_functions(node)
+        elif isinstance(node, Function) and (
+            not node.name.startswith("_") or node.name in ("__init__", "__call__")
+        ):
+            yield node
+
+
+def functions_for_users(tree: ast.Module, path: Path) -> Iterator[Function]:
+    """The methods of the door's classes, and the functions of the rooms that are functions."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in headwise.__all__:
+            yield from public_functions(node)
+        elif isinstance(node, Function) and {"heads", "functional.py"} & set(path.parts):
+            yield node
+
+
+def public_fields(tree: ast.Module) -> Iterator[str]:
+    """Annotated names in class bodies: a dataclass makes arguments of them."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    yield part.target.id
+
+
+def synonyms(tree: ast.Module) -> list[str]:
+    words = set(public_fields(tree))
+    for function in public_functions(tree):
+        if function.name.startswith("from_"):  # takes another library's convention, in its words
+            continue
+        a = function.args
+        words |= {argument.arg for argument in [*a.posonlyargs, *a.args, *a.kwonlyargs]}
+    return [f"{word}: say {SYNONYMS[word]}" for word in sorted(words & SYNONYMS.keys())]
+
+
+def positional_after_tensors(functions: Iterable[Function]) -> list[str]:
+    """Arguments that could be given by position behind a tensor, without being tensors."""
+    found = []
+    for function in functions:
+        seen = False
+        for argument in [*function.args.posonlyargs, *function.args.args]:
+            annotation = ast.unparse(argument.annotation) if argument.annotation else ""
+            if TENSOR.search(annotation):
+                seen = True
+            elif seen:
+                found.append(f"{function.name}({argument.arg})")
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """``a.b.c`` for ``import a.b.c`` and for ``from a.b import c``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def blind_excepts(tree: ast.AST) -> list[str]:
+    return [
+        f"line {node.lineno}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"))
+    ]
+
+
+@pytest.fixture(params=SOURCES, ids=name_of)
+def source(request: pytest.FixtureRequest) -> ast.Module:
+    return ast.parse(request.param.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_and_functions_keep_their_budget(path: Path) -> None:
+    text = path.read_text("utf-8")
+    lines = len(text.splitlines())
+    assert lines <= MOST_LINES_OF_A_FILE
+    assert long_functions(ast.parse(text)) == []
+
+
+def test_no_blind_except(source: ast.Module) -> None:
+    assert blind_excepts(source) == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if "drop_in" not in path.parts], ids=name_of
+)
+def test_one_vocabulary_and_keywords_after_tensors(path: Path) -> None:
+    tree = ast.parse(path.read_text("utf-8"))
+    assert synonyms(tree) == []
+    assert positional_after_tensors(functions_for_users(tree, path)) == []
+
+
+def test_nothing_is_distributed(source: ast.Module) -> None:
+    # import-linter sees torch only as a whole.
+    assert [name for name in imports(source) if name.startswith("torch.distributed")] == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if path.parent != SOURCE / "cli"], ids=name_of
+)
+def test_rooms_do_not_use_the_door(path: Path) -> None:
+    through = {f"headwise.{name}" for name in [*headwise.__all__, "__version__"]}
+    assert through & set(imports(ast.parse(path.read_text("utf-8")))) == set()
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    versions = re.findall(r"^## \[(.+?)\]", ROOT.joinpath("CHANGELOG.md").read_text("utf-8"), re.M)
+    assert versions[0] == headwise.__version__
+
+
+def test_these_checks_can_fail() -> None:
+    tree = ast.parse(
+        "import torch.distributed.tensor\n"
+        "from headwise import Mask\n"
+        "class Layer:\n"
+        "    nhead: int\n"
+        "    def split(self, x: Float[Tensor, 'batch'], heads: int, *, seq_len: int): ...\n"
+        "def long():\n" + "    1\n" * 50 + "try: long()\n"
+        "except Exception: ...\n"
+    )
+    assert synonyms(tree) == [
+        "nhead: say num_heads or heads",
+        "seq_len: say queries, keys or length",
+    ]
+    assert positional_after_tensors(public_functions(tree)) == ["split(heads)"]
+    assert list(imports(tree)) == ["torch.distributed.tensor", "headwise.Mask"]
+    assert long_functions(tree) == ["long: 51 lines"]
+    assert blind_excepts(tree) == ["line 58"]

@@ -1,0 +1,360 @@
+"""AttentionMatrix: closed forms, every reading within the budget, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from headwise import functional
+from headwise.budget import Budget
+from headwise.errors import DTypeError, LimitError, MaskError, OptionError, ShapeError
+from headwise.masks import Mask
+from headwise.matrix import AttentionMatrix
+from tests.strategies import DTYPES, Problem, problem, problems
+
+SIZES = {"batch": 3, "heads": 6, "kv_heads": 2, "queries": 24, "keys": 29, "head_dim": 10}
+
+
+def draw(dtype: torch.dtype = torch.float64, value_dim: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values at sizes in which no two axes coincide."""
+    s = SIZES
+    q = torch.randn(s["batch"], s["heads"], s["queries"], s["head_dim"], dtype=dtype)
+    k = torch.randn(s["batch"], s["kv_heads"], s["keys"], s["head_dim"], dtype=dtype)
+    return q, k, torch.randn(s["batch"], s["kv_heads"], s["keys"], value_dim, dtype=dtype)
+
+
+# ---- closed forms ----------------------------------------------------------------------------
+
+
+def test_two_keys_are_a_logistic_function_of_the_score_difference() -> None:
+    q = torch.tensor([[[[2.0]]]], dtype=torch.float64)
+    k = torch.tensor([[[[3.0], [1.0]]]], dtype=torch.float64)
+    matrix = AttentionMatrix(q, k, scale=0.5)  # scores 3 and 1
+    first = 1 / (1 + math.exp(-2))
+    entropy = -first * math.log(first) - (1 - first) * math.log(1 - first)
+    assert matrix.rows(torch.tensor([0])).flatten().tolist() == pytest.approx([first, 1 - first])
+    assert matrix.maximum().item() == pytest.approx(first)
+    assert matrix.entropy().item() == pytest.approx(entropy)
+    assert matrix.logsumexp().item() == pytest.approx(math.log(math.exp(3) + math.exp(1)))
+    assert matrix.received().flatten().tolist() == pytest.approx([first, 1 - first])
+
+
+def test_equal_scores_attend_uniformly() -> None:
+    _, k, v = draw()
+    matrix = AttentionMatrix(torch.zeros(3, 6, 24, 10, dtype=torch.float64), k)
+    mean = functional.share_heads(v, heads=6).mean(2, keepdim=True).expand(-1, -1, 24, -1)
+    torch.testing.assert_close(matrix @ v, mean)
+    torch.testing.assert_close(matrix.entropy(), torch.full_like(matrix.entropy(), math.log(29)))
+    torch.testing.assert_close(matrix.received(), torch.full((3, 6, 29), 24 / 29).double())
+
+
+def test_a_sink_as_strong_as_every_key_takes_one_share_more() -> None:
+    k = draw()[1]
+    q = torch.zeros(3, 6, 24, 10, dtype=torch.float64)
+    matrix = AttentionMatrix(q, k, sink=torch.zeros(6, dtype=torch.float64))
+    torch.testing.assert_close(matrix.dense(), torch.full((3, 6, 24, 29), 1 / 30).double())
+    uniform = torch.full((3, 6, 24), math.log(30)).double()
+    torch.testing.assert_close(matrix.entropy(), uniform)
+    torch.testing.assert_close(matrix.logsumexp(), uniform)
+
+
+def test_the_softcap_comes_before_the_bias_and_the_bias_before_the_mask() -> None:
+    q = torch.full((1, 1, 1, 1), 100.0, dtype=torch.float64)
+    k = torch.tensor([1.0, -1.0, 5.0], dtype=torch.float64).view(1, 1, 3, 1)
+    bias = torch.tensor([[0.0, 1.0, 9.0]], dtype=torch.float64)
+    from headwise.score_bias import ScoreBias
+
+    matrix = AttentionMatrix(
+        q,
+        k,
+        scale=1.0,
+        softcap=2.0,
+        score_bias=ScoreBias.dense(bias, axes="queries keys"),
+        mask=Mask.may_attend(torch.tensor([True, True, False]), axes="keys"),
+    )
+    # Scores 100, -100, 500 are capped to 2, -2, 2; then +0, +1; then the third is hidden.
+    first = 1 / (1 + math.exp(-1 - 2))
+    assert matrix.dense().flatten().tolist() == pytest.approx([first, 1 - first, 0.0], abs=1e-12)
+
+
+def test_a_one_hot_head_is_read_exactly() -> None:
+    # Position i looks only at i - 1: keys are shifted unit vectors.
+    eye = torch.eye(12, dtype=torch.float64)[None, None] * 60
+    matrix = AttentionMatrix(eye, eye.roll(-1, dims=2), scale=1.0)
+    torch.testing.assert_close(matrix.diagonal(-1), torch.ones(1, 1, 11).double())
+    assert float(matrix.entropy().max()) < 1e-12
+    torch.testing.assert_close(matrix.topk(1)[1].flatten(), (torch.arange(12) - 1) % 12)
+
+
+def test_pool_is_the_mean_over_queries_of_the_sum_over_keys() -> None:
+    q, k, _ = draw()
+    matrix = AttentionMatrix(q, k, mask=Mask.causal(align="top-left"))
+    dense = matrix.dense()
+    rows, columns = torch.arange(24) * 5 // 24, torch.arange(29) * 4 // 29
+    for i in range(5):
+        for j in range(4):
+            block = dense[:, :, rows == i][..., columns == j].sum(-1).mean(-1)
+            torch.testing.assert_close(matrix.pool(5, 4)[:, :, i, j], block)
+    torch.testing.assert_close(matrix.pool(5, 4).sum(-1), torch.ones(3, 6, 5).double())
+
+
+# ---- every reading, within the budget --------------------------------------------------------
+
+
+def matrix_of(p: Problem) -> AttentionMatrix:
+    return AttentionMatrix(p.q, p.k, **p.kwargs)
+
+
+@given(problems(dtypes=DTYPES))
+def test_products_are_within_the_budget(p: Problem) -> None:
+    matrix = matrix_of(p)
+    y = torch.randn(*p.q.shape[:3], 3).to(p.q.dtype)
+    Budget.for_head_outputs(p.q, p.k, p.v, **p.kwargs).assert_holds(matrix @ p.v)
+    Budget.for_transposed(p.q, p.k, y, **p.kwargs).assert_holds(matrix.mT @ y)
+
+
+@given(problems(dtypes=DTYPES))
+def test_row_statistics_are_within_the_budget(p: Problem) -> None:
+    matrix = matrix_of(p)
+    found = matrix.statistics()
+    Budget.for_logsumexp(p.q, p.k, **p.kwargs).assert_holds(found.logsumexp)
+    Budget.for_entropy(p.q, p.k, **p.kwargs).assert_holds(found.entropy)
+    largest = Budget.for_weights(p.q, p.k, read=lambda w: w.amax(-1), **p.kwargs)
+    largest.assert_holds(found.maximum)
+    received = Budget.for_weights(p.q, p.k, read=lambda w: w.sum(-2), **p.kwargs)
+    received.assert_holds(found.received)
+    assert float(found.entropy.min()) >= 0
+
+
+@given(problems(dtypes=DTYPES))
+def test_single_readings_are_those_of_the_one_pass(p: Problem) -> None:
+    matrix = matrix_of(p)
+    together = matrix.statistics()
+    assert torch.equal(matrix.entropy(), together.entropy)
+    assert torch.equal(matrix.received(), together.received)
+    Budget.for_logsumexp(p.q, p.k, **p.kwargs).assert_holds(matrix.logsumexp())
+    largest = Budget.for_weights(p.q, p.k, read=lambda w: w.amax(-1), **p.kwargs)
+    largest.assert_holds(matrix.maximum())
+
+
+@given(problems(dtypes=DTYPES))
+def test_parts_are_within_the_budget(p: Problem) -> None:
+    matrix = matrix_of(p)
+    _, _, queries, keys = p.shape
+
+    def holds(read: Callable[[Tensor], Tensor], actual: Tensor) -> None:
+        Budget.for_weights(p.q, p.k, read=read, **p.kwargs).assert_holds(actual)
+
+    holds(lambda w: w, matrix.dense())
+    holds(lambda w: w.mean(1), matrix.head_average())
+    chosen = torch.tensor([queries - 1, 0])
+    holds(lambda w: w[:, :, chosen], matrix.rows(chosen))
+    for offset in (0, -1, 2, keys - 1, 1 - queries, keys):
+        holds(lambda w, o=offset: w.diagonal(o, -2, -1), matrix.diagonal(offset))
+    count = min(3, keys)
+    values, indices = matrix.topk(count)
+    holds(lambda w: w.topk(count, dim=-1).values, values)
+    assert torch.equal(matrix.dense().gather(-1, indices), values)
+
+
+@pytest.mark.parametrize("value_heads", [1, 2, 6])
+def test_values_may_be_shared_by_all_heads_by_groups_or_by_none(value_heads: int) -> None:
+    q, k, _ = draw()
+    v = torch.randn(3, value_heads, 29, 7, dtype=torch.float64)
+    shared = v.repeat_interleave(6 // value_heads, dim=1)
+    expected = functional.weights(q, k) @ shared
+    torch.testing.assert_close(AttentionMatrix(q, k) @ v, expected)
+
+
+# ---- gradients -------------------------------------------------------------------------------
+
+
+@given(problems(dtypes=(torch.float64, torch.float32)))
+def test_gradients_of_the_head_outputs_are_within_the_budget(p: Problem) -> None:
+    leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
+    options: dict[str, Any] = dict(p.kwargs)
+    names = ["q", "k", "v"]
+    if p.sink is not None:
+        options["sink"] = p.sink.clone().requires_grad_()
+        leaves.append(options["sink"])
+        names.append("sink")
+    out = AttentionMatrix(leaves[0], leaves[1], **options) @ leaves[2]
+    upstream = torch.randn_like(out)
+    budgets = Budget.for_gradients(p.q, p.k, p.v, grad_output=upstream, **p.kwargs)
+    for name, gradient in zip(names, torch.autograd.grad(out, leaves, upstream), strict=True):
+        budgets[name].assert_holds(gradient)
+
+
+READINGS: dict[str, Callable[[AttentionMatrix], Tensor]] = {
+    "logsumexp": AttentionMatrix.logsumexp,
+    "entropy": AttentionMatrix.entropy,
+    "maximum": AttentionMatrix.maximum,
+    "received": AttentionMatrix.received,
+    "head_average": AttentionMatrix.head_average,
+    "diagonal": lambda a: a.diagonal(1),
+    "rows": lambda a: a.rows(torch.tensor([2, 0])),
+    "topk": lambda a: a.topk(2)[0],
+    "pool": lambda a: a.pool(2, 3),
+    "transposed": lambda a: a.mT @ a.q,
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_every_reading_passes_gradcheck(reading: str) -> None:
+    q, k, sink, table = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 2, 4, 3), (2, 1, 5, 3), (2,), (2, 5))
+    )
+    from headwise.score_bias import ScoreBias
+
+    allowed = torch.rand(2, 2, 4, 5) > 0.3
+    allowed[..., 2] = True  # a row without keys is flat at 0: tested elsewhere
+    mask = Mask.may_attend(allowed, axes="batch heads queries keys")
+
+    def read(q: Tensor, k: Tensor, sink: Tensor, table: Tensor) -> Tensor:
+        bias = ScoreBias.relative(table, align="bottom-right")
+        matrix = AttentionMatrix(q, k, mask=mask, score_bias=bias, softcap=1.7, sink=sink)
+        return READINGS[reading](matrix)
+
+    assert torch.autograd.gradcheck(read, (q, k, sink, table))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own decompositions
+def test_forward_mode_gradients_are_not_lost() -> None:
+    q, k, v = draw()
+    tangent = torch.randn_like(q)
+    with forward_ad.dual_level():
+        dual = AttentionMatrix(forward_ad.make_dual(q, tangent), k, softcap=5.0) @ v
+        found = forward_ad.unpack_dual(dual).tangent
+    _, expected = torch.func.jvp(
+        lambda x: functional.head_outputs(x, k, v, softcap=5.0), (q,), (tangent,)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+# ---- dtypes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_pooled_row_sums_to_one_over_many_queries(dtype: torch.dtype) -> None:
+    q = torch.zeros(1, 1, 70_000, 1, dtype=dtype)
+    assert AttentionMatrix(q, q[:, :, :5]).pool(1, 1).item() == 1.0
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_tiles_and_rows_do_not_round_to_the_dtype_of_autocast(reading: str) -> None:
+    q, k, _ = (x.float() for x in draw())
+    matrix = AttentionMatrix(q, k, softcap=5.0)
+    plain = READINGS[reading](matrix)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(READINGS[reading](matrix), plain)
+
+
+# ---- what it says ----------------------------------------------------------------------------
+
+
+def test_repr_is_documentation() -> None:
+    q = torch.zeros(2, 12, 1, 64).expand(2, 12, 8192, 64)
+    matrix = AttentionMatrix(q, q[:, :4], mask=Mask.causal(), softcap=50.0, sink=torch.zeros(12))
+    assert repr(matrix) == (
+        "AttentionMatrix(batch=2, heads=12, queries=8192, keys=8192, float32, kv_heads=4, causal, "
+        "softcap 50, sink; dense would be 6.4 GB)"
+    )
+    assert repr(matrix.mT).endswith(".mT")
+    assert matrix.mT.mT is matrix
+    assert matrix.mT.shape == (2, 12, 8192, 8192)
+
+
+def test_explain_names_the_kernel_and_the_reason() -> None:
+    q, k, v = draw(torch.float32)
+    plain = str(AttentionMatrix(q, k).explain(v))
+    assert "A @ v                  sdpa" in plain
+    capped = str(AttentionMatrix(q, k, softcap=5.0).explain(v))
+    assert "A @ v                  tiled" in capped
+    assert "softcap: the fused kernel has none" in capped
+
+
+# ---- what it refuses -------------------------------------------------------------------------
+
+Q, K = torch.zeros(3, 6, 24, 10), torch.zeros(3, 2, 29, 10)
+REFUSED: list[tuple[str, Callable[[], Any], type[Exception], list[str]]] = [
+    ("rank", lambda: AttentionMatrix(Q[0], K), ShapeError, ["(6, 24, 10)", "(batch, heads"]),
+    ("batch", lambda: AttentionMatrix(Q, K[:2]), ShapeError, ["batch 3", "batch 2"]),
+    ("head_dim", lambda: AttentionMatrix(Q, K[..., :9]), ShapeError, ["head_dim 10", "head_dim 9"]),
+    ("groups", lambda: AttentionMatrix(Q[:, :5], K), ShapeError, ["5 heads and 2 kv_heads"]),
+    ("dtype", lambda: AttentionMatrix(Q, K.double()), DTypeError, ["float32", "float64"]),
+    ("integers", lambda: AttentionMatrix(Q.int(), K.int()), DTypeError, ["torch.int32"]),
+    (
+        "bare mask",
+        lambda: AttentionMatrix(Q, K, mask=Q > 0),
+        MaskError,
+        ["from_sdpa", "from_torch"],
+    ),
+    ("scale", lambda: AttentionMatrix(Q, K, scale=math.nan), OptionError, ["scale=nan"]),
+    ("softcap", lambda: AttentionMatrix(Q, K, softcap=0.0), OptionError, ["softcap=0.0"]),
+    ("sink", lambda: AttentionMatrix(Q, K, sink=torch.zeros(5)), ShapeError, ["(5,)", "heads 6"]),
+    (
+        "values",
+        lambda: AttentionMatrix(Q, K) @ K[:, :, :28],
+        ShapeError,
+        ["(3, 2, 28, 10)", "keys 29"],
+    ),
+    (
+        "value heads",
+        lambda: AttentionMatrix(Q, K) @ K.repeat(1, 2, 1, 1),
+        ShapeError,
+        ["kv_heads 2"],
+    ),
+    ("value dtype", lambda: AttentionMatrix(Q, K) @ K.double(), DTypeError, ["v of dtype"]),
+    (
+        "transposed",
+        lambda: AttentionMatrix(Q, K).mT @ K,
+        ShapeError,
+        ["(3, 2, 29, 10)", "queries 24"],
+    ),
+    ("pool", lambda: AttentionMatrix(Q, K).pool(25, 3), OptionError, ["25 queries", "24 queries"]),
+    ("topk", lambda: AttentionMatrix(Q, K).topk(30), OptionError, ["topk(30)", "29 keys"]),
+    ("dense", lambda: AttentionMatrix(Q, K).dense(limit=1000), LimitError, ["50 kB", "1.0 kB"]),
+]
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    ("build", "error", "said"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED]
+)
+def test_what_does_not_fit_is_refused_with_its_numbers(
+    build: Callable[[], Any], error: type[Exception], said: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        build()
+    for words in said:
+        assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_an_empty_axis_gives_the_defined_result(empty: str) -> None:
+    cut = {"batch": slice(0, 0) if empty == "batch" else slice(None)}
+    q, k, v = (x[cut["batch"]] for x in draw())
+    q = q[:, :, :0] if empty == "queries" else q
+    k, v = (k[:, :, :0], v[:, :, :0]) if empty == "keys" else (k, v)
+    matrix = AttentionMatrix(q, k, sink=torch.ones(6, dtype=torch.float64))
+    assert (matrix @ v).shape == (*q.shape[:3], 7)
+    assert not (matrix @ v).any()
+    found = matrix.statistics()
+    assert not found.entropy.any() or empty == "batch"
+    assert found.received.shape == (*q.shape[:2], k.shape[2])
+    if empty == "keys":
+        assert bool((found.logsumexp == 1.0).all())  # the sink alone
+    assert matrix.dense().shape == matrix.shape
+
+
+def test_problems_repeat_from_their_seed() -> None:
+    assert torch.equal(problem(7).q, problem(7).q)

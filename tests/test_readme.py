@@ -1,0 +1,167 @@
+"""README and docs are programs: every block runs, and prints what the page says it prints.
+
+The ```python blocks of a page run in order in one namespace. A ```text block right after one is
+its output; "..." in it stands for anything, as in a doctest. Shell blocks are not run, but each
+command in them must exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.joinpath("docs").rglob("*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^ *```$", re.M | re.S)
+SHELLS = {"bash", "sh", "shell", "console"}
+PROJECT = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text("utf-8"))
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    code: str
+    line: int
+    output: str | None
+    """The ```text block that follows with nothing but blank lines between."""
+
+
+def blocks(text: str) -> list[Block]:
+    fences = list(FENCE.finditer(text))
+    found = []
+    for fence, following in zip_longest(fences, fences[1:]):
+        output = None
+        if following and following["language"] == "text":
+            between = text[fence.end() : following.start()]
+            output = None if between.strip() else textwrap.dedent(following["code"])
+        line = text[: fence.start()].count("\n") + 1
+        found.append(Block(fence["language"], textwrap.dedent(fence["code"]), line, output))
+    return found
+
+
+def run_page(text: str, name: str) -> int:
+    """Run the page's blocks; how many outputs were compared."""
+    namespace: dict[str, Any] = {"__name__": "__page__"}
+    compared = 0
+    for block in blocks(text):
+        if block.language != "python":
+            continue
+        printed = io.StringIO()
+        # The blank lines make a traceback's line number that of the page.
+        program = compile("\n" * block.line + block.code, name, "exec", dont_inherit=True)
+        with contextlib.redirect_stdout(printed):
+            exec(program, namespace)
+        if block.output is not None:
+            assert_same_output(printed.getvalue(), block.output, f"{name}, line {block.line}")
+            compared += 1
+    return compared
+
+
+def assert_same_output(got: str, want: str, where: str) -> None:
+    got, want = (
+        "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines()) for text in (got, want)
+    )
+    assert want.strip(" .\n"), f"{where}: the output shown is empty, or matches anything"
+    if not doctest.OutputChecker().check_output(want, got, doctest.ELLIPSIS):
+        pytest.fail(f"{where}\n--- the page says\n{want}--- printed was\n{got}", pytrace=False)
+
+
+def unknown_commands(code: str) -> Iterator[str]:
+    """Commands of a shell block that this repository does not have."""
+    from headwise.cli import app  # in here, since a page may be fine while the command line is not
+
+    commands = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
+    makefile = ROOT.joinpath("Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.M))
+    extras = PROJECT["project"]["optional-dependencies"].keys()
+    for line in code.splitlines():
+        command = line.partition("#")[0].removeprefix("$ ").strip()
+        words = command.replace("python -m headwise", "headwise").split()
+        match words:
+            case [] | ["cd" | "git", *_]:
+                known = True
+            case ["make", *wanted]:
+                known = {word for word in wanted if "=" not in word} <= targets
+            case ["headwise", wanted, *_]:
+                known = wanted in commands or wanted.startswith("--")
+            case ["pip", "install", *_, package]:
+                wanted_extras = re.findall(r"[a-z]+", package.partition("[")[2])
+                known = "headwise" in package and set(wanted_extras) <= extras
+            case _:
+                known = False
+        if not known:
+            yield command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_runs_and_prints_what_the_page_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a page may write files
+    run_page(page.read_text("utf-8"), page.name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_exists(page: Path) -> None:
+    shell = [block for block in blocks(page.read_text("utf-8")) if block.language in SHELLS]
+    assert [command for block in shell for command in unknown_commands(block.code)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_has_a_language(page: Path) -> None:
+    # An unnamed block is one that nothing checks.
+    known = {"python", "text", *SHELLS, "diff", "toml"}
+    unnamed = [block for block in blocks(page.read_text("utf-8")) if block.language not in known]
+    assert [f"line {block.line}: {block.language!r}" for block in unnamed] == []
+
+
+PAGE = """
+```python
+x = 1
+```
+
+```python
+print(f"x = {x + 1}")
+```
+
+```text
+x = 2
+```
+"""
+
+
+def test_the_runner_compares() -> None:
+    assert run_page(PAGE, "a page") == 1
+    assert run_page(PAGE.replace("x = 2", "x ..."), "a page") == 1
+
+
+@pytest.mark.parametrize("shown", ["x = 3", "x = 22", "", "..."])
+def test_the_runner_can_fail(shown: str) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception), match="line 6"):
+        run_page(PAGE.replace("x = 2", shown), "a page")
+
+
+def test_a_failing_block_is_named_by_its_line() -> None:
+    with pytest.raises(ZeroDivisionError) as failure:
+        run_page(PAGE.replace("x + 1", "x / 0"), "a page")
+    assert failure.traceback[-1].lineno == 6  # counted from 0
+
+
+def test_unknown_commands_are_noticed() -> None:
+    good = (
+        "make test\nheadwise demo # look\npip install 'headwise[demo]'\npython -m headwise --help"
+    )
+    bad = ["make tset", "headwise dmeo", "pip install 'headwise[page]'", "headwize demo"]
+    assert list(unknown_commands(good)) == []
+    assert list(unknown_commands("\n".join(bad))) == bad

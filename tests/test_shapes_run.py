@@ -1,0 +1,15 @@
+"""The shapes in the annotations are checked in this very run. This is what proves it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+
+from headwise import functional
+
+
+def test_a_wrong_shape_is_noticed() -> None:
+    q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 29, 11)
+    with pytest.raises(TypeCheckError, match="head_dim"):
+        functional.scores(q, k)
