@@ -29,11 +29,13 @@ def loaded_by(code: str, *arguments: str) -> set[str]:
 def test_the_exported_names() -> None:
     assert headwise.__all__ == sorted(
         {
+            "Attention",
             "AttentionMatrix",
             "Budget",
             "HeadwiseError",
             "Mask",
             "MultiheadAttention",
+            "Rotary",
             "ScoreBias",
             "upgrade",
         }

@@ -13,28 +13,34 @@ if TYPE_CHECKING:
     from headwise.drop_in.layer import MultiheadAttention as MultiheadAttention
     from headwise.drop_in.upgrade import upgrade as upgrade
     from headwise.errors import HeadwiseError as HeadwiseError
+    from headwise.layer.attention import Attention as Attention
     from headwise.masks import Mask as Mask
     from headwise.matrix import AttentionMatrix as AttentionMatrix
+    from headwise.positions.rotary import Rotary as Rotary
     from headwise.score_bias import ScoreBias as ScoreBias
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Attention": "headwise.layer.attention",
     "AttentionMatrix": "headwise.matrix",
     "Budget": "headwise.budget",
     "HeadwiseError": "headwise.errors",
     "Mask": "headwise.masks",
     "MultiheadAttention": "headwise.drop_in.layer",
+    "Rotary": "headwise.positions.rotary",
     "ScoreBias": "headwise.score_bias",
     "upgrade": "headwise.drop_in.upgrade",
 }
 
 __all__ = [
+    "Attention",
     "AttentionMatrix",
     "Budget",
     "HeadwiseError",
     "Mask",
     "MultiheadAttention",
+    "Rotary",
     "ScoreBias",
     "upgrade",
 ]

@@ -127,6 +127,20 @@ class BoundMask:
             allowed = allowed & (rows < self.query_lengths[:, None, None])
         return allowed
 
+    def piece(self, sequence: slice, rows: slice, columns: slice) -> BoundMask:
+        """The mask of a rectangle that lengths and segments allow whole: bands and dense parts."""
+        shift = columns.start - rows.start
+        return BoundMask(
+            queries=rows.stop - rows.start,
+            keys=columns.stop - columns.start,
+            lower=None if self.lower is None else self.lower - shift,
+            upper=None if self.upper is None else self.upper - shift,
+            key_lengths=None,
+            query_lengths=None,
+            segment_ids=(),
+            dense=tuple(cut(dense, sequence, WHOLE, rows, columns) for dense in self.dense),
+        )
+
     def _per_sequence(self) -> list[Tensor]:
         return [n for n in (self.key_lengths, self.query_lengths) if n is not None]
 

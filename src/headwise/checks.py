@@ -77,6 +77,19 @@ def check_operand(name: str, tensor: Tensor, q: Tensor) -> None:
 def check_options(
     q: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None
 ) -> None:
+    check_score_numbers(scale, softcap)
+    if sink is not None:
+        if sink.shape != q.shape[1:2]:
+            raise ShapeError(
+                saw=f"a sink of shape {tuple(sink.shape)}",
+                needed=f"one logit for each head: (heads {q.shape[1]},)",
+                do="e.g. torch.zeros(heads)",
+            )
+        if sink.device != q.device:
+            check_operand("sink", sink.to(q.dtype), q)
+
+
+def check_score_numbers(scale: float | None, softcap: float | None) -> None:
     # Comparisons, not math.isfinite: they also hold for the symbolic floats of a compiled graph.
     if scale is not None and not abs(scale) < math.inf:
         raise OptionError(
@@ -89,15 +102,6 @@ def check_options(
             needed=f"a finite number from {smallest:.2g}, or None for no softcap",
             do="e.g. softcap=50.0",
         )
-    if sink is not None:
-        if sink.shape != q.shape[1:2]:
-            raise ShapeError(
-                saw=f"a sink of shape {tuple(sink.shape)}",
-                needed=f"one logit for each head: (heads {q.shape[1]},)",
-                do="e.g. torch.zeros(heads)",
-            )
-        if sink.device != q.device:
-            check_operand("sink", sink.to(q.dtype), q)
 
 
 def refuse_operand(product: str, operand: Tensor, needed: str) -> None:
@@ -127,4 +131,13 @@ def check_rows(index: Tensor, queries: int) -> None:
             saw=f"rows {wrong} of a matrix with {queries} queries",
             needed=f"a 1-D integer tensor of queries from 0 to {queries - 1}",
             do="e.g. A.rows(torch.tensor([0]))",
+        )
+
+
+def check_probability(dropout_p: float) -> None:
+    if not 0 <= dropout_p <= 1:
+        raise OptionError(
+            saw=f"dropout probability has to be between 0 and 1, but got {dropout_p}",
+            needed="0 <= dropout <= 1",
+            do="set layer.dropout, e.g. 0.1",
         )

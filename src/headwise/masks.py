@@ -148,6 +148,12 @@ class Mask:
 
     # ---- use --------------------------------------------------------------------------------
 
+    def aligned(self, align: Align) -> Mask:
+        """The same mask, with this alignment for the bands that name none."""
+        require_align(align)
+        bands = tuple(replace(band, align=band.align or align) for band in self.bands)
+        return replace(self, bands=bands)
+
     def bind(
         self, *, batch: int, heads: int, queries: int, keys: int, device: torch.device
     ) -> BoundMask:

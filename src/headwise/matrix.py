@@ -20,6 +20,7 @@ from headwise.bound_mask import BoundMask
 from headwise.checks import (
     check_operand,
     check_options,
+    check_probability,
     check_queries_and_keys,
     check_rows,
     refuse_operand,
@@ -28,10 +29,10 @@ from headwise.checks import (
 )
 from headwise.eager import without_autocast
 from headwise.errors import LimitError, OptionError
-from headwise.kernels import dense, sdpa, sweep
-from headwise.kernels.choose import choose
 from headwise.kernels.explain import Explanation, explain
 from headwise.kernels.problem import Problem, accumulation_dtype
+from headwise.kernels.products import dropped_head_outputs, head_outputs
+from headwise.kernels.read import needs_plain_torch, read
 from headwise.kernels.tiled import Readings, Wanted, shift_of
 from headwise.kernels.tiles import TILE_ELEMENTS
 from headwise.masks import Mask
@@ -118,11 +119,14 @@ class AttentionMatrix(LeftOperand):
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Head outputs. ``value_heads``: kv_heads, heads, or 1 for values that all heads share."""
-        problem, v = self._problem_for(v)
-        # Exported to ONNX, torch's operator gives a query that may attend to nothing the mean of v.
-        if choose(problem, v).kernel == "sdpa" and not torch.onnx.is_in_onnx_export():
-            return sdpa.head_outputs(problem, v)
-        return _read(problem, v=v).out
+        return head_outputs(*self._problem_for(v))
+
+    def dropped(
+        self, v: Float[Tensor, "#batch value_heads keys value_dim"], dropout_p: float
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """``A @ v`` with weights dropped at random, for training: this writes queries x keys."""
+        check_probability(dropout_p)
+        return dropped_head_outputs(*self._problem_for(v), dropout_p)
 
     def outputs_and_average(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
@@ -133,7 +137,7 @@ class AttentionMatrix(LeftOperand):
             # Two passes forward: the fused kernel's backward is worth more than the pass.
             return self @ v, self.head_average()
         problem, v = self._problem_for(v)
-        reading = _read(problem, v=v, wanted=Wanted(average=True))
+        reading = read(problem, v=v, wanted=Wanted(average=True))
         return reading.out, reading.average
 
     @property
@@ -197,7 +201,7 @@ class AttentionMatrix(LeftOperand):
         for part in self._bias.pairs(rows, rows + offset):
             s = s + part.to(exact)
         s = s.masked_fill(~self._mask.pairs(rows, rows + offset), -torch.inf)
-        reading = _read(self._problem())
+        reading = read(self._problem())
         shift = shift_of(reading.peak.detach(), self._detached_sink())[..., first:stop]
         return torch.exp(s - shift - reading.log_sum[..., first:stop]).to(self.q.dtype)
 
@@ -232,7 +236,7 @@ class AttentionMatrix(LeftOperand):
             return values, indices
 
         # torch.func takes no checkpoint.
-        if not torch.is_grad_enabled() or _needs_plain_torch():
+        if not torch.is_grad_enabled() or needs_plain_torch():
             return largest()
         # Recomputed in the backward pass: kept rows would add up to queries x keys.
         found: tuple[Tensor, Tensor] = checkpoint(largest, use_reentrant=False)
@@ -268,30 +272,30 @@ class AttentionMatrix(LeftOperand):
 
     def statistics(self) -> Statistics:
         """Logsumexp, entropy, maximum and received, from one pass over the matrix."""
-        reading = _read(self._problem(), wanted=Wanted(entropy=True, received=True))
+        reading = read(self._problem(), wanted=Wanted(entropy=True, received=True))
         return Statistics(
             self._logsumexp(reading), reading.entropy, self._maximum(reading), reading.received
         )
 
     def logsumexp(self) -> Float[Tensor, "batch heads queries"]:
         """log sum exp of each query's scores, the sink included; -inf where there is neither."""
-        return self._logsumexp(_read(self._problem()))
+        return self._logsumexp(read(self._problem()))
 
     def entropy(self) -> Float[Tensor, "batch heads queries"]:
         """-sum p log p of each query's weights, in nats; a sink counts as one more outcome."""
-        return _read(self._problem(), wanted=Wanted(entropy=True)).entropy
+        return read(self._problem(), wanted=Wanted(entropy=True)).entropy
 
     def maximum(self) -> Float[Tensor, "batch heads queries"]:
         """The largest weight of each query; 0 where it may attend to nothing."""
-        return self._maximum(_read(self._problem()))
+        return self._maximum(read(self._problem()))
 
     def received(self) -> Float[Tensor, "batch heads keys"]:
         """The weight each key receives, summed over queries."""
-        return _read(self._problem(), wanted=Wanted(received=True)).received
+        return read(self._problem(), wanted=Wanted(received=True)).received
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
         """The mean of the weights over heads, without the weights of single heads."""
-        return _read(self._problem(), wanted=Wanted(average=True)).average
+        return read(self._problem(), wanted=Wanted(average=True)).average
 
     # ---- within -----------------------------------------------------------------------------
 
@@ -358,34 +362,10 @@ class TransposedMatrix(LeftOperand):
             )
         check_operand("y", y, self.mT.q)
         y = y.expand(batch, heads, *y.shape[2:])
-        return _read(self.mT._problem(), y=y).transposed
+        return read(self.mT._problem(), y=y).transposed
 
     def __repr__(self) -> str:
         return f"{self.mT!r}.mT"
-
-
-def _read(
-    problem: Problem,
-    *,
-    v: Tensor | None = None,
-    y: Tensor | None = None,
-    wanted: Wanted | None = None,
-) -> Readings:
-    """One pass by the tiled kernel, or dense where only plain torch operators are understood."""
-    wanted = wanted or Wanted()
-    if _needs_plain_torch():
-        return dense.read(problem, v, y, wanted)
-    return sweep.read(problem, v, y, wanted)
-
-
-def _needs_plain_torch() -> bool:
-    """ONNX knows no operator of ours; forward-mode AD and torch.func see through torch's own."""
-    if torch.onnx.is_in_onnx_export():
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    in_forward_mode = torch.autograd.forward_ad._current_level >= 0
-    return in_forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _is_traced() -> bool:

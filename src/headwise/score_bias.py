@@ -9,7 +9,7 @@ queries x keys. Everything else is a dense tensor with named axes. An entry of -
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -102,6 +102,12 @@ class ScoreBias:
     def __add__(self, other: ScoreBias) -> ScoreBias:
         return ScoreBias(self.by_distance + other.by_distance, self.tensors + other.tensors)
 
+    def aligned(self, align: Align) -> ScoreBias:
+        """The same bias, with this alignment for the parts that name none."""
+        require_align(align)
+        parts = tuple(replace(part, align=part.align or align) for part in self.by_distance)
+        return replace(self, by_distance=parts)
+
     def bind(
         self, *, batch: int, heads: int, queries: int, keys: int, device: torch.device
     ) -> BoundBias:
@@ -179,6 +185,17 @@ class BoundBias:
         # Row i of the block is a run of the table that starts one place later for each earlier i.
         runs = table[:, start - stop + self.queries : end - first + self.queries - 1]
         return runs.unfold(-1, end - start, 1).flip(1)
+
+    def piece(self, sequence: slice, rows: slice, columns: slice) -> BoundBias:
+        """The bias of one rectangle, as a bias of that size."""
+        queries, keys = rows.stop - rows.start, columns.stop - columns.start
+        table = self.table
+        if table is not None:
+            first = columns.start - rows.stop + self.queries
+            table = table[:, first : first + queries + keys - 1]
+        whole = slice(None)
+        tensors = tuple(cut(bias, sequence, whole, rows, columns) for bias in self.tensors)
+        return BoundBias(queries=queries, keys=keys, table=table, tensors=tensors)
 
     def pairs(self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]) -> list[Tensor]:
         """What to add at (query, key) pairs; parts broadcast to (batch, heads, pairs)."""

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from headwise.drop_in import checks
 from headwise.drop_in.reading import read_masks
@@ -219,26 +218,8 @@ def _outputs(
     if ask.need_weights and ask.average and ask.dropout_p == 0:
         # Equal to ``matrix @ v`` within the error budget; in inference one pass serves both.
         return matrix.outputs_and_average(v)
-    outputs = matrix @ v if ask.dropout_p == 0 else _dropped(matrix, v, ask.dropout_p)
+    checks.require_probability(ask.dropout_p)
+    outputs = matrix @ v if ask.dropout_p == 0 else matrix.dropped(v, ask.dropout_p)
     if not ask.need_weights:
         return outputs, None
     return outputs, matrix.head_average() if ask.average else matrix.dense(limit=None)
-
-
-def _dropped(matrix: AttentionMatrix, v: Tensor, dropout_p: float) -> Tensor:
-    """Head outputs with dropped weights: torch's kernel, which writes queries x keys for it."""
-    checks.require_probability(dropout_p)
-    q, k, mask, score_bias = matrix.q, matrix.k, matrix.mask, matrix.score_bias
-    batch, heads, queries, keys = matrix.shape
-    sizes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
-    rows = torch.arange(queries, device=q.device)
-    bound = mask.bind(**sizes, device=q.device)
-    parts = score_bias.bind(**sizes, device=q.device).at(rows)
-    causal = bound.is_plain and not parts  # the only band that torch's masks are read as
-    attn_mask = None if bound.is_plain else bound.at(rows)
-    if parts:
-        bias = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-        attn_mask = bias if attn_mask is None else bias.masked_fill(~attn_mask, -torch.inf)
-    return scaled_dot_product_attention(
-        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal and bound.is_banded
-    )

@@ -10,10 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.kernels import tiles
+from headwise.kernels import pieces, tiles
+from headwise.kernels.pieces import Piece
 from headwise.kernels.problem import Problem
 
-Kernel = Literal["sdpa", "tiled"]
+Kernel = Literal["sdpa", "tiled", "pieces"]
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,19 @@ class Choice:
 
     kernel: Kernel
     why: str
+    pieces: tuple[Piece, ...] = ()
 
 
 FUSED = Choice("sdpa", "the fused kernel takes this mask")
 
 
 def choose(problem: Problem, v: Tensor) -> Choice:
-    """The kernel for ``A @ v``: the fused one unless it would write queries x keys or cannot."""
+    """The kernel for ``A @ v``: the fused one unless it would write queries x keys or cannot.
+
+    A matrix that is mostly hidden by lengths or segments is left to one kernel for each piece.
+    """
+    if found := pieces.find(problem):
+        return Choice("pieces", f"{len(found)} sequences, each a matrix of its own", found)
     for tiled, why in _reasons_for_tiles(problem, v):
         if tiled:
             return Choice("tiled", why)

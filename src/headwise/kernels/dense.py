@@ -16,15 +16,7 @@ def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -
     result = empty_readings(problem.q, problem.k, v, y, wanted)
     if 0 in (queries, keys):
         return result
-    s = functional.scores_at(
-        problem.q.to(exact),
-        problem.k.to(exact),
-        torch.arange(queries, device=problem.q.device),
-        mask=problem.mask,
-        score_bias=problem.bias,
-        scale=problem.scale,
-        softcap=problem.softcap,
-    )
+    s = _scores(problem)
     p = functional.weights_of(s, problem.sink)
     peak = s.amax(-1)
     shift = shift_of(peak.detach(), None if problem.sink is None else problem.sink.detach())
@@ -40,6 +32,23 @@ def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -
         entropy=sink_entropy - (p * log_p).sum(-1) if wanted.entropy else result.entropy,
         received=p.sum(2) if wanted.received else result.received,
         average=p.mean(1).to(problem.q.dtype) if wanted.average else result.average,
+    )
+
+
+def weights(problem: Problem) -> Tensor:
+    """The attention matrix in the dtype of accumulation."""
+    return functional.weights_of(_scores(problem), problem.sink)
+
+
+def _scores(problem: Problem) -> Tensor:
+    return functional.scores_at(
+        problem.q.to(problem.accumulate),
+        problem.k.to(problem.accumulate),
+        torch.arange(problem.q.shape[2], device=problem.q.device),
+        mask=problem.mask,
+        score_bias=problem.bias,
+        scale=problem.scale,
+        softcap=problem.softcap,
     )
 
 

@@ -15,18 +15,30 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from headwise.kernels.problem import Problem
 
 
-def head_outputs(problem: Problem, v: Tensor) -> Tensor:
-    """(batch, heads, queries, value_dim) for values (batch, kv_heads, keys, value_dim)."""
-    q, k, value_dim = problem.q, problem.k, v.shape[-1]
+def head_outputs(problem: Problem, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
+    """(batch, heads, queries, value_dim) for values (batch, kv_heads, keys, value_dim).
+
+    With dropout torch leaves its fused path, and writes queries x keys.
+    """
+    q, k, value_dim, group = problem.q, problem.k, v.shape[-1], problem.group
     width = max(q.shape[-1], value_dim)
     if q.shape[-1] != value_dim:
         q, k, v = (pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
     # Literals: compiled, a comparison of sizes is a symbolic bool, which the kernel refuses.
     causal = {"is_causal": True} if is_causal_alone(problem) else {}
-    grouped = {"enable_gqa": True} if problem.group > 1 else {}
+    attn_mask = combined_mask(problem)
+    in_groups = group > 1 and q.shape[2] == 1 and not causal
+    if in_groups:
+        # One query a head: the heads of a group are rows of one problem, and read its keys once.
+        q = q.unflatten(1, (-1, group)).squeeze(3)
+        if attn_mask is not None and attn_mask.shape[1] != 1:
+            attn_mask = attn_mask.unflatten(1, (-1, group)).squeeze(3)
+    grouped = {"enable_gqa": True} if group > 1 and not in_groups else {}
+    options = {**causal, **grouped}
     out = scaled_dot_product_attention(
-        q, k, v, attn_mask=combined_mask(problem), scale=problem.scale, **causal, **grouped
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=problem.scale, **options
     )
+    out = out.flatten(1, 2).unsqueeze(2) if in_groups else out
     return out[..., :value_dim] if width != value_dim else out
 
 

@@ -1,0 +1,1 @@
+"""The native layer: every modern form of multi-head attention in one class."""

@@ -1,0 +1,227 @@
+"""`Attention`: multi-head attention in all its modern forms, as one class to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from headwise.cache import Cache
+from headwise.checks import require_mask, require_score_bias
+from headwise.layer import options
+from headwise.layer.frames import Call, Whole, choose_frame
+from headwise.layer.head_by_head import HeadByHead
+from headwise.layer.initialise import Source, initialise
+from headwise.layer.projection import Projection
+from headwise.masks import Mask
+from headwise.matrix import AttentionMatrix
+from headwise.positions import PositionBias, Rotary
+from headwise.qk_norm import Over, Place, QKNorm
+from headwise.score_bias import ScoreBias
+
+
+class Attention(HeadByHead):
+    """Multi-head attention with free sizes: (batch, length, width) in, one tensor out.
+
+    Args:
+        embed_dim: width of ``x``.
+        num_heads: query heads. ``num_kv_heads``, those of keys and values, divides it: query head
+            h reads kv head h // (num_heads // num_kv_heads).
+        head_dim: width of a head's queries and keys; embed_dim / num_heads by default.
+        value_dim: width of a head's values; head_dim by default.
+        out_dim: width of the output; embed_dim by default.
+        source_dim: width of ``source``, for cross attention; embed_dim by default.
+        q_bias, k_bias, v_bias, out_bias: whether each projection has a bias.
+        rotary: rotates queries and keys by their positions.
+        position_bias: adds to the scores by distance, `Alibi` or `T5Bias`.
+        qk_norm: normalises queries and keys.
+        window: (left, right): how many keys before and after its own place a query sees; None is
+            no bound.
+        scale: factor of q.k; 1/sqrt(head_dim) by default.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sink: whether each head has a learned logit that takes weight and gives nothing.
+        dropout: probability with which a weight is dropped, in training.
+        init: whose initialisation; see `headwise.layer.initialise`.
+
+    Raises:
+        OptionError: sizes or options that contradict each other, both named.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        out_dim: int | None = None,
+        source_dim: int | None = None,
+        q_bias: bool = True,
+        k_bias: bool = True,
+        v_bias: bool = True,
+        out_bias: bool = True,
+        rotary: Rotary | None = None,
+        position_bias: PositionBias | None = None,
+        qk_norm: QKNorm | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: bool = False,
+        dropout: float = 0.0,
+        init: Source = "torch-packed",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = options.divided(embed_dim, num_heads) if head_dim is None else head_dim
+        self.value_dim = self.head_dim if value_dim is None else value_dim
+        self.out_dim = embed_dim if out_dim is None else out_dim
+        self.source_dim = embed_dim if source_dim is None else source_dim
+        self.rotary, self.qk_norm = rotary, qk_norm
+        self.scale, self.softcap, self.dropout, self.init = scale, softcap, dropout, init
+        self.window = None if window is None else Mask.window(*window)
+        options.check(self, position_bias, crosses=source_dim is not None)
+        heads, kv_heads = num_heads, self.num_kv_heads
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = Projection(embed_dim, heads * self.head_dim, q_bias, **place)
+        self.k_proj = Projection(self.source_dim, kv_heads * self.head_dim, k_bias, **place)
+        self.v_proj = Projection(self.source_dim, kv_heads * self.value_dim, v_bias, **place)
+        self.out_proj = Projection(heads * self.value_dim, self.out_dim, out_bias, **place)
+        per_head = qk_norm is not None and qk_norm.over == "head"
+        widths = (
+            (self.head_dim,) * 2
+            if per_head
+            else (self.q_proj.out_features, self.k_proj.out_features)
+        )
+        self.q_norm, self.k_norm = (
+            qk_norm.module(width, **place) if qk_norm else None for width in widths
+        )
+        self.position_bias = position_bias.module(heads, **place) if position_bias else None
+        self.sink = nn.Parameter(torch.empty(heads, **place)) if sink else None
+        self.identity = object()  # what its caches know it by
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The projections as ``init`` says; a sink is 0, norms and a position bias start anew."""
+        initialise(self, self.init)
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
+        for own in (self.q_norm, self.k_norm, self.position_bias):
+            if reset := getattr(own, "reset_parameters", None):  # slopes, and None, have none
+                reset()
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+        gate: Float[Tensor, "*batch heads"] | None = None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "batch queries out_dim"]:
+        """The output for each token of ``x``.
+
+        Args:
+            x: what the queries are projected from, and without a source also keys and values.
+            source: what keys and values are projected from.
+            mask: who may attend. Queries that it gives up, by ``Mask.lengths(queries=...)`` or by
+                segments, cost nothing; their output is the bias of the output projection.
+            score_bias: added to the scores.
+            gate: a factor of each head's outputs, (heads,) or (batch, heads); none means 1. Its
+                gradient at 1 is the head's importance (Michel et al. 2019, arXiv:1905.10650).
+            cache: earlier keys and values; those of ``x`` are added to it. A mask's alignment is
+                then bottom-right unless it is named.
+        """
+        call = self._call(x, source, mask, score_bias, cache)
+        frame = choose_frame(call)
+        matrix, v = self._operands(frame, call)
+        dropped = self.training and self.dropout > 0
+        outputs = matrix.dropped(v, self.dropout) if dropped else matrix @ v
+        if gate is not None:
+            outputs = outputs * frame.gate(options.checked_gate(gate, x, self.num_heads))
+        merged = outputs.transpose(1, 2).flatten(2)
+        return frame.restore(self.out_proj(frame.before_projection(merged)))
+
+    def cache(self, *, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
+        """An empty cache for ``length`` tokens of each of ``batch`` sequences.
+
+        With a window any number of tokens may pass, in no more slots than the window needs.
+        """
+        options.check_cache_sizes(batch, length)
+        left = None
+        if self.window is not None:
+            left = self.window.bands[0].left
+        slots = length if left is None else min(length, 2 * left + 1)
+        stored = options.stored(self.k_proj)
+        place: dict[str, Any] = {"device": stored.device, "dtype": dtype or stored.dtype}
+        k, v = (
+            torch.zeros(batch, self.num_kv_heads, slots, width, **place)
+            for width in (self.head_dim, self.value_dim)
+        )
+        return Cache(k, v, window=left, owner=self.identity)
+
+    # ---- within -----------------------------------------------------------------------------
+
+    def _call(
+        self,
+        x: Tensor,
+        source: Tensor | None,
+        mask: Mask | None,
+        score_bias: ScoreBias | None,
+        cache: Cache | None = None,
+    ) -> Call:
+        """What was given, checked, with what the layer adds to every call."""
+        options.check_call(self, x, source, cache)
+        mask, score_bias = require_mask(mask), require_score_bias(score_bias)
+        if self.window is not None:
+            mask = mask & self.window
+        if self.position_bias is not None:
+            score_bias = score_bias + self.position_bias(align=None)
+        if cache is not None:
+            mask, score_bias = mask.aligned("bottom-right"), score_bias.aligned("bottom-right")
+        return Call(x, x if source is None else source, mask, score_bias, cache)
+
+    def _operands(self, frame: Whole, call: Call) -> tuple[AttentionMatrix, Tensor]:
+        """Project, split into heads, normalise, rotate, remember: the matrix and the values."""
+        positions = frame.positions() if self.rotary else None
+        q = self._heads(self.q_proj(frame.x), self.num_heads, self.q_norm, positions)
+        k = self._heads(self.k_proj(frame.source), self.num_kv_heads, self.k_norm, positions)
+        v = self.v_proj(frame.source).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        mask = frame.mask
+        if call.cache is not None:
+            k, v, starts = call.cache.append(k, v, lengths=frame.lengths)
+            mask = frame.mask_over(starts, keys=k.shape[2])
+        matrix = AttentionMatrix(
+            q,
+            k,
+            mask=mask,
+            score_bias=call.score_bias,
+            scale=self.scale,
+            softcap=self.softcap,
+            sink=self.sink,
+        )
+        return matrix, v
+
+    def _heads(
+        self, x: Tensor, heads: int, norm: nn.Module | None, positions: Tensor | None
+    ) -> Tensor:
+        """(batch, length, heads * head_dim) to (batch, heads, length, head_dim)."""
+        x = self._normed(x, norm, "width", "before")
+        x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+        x = self._normed(x, norm, "head", "before")
+        if self.rotary is not None and positions is not None:
+            x = self.rotary.rotate(x, positions)
+        return self._normed(x, norm, "head", "after")
+
+    def _normed(self, x: Tensor, norm: nn.Module | None, over: Over, place: Place) -> Tensor:
+        if norm is None or self.qk_norm is None:
+            return x
+        here = (self.qk_norm.over, self.qk_norm.place) == (over, place)
+        normed: Tensor = norm(x) if here else x
+        return normed

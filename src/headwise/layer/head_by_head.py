@@ -1,0 +1,101 @@
+"""What a layer tells of its heads: the matrix, head outputs, contributions, an explanation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from headwise.layer.explain import LayerExplanation, explain
+from headwise.layer.frames import Call, Whole, choose_frame
+from headwise.masks import Mask
+from headwise.matrix import AttentionMatrix
+from headwise.score_bias import ScoreBias
+
+
+class HeadByHead(nn.Module):
+    """The readings of a layer that has ``_call`` and ``_operands``; arguments as in forward."""
+
+    if TYPE_CHECKING:
+        num_heads: int
+        out_proj: nn.Linear
+
+        def _call(
+            self,
+            x: Tensor,
+            source: Tensor | None,
+            mask: Mask | None,
+            score_bias: ScoreBias | None,
+        ) -> Call: ...
+        def _operands(self, frame: Whole, call: Call) -> tuple[AttentionMatrix, Tensor]: ...
+
+    def matrix(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> AttentionMatrix:
+        """The attention matrix, (batch, heads, queries, keys), never written down."""
+        return self._matrix_and_values(x, source, mask, score_bias)[0]
+
+    def head_outputs(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """What each head reads, before the output projection."""
+        matrix, v = self._matrix_and_values(x, source, mask, score_bias)
+        return matrix @ v
+
+    def contributions(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> Float[Tensor, "batch heads queries out_dim"]:
+        """Each head's part of the output: their sum is the output less its bias.
+
+        The output projection is called once for each head, so that it is whatever it has become:
+        adapted, quantised, sharded.
+        """
+        outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
+        bias = self.out_proj(torch.zeros_like(outputs[:1, :, :1]).transpose(1, 2).flatten(2))
+        heads = torch.eye(self.num_heads, dtype=outputs.dtype, device=outputs.device)
+        parts = [
+            self.out_proj((outputs * head[:, None, None]).transpose(1, 2).flatten(2)) - bias
+            for head in heads.unbind()
+        ]
+        return torch.stack(parts, dim=1)
+
+    def explain(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> LayerExplanation:
+        """What a forward pass of this input computes, by which kernel, and why; print it."""
+        call = self._call(x, source, mask, score_bias)
+        frame = choose_frame(call)
+        matrix, v = self._operands(frame, call)
+        return explain(self, call, frame, matrix.explain(v))
+
+    def _matrix_and_values(
+        self,
+        x: Tensor,
+        source: Tensor | None,
+        mask: Mask | None,
+        score_bias: ScoreBias | None,
+    ) -> tuple[AttentionMatrix, Tensor]:
+        call = self._call(x, source, mask, score_bias)
+        return self._operands(Whole(call.x, call.source, call.mask), call)

@@ -1,0 +1,178 @@
+"""What contradicts itself in a layer's options, or in a call: refused, with both values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from headwise.axes import sizes
+from headwise.cache import Cache
+from headwise.checks import check_probability, check_score_numbers
+from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
+from headwise.positions import PositionBias
+
+if TYPE_CHECKING:
+    from headwise.layer.attention import Attention
+
+X_AXES = ("batch", "queries", "embed_dim")
+SOURCE_AXES = ("batch", "keys", "source_dim")
+
+
+# ---- of a layer --------------------------------------------------------------------------------
+
+
+def divided(embed_dim: int, num_heads: int) -> int:
+    """The head_dim where none is given."""
+    if num_heads < 1 or embed_dim % num_heads:
+        raise OptionError(
+            saw=f"embed_dim={embed_dim}, num_heads={num_heads} and no head_dim",
+            needed="embed_dim divisible by num_heads, or a head_dim of its own",
+            do=f"e.g. head_dim={max(1, embed_dim // max(1, num_heads))}",
+        )
+    return embed_dim // num_heads
+
+
+def check_counts(**counts: int) -> None:
+    """Raise OptionError where a size or a number of heads is below 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise OptionError(saw=f"{name}={count}", needed="at least 1", do=f"set {name}")
+
+
+def check(layer: Attention, position_bias: PositionBias | None, *, crosses: bool) -> None:
+    """Raise OptionError where sizes or options contradict each other."""
+    counts = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "out_dim")
+    check_counts(**{name: getattr(layer, name) for name in (*counts, "source_dim")})
+    if layer.num_heads % layer.num_kv_heads:
+        raise OptionError(
+            saw=f"num_heads={layer.num_heads} and num_kv_heads={layer.num_kv_heads}",
+            needed="num_heads divisible by num_kv_heads: each kv head serves a group of heads",
+            do=f"num_kv_heads={_divisors(layer.num_heads)}",
+        )
+    named = {"rotary": layer.rotary, "window": layer.window, "position_bias": position_bias}
+    for name, option in named.items():
+        if crosses and option is not None:
+            _refuse_across(name, option, f"source_dim={layer.source_dim}")
+    if layer.rotary is not None:
+        layer.rotary.width_in(layer.head_dim)
+    check_score_numbers(layer.scale, layer.softcap)
+    check_probability(layer.dropout)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _refuse_across(name: str, option: object, source: str) -> None:
+    raise OptionError(
+        saw=f"{name}={option} with {source}",
+        needed="one of both: places in x and in another sequence have no distance",
+        do=f"leave out {name} in cross attention; a Mask or ScoreBias of the call can name an "
+        "alignment",
+    )
+
+
+# ---- of a call ---------------------------------------------------------------------------------
+
+
+def check_call(layer: Attention, x: Tensor, source: Tensor | None, cache: Cache | None) -> None:
+    """Raise ShapeError, DTypeError, DeviceError or OptionError where a call does not fit."""
+    check_tokens("x", x, layer.embed_dim, X_AXES, stored(layer.q_proj))
+    if source is not None:
+        check_tokens("source", source, layer.source_dim, SOURCE_AXES, stored(layer.k_proj))
+        if source.shape[0] != x.shape[0]:
+            raise ShapeError(
+                saw=f"x {sizes(x, X_AXES)} and source {sizes(source, SOURCE_AXES)}",
+                needed="the same batch",
+                do="source.expand(...), or one source for each sequence",
+            )
+    elif layer.source_dim != layer.embed_dim:
+        raise OptionError(
+            saw=f"no source for a layer with source_dim={layer.source_dim}, "
+            f"embed_dim={layer.embed_dim}",
+            needed="a source (batch, keys, source_dim)",
+            do="layer(x, source)",
+        )
+    crosses = source is not None and source is not x
+    for name in ("rotary", "window", "position_bias") if crosses else ():
+        if getattr(layer, name) is not None:
+            _refuse_across(name, getattr(layer, name), "a source")
+    if cache is not None:
+        _check_cache(layer, cache, crosses=crosses)
+
+
+def stored(projection: nn.Module) -> Tensor:
+    """A parameter of it, for its device and dtype.
+
+    Not ``weight``: a parametrised one is computed each time it is read, and spectral_norm takes a
+    step of its iteration.
+    """
+    return next(projection.parameters())
+
+
+def check_tokens(
+    name: str, x: Tensor, width: int, axes: tuple[str, str, str], weight: Tensor
+) -> None:
+    """Raise ShapeError, DTypeError or DeviceError unless ``weight`` can project these tokens."""
+    if x.dim() != 3 or x.shape[2] != width:
+        raise ShapeError(
+            saw=f"{name} of shape {tuple(x.shape)}",
+            needed=f"({axes[0]}, {axes[1]}, {axes[2]} {width})",
+            do=f"{name}[None] for one sequence; {name}.transpose(0, 1) where the length is first",
+        )
+    if x.device != weight.device:
+        raise DeviceError(
+            saw=f"{name} on {x.device} for a layer on {weight.device}",
+            needed="one device",
+            do=f'{name}.to("{weight.device}"), or layer.to("{x.device}")',
+        )
+    mixed = x.is_floating_point() and weight.is_floating_point() and x.dtype != weight.dtype
+    if not x.is_floating_point() or (mixed and not torch.is_autocast_enabled(x.device.type)):
+        raise DTypeError(
+            saw=f"{name} of dtype {x.dtype} for weights of {weight.dtype}",
+            needed="one dtype for both, or autocast",
+            do=f"{name}.to({weight.dtype}), or layer.to({x.dtype})",
+        )
+
+
+def _check_cache(layer: Attention, cache: Cache, *, crosses: bool) -> None:
+    if not isinstance(cache, Cache):
+        raise OptionError(
+            saw=f"cache={cache!r}",
+            needed="a Cache of this layer",
+            do="cache = layer.cache(batch=..., length=...)",
+        )
+    if crosses:
+        raise OptionError(
+            saw="a cache and a source",
+            needed="one of both: a cache holds keys and values of x",
+            do="leave out the cache in cross attention",
+        )
+    if cache.owner is not layer.identity:
+        raise OptionError(
+            saw=f"{cache!r}, which another layer made",
+            needed="a cache for each layer",
+            do="caches = [layer.cache(batch=..., length=...) for layer in layers]",
+        )
+
+
+def checked_gate(gate: Tensor, x: Tensor, num_heads: int) -> Tensor:
+    """The gate, if it has one factor for each head, or for each head of each sequence."""
+    if gate.shape not in ((num_heads,), (x.shape[0], num_heads)):
+        raise ShapeError(
+            saw=f"a gate of shape {tuple(gate.shape)}",
+            needed=f"(heads {num_heads},) or (batch {x.shape[0]}, heads {num_heads})",
+            do="e.g. torch.ones(num_heads)",
+        )
+    return gate
+
+
+def check_cache_sizes(batch: int, length: int) -> None:
+    """Raise OptionError unless a cache of these sizes can be made."""
+    for name, number in (("batch", batch), ("length", length)):
+        if number < 1:
+            raise OptionError(
+                saw=f"a cache of {name}={number}", needed="at least 1", do=f"set {name}"
+            )

@@ -1,0 +1,156 @@
+"""The layer as a subject of tests/paths: its kinds, their inputs, and what each should give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from headwise import Attention, Mask, Rotary
+from headwise.positions import Alibi, T5Bias
+from headwise.qk_norm import QKNorm
+from tests.layer import reference
+from tests.paths.subjects import BATCH, Outputs, Parameters, Subject
+
+EMBED, SOURCE, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, LENGTH = 40, 33, 6, 2, 10, 7, 24
+SIZES: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+MakeMask = Callable[..., Mask | None]
+
+
+def layer_of(**options: Any) -> Attention:
+    """Seeded; no parameter is 0 or 1 by initialisation."""
+    torch.manual_seed(1)
+    layer = Attention(EMBED, HEADS, **SIZES, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return layer
+
+
+def tokens(batch: int = BATCH, length: int = LENGTH) -> Tensor:
+    """Seeded input of a layer."""
+    return torch.randn(batch, length, EMBED, generator=torch.Generator().manual_seed(2))
+
+
+class Called(nn.Module):
+    """The layer with one call's options, and its output as the only one."""
+
+    def __init__(self, mask: MakeMask, **options: Any) -> None:
+        super().__init__()
+        self.mask, self.inner = mask, layer_of(**options)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Outputs:
+        source = next((t for t in others if t.is_floating_point()), None)
+        lengths = [t for t in others if not t.is_floating_point()]
+        return (self.output(x, source, mask=self.mask(*lengths)),)
+
+    def output(self, *given: Any, **options: Any) -> Tensor:
+        out: Tensor = self.inner(*given, **options)
+        return out
+
+
+class Written(Called):
+    """The same, written out by hand."""
+
+    def output(self, *given: Any, **options: Any) -> Tensor:
+        return reference.output(self.inner, *given, **options)
+
+
+def subject(
+    name: str,
+    what: str,
+    *,
+    tiled: bool,
+    mask: MakeMask,
+    inputs: Callable[[int, int], Outputs],
+    **options: Any,
+) -> Subject:
+    """One kind of layer and call."""
+
+    def written(parameters: Parameters, *given: Tensor) -> Outputs:
+        outputs: Outputs = functional_call(Written(mask, **options), parameters, given)
+        return outputs
+
+    return Subject(name, what, partial(Called, mask, **options), inputs, written, tiled=tiled)
+
+
+def own(queries: int, _: int) -> Outputs:
+    """x."""
+    return (torch.randn(BATCH, queries, EMBED),)
+
+
+def own_and_lengths(queries: int, _: int) -> Outputs:
+    """x, and how many of its tokens are real: all, none, and half."""
+    return torch.randn(BATCH, queries, EMBED), torch.tensor([queries, 0, queries // 2])
+
+
+def own_and_source(queries: int, keys: int) -> Outputs:
+    """x and what keys and values come from."""
+    return torch.randn(BATCH, queries, EMBED), torch.randn(BATCH, keys, SOURCE)
+
+
+def no_mask() -> None:
+    return None
+
+
+def real(lengths: Tensor) -> Mask:
+    return Mask.lengths(queries=lengths, keys=lengths) & Mask.causal()
+
+
+SUBJECTS = (
+    subject("causal", "a causal mask", tiled=False, mask=Mask.causal, inputs=own),
+    subject(
+        "window",
+        "rotary, QK-norm and a window, with 2 kv_heads for 6 heads",
+        tiled=True,
+        mask=no_mask,
+        inputs=own,
+        rotary=Rotary(),
+        qk_norm=QKNorm(),
+        window=(9, 2),
+    ),
+    subject(
+        "sink",
+        "sink and softcap",
+        tiled=True,
+        mask=Mask.causal,
+        inputs=own,
+        sink=True,
+        softcap=5.0,
+    ),
+    subject(
+        "alibi", "Alibi", tiled=True, mask=Mask.causal, inputs=own, position_bias=Alibi()
+    ),
+    subject(
+        "t5",
+        "T5Bias",
+        tiled=True,
+        mask=no_mask,
+        inputs=own,
+        position_bias=T5Bias(buckets=8, max_distance=20),
+        scale=1.0,
+    ),
+    subject(
+        "lengths",
+        "causal, and lengths of queries and keys; one sequence is padding",
+        tiled=True,
+        mask=real,
+        inputs=own_and_lengths,
+        rotary=Rotary(),
+    ),
+    subject(
+        "cross",
+        "cross attention",
+        tiled=False,
+        mask=no_mask,
+        inputs=own_and_source,
+        source_dim=SOURCE,
+    ),
+)
+BY_NAME = {own.name: own for own in SUBJECTS}
