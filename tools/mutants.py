@@ -26,13 +26,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PATCHES = ROOT / "tests" / "mutants"
 TABLE = ROOT / "docs" / "mutants.md"
 
-# The ordinary tests of the arithmetic, the layer and the contract. What stands above them (studies,
+# The ordinary tests of the arithmetic, the layers and the contract. What stands above them (studies,
 # pages, the command line) or runs them through compilers (paths) would only notice later.
 SUITE = [
     "tests/test_functional.py",
     "tests/test_masks.py",
     "tests/test_score_bias.py",
+    "tests/positions",
+    "tests/test_qk_norm.py",
+    "tests/test_cache.py",
     "tests/kernels",
+    "tests/layer",
     "tests/drop_in",
     "tests/contract",
     "tests/test_matrix.py",

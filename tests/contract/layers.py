@@ -6,10 +6,12 @@ reference, and the budget of the head outputs applies to it as it is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from headwise import MultiheadAttention
+from headwise import Attention, MultiheadAttention
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 5, 23, 8
 EMBED = HEADS * HEAD_DIM
@@ -23,6 +25,16 @@ def identity_layer(dtype: torch.dtype = torch.float64, **options: object) -> Mul
         layer.in_proj_bias.zero_()
         layer.out_proj.weight.copy_(torch.eye(EMBED))
         layer.out_proj.bias.zero_()
+    return layer
+
+
+def identity_attention(dtype: torch.dtype = torch.float64, **options: Any) -> Attention:
+    """The native layer with identity weights and without biases."""
+    biases = dict.fromkeys(["q_bias", "k_bias", "v_bias", "out_bias"], False)
+    layer = Attention(EMBED, HEADS, dtype=dtype, **biases, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.eye(EMBED))
     return layer
 
 

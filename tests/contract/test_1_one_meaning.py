@@ -11,12 +11,20 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise.budget import Budget
-from headwise.kernels import sdpa, sweep
+from headwise.kernels import pieces, sdpa, sweep
 from headwise.kernels.choose import choose
 from headwise.kernels.tiled import Wanted
 from headwise.masks import Mask
 from headwise.matrix import AttentionMatrix
-from tests.contract.layers import BATCH, LENGTH, identity_layer, inputs, merge, split
+from tests.contract.layers import (
+    BATCH,
+    LENGTH,
+    identity_attention,
+    identity_layer,
+    inputs,
+    merge,
+    split,
+)
 from tests.strategies import DTYPES, Problem, problems
 
 PADDING = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
@@ -120,3 +128,36 @@ def test_causal_by_bool_by_float_and_by_hint_are_one(need_weights: bool) -> None
     for mask, hint in itertools.product((later, floats), (False, True)):
         out, _ = layer(x, x, x, attn_mask=mask, is_causal=hint, need_weights=need_weights)
         budget.assert_holds(split(out))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packs", [False, True])
+def test_the_native_layer_is_one_function_of_its_real_tokens(
+    dtype: torch.dtype, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "CALL", 1 if packs else 2**60)
+    layer, x = identity_attention(dtype), inputs(dtype)
+    lengths = torch.tensor([LENGTH, 0, 11])
+    mask = Mask.lengths(queries=lengths, keys=lengths) & Mask.causal()
+    budget = Budget.for_head_outputs(split(x), split(x), split(x), mask=mask)
+    for grad, training, same in itertools.product((False, True), repeat=3):
+        layer.train(training)
+        with torch.set_grad_enabled(grad):
+            out = layer(x, None if same or packs else x.clone(), mask=mask)
+        budget.assert_holds(split(out))
+        assert torch.equal(out[1], torch.zeros_like(out[1]))
+    alone = layer(x[2:, :11], mask=Mask.causal())
+    own = Budget.for_head_outputs(*[split(x[2:, :11])] * 3, mask=Mask.causal())
+    own.assert_holds(split(alone))
+    own.assert_holds(split(out[2:, :11]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("steps", [(LENGTH,), (1,) * LENGTH, (9, 1, 1, 12)], ids=str)
+def test_steps_with_a_cache_are_the_whole(dtype: torch.dtype, steps: tuple[int, ...]) -> None:
+    layer, x = identity_attention(dtype), inputs(dtype)
+    cache = layer.cache(batch=BATCH, length=LENGTH)
+    with torch.no_grad():
+        parts = [layer(part, mask=Mask.causal(), cache=cache) for part in x.split(steps, dim=1)]
+    budget = Budget.for_head_outputs(split(x), split(x), split(x), mask=Mask.causal())
+    budget.assert_holds(split(torch.cat(parts, dim=1)))

@@ -1,4 +1,4 @@
-"""Clause 7: torch's own signature and parameters, nothing more, and out_proj is really called."""
+"""Clause 7: the drop-in is torch's, nothing more; every projection that is a module is called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headwise import MultiheadAttention
-from tests.contract.layers import identity_layer, inputs
+from tests.contract.layers import identity_attention, identity_layer, inputs
 
 
 @pytest.mark.parametrize("method", ["__init__", "forward"])
@@ -54,3 +54,23 @@ def test_out_proj_is_called(grad: bool, need_weights: bool) -> None:
         after = layer(x, x, x, need_weights=need_weights)[0]
     assert calls == [x.shape]
     torch.testing.assert_close(after, before * 2)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
+def test_the_native_layer_calls_each_projection_once(name: str, grad: bool) -> None:
+    layer, x = identity_attention().eval(), inputs()
+    projection, calls = getattr(layer, name), []
+
+    class Counting(type(projection)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(x.shape)
+            return super().forward(x) * 2
+
+    projection.__class__ = Counting
+    with torch.set_grad_enabled(grad):
+        after = layer(x)
+    assert calls == [x.shape]
+    other = identity_attention()
+    getattr(other, name).weight.data.mul_(2)
+    assert torch.equal(after, other(x))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from headwise import Attention, Mask, Rotary
+from headwise import Attention, Budget, Mask, Rotary
 from headwise.positions import Alibi, T5Bias
 from headwise.qk_norm import QKNorm
 from tests.layer import reference
@@ -45,10 +45,13 @@ class Called(nn.Module):
         super().__init__()
         self.mask, self.inner = mask, layer_of(**options)
 
-    def forward(self, x: Tensor, *others: Tensor) -> Outputs:
-        source = next((t for t in others if t.is_floating_point()), None)
-        lengths = [t for t in others if not t.is_floating_point()]
-        return (self.output(x, source, mask=self.mask(*lengths)),)
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Outputs:
+        """``other``: a source, or lengths."""
+        if other is None:
+            return (self.output(x, mask=self.mask()),)
+        if other.is_floating_point():
+            return (self.output(x, other, mask=self.mask()),)
+        return (self.output(x, mask=self.mask(other)),)
 
     def output(self, *given: Any, **options: Any) -> Tensor:
         out: Tensor = self.inner(*given, **options)
@@ -124,9 +127,7 @@ SUBJECTS = (
         sink=True,
         softcap=5.0,
     ),
-    subject(
-        "alibi", "Alibi", tiled=True, mask=Mask.causal, inputs=own, position_bias=Alibi()
-    ),
+    subject("alibi", "Alibi", tiled=True, mask=Mask.causal, inputs=own, position_bias=Alibi()),
     subject(
         "t5",
         "T5Bias",
@@ -154,3 +155,44 @@ SUBJECTS = (
     ),
 )
 BY_NAME = {own.name: own for own in SUBJECTS}
+
+
+# ---- budgets of a reading ----------------------------------------------------------------------
+
+
+class Read(nn.Module):
+    """``read(layer, x)`` as a module, for other parameters than the layer's own."""
+
+    def __init__(self, layer: Attention, read: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.read = layer, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.layer, x)
+
+
+def read_with(
+    layer: Attention, parameters: Parameters, read: Callable[..., Tensor], x: Tensor
+) -> Tensor:
+    """``read(layer, x)`` with these parameters in place of its own."""
+    named = {f"layer.{name}": value for name, value in parameters.items()}
+    found: Tensor = functional_call(Read(layer, read), named, (x,))
+    return found
+
+
+def budget_of(layer: Attention, read: Callable[..., Tensor], x: Tensor) -> Budget:
+    """The error budget of ``read(layer, x)``, written on tests.layer.reference."""
+    names = [name for name, _ in layer.named_parameters()]
+    values = [p.detach() for p in layer.parameters()]
+
+    def function(x: Tensor, *values: Tensor) -> Tensor:
+        return read_with(layer, dict(zip(names, values, strict=True)), read, x)
+
+    return Budget.of(function, x, *values)
+
+
+def contributions(layer: Attention, x: Tensor, **options: Any) -> Tensor:
+    """What each head adds to the output, written out by hand."""
+    outputs = reference.head_outputs(layer, x, **options)
+    parts = layer.out_proj.weight.unflatten(1, (HEADS, VALUE_DIM))
+    return torch.einsum("bhqv,ohv->bhqo", outputs, parts)

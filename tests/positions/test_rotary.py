@@ -313,6 +313,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ShapeError,
         ["(2, 24)", "batch 3"],
     ),
+    "other keys": (
+        lambda: Rotary().rotate_both(X, X[:, :2, :20], POSITIONS),
+        ShapeError,
+        ["(3, 6, 24, 10)", "(3, 2, 20, 10)", "own positions"],
+    ),
     "fractions": (
         lambda: Rotary().rotate(X, POSITIONS / 2),
         DTypeError,

@@ -77,7 +77,7 @@ class AlibiSlopes(WithNumbers):
     would be off by 0.0011 in bfloat16: at a distance of 4,096 that is a score of 4.3.
     """
 
-    def forward(self, *, align: Align | None = None) -> ScoreBias:
+    def forward(self, *, align: Align | None) -> ScoreBias:
         """``-slope * |key - query|``."""
         return ScoreBias.alibi(self.numbers, align=align)
 

@@ -108,7 +108,7 @@ class RelativeBias(WithNumbers):
         """No preference for any distance."""
         nn.init.zeros_(self.relative_attention_bias.weight)
 
-    def forward(self, *, align: Align | None = None) -> ScoreBias:
+    def forward(self, *, align: Align | None) -> ScoreBias:
         """The number of the bucket of ``key - query``; a table by distance, never a matrix."""
         table: Tensor = self.relative_attention_bias(self.numbers)
         return ScoreBias.relative(table.mT, align=align)

@@ -125,7 +125,17 @@ class Rotary:
         Float[Tensor, "batch heads length head_dim"],
         Float[Tensor, "batch kv_heads length head_dim"],
     ]:
-        """Queries and keys of the same tokens: ``rotate`` of both, at the cost of one cosine."""
+        """Queries and keys of the same tokens: ``rotate`` of both, at the cost of one cosine.
+
+        Raises:
+            As ``rotate``, and ShapeError where ``q`` and ``k`` differ in length or head_dim.
+        """
+        if q.shape[2:] != k.shape[2:]:
+            raise ShapeError(
+                saw=f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}",
+                needed="the same length and head_dim",
+                do="rotate(q, ...) and rotate(k, ...), each with its own positions",
+            )
         waves = self._waves(q, positions)
         return self._turned(q, *waves), self._turned(k, *waves)
 

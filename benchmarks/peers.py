@@ -1,0 +1,98 @@
+"""Self-attention of other libraries, with the weights of a headwise layer.
+
+Each takes ``x`` (batch, length, embed_dim) as its only argument. None has biases.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from x_transformers.x_transformers import Attention as XAttention
+
+from headwise import Attention
+
+
+class Torch(nn.Module):
+    """nn.MultiheadAttention(need_weights=False)."""
+
+    def __init__(self, ours: Attention) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(
+            ours.embed_dim, ours.num_heads, bias=False, batch_first=True
+        )
+        packed = [ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight]
+        _copy(torch.cat(packed), self.inner.in_proj_weight)
+        _copy(ours.out_proj.weight, self.inner.out_proj.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x, x, x, need_weights=False)[0]
+        return out
+
+
+class Llama(nn.Module):
+    """transformers' LlamaAttention through torch's fused kernel.
+
+    It always rotates; the cosines and sines are given, as a model gives them to all its layers.
+    Where ours does not rotate, they are those of angle 0.
+    """
+
+    def __init__(self, ours: Attention, *, length: int, first: int = 0) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=ours.embed_dim,
+            num_attention_heads=ours.num_heads,
+            num_key_value_heads=ours.num_kv_heads,
+            head_dim=ours.head_dim,
+            attn_implementation="sdpa",
+        )
+        self.inner = LlamaAttention(config, 0)
+        self.inner.is_causal = False
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(self.inner, name).weight = getattr(ours, name).weight
+        self.inner.o_proj.weight = ours.out_proj.weight
+        positions = torch.arange(first, first + length)[None]
+        cos, sin = LlamaRotaryEmbedding(config)(ours.q_proj.weight, positions)
+        if ours.rotary is None:
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def cache(self, k: Tensor, v: Tensor) -> DynamicCache:
+        """One that holds these keys and values."""
+        cache = DynamicCache(config=self.inner.config)
+        cache.update(k, v, self.inner.layer_idx)
+        return cache
+
+    def forward(self, x: Tensor, cache: DynamicCache | None = None) -> Tensor:
+        out: Tensor = self.inner(
+            x,
+            position_embeddings=(self.cos, self.sin),
+            attention_mask=None,
+            past_key_values=cache,
+        )[0]
+        return out
+
+
+class XTransformers(nn.Module):
+    """x_transformers' Attention(flash=True)."""
+
+    def __init__(self, ours: Attention) -> None:
+        super().__init__()
+        self.inner = XAttention(
+            ours.embed_dim, heads=ours.num_heads, dim_head=ours.head_dim, flash=True
+        )
+        _copy(ours.q_proj.weight, self.inner.to_q.weight)
+        _copy(ours.k_proj.weight, self.inner.to_k.weight)
+        _copy(ours.v_proj.weight, self.inner.to_v.weight)
+        _copy(ours.out_proj.weight, self.inner.to_out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+@torch.no_grad()
+def _copy(source: Tensor, into: Tensor) -> None:
+    into.copy_(source)

@@ -1,0 +1,125 @@
+"""Projections by oneDNN: F.linear's function and gradients, and F.linear itself elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from headwise.kernels import linear as kernel
+from headwise.kernels.linear import project
+
+needs_onednn = pytest.mark.skipif(not kernel._ONEDNN, reason="torch was built without oneDNN")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes that oneDNN's product was given."""
+    seen: list[tuple[int, ...]] = []
+    product = kernel._product
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append(tuple(x.shape))
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(kernel, "_product", counted)
+    return seen
+
+
+def operands(*shape: int, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
+    torch.manual_seed(0)
+    x = torch.randn(*shape, 40)
+    return x, torch.randn(17, 40), torch.randn(17) if bias else None
+
+
+def bound(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The rounding of a sum of this length, whatever its order: (n + 1) eps |x| |w|."""
+    size = linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
+    return (x.shape[-1] + 1) * torch.finfo(torch.float32).eps * size
+
+
+LAYOUTS = {
+    "rows": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every other": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "expanded": lambda x: x[:1].expand(3, *x.shape[1:]),
+}
+
+
+@needs_onednn
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_is_linear_in_any_layout(layout: object, bias: bool, calls: list[object]) -> None:
+    x, weight, b = operands(3, 24, bias=bias)
+    assert callable(layout)
+    x = layout(x)
+    exact = linear(x.double(), weight.double(), None if b is None else b.double())
+    found = project(x, weight, b)
+    assert calls == [tuple(x.shape)]
+    assert torch.all((found - exact).abs() <= bound(x, weight, b))
+
+
+@needs_onednn
+@pytest.mark.parametrize("shape", [(29,), (3, 24), (2, 3, 5)])
+@pytest.mark.parametrize("expanded", [False, True])
+def test_gradients_and_their_gradients(
+    shape: tuple[int, ...], expanded: bool, calls: list[object]
+) -> None:
+    x, weight, bias = operands(*shape)
+    assert bias is not None
+    given = [t.requires_grad_() for t in (x, weight, bias)]
+    exact = [t.detach().double().requires_grad_() for t in given]
+    upstream = torch.randn(1).expand(*shape, 17) if expanded else torch.randn(*shape, 17)
+    first = torch.autograd.grad(project(*given), given, upstream, create_graph=True)
+    wanted = torch.autograd.grad(linear(*exact), exact, upstream.double(), create_graph=True)
+    assert len(calls) == 3
+    rows, out = upstream.flatten(0, -2), x.flatten(0, -2)
+    limits = (
+        bound(upstream, weight.mT, None),
+        bound(rows.mT, out.mT, None),
+        bound(rows.mT, torch.ones(1, len(rows)), None)[:, 0],
+    )
+    for gradient, own, limit in zip(first, wanted, limits, strict=True):
+        assert torch.all((gradient - own).abs() <= limit)
+    second = torch.autograd.grad([g.square().sum() for g in first[:2]], given[:2])
+    expected = torch.autograd.grad([g.square().sum() for g in wanted[:2]], exact[:2])
+    for gradient, own in zip(second, expected, strict=True):
+        terms = 2 * (17 + 40 + len(rows))
+        limit = terms * torch.finfo(torch.float32).eps * float(own.abs().max()) * 17**0.5
+        assert torch.all((gradient - own).abs() <= limit)
+
+
+@needs_onednn
+def test_only_the_gradients_that_are_needed(calls: list[object]) -> None:
+    x, weight, bias = operands(24)
+    weight.requires_grad_()
+    project(x, weight, bias).sum().backward()
+    assert calls == [(24, 40), (17, 24)]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_it_is_torchs_where_it_is_not_plain(calls: list[object]) -> None:
+    x, weight, bias = operands(24)
+    assert bias is not None
+    project(x.double(), weight.double(), bias.double())
+    project(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
+    project(x[:0], weight, bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert project(x, weight, bias).dtype == torch.bfloat16
+    torch.func.vmap(lambda row: project(row[None], weight, bias))(x)
+    torch.func.jvp(lambda t: project(t, weight, bias), (x,), (x,))
+    torch.compile(project, fullgraph=True, backend="eager")(x, weight, bias)
+    torch.jit.trace(project, (x, weight, bias), check_trace=False)
+    project(x.to("meta"), weight.to("meta"), bias.to("meta"))
+    assert calls == []
+
+
+def test_its_errors_are_torchs() -> None:
+    x, weight, bias = operands(24)
+    for wrong in ((x[:, :39], weight, bias), (x, weight, torch.zeros(16))):
+        with pytest.raises(RuntimeError) as error:
+            linear(*wrong)
+        with pytest.raises(RuntimeError) as own:
+            project(*wrong)
+        assert str(own.value) == str(error.value)
