@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.cases import statistics_tensors
+from benchmarks.matrix import statistics_tensors
 from headwise import AttentionMatrix, Mask
 
 

@@ -1,9 +1,11 @@
-"""Self-attention of other libraries, with the weights of a headwise layer.
+"""Self-attention of other libraries, on the weights of a headwise layer without biases.
 
-Each takes ``x`` (batch, length, embed_dim) as its only argument. None has biases.
+Each is called with ``x`` (batch, length, embed_dim) and gives the output alone.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +24,9 @@ class Torch(nn.Module):
         self.inner = nn.MultiheadAttention(
             ours.embed_dim, ours.num_heads, bias=False, batch_first=True
         )
-        packed = [ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight]
-        _copy(torch.cat(packed), self.inner.in_proj_weight)
-        _copy(ours.out_proj.weight, self.inner.out_proj.weight)
+        packed = torch.cat([ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight])
+        self.inner.in_proj_weight = nn.Parameter(packed)
+        self.inner.out_proj.weight = ours.out_proj.weight
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(x, x, x, need_weights=False)[0]
@@ -40,17 +42,19 @@ class Llama(nn.Module):
 
     def __init__(self, ours: Attention, *, length: int, first: int = 0) -> None:
         super().__init__()
-        config = LlamaConfig(
-            hidden_size=ours.embed_dim,
-            num_attention_heads=ours.num_heads,
-            num_key_value_heads=ours.num_kv_heads,
-            head_dim=ours.head_dim,
-            attn_implementation="sdpa",
-        )
+        options: dict[str, Any] = {
+            "hidden_size": ours.embed_dim,
+            "num_attention_heads": ours.num_heads,
+            "num_key_value_heads": ours.num_kv_heads,
+            "head_dim": ours.head_dim,
+            "attn_implementation": "sdpa",
+        }
+        config = LlamaConfig(**options)
         self.inner = LlamaAttention(config, 0)
         self.inner.is_causal = False
-        for name in ("q_proj", "k_proj", "v_proj"):
-            getattr(self.inner, name).weight = getattr(ours, name).weight
+        self.inner.q_proj.weight = ours.q_proj.weight
+        self.inner.k_proj.weight = ours.k_proj.weight
+        self.inner.v_proj.weight = ours.v_proj.weight
         self.inner.o_proj.weight = ours.out_proj.weight
         positions = torch.arange(first, first + length)[None]
         cos, sin = LlamaRotaryEmbedding(config)(ours.q_proj.weight, positions)
@@ -83,16 +87,11 @@ class XTransformers(nn.Module):
         self.inner = XAttention(
             ours.embed_dim, heads=ours.num_heads, dim_head=ours.head_dim, flash=True
         )
-        _copy(ours.q_proj.weight, self.inner.to_q.weight)
-        _copy(ours.k_proj.weight, self.inner.to_k.weight)
-        _copy(ours.v_proj.weight, self.inner.to_v.weight)
-        _copy(ours.out_proj.weight, self.inner.to_out.weight)
+        self.inner.to_q.weight = ours.q_proj.weight
+        self.inner.to_k.weight = ours.k_proj.weight
+        self.inner.to_v.weight = ours.v_proj.weight
+        self.inner.to_out.weight = ours.out_proj.weight
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(x)
         return out
-
-
-@torch.no_grad()
-def _copy(source: Tensor, into: Tensor) -> None:
-    into.copy_(source)

@@ -1,4 +1,4 @@
-"""One process: every case interleaved with its peer, a ratio for each round."""
+"""One process: every case interleaved with its peers, a ratio for each round."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from statistics import median
 
 import torch
 
-from benchmarks.cases import Case, cases
+from benchmarks.case import Case
+from benchmarks.cases import MAKERS
 
 SECONDS, FEWEST, MOST = 1.5, 5, 60  # of one case in one process; rounds
+HEAVY, FEWEST_OF_HEAVY = 3.0, 3  # seconds of a round, and rounds from there on
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -23,31 +25,34 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(case: Case) -> dict[str, object]:
-    """Medians over rounds in which both run, in turn the one and the other first."""
-    for work in (case.ours, case.peer):
-        work()
-        work()
-    one_round = seconds(case.ours) + seconds(case.peer)
-    rounds = max(FEWEST, min(MOST, round(SECONDS / one_round)))
-    pairs: list[tuple[float, float]] = []
+    """Medians over rounds in which all run, in turn ours and a peer first."""
+    works = [case.ours, *case.peers.values()]
+    one_round = sum(seconds(work) for work in works)
+    if one_round < HEAVY:
+        for work in works:
+            work()
+        one_round = sum(seconds(work) for work in works)
+    fewest = FEWEST if one_round < HEAVY else FEWEST_OF_HEAVY
+    rounds = max(fewest, min(MOST, round(SECONDS / one_round)))
+    taken: list[list[float]] = []
     for index in range(rounds):
-        if index % 2:
-            peer = seconds(case.peer)
-            pairs.append((seconds(case.ours), peer))
-        else:
-            ours = seconds(case.ours)
-            pairs.append((ours, seconds(case.peer)))
+        order = works[::-1] if index % 2 else works
+        one = [seconds(work) for work in order]
+        taken.append(one[::-1] if index % 2 else one)
+    ours, *peers = (list(times) for times in zip(*taken, strict=True))
+    name, fastest = min(zip(case.peers, peers, strict=True), key=lambda peer: median(peer[1]))
     return {
         "group": case.group,
         "name": case.name,
         "limit": case.limit,
-        "ours_ms": 1e3 * median(ours for ours, _ in pairs),
-        "peer_ms": 1e3 * median(peer for _, peer in pairs),
-        "ratio": median(ours / peer for ours, peer in pairs),
+        "peer": name,
+        "ours_ms": 1e3 * median(ours),
+        "peer_ms": 1e3 * median(fastest),
+        "ratio": median(a / b for a, b in zip(ours, fastest, strict=True)),
     }
 
 
 if __name__ == "__main__":
     torch.manual_seed(int(sys.argv[1]))
-    for case in cases():
-        print(json.dumps(measure(case)), flush=True)
+    for make in MAKERS:
+        print(json.dumps(measure(make())), flush=True)

@@ -37,6 +37,7 @@ def test_the_exported_names() -> None:
             "MultiheadAttention",
             "Rotary",
             "ScoreBias",
+            "register_huggingface",
             "upgrade",
         }
     )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from headwise.drop_in.layer import MultiheadAttention as MultiheadAttention
     from headwise.drop_in.upgrade import upgrade as upgrade
     from headwise.errors import HeadwiseError as HeadwiseError
+    from headwise.huggingface import register_huggingface as register_huggingface
     from headwise.layer.attention import Attention as Attention
     from headwise.masks import Mask as Mask
     from headwise.matrix import AttentionMatrix as AttentionMatrix
@@ -30,6 +31,7 @@ _HOME = {
     "MultiheadAttention": "headwise.drop_in.layer",
     "Rotary": "headwise.positions.rotary",
     "ScoreBias": "headwise.score_bias",
+    "register_huggingface": "headwise.huggingface",
     "upgrade": "headwise.drop_in.upgrade",
 }
 
@@ -42,6 +44,7 @@ __all__ = [
     "MultiheadAttention",
     "Rotary",
     "ScoreBias",
+    "register_huggingface",
     "upgrade",
 ]
 

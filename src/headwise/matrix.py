@@ -122,11 +122,11 @@ class AttentionMatrix(LeftOperand):
         return head_outputs(*self._problem_for(v))
 
     def dropped(
-        self, v: Float[Tensor, "#batch value_heads keys value_dim"], dropout_p: float
+        self, v: Float[Tensor, "#batch value_heads keys value_dim"], *, dropout_p: float
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """``A @ v`` with weights dropped at random, for training: this writes queries x keys."""
         check_probability(dropout_p)
-        return dropped_head_outputs(*self._problem_for(v), dropout_p)
+        return dropped_head_outputs(*self._problem_for(v), dropout_p=dropout_p)
 
     def outputs_and_average(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]

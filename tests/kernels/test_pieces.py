@@ -111,7 +111,9 @@ def test_reading_the_lengths_must_be_worth_it() -> None:
     assert matrix.explain(v).lines[0].kernel == "sdpa"
     long = torch.randn(2, 1, 2048, 16)
     told = AttentionMatrix(long, long, mask=Mask.lengths(keys=torch.tensor([2048, 100])))
-    assert told.explain(long).lines[0].kernel == "pieces"
+    line = told.explain(long).lines[0]
+    assert line.kernel == "pieces"
+    assert line.operations == 2 * 2048 * (2048 + 100) * (16 + 16)
     hidden = AttentionMatrix(long, long, mask=Mask.lengths(keys=torch.tensor([2048, 2040])))
     assert hidden.explain(long).lines[0].kernel == "sdpa"
 

@@ -33,10 +33,10 @@ LAYER: dict[str, dict[str, dict[str, Any]]] = {
             "rotary": Rotary(pairing="interleaved", scaling=YarnScaling(4.0, original_length=12))
         },
     },
-    "position_bias": {
+    "by distance": {
         "none": {},
-        "alibi": {"position_bias": Alibi()},
-        "t5": {"position_bias": T5Bias(buckets=8, max_distance=20)},
+        "alibi": {"score_bias": Alibi()},
+        "t5": {"score_bias": T5Bias(buckets=8, max_distance=20)},
     },
     "qk_norm": {
         "none": {},
@@ -61,7 +61,7 @@ AXES: dict[str, tuple[str, ...]] = {**{name: tuple(v) for name, v in LAYER.items
 
 def allowed(case: Case) -> bool:
     """Whether the options chosen so far can be combined."""
-    places = ("rotary", "position_bias", "window")
+    places = ("rotary", "by distance", "window")
     if case.get("source") == "another" and any(case.get(n, "none") != "none" for n in places):
         return False
     return not (case.get("source") == "another" and case.get("mask") == "segments")

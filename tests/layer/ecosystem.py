@@ -127,14 +127,14 @@ SUBJECTS = (
         sink=True,
         softcap=5.0,
     ),
-    subject("alibi", "Alibi", tiled=True, mask=Mask.causal, inputs=own, position_bias=Alibi()),
+    subject("alibi", "Alibi", tiled=True, mask=Mask.causal, inputs=own, score_bias=Alibi()),
     subject(
         "t5",
         "T5Bias",
         tiled=True,
         mask=no_mask,
         inputs=own,
-        position_bias=T5Bias(buckets=8, max_distance=20),
+        score_bias=T5Bias(buckets=8, max_distance=20),
         scale=1.0,
     ),
     subject(

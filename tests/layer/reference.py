@@ -25,8 +25,8 @@ def head_outputs(
     mask, score_bias = mask or Mask(), score_bias or ScoreBias()
     if layer.window is not None:
         mask = mask & layer.window
-    if layer.position_bias is not None:
-        score_bias = score_bias + layer.position_bias(align=None)
+    if layer.score_bias is not None:
+        score_bias = score_bias + layer.score_bias(align=None)
     return functional.head_outputs(
         q,
         k,

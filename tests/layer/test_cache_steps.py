@@ -23,10 +23,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rotary": Rotary(pairing="interleaved"),
         "qk_norm": QKNorm(place="after"),
     },
-    "alibi, sink": {"position_bias": Alibi(), "sink": True},
-    "t5": {"position_bias": T5Bias(buckets=8, max_distance=9, bidirectional=False), "scale": 1.0},
+    "alibi, sink": {"score_bias": Alibi(), "sink": True},
+    "t5": {"score_bias": T5Bias(buckets=8, max_distance=9, bidirectional=False), "scale": 1.0},
     "window": {"window": (5, 0), "num_kv_heads": 3, "rotary": Rotary(width=4)},
-    "window, alibi, sink": {"window": (4, 0), "position_bias": Alibi(rule="mpt"), "sink": True},
+    "window, alibi, sink": {"window": (4, 0), "score_bias": Alibi(rule="mpt"), "sink": True},
 }
 
 

@@ -81,11 +81,11 @@ def test_an_adapter_trains_and_the_base_is_frozen(targets: tuple[str, ...]) -> N
         for name in targets:
             a, b = (factor.grad for factor in factors(layer, name))
             assert b.abs().max() > 0
-            assert (a.abs().max() > 0) is (step > 0) or bool(a.abs().max() > 0) is (step > 0)
+            assert bool(a.abs().max() > 0) is (step > 0)
         optimiser.step()
     moved = {name for name, p in layer.named_parameters() if p.grad is not None}
     assert moved == {f"{name}.lora_{f}.default.weight" for name in targets for f in "AB"}
-    assert (model(x, mask=MASK) - first).abs().max() > 1e-4
+    assert not torch.equal(model(x, mask=MASK), first)
     frozen = {
         name.replace(".base_layer", ""): p
         for name, p in layer.named_parameters()

@@ -301,7 +301,7 @@ def test_a_scale_of_zero_is_left_alone() -> None:
 def test_a_layer_made_on_the_meta_device(
     source: Source, norm: QKNorm | None, bias: PositionBias | None
 ) -> None:
-    options: dict[str, Any] = {"init": source, "qk_norm": norm, "position_bias": bias, "sink": True}
+    options: dict[str, Any] = {"init": source, "qk_norm": norm, "score_bias": bias, "sink": True}
     made = Attention(40, 4, **options, device="meta")
     assert all(parameter.is_meta for parameter in made.parameters())
     made = made.to_empty(device="cpu")
@@ -317,8 +317,8 @@ def test_a_layer_made_on_the_meta_device(
 
 
 def test_reset_parameters_is_what_the_constructor_does() -> None:
-    fresh = Attention(40, 4, sink=True, qk_norm=QKNorm(), position_bias=T5Bias())
-    trained = Attention(40, 4, sink=True, qk_norm=QKNorm(), position_bias=T5Bias())
+    fresh = Attention(40, 4, sink=True, qk_norm=QKNorm(), score_bias=T5Bias())
+    trained = Attention(40, 4, sink=True, qk_norm=QKNorm(), score_bias=T5Bias())
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.normal_()
@@ -326,7 +326,7 @@ def test_reset_parameters_is_what_the_constructor_does() -> None:
     assert_equal(list(state.values()), list(redrawn(fresh).state_dict().values()))
     assert torch.equal(fresh.q_norm.weight, torch.ones(10))
     assert not fresh.sink.any()
-    assert not fresh.position_bias.relative_attention_bias.weight.any()
+    assert not fresh.score_bias.relative_attention_bias.weight.any()
 
 
 @pytest.mark.parametrize(

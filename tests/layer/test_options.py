@@ -48,7 +48,7 @@ def test_a_case_is_the_reference(case: Case, worth: int, monkeypatch: pytest.Mon
 
 def test_the_cases_hold_every_pair() -> None:
     seen = {(a, case[a], b, case[b]) for case in CASES for a in AXES for b in AXES}
-    assert ("rotary", "half-split", "position_bias", "t5") in seen
+    assert ("rotary", "half-split", "by distance", "t5") in seen
     assert ("mask", "both lengths", "gate", "batch heads") in seen
     assert ("source", "another", "rotary", "half-split") not in seen
     assert len(CASES) < 60

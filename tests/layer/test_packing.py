@@ -49,7 +49,7 @@ SELF = {
         69,
     ),
     "window, alibi": (
-        {"window": (9, 3), "position_bias": Alibi()},
+        {"window": (9, 3), "score_bias": Alibi()},
         Mask.lengths(queries=LENGTHS, keys=LENGTHS),
         69,
     ),

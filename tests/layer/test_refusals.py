@@ -27,7 +27,7 @@ CONSTRUCTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"head_dim": 8, "rotary": Rotary(width=10)}, ("width of 10", "head_dim of 8")),
     ({"source_dim": 33, "window": (5, 0)}, ("window(left=5, right=0)", "source_dim=33")),
     ({"source_dim": 33, "rotary": Rotary()}, ("rotary=Rotary", "source_dim=33")),
-    ({"source_dim": 33, "position_bias": Alibi()}, ("position_bias=Alibi", "source_dim=33")),
+    ({"source_dim": 33, "score_bias": Alibi()}, ("score_bias=Alibi", "source_dim=33")),
     ({"window": (-1, 0)}, ("left=-1",)),
     ({"softcap": 0.0}, ("softcap=0.0",)),
     ({"scale": float("nan")}, ("scale=nan",)),

@@ -219,7 +219,7 @@ def _outputs(
         # Equal to ``matrix @ v`` within the error budget; in inference one pass serves both.
         return matrix.outputs_and_average(v)
     checks.require_probability(ask.dropout_p)
-    outputs = matrix @ v if ask.dropout_p == 0 else matrix.dropped(v, ask.dropout_p)
+    outputs = matrix @ v if ask.dropout_p == 0 else matrix.dropped(v, dropout_p=ask.dropout_p)
     if not ask.need_weights:
         return outputs, None
     return outputs, matrix.head_average() if ask.average else matrix.dense(limit=None)

@@ -55,13 +55,16 @@ def explain(problem: Problem, v: Tensor) -> Explanation:
     tile_memory = min(2 * TILE_ELEMENTS, 2 * max(cells, 1)) * width
     dense_memory = 3 * prod((batch, heads, queries, keys)) * width
     product = scores + 2 * cells * value_dim
+    own = product
+    if choice.pieces:
+        own = 2 * heads * sum(piece.cells for piece in choice.pieces) * (head_dim + value_dim)
     return Explanation(
         (
             Line(
                 "A @ v",
                 choice.kernel,
                 choice.why,
-                product,
+                own,
                 fused_memory if choice.kernel == "sdpa" else tile_memory,
             ),
             Line("A.mT @ y", "tiled", "no fused kernel sums over queries", product, tile_memory),

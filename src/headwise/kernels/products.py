@@ -24,7 +24,7 @@ def head_outputs(problem: Problem, v: Tensor) -> Tensor:
     return read(problem, v=v).out
 
 
-def dropped_head_outputs(problem: Problem, v: Tensor, dropout_p: float) -> Tensor:
+def dropped_head_outputs(problem: Problem, v: Tensor, *, dropout_p: float) -> Tensor:
     """The same with each weight dropped with this probability: writes queries x keys.
 
     What torch's operator takes it computes, so that a seed means what it means in torch.

@@ -35,7 +35,7 @@ class Attention(HeadByHead):
         source_dim: width of ``source``, for cross attention; embed_dim by default.
         q_bias, k_bias, v_bias, out_bias: whether each projection has a bias.
         rotary: rotates queries and keys by their positions.
-        position_bias: adds to the scores by distance, `Alibi` or `T5Bias`.
+        score_bias: adds to the scores by distance, `Alibi` or `T5Bias`.
         qk_norm: normalises queries and keys.
         window: (left, right): how many keys before and after its own place a query sees; None is
             no bound.
@@ -64,7 +64,7 @@ class Attention(HeadByHead):
         v_bias: bool = True,
         out_bias: bool = True,
         rotary: Rotary | None = None,
-        position_bias: PositionBias | None = None,
+        score_bias: PositionBias | None = None,
         qk_norm: QKNorm | None = None,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
@@ -85,23 +85,15 @@ class Attention(HeadByHead):
         self.rotary, self.qk_norm = rotary, qk_norm
         self.scale, self.softcap, self.dropout, self.init = scale, softcap, dropout, init
         self.window = None if window is None else Mask.window(*window)
-        options.check(self, position_bias, crosses=source_dim is not None)
+        options.check(self, score_bias, crosses=source_dim is not None)
         heads, kv_heads = num_heads, self.num_kv_heads
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = Projection(embed_dim, heads * self.head_dim, q_bias, **place)
         self.k_proj = Projection(self.source_dim, kv_heads * self.head_dim, k_bias, **place)
         self.v_proj = Projection(self.source_dim, kv_heads * self.value_dim, v_bias, **place)
         self.out_proj = Projection(heads * self.value_dim, self.out_dim, out_bias, **place)
-        per_head = qk_norm is not None and qk_norm.over == "head"
-        widths = (
-            (self.head_dim,) * 2
-            if per_head
-            else (self.q_proj.out_features, self.k_proj.out_features)
-        )
-        self.q_norm, self.k_norm = (
-            qk_norm.module(width, **place) if qk_norm else None for width in widths
-        )
-        self.position_bias = position_bias.module(heads, **place) if position_bias else None
+        self.q_norm, self.k_norm = (self._norm(n, **place) for n in (heads, kv_heads))
+        self.score_bias = score_bias.module(heads, **place) if score_bias else None
         self.sink = nn.Parameter(torch.empty(heads, **place)) if sink else None
         self.identity = object()  # what its caches know it by
         self.reset_parameters()
@@ -111,7 +103,7 @@ class Attention(HeadByHead):
         initialise(self, self.init)
         if self.sink is not None:
             nn.init.zeros_(self.sink)
-        for own in (self.q_norm, self.k_norm, self.position_bias):
+        for own in (self.q_norm, self.k_norm, self.score_bias):
             if reset := getattr(own, "reset_parameters", None):  # slopes, and None, have none
                 reset()
 
@@ -142,7 +134,7 @@ class Attention(HeadByHead):
         frame = choose_frame(call)
         matrix, v = self._operands(frame, call)
         dropped = self.training and self.dropout > 0
-        outputs = matrix.dropped(v, self.dropout) if dropped else matrix @ v
+        outputs = matrix.dropped(v, dropout_p=self.dropout) if dropped else matrix @ v
         if gate is not None:
             outputs = outputs * frame.gate(options.checked_gate(gate, x, self.num_heads))
         merged = outputs.transpose(1, 2).flatten(2)
@@ -181,8 +173,8 @@ class Attention(HeadByHead):
         mask, score_bias = require_mask(mask), require_score_bias(score_bias)
         if self.window is not None:
             mask = mask & self.window
-        if self.position_bias is not None:
-            score_bias = score_bias + self.position_bias(align=None)
+        if self.score_bias is not None:
+            score_bias = score_bias + self.score_bias(align=None)
         if cache is not None:
             mask, score_bias = mask.aligned("bottom-right"), score_bias.aligned("bottom-right")
         return Call(x, x if source is None else source, mask, score_bias, cache)
@@ -207,6 +199,12 @@ class Attention(HeadByHead):
             sink=self.sink,
         )
         return matrix, v
+
+    def _norm(self, heads: int, **place: Any) -> nn.Module | None:
+        if self.qk_norm is None:
+            return None
+        per_head = self.qk_norm.over == "head"
+        return self.qk_norm.module(self.head_dim * (1 if per_head else heads), **place)
 
     def _heads(
         self, x: Tensor, heads: int, norm: nn.Module | None, positions: Tensor | None

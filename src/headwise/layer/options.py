@@ -41,7 +41,7 @@ def check_counts(**counts: int) -> None:
             raise OptionError(saw=f"{name}={count}", needed="at least 1", do=f"set {name}")
 
 
-def check(layer: Attention, position_bias: PositionBias | None, *, crosses: bool) -> None:
+def check(layer: Attention, score_bias: PositionBias | None, *, crosses: bool) -> None:
     """Raise OptionError where sizes or options contradict each other."""
     counts = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "out_dim")
     check_counts(**{name: getattr(layer, name) for name in (*counts, "source_dim")})
@@ -51,7 +51,7 @@ def check(layer: Attention, position_bias: PositionBias | None, *, crosses: bool
             needed="num_heads divisible by num_kv_heads: each kv head serves a group of heads",
             do=f"num_kv_heads={_divisors(layer.num_heads)}",
         )
-    named = {"rotary": layer.rotary, "window": layer.window, "position_bias": position_bias}
+    named = {"rotary": layer.rotary, "window": layer.window, "score_bias": score_bias}
     for name, option in named.items():
         if crosses and option is not None:
             _refuse_across(name, option, f"source_dim={layer.source_dim}")
@@ -96,7 +96,7 @@ def check_call(layer: Attention, x: Tensor, source: Tensor | None, cache: Cache 
             do="layer(x, source)",
         )
     crosses = source is not None and source is not x
-    for name in ("rotary", "window", "position_bias") if crosses else ():
+    for name in ("rotary", "window", "score_bias") if crosses else ():
         if getattr(layer, name) is not None:
             _refuse_across(name, getattr(layer, name), "a source")
     if cache is not None:

@@ -1,0 +1,152 @@
+"""The native layer beside the layers of other libraries."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import peers
+from benchmarks.agreement import require_agreement
+from benchmarks.case import SHAPES, Case, Make, Shape, step
+from headwise import Attention, Mask, Rotary
+from headwise.layer.projection import Projection
+
+NO_BIAS: dict[str, Any] = dict.fromkeys(["q_bias", "k_bias", "v_bias", "out_bias"], False)
+PADDED = (32, 512, 512, 8)
+# The part of the tokens that is real; limits in inference and in training.
+FILLS = ((0.28, 0.22, 0.30), (0.62, 0.66, 0.75))
+LONGEST, LEFT = 16384, 256
+TOKENS = (1, 8, 64, 512, 4096)
+
+
+def _self_attention(shape: Shape, *, training: bool, rotary: bool) -> Case:
+    batch, length, embed_dim, heads = shape
+    ours = Attention(embed_dim, heads, **NO_BIAS, rotary=Rotary() if rotary else None)
+    x = torch.randn(batch, length, embed_dim)
+    others: dict[str, nn.Module] = {"Llama": peers.Llama(ours, length=length)}
+    if not rotary:
+        others |= {"torch": peers.Torch(ours), "x-transformers": peers.XTransformers(ours)}
+    ours_step = step(ours, ours, x, training=training)
+    steps = {name: step(layer, layer, x, training=training) for name, layer in others.items()}
+    for run in (ours_step, *steps.values()):
+        require_agreement(ours, x[-1:], run()[-1:])
+    group = f"native{', rotary' if rotary else ''}, {_mode(training)}"
+    return Case(group, str(shape), ours_step, {**steps}, None if rotary else 1.0)
+
+
+def _padded(fill: float, limit: float, *, training: bool) -> Case:
+    batch, length, embed_dim, heads = PADDED
+    ours = Attention(embed_dim, heads)
+    peer = nn.MultiheadAttention(embed_dim, heads, batch_first=True)
+    peer.load_state_dict(
+        {
+            "in_proj_weight": torch.cat(
+                [p.weight for p in (ours.q_proj, ours.k_proj, ours.v_proj)]
+            ),
+            "in_proj_bias": torch.cat([p.bias for p in (ours.q_proj, ours.k_proj, ours.v_proj)]),
+            "out_proj.weight": ours.out_proj.weight,
+            "out_proj.bias": ours.out_proj.bias,
+        }
+    )
+    n = lengths(fill, batch=batch, length=length)
+    mask, padding = Mask.lengths(queries=n, keys=n), torch.arange(length) >= n[:, None]
+
+    def torch_output(x: Tensor) -> Tensor:
+        out: Tensor = peer(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        return out
+
+    x = torch.randn(batch, length, embed_dim)
+    ours_step = step(ours, partial(ours, mask=mask), x, training=training)
+    peer_step = step(peer, torch_output, x, training=training)
+    for run in (ours_step, peer_step):
+        require_agreement(ours, x[-1:, : n[-1]], run()[-1:, : n[-1]])
+    real = int(n.sum()) / (batch * length)
+    name = f"{PADDED}, {real:.4f} real"
+    return Case(f"native, padded, {_mode(training)}", name, ours_step, {"torch": peer_step}, limit)
+
+
+def lengths(fill: float, *, batch: int, length: int) -> Tensor:
+    """Uniform around ``fill * length``, from a fixed seed; moved so that this is their mean."""
+    spread = 0.9 * min(fill, 1 - fill)
+    drawn = torch.rand(batch, generator=torch.Generator().manual_seed(0))
+    n = ((fill + spread * (2 * drawn - 1)) * length).long()
+    missing = round(fill * batch * length) - int(n.sum())
+    n += missing // batch
+    n[n.argsort()[batch // 2]] += missing % batch
+    return n
+
+
+def _decode() -> Case:
+    batch, held, heads, kv_heads, head_dim = 8, 4096, 32, 8, 128
+    ours = Attention(heads * head_dim, heads, num_kv_heads=kv_heads, rotary=Rotary(), **NO_BIAS)
+    ours.eval()
+    llama = peers.Llama(ours, first=held, length=1).eval()
+    k, v = (torch.randn(batch, kv_heads, held, head_dim) for _ in range(2))
+    # Both take one more token with each call.
+    our_cache, their_cache = ours.cache(batch=batch, length=held + 512), llama.cache(k, v)
+    our_cache.append(k, v)
+    x = torch.randn(batch, 1, heads * head_dim)
+    ours_step = step(ours, partial(ours, mask=Mask.causal(), cache=our_cache), x, training=False)
+    peer_step = step(llama, partial(llama, cache=their_cache), x, training=False)
+    for run in (ours_step, peer_step):
+        require_agreement(ours, x[-1:], run()[-1:], k[-1:], v[-1:])
+    name = f"{batch} x 1 token, {held} held, {heads} heads of {head_dim}, {kv_heads} kv heads"
+    return Case("native, decode", name, ours_step, {"Llama": peer_step}, 0.6)
+
+
+def _window() -> Case:
+    embed_dim, heads = 512, 8
+    ours, peer = Attention(embed_dim, heads, window=(LEFT, 0)), Attention(embed_dim, heads)
+    peer.load_state_dict(ours.state_dict())
+    x = torch.randn(1, LONGEST, embed_dim)
+    ours_step = step(ours, partial(ours, mask=Mask.causal()), x, training=False)
+    peer_step = step(peer, partial(peer, mask=Mask.causal()), x, training=False)
+    # The first queries, whose window reaches the first key, are those of a causal layer.
+    first = slice(LEFT + 1)
+    require_agreement(ours, x[:, first], ours_step()[:, first], mask=Mask.causal())
+    name = f"(1, {LONGEST}, {embed_dim}, {heads}), window {LEFT}"
+    return Case("native, causal window", name, ours_step, {"no window": peer_step}, None)
+
+
+def _projections(tokens: int) -> Case:
+    layer = Attention(512, 8)
+    three = (layer.q_proj, layer.k_proj, layer.v_proj)
+    packed = Projection(512, 3 * 512)
+    x = torch.randn(1, tokens, 512)
+
+    def separate() -> list[Tensor]:
+        with torch.no_grad():
+            return [projection(x) for projection in three]
+
+    return Case(
+        "native, three projections",
+        f"{tokens} of 512",
+        separate,
+        {"one packed": step(packed, packed, x, training=False)},
+        1.02,
+    )
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "inference"
+
+
+def _makers() -> list[Make]:
+    makers: list[Make] = []
+    for rotary in (False, True):
+        for training in (False, True):
+            options = {"training": training, "rotary": rotary}
+            makers += [partial(_self_attention, shape, **options) for shape in SHAPES]
+    for fill, in_inference, in_training in FILLS:
+        makers += [
+            partial(_padded, fill, in_inference, training=False),
+            partial(_padded, fill, in_training, training=True),
+        ]
+    return [*makers, _decode, _window, *(partial(_projections, n) for n in TOKENS)]
+
+
+MAKERS = _makers()
+MEDIANS = {"native, inference": 0.90, "native, training": 0.90}
