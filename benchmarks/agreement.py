@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from headwise import Attention, Budget, Mask, functional
 
+COMPARED = 64  # so many of the last queries
+
 
 def require_agreement(
-    layer: Attention, x: Tensor, output: Tensor, *held: Tensor, mask: Mask | None = None
+    layer: Attention,
+    x: Tensor,
+    outputs: Iterable[Tensor],
+    *,
+    held: tuple[Tensor, ...] = (),
+    mask: Mask | None = None,
 ) -> None:
-    """Raise AssertionError unless ``output`` is what the layer gives for ``x``, within its budget.
+    """Raise AssertionError unless each output is that of the layer for ``x``, within its budget.
 
     The layer is written out here, for float32 and float64. ``held`` are the rotated keys, and the
-    values, of earlier tokens.
+    values, of earlier tokens; ``mask`` is for the last queries.
     """
 
     def written(x: Tensor, *held: Tensor) -> Tensor:
-        q = _projected(layer.q_proj, x).unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
-        k, v = (
-            _projected(projection, x).unflatten(-1, (layer.num_kv_heads, -1)).transpose(1, 2)
-            for projection in (layer.k_proj, layer.v_proj)
-        )
+        q = _heads(layer.q_proj, x, layer.num_heads)
+        k, v = (_heads(p, x, layer.num_kv_heads) for p in (layer.k_proj, layer.v_proj))
         if layer.rotary is not None:
             first = held[0].shape[2] if held else 0
             q, k = layer.rotary.rotate_both(q, k, torch.arange(first, first + x.shape[1]))
         if held:
             k, v = (torch.cat(pair, dim=2) for pair in zip(held, (k, v), strict=True))
-        outputs = functional.head_outputs(q, k, v, mask=mask)
+        outputs = functional.head_outputs(q[:, :, -COMPARED:], k, v, mask=mask)
         return _projected(layer.out_proj, outputs.transpose(1, 2).flatten(2))
 
     with torch.no_grad():
-        Budget.of(written, x, *held, name="output").assert_holds(output)
+        budget = Budget.of(written, x, *held, name="output")
+    for output in outputs:
+        budget.assert_holds(output[:, -COMPARED:])
+
+
+def _heads(projection: nn.Linear, x: Tensor, heads: int) -> Tensor:
+    split: Tensor = _projected(projection, x).unflatten(-1, (heads, -1))
+    return split.transpose(1, 2)
 
 
 def _projected(projection: nn.Linear, x: Tensor) -> Tensor:

@@ -31,8 +31,7 @@ def _self_attention(shape: Shape, *, training: bool, rotary: bool) -> Case:
         others |= {"torch": peers.Torch(ours), "x-transformers": peers.XTransformers(ours)}
     ours_step = step(ours, ours, x, training=training)
     steps = {name: step(layer, layer, x, training=training) for name, layer in others.items()}
-    for run in (ours_step, *steps.values()):
-        require_agreement(ours, x[-1:], run()[-1:])
+    require_agreement(ours, x[-1:], [run()[-1:] for run in (ours_step, *steps.values())])
     group = f"native{', rotary' if rotary else ''}, {_mode(training)}"
     return Case(group, str(shape), ours_step, {**steps}, None if rotary else 1.0)
 
@@ -40,29 +39,14 @@ def _self_attention(shape: Shape, *, training: bool, rotary: bool) -> Case:
 def _padded(fill: float, limit: float, *, training: bool) -> Case:
     batch, length, embed_dim, heads = PADDED
     ours = Attention(embed_dim, heads)
-    peer = nn.MultiheadAttention(embed_dim, heads, batch_first=True)
-    peer.load_state_dict(
-        {
-            "in_proj_weight": torch.cat(
-                [p.weight for p in (ours.q_proj, ours.k_proj, ours.v_proj)]
-            ),
-            "in_proj_bias": torch.cat([p.bias for p in (ours.q_proj, ours.k_proj, ours.v_proj)]),
-            "out_proj.weight": ours.out_proj.weight,
-            "out_proj.bias": ours.out_proj.bias,
-        }
-    )
+    peer = peers.Torch(ours)
     n = lengths(fill, batch=batch, length=length)
     mask, padding = Mask.lengths(queries=n, keys=n), torch.arange(length) >= n[:, None]
-
-    def torch_output(x: Tensor) -> Tensor:
-        out: Tensor = peer(x, x, x, key_padding_mask=padding, need_weights=False)[0]
-        return out
-
     x = torch.randn(batch, length, embed_dim)
     ours_step = step(ours, partial(ours, mask=mask), x, training=training)
-    peer_step = step(peer, torch_output, x, training=training)
-    for run in (ours_step, peer_step):
-        require_agreement(ours, x[-1:, : n[-1]], run()[-1:, : n[-1]])
+    peer_step = step(peer, partial(peer, padding=padding), x, training=training)
+    last = slice(-1, None), slice(int(n[-1]))
+    require_agreement(ours, x[last], [run()[last] for run in (ours_step, peer_step)])
     real = int(n.sum()) / (batch * length)
     name = f"{PADDED}, {real:.4f} real"
     return Case(f"native, padded, {_mode(training)}", name, ours_step, {"torch": peer_step}, limit)
@@ -91,8 +75,8 @@ def _decode() -> Case:
     x = torch.randn(batch, 1, heads * head_dim)
     ours_step = step(ours, partial(ours, mask=Mask.causal(), cache=our_cache), x, training=False)
     peer_step = step(llama, partial(llama, cache=their_cache), x, training=False)
-    for run in (ours_step, peer_step):
-        require_agreement(ours, x[-1:], run()[-1:], k[-1:], v[-1:])
+    outputs = [run()[-1:] for run in (ours_step, peer_step)]
+    require_agreement(ours, x[-1:], outputs, held=(k[-1:], v[-1:]))
     name = f"{batch} x 1 token, {held} held, {heads} heads of {head_dim}, {kv_heads} kv heads"
     return Case("native, decode", name, ours_step, {"Llama": peer_step}, 0.6)
 
@@ -105,8 +89,9 @@ def _window() -> Case:
     ours_step = step(ours, partial(ours, mask=Mask.causal()), x, training=False)
     peer_step = step(peer, partial(peer, mask=Mask.causal()), x, training=False)
     # The first queries, whose window reaches the first key, are those of a causal layer.
-    first = slice(LEFT + 1)
-    require_agreement(ours, x[:, first], ours_step()[:, first], mask=Mask.causal())
+    first = slice(None), slice(LEFT + 1)
+    causal = Mask.causal(align="bottom-right")
+    require_agreement(ours, x[first], [ours_step()[first]], mask=causal)
     name = f"(1, {LONGEST}, {embed_dim}, {heads}), window {LEFT}"
     return Case("native, causal window", name, ours_step, {"no window": peer_step}, None)
 

@@ -1,6 +1,6 @@
-"""Self-attention of other libraries, on the weights of a headwise layer without biases.
+"""Self-attention of other libraries, on the weights of a headwise layer.
 
-Each is called with ``x`` (batch, length, embed_dim) and gives the output alone.
+Llama and x-transformers have no biases, so the layer has none beside them. Each is called with ``x`` (batch, length, embed_dim) and gives the output alone.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ class Torch(nn.Module):
 
     def __init__(self, ours: Attention) -> None:
         super().__init__()
+        projections = (ours.q_proj, ours.k_proj, ours.v_proj)
+        biases = [p.bias for p in projections if p.bias is not None]
         self.inner = nn.MultiheadAttention(
-            ours.embed_dim, ours.num_heads, bias=False, batch_first=True
+            ours.embed_dim, ours.num_heads, bias=bool(biases), batch_first=True
         )
-        packed = torch.cat([ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight])
-        self.inner.in_proj_weight = nn.Parameter(packed)
+        self.inner.in_proj_weight = nn.Parameter(torch.cat([p.weight for p in projections]))
+        if biases:
+            self.inner.in_proj_bias = nn.Parameter(torch.cat(biases))
         self.inner.out_proj.weight = ours.out_proj.weight
+        self.inner.out_proj.bias = ours.out_proj.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x, x, x, need_weights=False)[0]
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        out: Tensor = self.inner(x, x, x, key_padding_mask=padding, need_weights=False)[0]
         return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -155,6 +155,15 @@ SUBJECTS = (
     ),
 )
 BY_NAME = {own.name: own for own in SUBJECTS}
+
+# Lengths of x and of a source, and a batch: the first is what a graph is made at.
+AT = (((24, 29), 3), ((31, 37), 5), ((63, 70), 2), ((7, 12), 3))
+
+
+def every_size(subject: Subject) -> Iterator[tuple[tuple[int, int], Outputs]]:
+    """The lengths, and inputs of these, for one size after the other."""
+    for lengths, batch in AT:
+        yield lengths, tuple(torch.cat((x, x))[:batch] for x in subject.at(*lengths))
 
 
 # ---- budgets of a reading ----------------------------------------------------------------------

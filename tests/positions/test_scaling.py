@@ -120,6 +120,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], Scaling]] = {
     "llama3": (LLAMA3, Llama3Scaling(8.0, 1.0, 4.0, 4096)),
     "yarn": (YARN, YarnScaling(4.0, 4096)),
     "yarn, fractions": (YARN | {"truncate": False}, YarnScaling(4.0, 4096, truncate=False)),
+    "yarn, trained on few tokens": (
+        YARN | {"original_max_position_embeddings": 100},
+        YarnScaling(4.0, 100),
+    ),
     "yarn, other turns": (
         YARN | {"beta_fast": 20.0, "beta_slow": 2.0},
         YarnScaling(4.0, 4096, beta_fast=20.0, beta_slow=2.0),
@@ -139,7 +143,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Scaling]] = {
 }
 
 
-@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("theta", [500.0, 10_000.0, 500_000.0])
 @pytest.mark.parametrize(("head_dim", "share"), [(10, 1.0), (64, 1.0), (80, 0.4), (128, 0.25)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_as_hugging_face_has_it(name: str, head_dim: int, share: float, theta: float) -> None:

@@ -99,7 +99,7 @@ class Attention(HeadByHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The projections as ``init`` says; a sink is 0, norms and a position bias start anew."""
+        """The projections as ``init`` says; a sink is 0, norms and a score bias start anew."""
         initialise(self, self.init)
         if self.sink is not None:
             nn.init.zeros_(self.sink)

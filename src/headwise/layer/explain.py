@@ -8,6 +8,7 @@ from torch import nn
 
 from headwise.kernels.explain import Explanation
 from headwise.layer.frames import Call, Packed, Whole
+from headwise.layer.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class LayerExplanation:
     __repr__ = __str__
 
 
-def explain(layer: nn.Module, call: Call, frame: Whole, matrix: Explanation) -> LayerExplanation:
+def explain(layer: Parts, call: Call, frame: Whole, matrix: Explanation) -> LayerExplanation:
     """The report of one call, laid out as ``frame`` has it."""
     given = call.x.shape[0] * call.x.shape[1]
     real = frame.x.shape[0] * frame.x.shape[1]

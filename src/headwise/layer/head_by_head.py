@@ -6,21 +6,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.layer.explain import LayerExplanation, explain
 from headwise.layer.frames import Call, Whole, choose_frame
+from headwise.layer.parts import Parts
 from headwise.masks import Mask
 from headwise.matrix import AttentionMatrix
 from headwise.score_bias import ScoreBias
 
 
-class HeadByHead(nn.Module):
+class HeadByHead(Parts):
     """The readings of a layer that has ``_call`` and ``_operands``; arguments as in forward."""
 
     if TYPE_CHECKING:
-        num_heads: int
-        out_proj: nn.Linear
 
         def _call(
             self,

@@ -8,20 +8,18 @@ takes that factor off again: the sources have none.)
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from headwise.errors import OptionError
-
-if TYPE_CHECKING:
-    from headwise.layer.attention import Attention
+from headwise.layer.parts import Parts
 
 Source = Literal["torch-packed", "torch-separate", "einops", "gpt2", "t5"]
 
 
-def initialise(layer: Attention, source: Source, *, num_layers: int | None = None) -> None:
+def initialise(layer: Parts, source: Source, *, num_layers: int | None = None) -> None:
     """Draw the projections of ``layer`` anew, in place.
 
     After the same seed, those of torch, einops and T5 are the source's numbers, not only its
@@ -92,7 +90,7 @@ def _gpt2(num_layers: int | None) -> tuple[float, ...]:
     return 0.02, 0.02, 0.02, 0.02 if num_layers is None else 0.02 / math.sqrt(2 * num_layers)
 
 
-def _t5(layer: Attention) -> tuple[float, ...]:
+def _t5(layer: Parts) -> tuple[float, ...]:
     return (
         (layer.embed_dim * layer.head_dim) ** -0.5,
         layer.source_dim**-0.5,
@@ -107,7 +105,7 @@ def _zero_bias(projection: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def _keep_scores(layer: Attention, scale: float) -> None:
+def _keep_scores(layer: Parts, scale: float) -> None:
     own = layer.head_dim**-0.5 if layer.scale is None else layer.scale
     if own in (0.0, scale):
         return

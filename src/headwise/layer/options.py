@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
@@ -11,10 +9,8 @@ from headwise.axes import sizes
 from headwise.cache import Cache
 from headwise.checks import check_probability, check_score_numbers
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
+from headwise.layer.parts import Parts
 from headwise.positions import PositionBias
-
-if TYPE_CHECKING:
-    from headwise.layer.attention import Attention
 
 X_AXES = ("batch", "queries", "embed_dim")
 SOURCE_AXES = ("batch", "keys", "source_dim")
@@ -41,7 +37,7 @@ def check_counts(**counts: int) -> None:
             raise OptionError(saw=f"{name}={count}", needed="at least 1", do=f"set {name}")
 
 
-def check(layer: Attention, score_bias: PositionBias | None, *, crosses: bool) -> None:
+def check(layer: Parts, score_bias: PositionBias | None, *, crosses: bool) -> None:
     """Raise OptionError where sizes or options contradict each other."""
     counts = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "out_dim")
     check_counts(**{name: getattr(layer, name) for name in (*counts, "source_dim")})
@@ -77,7 +73,7 @@ def _refuse_across(name: str, option: object, source: str) -> None:
 # ---- of a call ---------------------------------------------------------------------------------
 
 
-def check_call(layer: Attention, x: Tensor, source: Tensor | None, cache: Cache | None) -> None:
+def check_call(layer: Parts, x: Tensor, source: Tensor | None, cache: Cache | None) -> None:
     """Raise ShapeError, DTypeError, DeviceError or OptionError where a call does not fit."""
     check_tokens("x", x, layer.embed_dim, X_AXES, stored(layer.q_proj))
     if source is not None:
@@ -137,7 +133,7 @@ def check_tokens(
         )
 
 
-def _check_cache(layer: Attention, cache: Cache, *, crosses: bool) -> None:
+def _check_cache(layer: Parts, cache: Cache, *, crosses: bool) -> None:
     if not isinstance(cache, Cache):
         raise OptionError(
             saw=f"cache={cache!r}",
