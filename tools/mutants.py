@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PATCHES = ROOT / "tests" / "mutants"
 TABLE = ROOT / "docs" / "mutants.md"
 
-# The ordinary tests of the arithmetic, the layers and the contract. What stands above them (studies,
+# The ordinary tests of the arithmetic, the layers and the contract. What stands above (studies,
 # pages, the command line) or runs them through compilers (paths) would only notice later.
 SUITE = [
     "tests/test_functional.py",
