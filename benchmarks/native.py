@@ -64,20 +64,20 @@ def lengths(fill: float, *, batch: int, length: int) -> Tensor:
 
 
 def _decode() -> Case:
-    batch, held, heads, kv_heads, head_dim = 8, 4096, 32, 8, 128
-    ours = Attention(heads * head_dim, heads, num_kv_heads=kv_heads, rotary=Rotary(), **NO_BIAS)
+    batch, held, embed_dim, heads, kv_heads = 8, 4096, 4096, 32, 8
+    ours = Attention(embed_dim, heads, num_kv_heads=kv_heads, rotary=Rotary(), **NO_BIAS)
     ours.eval()
     llama = peers.Llama(ours, first=held, length=1).eval()
-    k, v = (torch.randn(batch, kv_heads, held, head_dim) for _ in range(2))
+    k, v = (torch.randn(batch, kv_heads, held, ours.head_dim) for _ in range(2))
     # Both take one more token with each call.
     our_cache, their_cache = ours.cache(batch=batch, length=held + 512), llama.cache(k, v)
     our_cache.append(k, v)
-    x = torch.randn(batch, 1, heads * head_dim)
+    x = torch.randn(batch, 1, embed_dim)
     ours_step = step(ours, partial(ours, mask=Mask.causal(), cache=our_cache), x, training=False)
     peer_step = step(llama, partial(llama, cache=their_cache), x, training=False)
     outputs = [run()[-1:] for run in (ours_step, peer_step)]
     require_agreement(ours, x[-1:], outputs, held=(k[-1:], v[-1:]))
-    name = f"{batch} x 1 token, {held} held, {heads} heads of {head_dim}, {kv_heads} kv heads"
+    name = f"({batch}, 1, {embed_dim}, {heads}), {held} held, {kv_heads} kv heads"
     return Case("native, decode", name, ours_step, {"Llama": peer_step}, 0.6)
 
 
@@ -121,10 +121,9 @@ def _mode(training: bool) -> str:
 
 def _makers() -> list[Make]:
     makers: list[Make] = []
-    for rotary in (False, True):
-        for training in (False, True):
-            options = {"training": training, "rotary": rotary}
-            makers += [partial(_self_attention, shape, **options) for shape in SHAPES]
+    for training, rotary in ((False, False), (True, False), (False, True)):
+        options = {"training": training, "rotary": rotary}
+        makers += [partial(_self_attention, shape, **options) for shape in SHAPES]
     for fill, in_inference, in_training in FILLS:
         makers += [
             partial(_padded, fill, in_inference, training=False),

@@ -1,6 +1,7 @@
 """Self-attention of other libraries, on the weights of a headwise layer.
 
-Llama and x-transformers have no biases, so the layer has none beside them. Each is called with ``x`` (batch, length, embed_dim) and gives the output alone.
+Each is called with ``x`` (batch, length, embed_dim) and gives the output alone. Llama's and
+x-transformers' projections have no biases, so the layer beside them must have none.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ class Torch(nn.Module):
     def __init__(self, ours: Attention) -> None:
         super().__init__()
         projections = (ours.q_proj, ours.k_proj, ours.v_proj)
-        biases = [p.bias for p in projections if p.bias is not None]
+        biases: list[Tensor] = [p.bias for p in projections if p.bias is not None]
         self.inner = nn.MultiheadAttention(
             ours.embed_dim, ours.num_heads, bias=bool(biases), batch_first=True
         )
-        self.inner.in_proj_weight = nn.Parameter(torch.cat([p.weight for p in projections]))
+        weights: list[Tensor] = [p.weight for p in projections]
+        self.inner.in_proj_weight = nn.Parameter(torch.cat(weights))
         if biases:
             self.inner.in_proj_bias = nn.Parameter(torch.cat(biases))
         self.inner.out_proj.weight = ours.out_proj.weight

@@ -13,8 +13,7 @@ import torch
 from benchmarks.case import Case
 from benchmarks.cases import MAKERS
 
-SECONDS, FEWEST, MOST = 1.5, 5, 60  # of one case in one process; rounds
-HEAVY, FEWEST_OF_HEAVY = 3.0, 3  # seconds of a round, and rounds from there on
+SECONDS, FEWEST, MOST = 1.0, 3, 200  # of one case in one process; rounds
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -28,12 +27,11 @@ def measure(case: Case) -> dict[str, object]:
     """Medians over rounds in which all run, in turn ours and a peer first."""
     works = [case.ours, *case.peers.values()]
     one_round = sum(seconds(work) for work in works)
-    if one_round < HEAVY:
+    if one_round < SECONDS:  # what takes longer is warm after one call
         for work in works:
             work()
         one_round = sum(seconds(work) for work in works)
-    fewest = FEWEST if one_round < HEAVY else FEWEST_OF_HEAVY
-    rounds = max(fewest, min(MOST, round(SECONDS / one_round)))
+    rounds = max(FEWEST, min(MOST, round(SECONDS / one_round)))
     taken: list[list[float]] = []
     for index in range(rounds):
         order = works[::-1] if index % 2 else works

@@ -1,9 +1,15 @@
-"""The layer as a subject of tests/paths: its kinds, their inputs, and what each should give."""
+"""What the tests of the layer among other libraries share.
+
+The kinds of layer are subjects of tests/paths, so that what is asked of every path is asked here.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -205,3 +211,15 @@ def contributions(layer: Attention, x: Tensor, **options: Any) -> Tensor:
     outputs = reference.head_outputs(layer, x, **options)
     parts = layer.out_proj.weight.unflatten(1, (HEADS, VALUE_DIM))
     return torch.einsum("bhqv,ohv->bhqo", outputs, parts)
+
+
+# ---- another interpreter -----------------------------------------------------------------------
+
+
+def run_apart(file: Path, chosen: str, count: int) -> None:
+    """Run so many tests of a file, by a -k expression, without the checks of annotations."""
+    command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-k", chosen]
+    command += ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", str(file)]
+    done = subprocess.run(command, cwd=file.parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert f"\n{count} passed" in done.stdout

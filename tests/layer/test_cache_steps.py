@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi, sink": {"score_bias": Alibi(), "sink": True},
     "t5": {"score_bias": T5Bias(buckets=8, max_distance=9, bidirectional=False), "scale": 1.0},
     "window": {"window": (5, 0), "num_kv_heads": 3, "rotary": Rotary(width=4)},
-    "window, alibi, sink": {"window": (4, 0), "score_bias": Alibi(rule="mpt"), "sink": True},
+    "window, alibi, sink": {"window": (4, 0), "score_bias": Alibi(bias_max=4.0), "sink": True},
 }
 
 

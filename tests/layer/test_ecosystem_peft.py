@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
-import peft
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from tests.layer.ecosystem import (
     tokens,
 )
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 RANK, ALPHA = 3, 5
 MASK = Mask.causal()
 TARGETS = [("q_proj", "v_proj"), ("out_proj",), PROJECTIONS]
@@ -32,13 +35,15 @@ def base() -> Attention:
     return layer_of(rotary=Rotary(), qk_norm=QKNorm())
 
 
-def adapted(targets: tuple[str, ...], *, trained: bool) -> tuple[peft.PeftModel, Attention]:
+def adapted(targets: tuple[str, ...], *, trained: bool) -> tuple[PeftModel, Attention]:
     """peft's model, and the layer within. Not trained, the second factor is 0."""
+    from peft import LoraConfig, get_peft_model  # seconds, which other tests need not wait for
+
     layer = base()
-    config = peft.LoraConfig(
+    config = LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=list(targets), init_lora_weights=not trained
     )
-    return peft.get_peft_model(layer, config), layer
+    return get_peft_model(layer, config), layer
 
 
 def factors(layer: Attention, name: str) -> tuple[Tensor, Tensor]:

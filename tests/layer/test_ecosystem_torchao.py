@@ -10,11 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.quantization import (
-    Int8DynamicActivationInt8WeightConfig,
-    Int8WeightOnlyConfig,
-    quantize_,
-)
 
 from headwise import Attention, Budget, Mask, Rotary
 from headwise.qk_norm import QKNorm
@@ -30,11 +25,7 @@ from tests.layer.ecosystem import (
     tokens,
 )
 
-# It would set options of the compiler, and of torch's matrix products, for the whole process.
-KINDS: dict[str, Any] = {
-    "weights": Int8WeightOnlyConfig(set_inductor_config=False),
-    "activations": Int8DynamicActivationInt8WeightConfig(set_inductor_config=False),
-}
+KINDS = {"weights": "Int8WeightOnlyConfig", "activations": "Int8DynamicActivationInt8WeightConfig"}
 MASK = Mask.causal()
 OUTPUT, PARTS = partial(reference.output, mask=MASK), partial(contributions, mask=MASK)
 
@@ -44,8 +35,12 @@ def base() -> Attention:
 
 
 def quantised(kind: str) -> Attention:
+    from torchao import quantization  # seconds, which other tests need not wait for
+
     layer = base()
-    quantize_(layer, KINDS[kind])
+    # True would set options of the compiler and of torch's products for the whole process.
+    config = getattr(quantization, KINDS[kind])(set_inductor_config=False)
+    quantization.quantize_(layer, config)
     return layer
 
 

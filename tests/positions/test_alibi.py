@@ -41,18 +41,17 @@ def table(bias: ScoreBias, heads: int, queries: int = 24, keys: int = 29) -> Ten
 # ---- slopes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["press", "mpt"])
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
-def test_powers_of_two_by_hand(heads: int, rule: Any) -> None:
+def test_powers_of_two_by_hand(heads: int) -> None:
     expected = [8 * (head + 1) / heads for head in range(heads)]
-    assert exponents(alibi_slopes(heads, rule=rule)) == expected
+    assert exponents(alibi_slopes(heads)) == expected
 
 
 def test_other_counts_by_hand() -> None:
     # The slopes of 4 heads, then the first and third of 8; those of 2 heads, then the first of 4.
     assert exponents(alibi_slopes(6)) == [2, 4, 6, 8, 1, 3]
     assert exponents(alibi_slopes(3)) == [4, 8, 2]
-    assert exponents(alibi_slopes(3, rule="mpt", bias_max=4.0)) == [2, 4, 1]
+    assert exponents(alibi_slopes(3, bias_max=4.0)) == [2, 4, 1]
 
 
 @pytest.mark.parametrize("heads", COUNTS)
@@ -74,7 +73,7 @@ def test_slopes_of_bloom_and_falcon(heads: int) -> None:
 @pytest.mark.parametrize("bias_max", [8.0, 4.0])
 @pytest.mark.parametrize("heads", COUNTS)
 def test_slopes_of_mpt(heads: int, bias_max: float) -> None:
-    found = alibi_slopes(heads, rule="mpt", bias_max=bias_max)
+    found = alibi_slopes(heads, bias_max=bias_max)
     theirs = -modeling_mpt.build_mpt_alibi_tensor(heads, 2, bias_max)[:, 0, 0]
     # Theirs: an exponent rounded, magnified by log 2 * bias_max; a power and its reciprocal.
     bound = EPS / 2 * (math.log(2) * bias_max + 4) * theirs
@@ -170,7 +169,7 @@ def test_the_weights_of_mpt(heads: int) -> None:
         _, theirs = layer(x, alibi, attention_mask=hidden)
         q, k, _ = layer.Wqkv(x).chunk(3, dim=-1)
     q, k = (t.unflatten(-1, (heads, head_dim)).transpose(1, 2) for t in (q, k))
-    bias = Alibi(rule="mpt").module(heads)(align=None)
+    bias = Alibi().module(heads)(align=None)
     budget = Budget.for_weights(q, k, mask=Mask.causal(), score_bias=bias)
     budget.assert_holds(theirs)
     other = Budget.for_weights(q, k, mask=Mask.causal())
@@ -182,13 +181,8 @@ def test_the_weights_of_mpt(heads: int) -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no heads": (lambda: alibi_slopes(0), ["0 heads", "at least one"]),
     "no heads of a module": (lambda: Alibi().module(0), ["0 heads"]),
-    "rule": (lambda: Alibi(rule="bloom"), ["rule='bloom'", "press", "mpt"]),  # type: ignore[arg-type]
-    "bias_max without its rule": (
-        lambda: Alibi(bias_max=4.0),
-        ["rule='press'", "bias_max=4.0", 'rule="mpt"'],
-    ),
-    "bias_max 0": (lambda: Alibi(rule="mpt", bias_max=0.0), ["bias_max=0.0"]),
-    "bias_max inf": (lambda: alibi_slopes(6, rule="mpt", bias_max=math.inf), ["bias_max=inf"]),
+    "bias_max 0": (lambda: Alibi(bias_max=0.0), ["bias_max=0.0"]),
+    "bias_max inf": (lambda: alibi_slopes(6, bias_max=math.inf), ["bias_max=inf"]),
 }
 
 

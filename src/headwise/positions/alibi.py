@@ -5,7 +5,7 @@ slope ``2 ** (-8 h / n)``. For other counts two rules were published. The paper'
 (ofirpress/attention_with_linear_biases; BLOOM, Falcon) takes the slopes of the power of two below,
 then every other one of the power of two above. MPT's (mosaicml/llm-foundry) takes of the power of
 two above those at even places, then those at odd places. The slopes at even places are those of
-the power of two below, so both give the same slopes in the same order; MPT's 8 can be chosen.
+the power of two below, so both give the same slopes in the same order; MPT's 8 can be chosen, as bias_max.
 
 Falcon adds its bias before the scores are scaled, and rounds the slopes to bfloat16: in the terms
 used here its slopes are smaller by the root of head_dim.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -26,24 +25,20 @@ from headwise.errors import OptionError
 from headwise.positions.bias import WithNumbers
 from headwise.score_bias import ScoreBias
 
-Rule = Literal["press", "mpt"]
 BIAS_MAX = 8.0  # the last head's slope is 2 to the minus this
 
 
-def alibi_slopes(
-    num_heads: int, *, rule: Rule = "press", bias_max: float = BIAS_MAX
-) -> Float[Tensor, " heads"]:
+def alibi_slopes(num_heads: int, *, bias_max: float = BIAS_MAX) -> Float[Tensor, " heads"]:
     """The slope of each head, float32.
 
     Args:
         num_heads: how many.
-        rule: whose: "press" or "mpt". They differ in ``bias_max`` only.
-        bias_max: for "mpt", the exponent of the smallest slope, ``2 ** -bias_max``.
+        bias_max: the exponent of the smallest slope, ``2 ** -bias_max``; MPT's alibi_bias_max.
 
     Raises:
-        OptionError: no heads, an unknown rule, or a ``bias_max`` that the rule does not have.
+        OptionError: no heads, or a ``bias_max`` that is not positive and finite.
     """
-    _check(num_heads, rule, bias_max)
+    _check(num_heads, bias_max)
     return torch.tensor(_slopes(num_heads, bias_max), dtype=torch.float32)
 
 
@@ -51,11 +46,10 @@ def alibi_slopes(
 class Alibi:
     """ALiBi as an option of a layer; see `alibi_slopes`."""
 
-    rule: Rule = "press"
     bias_max: float = BIAS_MAX
 
     def __post_init__(self) -> None:
-        _check(1, self.rule, self.bias_max)
+        _check(1, self.bias_max)
 
     def module(
         self,
@@ -65,7 +59,7 @@ class Alibi:
         dtype: torch.dtype | None = None,
     ) -> AlibiSlopes:
         """The slopes for this many heads, as a module without parameters."""
-        _check(num_heads, self.rule, self.bias_max)
+        _check(num_heads, self.bias_max)
         slopes = _slopes(num_heads, self.bias_max)
         return AlibiSlopes(slopes, least=torch.float32, device=device, dtype=dtype)
 
@@ -86,22 +80,16 @@ class AlibiSlopes(WithNumbers):
         return f"num_heads={len(self.numbers)}"
 
 
-def _check(num_heads: int, rule: str, bias_max: float) -> None:
+def _check(num_heads: int, bias_max: float) -> None:
     if num_heads < 1:
         raise OptionError(
             saw=f"ALiBi slopes for {num_heads} heads", needed="at least one", do="num_heads=8"
         )
-    if rule not in ("press", "mpt"):
+    if not 0 < bias_max < math.inf:
         raise OptionError(
-            saw=f"rule={rule!r}",
-            needed='"press" (the paper, BLOOM, Falcon) or "mpt"',
-            do="both give the same slopes where bias_max is 8",
-        )
-    if not 0 < bias_max < math.inf or (rule == "press" and bias_max != BIAS_MAX):
-        raise OptionError(
-            saw=f"rule={rule!r} with bias_max={bias_max}",
-            needed=f"{BIAS_MAX} for the rule press, a positive finite number for mpt",
-            do=f'rule="mpt", bias_max={BIAS_MAX}',
+            saw=f"bias_max={bias_max}",
+            needed="a positive finite number",
+            do=f"bias_max={BIAS_MAX}, the paper's",
         )
 
 
