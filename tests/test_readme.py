@@ -1,12 +1,14 @@
 """README and docs are programs: every block runs, and prints what the page says it prints.
 
 The ```python blocks of a page run in order in one namespace. A ```text block right after one is
-its output; "..." in it stands for anything, as in a doctest. Shell blocks are not run, but each
-command in them must exist.
+its output; "..." in it stands for anything, as in a doctest. A block that imports one of ELSEWHERE
+is left out where that is not installed. Shell blocks are not run, but each command in them must
+exist.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import io
@@ -15,6 +17,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.joinpath("docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^ *```$", re.M | re.S)
 SHELLS = {"bash", "sh", "shell", "console"}
+ELSEWHERE = {"x_transformers"}  # what a page speaks of and the tests do not need
 PROJECT = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text("utf-8"))
 
 
@@ -55,7 +59,7 @@ def run_page(text: str, name: str) -> int:
     namespace: dict[str, Any] = {"__name__": "__page__"}
     compared = 0
     for block in blocks(text):
-        if block.language != "python":
+        if block.language != "python" or missing(block.code):
             continue
         printed = io.StringIO()
         # The blank lines make a traceback's line number that of the page.
@@ -66,6 +70,13 @@ def run_page(text: str, name: str) -> int:
             assert_same_output(printed.getvalue(), block.output, f"{name}, line {block.line}")
             compared += 1
     return compared
+
+
+def missing(code: str) -> set[str]:
+    """What a block imports of ELSEWHERE that is not installed."""
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    wanted = {str(node.module).partition(".")[0] for node in imports}
+    return {name for name in wanted & ELSEWHERE if find_spec(name) is None}
 
 
 def assert_same_output(got: str, want: str, where: str) -> None:
@@ -104,6 +115,7 @@ def unknown_commands(code: str) -> Iterator[str]:
             yield command
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # x-transformers' own, at its import
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_runs_and_prints_what_the_page_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +168,18 @@ def test_a_failing_block_is_named_by_its_line() -> None:
     with pytest.raises(ZeroDivisionError) as failure:
         run_page(PAGE.replace("x + 1", "x / 0"), "a page")
     assert failure.traceback[-1].lineno == 6  # counted from 0
+
+
+def test_a_block_is_left_out_only_for_what_need_not_be_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = PAGE.replace("x = 1", "from no_such_package.part import x")
+    with pytest.raises(ModuleNotFoundError):
+        run_page(page, "a page")
+    monkeypatch.setitem(globals(), "ELSEWHERE", {"no_such_package", "torch"})
+    with pytest.raises(NameError):  # of the block that runs
+        run_page(page, "a page")
+    assert run_page(PAGE.replace("x = 1", "from torch import e as x; x = 1"), "a page") == 1
 
 
 def test_unknown_commands_are_noticed() -> None:

@@ -113,16 +113,15 @@ def training_of_units(mesh: DeviceMesh) -> None:
 
 
 def readings(mesh: DeviceMesh) -> None:
-    """What is no forward pass gathers the weights once FSDP is told of it; a cache is plain."""
+    """A cache is no DTensor, and what FSDP is told of gathers the weights as forward does."""
     plain, sharded = whole(), shard(whole(), mesh, each=False)
     x = mine(tokens(batch=RANKS * BATCH))
-    for name in ("contributions", "head_outputs"):
-        register_fsdp_forward_method(sharded, name)
-        with torch.no_grad():
-            assert torch.equal(getattr(sharded, name)(x), getattr(plain, name)(x))
     with torch.no_grad():
-        found = [stepped(layer, x) for layer in (sharded, plain)]
-    assert torch.equal(*found)
+        assert torch.equal(stepped(sharded, x), stepped(plain, x))
+        for name in ("contributions", "head_outputs"):
+            sharded.reshard()
+            register_fsdp_forward_method(sharded, name)
+            assert torch.equal(getattr(sharded, name)(x), getattr(plain, name)(x))
 
 
 def stepped(layer: Attention, x: Tensor) -> Tensor:

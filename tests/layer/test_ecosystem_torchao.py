@@ -125,9 +125,12 @@ class Products(TorchDispatchMode):
 
 def test_int8_activations_are_multiplied_as_integers() -> None:
     layer = quantised("activations")
-    with Products() as products:
+    with Products() as forward:
         layer(tokens(), mask=MASK)
-    assert products.count == 4
+    with Products() as parts:
+        layer.contributions(tokens(), mask=MASK)
+    assert forward.count == 4
+    assert parts.count == 3 + 1 + HEADS  # the output's bias, and one for each head
 
 
 def test_contributions_of_int8_activations() -> None:

@@ -5,7 +5,7 @@ slope ``2 ** (-8 h / n)``. For other counts two rules were published. The paper'
 (ofirpress/attention_with_linear_biases; BLOOM, Falcon) takes the slopes of the power of two below,
 then every other one of the power of two above. MPT's (mosaicml/llm-foundry) takes of the power of
 two above those at even places, then those at odd places. The slopes at even places are those of
-the power of two below, so both give the same slopes in the same order; MPT's 8 can be chosen, as bias_max.
+the power of two below, so both give the same slopes in the same order. MPT lets the 8 be chosen.
 
 Falcon adds its bias before the scores are scaled, and rounds the slopes to bfloat16: in the terms
 used here its slopes are smaller by the root of head_dim.

@@ -1,0 +1,170 @@
+"""The attention function of `register_huggingface`: one layer's attention as an `AttentionMatrix`.
+
+    scores = scaling * q.k, softcap, + position_bias (+ a float mask), mask;  output = weights @ v
+
+What a model hands over by keyword is honoured: ``scaling``, ``softcap`` (Gemma 2), ``s_aux`` (the
+sinks of gpt-oss), ``position_bias`` (T5), ``is_causal``, ``dropout``, ``output_attentions``, and
+``cu_seq_lens_q``/``cu_seq_lens_k`` of sequences packed into one row. ``sliding_window`` is part of
+the mask that a model builds; where there is no mask it is honoured by itself. What cannot be
+honoured raises. Other keywords do not shape attention and are ignored.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import OptionError
+from headwise.huggingface.lazy_mask import MEANING, LazyMask
+from headwise.masks import Mask
+from headwise.matrix import AttentionMatrix
+from headwise.score_bias import ScoreBias
+
+AXES = "batch heads queries keys"
+
+# keyword -> what it asks for that a matrix has no place for
+REFUSED = {
+    "cache": "continuous batching, which keeps keys and values in pages",
+    "indices": "chosen keys for each query (sparse attention)",
+    "block_indices": "chosen blocks of keys for each query (sparse attention)",
+    "sinks": "a sink for each query",
+    "head_mask": "factors on the weights of each head",
+}
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one layer, called by a model of transformers.
+
+    Shapes:
+        query: (batch, heads, queries, head_dim).
+        key, value: (batch, kv_heads, keys, head_dim) and (batch, kv_heads, keys, value_dim).
+        attention_mask: broadcastable to (batch, heads, queries, keys). Bool, True = may attend;
+            a float is added to the scores; None is causal for more than one query if ``is_causal``
+            (or else the module's own ``is_causal``) says so, from the first key on.
+        returns: (batch, queries, heads, value_dim), and the weights (batch, heads, queries, keys)
+            before dropout where ``output_attentions`` asks for them, None elsewhere.
+
+    Raises:
+        OptionError: an option that cannot be honoured.
+        MaskError, ShapeError, DTypeError, DeviceError: what does not fit together.
+    """
+    for name, what in REFUSED.items():
+        if options.get(name) is not None:
+            _refuse(name, what, module)
+    query, key, value = _settled(query, key, value)
+    scores = _scores(module, query, key, attention_mask, options)
+    matrix = AttentionMatrix(
+        query,
+        key,
+        mask=scores.mask,
+        score_bias=scores.score_bias,
+        scale=options.get("scaling"),
+        softcap=options.get("softcap"),
+        sink=options.get("s_aux"),
+    )
+    dropout = float(options.get("dropout", 0.0))
+    outputs = matrix @ value if dropout == 0 else matrix.dropped(value, dropout_p=dropout)
+    weights = matrix.dense(limit=None) if _wants_weights(options) else None
+    return outputs.transpose(1, 2).contiguous(), weights
+
+
+class _Scores(NamedTuple):
+    mask: Mask
+    score_bias: ScoreBias
+
+
+def _scores(
+    module: nn.Module, query: Tensor, key: Tensor, given: object, options: dict[str, Any]
+) -> _Scores:
+    """Who may attend, and what is added to the scores."""
+    mask, score_bias = Mask(), ScoreBias()
+    if given is None:
+        mask = _without_mask(module, query, options)
+    elif isinstance(given, LazyMask):
+        mask = given.read()
+    elif not isinstance(given, Tensor):
+        _refuse("attention_mask", f"a {type(given).__name__} in the place of a tensor", module)
+    elif given.dtype == torch.bool:
+        meaning = getattr(given, MEANING, None)
+        mask = Mask.may_attend(_four_axes(given), axes=AXES) if meaning is None else meaning
+    else:
+        score_bias = ScoreBias.dense(_four_axes(given), axes=AXES)
+    if options.get("cu_seq_lens_q") is not None and not mask.segment_ids:
+        mask &= _segments(module, query, key, options)
+    if (added := options.get("position_bias")) is not None:
+        score_bias += ScoreBias.dense(_four_axes(added), axes=AXES)
+    return _Scores(mask, score_bias)
+
+
+def _without_mask(module: nn.Module, query: Tensor, options: dict[str, Any]) -> Mask:
+    """What a layer without a mask means: transformers' rule for ``is_causal``, and its window."""
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    window = options.get("sliding_window")
+    reach = None if window is None else window - 1
+    if causal and query.shape[2] > 1:
+        return Mask.window(reach, 0, align="top-left")
+    return Mask() if reach is None else Mask.window(reach, reach, align="bottom-right")
+
+
+def _segments(module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]) -> Mask:
+    """Sequences packed into one row, each from one entry of ``cu_seq_lens`` to the next."""
+    length = query.shape[2]
+    if query.shape[0] != 1 or key.shape[2] != length:
+        _refuse("cu_seq_lens_q", "packed sequences in a batch, or with earlier keys", module)
+    ids = []
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        starts = options["cu_seq_lens_q"] if options.get(name) is None else options[name]
+        positions = torch.arange(length, device=starts.device, dtype=starts.dtype)
+        ids.append(torch.searchsorted(starts[1:], positions, right=True)[None])
+    return Mask.segments(*ids)
+
+
+def _four_axes(tensor: Tensor) -> Tensor:
+    """As broadcasting would read it: missing axes are leading ones."""
+    return tensor[(None,) * (len(AXES.split()) - tensor.dim())]
+
+
+def _settled(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One dtype where autocast is on, as torch's own operator has it there; and one batch."""
+    kind = query.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (
+            x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value)
+        )
+    batch = max(query.shape[0], key.shape[0])
+    if query.shape[0] != key.shape[0]:  # learned queries are shared by the batch
+        query, key, value = (
+            x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value)
+        )
+    return query, key, value
+
+
+def _wants_weights(options: dict[str, Any]) -> bool:
+    """Whether the caller of the model asked for weights. Some models keep that to themselves."""
+    if options.get("output_attentions"):
+        return True
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if torch.compiler.is_compiling() or not hasattr(capturing, "_active_collector"):
+        return False
+    collected = capturing._active_collector.get()  # type: ignore[union-attr]
+    return any("attentions" in name for name in collected or ())
+
+
+def _refuse(name: str, what: str, module: nn.Module) -> NoReturn:
+    raise OptionError(
+        saw=f"{name} from {type(module).__name__}: {what}",
+        needed="scores of q.k, a softcap, a score bias, a mask, and one sink for each head",
+        do='attn_implementation="eager" or "sdpa" for this model',
+    )

@@ -1,0 +1,114 @@
+"""A lazy mask in the place of transformers' boolean mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from headwise.errors import MaskError
+from headwise.masks import Mask
+
+MEANING = "headwise_mask"  # the attribute by which a written mask may carry the lazy one
+
+_aten = torch.ops.aten
+_ALIASES = (_aten.detach, _aten.alias)
+_SUMS = (_aten.add, _aten.add_)
+
+
+class LazyMask(Tensor):
+    """A `Mask` that passes for a bool tensor (batch, 1, queries, keys), True = may attend.
+
+    A tensor without memory: a model that only carries the mask to its layers never writes it. The
+    first operator that reads or changes it writes it down, once; from then on that tensor is the
+    mask, so an edit or a slice by a model's own code means what it means for a plain tensor.
+    Moved to another device it stays lazy.
+
+    Added to floating-point scores it raises. transformers' eager masks are made to be added, this
+    one is not: such a model computes attention by its own code.
+    """
+
+    mask: Mask
+    written: Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, mask: Mask, *, batch: int, queries: int, keys: int, device: torch.device
+    ) -> LazyMask:
+        """The mask at these sizes, with its tensors on ``device``."""
+        shape = (batch, 1, queries, keys)
+        self: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        self.mask, self.written = mask, None
+        return self
+
+    def read(self) -> Mask:
+        """What the tensor means now."""
+        if self.written is None:
+            return self.mask
+        return Mask.may_attend(self.written, axes="batch heads queries keys")
+
+    def write(self) -> Tensor:
+        """The bool tensor, queries x keys of memory."""
+        if self.written is None:
+            batch, _, queries, keys = self.shape
+            bound = self.mask.bind(
+                batch=batch, heads=1, queries=queries, keys=keys, device=self.device
+            )
+            rows = torch.arange(queries, device=self.device)
+            self.written = bound.at(rows).expand(self.shape).contiguous()
+        return self.written
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        batch, _, queries, keys = self.shape
+        meaning = self.mask if self.written is None else "written"
+        return f"LazyMask(batch={batch}, queries={queries}, keys={keys}, {meaning})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Any operator, on the written mask."""
+        kwargs = kwargs or {}
+        packet = getattr(func, "overloadpacket", None)
+        if packet in _ALIASES or (packet is _aten._to_copy and _only_moves(kwargs)):
+            return args[0]._on(kwargs.get("device", args[0].device))
+        if packet in _SUMS:
+            _refuse_scores(*args[:2])
+        return func(*tree_map(_written, args), **tree_map(_written, kwargs))
+
+    def _on(self, device: torch.device) -> LazyMask:
+        batch, _, queries, keys = self.shape
+        moved = LazyMask(
+            self.mask.to(device), batch=batch, queries=queries, keys=keys, device=device
+        )
+        moved.written = None if self.written is None else self.written.to(device)
+        return moved
+
+
+def _written(value: Any) -> Any:
+    return value.write() if isinstance(value, LazyMask) else value
+
+
+def _only_moves(options: dict[str, Any]) -> bool:
+    """Whether a copy asks for nothing but another device."""
+    kept = {"dtype": torch.bool, "layout": torch.strided, "memory_format": torch.preserve_format}
+    changed = {name for name, value in options.items() if value not in (None, kept.get(name))}
+    return changed <= {"device", "non_blocking"}
+
+
+def _refuse_scores(*terms: Any) -> None:
+    if any(isinstance(term, Tensor) and term.is_floating_point() for term in terms):
+        raise MaskError(
+            saw='a mask of attn_implementation="headwise", added to scores by a model\'s own code',
+            needed="a model whose attention goes through transformers' attention interface",
+            do='attn_implementation="eager" for this model',
+        )

@@ -1,0 +1,172 @@
+"""The mask function of `register_huggingface`: what reaches a model's layers as its mask.
+
+Lazy, a `LazyMask` without queries x keys memory: causal masks, sliding windows on one or both
+sides, chunks, sequences packed by their position ids, each with or without padding on either
+side, and with any key/value cache. A bidirectional mask that hides nothing is None, where the
+model allows that. A causal mask is never None, so causality never depends on what a layer says of
+itself.
+
+Written, transformers' boolean ``sdpa_mask``: what a model adds to a mask by functions of its own
+(images that see themselves, prefixes, blocks), every mask while compiling, tracing or exporting
+and under torch.func, and the one row of a decoding step with a static cache, which a compiled
+step takes as an input. Where a causal mask is all of it, a compiled graph carries beside the tensor
+what it means, and drops the tensor.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import MODEL_MAPPING, PreTrainedConfig, masking_utils
+
+from headwise.errors import OptionError
+from headwise.huggingface import patterns
+from headwise.huggingface.lazy_mask import MEANING, LazyMask
+from headwise.huggingface.patterns import Place
+from headwise.masks import Mask
+
+
+def prepare() -> None:
+    """Learn the installed version's mask functions now, not within some model's first call."""
+    patterns.known()
+
+
+def from_transformers(**call: Any) -> Tensor | None:
+    """The mask of one forward pass, (batch, 1, queries, keys), True = may attend.
+
+    Takes what transformers hands to a mask function, of which it reads ``batch_size``,
+    ``q_length`` and ``q_offset`` (``cache_position`` in 5.0), ``kv_length``, ``kv_offset``,
+    ``mask_function``, ``attention_mask`` (batch, positions), ``use_vmap``, ``device`` and
+    ``allow_is_bidirectional_skip``.
+
+    Raises:
+        OptionError: the model computes attention by its own code, in which this mask means nothing.
+    """
+    place, device = _place(call), _device(call)
+    if place is not None:
+        kind: Any = type(call.get("config"))
+        _require_interface(kind)
+    mask = None if place is None else _mask(call, place)
+    if place is None or mask is None:
+        return _written(call)
+    if call.get("allow_is_bidirectional_skip") and _hides_nothing(mask, place, device):
+        return None
+    batch = call["batch_size"]
+    return LazyMask(mask, batch=batch, queries=place.queries, keys=place.keys, device=device)
+
+
+def _written(call: dict[str, Any]) -> Tensor | None:
+    # Never None for a causal mask: a layer without ``is_causal`` would not know.
+    mask: Tensor | None = masking_utils.sdpa_mask(**{**call, "allow_is_causal_skip": False})
+    if mask is not None and _is_causal_alone(call):
+        setattr(mask, MEANING, Mask.causal(align="top-left"))
+    return mask
+
+
+def _is_causal_alone(call: dict[str, Any]) -> bool:
+    """Whether a compiled graph may forget the tensor: causal from the first key on, no more.
+
+    Only where transformers would leave the mask out for sdpa, so that no model can edit it.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and bool(call.get("allow_is_causal_skip"))
+        and call.get("mask_function") is masking_utils.causal_mask_function
+        and call.get("attention_mask") is None
+        and not isinstance(call.get("q_offset"), Tensor)
+        and (call.get("q_offset"), call.get("kv_offset")) == (0, 0)
+    )
+
+
+def _place(call: dict[str, Any]) -> Place | None:
+    """Where the call stands; None where its mask has to be written."""
+    positions = call.get("cache_position")
+    queries = call["q_length"] if positions is None else positions.shape[0]
+    first: Any = call.get("q_offset", 0) if positions is None else positions[0]
+    if call.get("use_vmap") or not _is_eager(_device(call)):
+        return None
+    if isinstance(first, Tensor):
+        # A static cache counts in a tensor. Its decoding step may be compiled.
+        if (positions is None and queries == 1) or not _may_read(first):
+            return None
+        first = int(first)
+    return Place(queries, call["kv_length"], first, call.get("kv_offset", 0))
+
+
+@cache
+def _require_interface(config: type) -> None:
+    """By transformers' own test of a model's source; a model it does not know may pass."""
+    found: Any = MODEL_MAPPING.get(config, ()) if issubclass(config, PreTrainedConfig) else ()
+    for model in found if isinstance(found, (list, tuple)) else [found]:
+        if not model._can_set_attn_implementation():
+            raise OptionError(
+                saw=f'attn_implementation="headwise" for {model.__name__}',
+                needed="a model whose attention goes through transformers' attention interface",
+                do='attn_implementation="eager" for this model',
+            )
+
+
+def _device(call: dict[str, Any]) -> torch.device:
+    positions = call.get("cache_position")
+    return torch.device(call.get("device", "cpu") if positions is None else positions.device)
+
+
+def _is_eager(device: torch.device) -> bool:
+    """Whether tensors made now are plain ones, and Python runs at every call."""
+    return (
+        not torch.compiler.is_compiling()
+        and device.type != "meta"
+        and type(torch.empty(0, device=device)) is Tensor
+        and torch._C._get_tracing_state() is None
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def _may_read(tensor: Tensor) -> bool:
+    """In eager mode always, but while a CUDA graph is captured."""
+    capturing = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return type(tensor) is Tensor and not capturing
+
+
+def _mask(call: dict[str, Any], place: Place) -> Mask | None:
+    function = call.get("mask_function", masking_utils.causal_mask_function)
+    mask = patterns.read(function, place)
+    padding = call.get("attention_mask")
+    if mask is None or padding is None:
+        return mask
+    return mask & _real_keys(padding, mask, place) if padding.dim() == 2 else None
+
+
+def _real_keys(padding: Tensor, mask: Mask, place: Place) -> Mask:
+    """The keys that are no padding, in the cheapest words: lengths, or one bool for each key."""
+    end = place.first_key + place.keys
+    padding = pad(padding.bool(), (0, max(0, end - padding.shape[1])))
+    real = padding[:, place.first_key : end]
+    by_key = Mask.may_attend(real, axes="batch keys")
+    if not _may_read(real):
+        return by_key
+    # A static cache is longer than what it holds; its rest is hidden by causality already.
+    bound = mask.bind(**_sizes(place), batch=len(real), device=real.device)
+    start, stop = bound.key_range(0, place.queries)
+    if bool(real[:, start:stop].all()):
+        return Mask()
+    lengths = real.sum(-1)
+    in_length = torch.arange(place.keys, device=real.device) < lengths[:, None]
+    return Mask.lengths(keys=lengths) if torch.equal(real, in_length) else by_key
+
+
+def _hides_nothing(mask: Mask, place: Place, device: torch.device) -> bool:
+    bound = mask.bind(**_sizes(place), batch=1, device=device) if _is_bands(mask) else None
+    return bound is not None and not bound.is_banded
+
+
+def _is_bands(mask: Mask) -> bool:
+    return not (mask.dense or mask.segment_ids) and mask.key_lengths is None
+
+
+def _sizes(place: Place) -> dict[str, int]:
+    return {"heads": 1, "queries": place.queries, "keys": place.keys}
