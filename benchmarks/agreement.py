@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from headwise import Attention, Budget, Mask, functional
+from headwise.rounding import Roundoff, growth
 
 COMPARED = 64  # so many of the last queries
 
@@ -24,10 +25,11 @@ def require_agreement(
     """Raise AssertionError unless each output is that of the layer for ``x``, within its budget.
 
     The layer is written out here, for float32 and float64. ``held`` are the rotated keys, and the
-    values, of earlier tokens; ``mask`` is for the last queries.
+    values, of earlier tokens; ``mask`` is for the last queries. The floor of the budget is what
+    the sum over all heads, the last one, may be off (docs/budget.md).
     """
 
-    def written(x: Tensor, *held: Tensor) -> Tensor:
+    def merged(x: Tensor, *held: Tensor) -> Tensor:
         q = _heads(layer.q_proj, x, layer.num_heads)
         k, v = (_heads(p, x, layer.num_kv_heads) for p in (layer.k_proj, layer.v_proj))
         if layer.rotary is not None:
@@ -36,10 +38,15 @@ def require_agreement(
         if held:
             k, v = (torch.cat(pair, dim=2) for pair in zip(held, (k, v), strict=True))
         outputs = functional.head_outputs(q[:, :, -COMPARED:], k, v, mask=mask)
-        return _projected(layer.out_proj, outputs.transpose(1, 2).flatten(2))
+        return outputs.transpose(1, 2).flatten(2)
+
+    def written(x: Tensor, *held: Tensor) -> Tensor:
+        return _projected(layer.out_proj, merged(x, *held))
 
     with torch.no_grad():
-        budget = Budget.of(written, x, *held, name="output")
+        terms = merged(x, *held).abs() @ layer.out_proj.weight.abs().mT
+        floor = Roundoff.of(x.dtype).u * growth(layer.out_proj.in_features) * terms
+        budget = Budget.of(written, x, *held, floor=floor, name="output")
     for output in outputs:
         budget.assert_holds(output[:, -COMPARED:])
 

@@ -22,18 +22,19 @@ LONGEST, LEFT = 16384, 256
 TOKENS = (1, 8, 64, 512, 4096)
 
 
-def _self_attention(shape: Shape, *, training: bool, rotary: bool) -> Case:
+def _self_attention(shape: Shape, *, training: bool) -> Case:
     batch, length, embed_dim, heads = shape
-    ours = Attention(embed_dim, heads, **NO_BIAS, rotary=Rotary() if rotary else None)
+    ours = Attention(embed_dim, heads, **NO_BIAS)
     x = torch.randn(batch, length, embed_dim)
-    others: dict[str, nn.Module] = {"Llama": peers.Llama(ours, length=length)}
-    if not rotary:
-        others |= {"torch": peers.Torch(ours), "x-transformers": peers.XTransformers(ours)}
+    others: dict[str, nn.Module] = {
+        "torch": peers.Torch(ours),
+        "Llama": peers.Llama(ours, length=length),
+        "x-transformers": peers.XTransformers(ours),
+    }
     ours_step = step(ours, ours, x, training=training)
     steps = {name: step(layer, layer, x, training=training) for name, layer in others.items()}
     require_agreement(ours, x[-1:], [run()[-1:] for run in (ours_step, *steps.values())])
-    group = f"native{', rotary' if rotary else ''}, {_mode(training)}"
-    return Case(group, str(shape), ours_step, {**steps}, None if rotary else 1.0)
+    return Case(f"native, {_mode(training)}", str(shape), ours_step, {**steps}, 1.0)
 
 
 def _padded(fill: float, limit: float, *, training: bool) -> Case:
@@ -66,8 +67,7 @@ def lengths(fill: float, *, batch: int, length: int) -> Tensor:
 def _decode() -> Case:
     batch, held, embed_dim, heads, kv_heads = 8, 4096, 4096, 32, 8
     ours = Attention(embed_dim, heads, num_kv_heads=kv_heads, rotary=Rotary(), **NO_BIAS)
-    ours.eval()
-    llama = peers.Llama(ours, first=held, length=1).eval()
+    llama = peers.Llama(ours, first=held, length=1)
     k, v = (torch.randn(batch, kv_heads, held, ours.head_dim) for _ in range(2))
     # Both take one more token with each call.
     our_cache, their_cache = ours.cache(batch=batch, length=held + 512), llama.cache(k, v)
@@ -121,9 +121,8 @@ def _mode(training: bool) -> str:
 
 def _makers() -> list[Make]:
     makers: list[Make] = []
-    for training, rotary in ((False, False), (True, False), (False, True)):
-        options = {"training": training, "rotary": rotary}
-        makers += [partial(_self_attention, shape, **options) for shape in SHAPES]
+    for training in (False, True):
+        makers += [partial(_self_attention, shape, training=training) for shape in SHAPES]
     for fill, in_inference, in_training in FILLS:
         makers += [
             partial(_padded, fill, in_inference, training=False),

@@ -13,7 +13,7 @@ import torch
 from benchmarks.case import Case
 from benchmarks.cases import MAKERS
 
-SECONDS, FEWEST, MOST = 1.0, 3, 200  # of one case in one process; rounds
+SECONDS, FEWEST, MOST = 0.8, 2, 200  # of one case in one process; rounds
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -8,7 +8,7 @@ a step writes its own slots and reads a view of those filled.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -36,9 +36,7 @@ class Cache:
         owner: what the layer that made it is known by.
     """
 
-    def __init__(
-        self, k: Tensor, v: Tensor, *, window: int | None = None, owner: object = None
-    ) -> None:
+    def __init__(self, k: Tensor, v: Tensor, *, window: int | None = None, owner: str = "") -> None:
         self._k, self._v, self.window, self.owner = k, v, window, owner
         self.length = 0  # slots in use
         self.dropped = 0  # tokens that a window no longer needs
@@ -49,6 +47,23 @@ class Cache:
     def seen(self) -> int:
         """How many tokens each sequence has been given, padding included."""
         return self.dropped + self.length
+
+    def keys_with(self, new: int) -> int:
+        """How many keys there are to attend to once ``new`` tokens are added.
+
+        Raises:
+            OptionError: more tokens than there are slots.
+        """
+        slots = self._k.shape[2]
+        if self.length + new <= slots:
+            return self.length + new
+        if self.window is None:
+            raise OptionError(
+                saw=f"{new} more tokens for a cache that holds {self.length} of {slots}",
+                needed=f"at most {slots - self.length} more",
+                do=f"layer.cache(length={self.length + new}) or longer, or cache.clear()",
+            )
+        return min(self.window, self.length) + new
 
     @property
     def starts(self) -> Tensor | None:
@@ -100,6 +115,13 @@ class Cache:
             chosen.padding = self.padding.index_select(0, sequences)
         return chosen
 
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Cache:
+        """The same tokens in other buffers; for the layer's copy where that is copied too."""
+        copied = self.select(torch.arange(self._k.shape[0], device=self._k.device))
+        memo[id(self)] = copied
+        copied.owner = memo.get(self.owner, self.owner)
+        return copied
+
     def clear(self) -> None:
         """Forget everything; the buffers stay."""
         self.length, self.dropped, self.padding = 0, 0, None
@@ -116,16 +138,10 @@ class Cache:
 
     def _make_room(self, new: int) -> None:
         """Move what the window still needs to the front, once the slots are used up."""
-        slots = self._k.shape[2]
-        if self.length + new <= slots:
-            return
-        if self.window is None:
-            raise OptionError(
-                saw=f"{new} more tokens for a cache that holds {self.length} of {slots}",
-                needed=f"at most {slots - self.length} more",
-                do=f"layer.cache(length={self.length + new}) or longer, or cache.clear()",
+        if self.keys_with(new) < self.length + new:
+            self._keep_latest(
+                Held(self._k[:, :, : self.length], self._v[:, :, : self.length], None)
             )
-        self._keep_latest(Held(self._k[:, :, : self.length], self._v[:, :, : self.length], None))
 
     def _keep_latest(self, held: Held) -> None:
         """The last tokens of these, as many as the window needs, at the front of the buffers."""

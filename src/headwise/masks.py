@@ -76,11 +76,12 @@ class Mask:
             OptionError: a negative side, or an alignment that does not exist.
         """
         for name, side in (("left", left), ("right", right)):
-            if side is not None and (side < 0 or side != int(side)):
+            if side is not None and not (isinstance(side, (int, torch.SymInt)) and side >= 0):
+                example = abs(side) if isinstance(side, int) else 4
                 raise OptionError(
                     saw=f"a window with {name}={side}",
                     needed=f"{name}: a whole number from 0, or None for no bound on that side",
-                    do=f"count keys beside the query's own position, e.g. {name}={abs(int(side))}",
+                    do=f"count keys beside the query's own position, e.g. {name}={example}",
                 )
         require_align(align)
         return cls(bands=(Band(left, right, align),))

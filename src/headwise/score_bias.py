@@ -119,7 +119,8 @@ class ScoreBias:
         table: Tensor | None = None
         for part in self.by_distance:
             offset = resolve_align(part.align, queries, keys, what=f"a {part.name} bias")
-            distances = torch.arange(1 - queries, keys, device=device) - offset
+            count = max(0, queries + keys - 1)
+            distances = torch.arange(count, device=device) + (1 - queries - offset)
             row = part.table(distances)
             if not broadcasts(row.shape[0], heads):
                 raise MaskError(
@@ -155,14 +156,15 @@ class BoundBias:
     @property
     def requires_grad(self) -> bool:
         """Whether a gradient flows into the bias."""
-        return any(t.requires_grad for t in self._all())
+        return any(t.requires_grad for t in self.all())
 
     @property
     def is_zero(self) -> bool:
         """Whether there is nothing to add."""
-        return not self._all()
+        return not self.all()
 
-    def _all(self) -> list[Tensor]:
+    def all(self) -> list[Tensor]:
+        """The dense tensors, and the table where there is one."""
         return [*self.tensors, *([] if self.table is None else [self.table])]
 
     def parts(

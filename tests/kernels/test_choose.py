@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from headwise.budget import Budget
 from headwise.kernels import sdpa, tiles
 from headwise.kernels.choose import choose
 from headwise.kernels.linear import project
@@ -123,3 +124,13 @@ def test_project_is_linear_on_both_of_its_paths(grad: bool, bias: bool) -> None:
     # A sum of 10 products and a bias in float32.
     floor = 12 * 2**-24 * (x.abs() @ weight.abs().T + (0 if offset is None else offset.abs()))
     assert bool(((out - exact).abs() <= floor).all())
+
+
+def test_a_table_by_distance_is_not_rounded_to_a_half_type() -> None:
+    """Far keys alone: their biases are large, and differ by less than bfloat16 can say."""
+    q, k, v = (torch.randn(1, 4, n, 16).bfloat16() for n in (1, 512, 512))
+    far = Mask.may_attend(torch.arange(512) < 256, axes="keys")
+    bias = ScoreBias.alibi(torch.tensor([0.5, 0.25, 0.7, 0.3]), align="bottom-right")
+    matrix = AttentionMatrix(q, k, mask=far, score_bias=bias)
+    budget = Budget.for_head_outputs(q, k, v, mask=far, score_bias=bias, factor=0.0)
+    budget.assert_holds(matrix @ v)

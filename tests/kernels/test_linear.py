@@ -123,3 +123,15 @@ def test_its_errors_are_torchs() -> None:
         with pytest.raises(RuntimeError) as own:
             project(*wrong)
         assert str(own.value) == str(error.value)
+
+
+def test_the_output_may_be_changed_in_place() -> None:
+    x, weight, bias = operands(3, 24)
+    weight.requires_grad_()
+    residual = torch.randn(3, 24, 17)
+    out = project(x, weight, bias)
+    out += residual
+    torch.nn.functional.dropout(out, 0.5, inplace=True)
+    out[:, 0] = 0
+    out.sum().backward()
+    assert weight.grad is not None

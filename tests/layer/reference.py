@@ -24,7 +24,7 @@ def head_outputs(
     v = torch.stack(applied(layer.v_proj, keys_from).chunk(layer.num_kv_heads, -1), 1)
     mask, score_bias = mask or Mask(), score_bias or ScoreBias()
     if layer.window is not None:
-        mask = mask & layer.window
+        mask = mask & Mask.window(*layer.window)
     if layer.score_bias is not None:
         score_bias = score_bias + layer.score_bias(align=None)
     return functional.head_outputs(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, Mask, Rotary
+from headwise.errors import OptionError
 from headwise.positions import Alibi, T5Bias
 from headwise.qk_norm import QKNorm
 from tests.layer.test_options import bound
@@ -89,6 +90,18 @@ def test_a_window_lets_any_number_of_tokens_pass() -> None:
     assert_same(layer, torch.cat(parts, dim=1), layer(x))
     assert cache._k.shape[2] == 11
     assert cache.seen == 300
+
+
+def test_a_window_wider_than_the_cache_drops_nothing() -> None:
+    layer, x = made({"window": (16, 0)})
+    cache = layer.cache(batch=BATCH, length=12)
+    parts = [layer(x[:, i : i + 1], cache=cache) for i in range(12)]
+    assert_same(layer, torch.cat(parts, dim=1), layer(x[:, :12]))
+    with pytest.raises(OptionError, match="1 more tokens for a cache that holds 12 of 12"):
+        layer(x[:, 12:13], cache=cache)
+    longer = layer.cache(batch=BATCH, length=17)
+    parts = [layer(x[:, i : i + 1], cache=longer) for i in range(LENGTH)]
+    assert_same(layer, torch.cat(parts, dim=1), layer(x))
 
 
 def test_beams_are_chosen_by_select() -> None:

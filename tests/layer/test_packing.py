@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, Mask, Rotary, ScoreBias
-from headwise.kernels import pieces
+from headwise.kernels import pieces, products
 from headwise.positions import Alibi
 from tests.layer.test_options import bound
 
@@ -154,3 +154,18 @@ def test_a_batch_without_a_real_token() -> None:
     assert torch.equal(out, layer.out_proj.bias.expand_as(out))
     (gradient,) = torch.autograd.grad(out.sum(), x)
     assert torch.equal(gradient, torch.zeros_like(x))
+
+
+@pytest.mark.usefixtures("packs_always")
+def test_dropout_drops_within_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What dropout writes is queries x keys of each sequence, not of the packed row."""
+    layer, x = made(dropout=0.5, softcap=4.0)
+    mask = Mask.lengths(queries=LENGTHS, keys=LENGTHS)
+    shapes: list[tuple[int, ...]] = []
+    drop = products.dropout
+    monkeypatch.setattr(products, "dropout", lambda w, p: shapes.append(w.shape) or drop(w, p))
+    dropped = layer.train()(x, mask=mask)
+    assert shapes == [(1, 4, n, n) for n in (48, 7, 13, 1)]
+    assert "dropout writes the weights" in str(layer.explain(x, mask=mask))
+    assert torch.equal(dropped[1, 7:], layer.out_proj.bias.expand(41, -1))
+    assert not torch.equal(dropped, layer.eval()(x, mask=mask))

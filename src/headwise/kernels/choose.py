@@ -50,7 +50,7 @@ def _reasons_for_tiles(problem: Problem, v: Tensor) -> Iterator[tuple[bool, str]
     yield problem.scale <= 0, "scale <= 0: the fused kernel would multiply its causal -inf by it"
     yield bias.requires_grad, "the gradient of a score bias leaves the fused path"
     yield (
-        any(t.dtype != dtype for t in bias.tensors),
+        any(t.dtype != dtype for t in bias.all()),
         "the fused kernel would round the score bias to the dtype of the queries",
     )
     yield (

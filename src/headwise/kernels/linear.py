@@ -24,7 +24,9 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, weight, bias)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        out: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        # Rows: what a Function returns as a view may not be changed in place.
+        rows: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
+        out: Tensor = rows.unflatten(0, x.shape[:-1])
         return out
     return _product(x, weight, bias)
 
@@ -34,18 +36,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         return _product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        rows = upstream.flatten(0, -2).contiguous()
+        upstream = upstream.contiguous()
         return (
-            project(rows, weight.mT, None).view(x.shape) if of_x else None,
-            project(rows.mT, x.flatten(0, -2).mT, None) if of_weight else None,
-            rows.sum(0) if of_bias else None,
+            project(upstream, weight.mT, None) if of_x else None,
+            project(upstream.mT, x.mT, None) if of_weight else None,
+            upstream.sum(0) if of_bias else None,
         )
 
 

@@ -115,13 +115,12 @@ def head_outputs(
     problem: Problem, v: Tensor, pieces: tuple[Piece, ...], product: Product
 ) -> Tensor:
     """(batch, heads, queries, value_dim): each piece by ``product``, zeros elsewhere."""
-    # Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
     rows = zip(problem.q.split(1), problem.k.split(1), v.split(1), strict=True)
     outputs = []
     for index, (q, k, values) in enumerate(rows):
         own = [piece for piece in pieces if piece.batch == index]
-        cut_q = _cut(q, [piece.queries for piece in own])
-        cut_k, cut_v = (_cut(t, [piece.keys for piece in own]) for t in (k, values))
+        cut_q = cut(q, [piece.queries for piece in own], dim=2)
+        cut_k, cut_v = (cut(t, [piece.keys for piece in own], dim=2) for t in (k, values))
         found = [
             product(_problem_of(problem, piece, *parts), part_v)
             for piece, *parts, part_v in zip(own, cut_q, cut_k, cut_v, strict=True)
@@ -138,14 +137,17 @@ def _problem_of(problem: Problem, piece: Piece, q: Tensor, k: Tensor) -> Problem
     )
 
 
-def _cut(tensor: Tensor, spans: list[Span]) -> list[Tensor]:
-    """The spans of axis 2, in the order given; they do not overlap."""
+def cut(tensor: Tensor, spans: list[Span], *, dim: int) -> list[Tensor]:
+    """These spans of an axis, in the order given; they do not overlap.
+
+    Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
+    """
     order = sorted(range(len(spans)), key=spans.__getitem__)
     sizes, at = [], 0
     for first, stop in (spans[i] for i in order):
         sizes += [first - at, stop - first]
         at = stop
-    parts = tensor.split([*sizes, tensor.shape[2] - at], dim=2)
+    parts = tensor.split([*sizes, tensor.shape[dim] - at], dim=dim)
     return [part for _, part in sorted(zip(order, parts[1::2], strict=True), key=lambda x: x[0])]
 
 

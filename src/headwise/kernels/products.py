@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout
@@ -29,8 +31,11 @@ def dropped_head_outputs(problem: Problem, v: Tensor, *, dropout_p: float) -> Te
 
     What torch's operator takes it computes, so that a seed means what it means in torch.
     """
+    if found := pieces.find(problem):
+        dropped = partial(dropped_head_outputs, dropout_p=dropout_p)
+        return pieces.head_outputs(problem, v, found, dropped)
     own = problem.softcap is not None or problem.sink is not None or problem.scale <= 0
-    if not own and all(bias.dtype == v.dtype for bias in problem.bias.tensors):
+    if not own and all(bias.dtype == v.dtype for bias in problem.bias.all()):
         return sdpa.head_outputs(problem, v, dropout_p=dropout_p)
     kept = dropout(dense.weights(problem), dropout_p)
     values = functional.share_heads(v.to(kept.dtype), heads=kept.shape[1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+from uuid import uuid4
 
 import torch
 from jaxtyping import Float
@@ -78,13 +80,14 @@ class Attention(HeadByHead):
         super().__init__()
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        options.check_counts(embed_dim=embed_dim, num_heads=num_heads)
         self.head_dim = options.divided(embed_dim, num_heads) if head_dim is None else head_dim
         self.value_dim = self.head_dim if value_dim is None else value_dim
         self.out_dim = embed_dim if out_dim is None else out_dim
         self.source_dim = embed_dim if source_dim is None else source_dim
         self.rotary, self.qk_norm = rotary, qk_norm
         self.scale, self.softcap, self.dropout, self.init = scale, softcap, dropout, init
-        self.window = None if window is None else Mask.window(*window)
+        self.window = window
         options.check(self, score_bias, crosses=source_dim is not None)
         heads, kv_heads = num_heads, self.num_kv_heads
         place: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -95,7 +98,7 @@ class Attention(HeadByHead):
         self.q_norm, self.k_norm = (self._norm(n, **place) for n in (heads, kv_heads))
         self.score_bias = score_bias.module(heads, **place) if score_bias else None
         self.sink = nn.Parameter(torch.empty(heads, **place)) if sink else None
-        self.identity = object()  # what its caches know it by
+        self.identity = uuid4().hex  # what its caches know it by
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -122,41 +125,56 @@ class Attention(HeadByHead):
         Args:
             x: what the queries are projected from, and without a source also keys and values.
             source: what keys and values are projected from.
-            mask: who may attend. Queries that it gives up, by ``Mask.lengths(queries=...)`` or by
-                segments, cost nothing; their output is the bias of the output projection.
+            mask: who may attend. The output of a query that it gives up, by lengths or segments,
+                is the bias of the output projection. In eager mode such queries cost nothing where
+                ``Mask.lengths(queries=n, keys=n)`` or segments, with bands or none, are the whole
+                mask, and score biases are by distance; `explain` tells.
             score_bias: added to the scores.
             gate: a factor of each head's outputs, (heads,) or (batch, heads); none means 1. Its
                 gradient at 1 is the head's importance (Michel et al. 2019, arXiv:1905.10650).
-            cache: earlier keys and values; those of ``x`` are added to it. A mask's alignment is
-                then bottom-right unless it is named.
+            cache: earlier keys and values; those of ``x`` are added to it. Alignments are then
+                bottom-right, and lengths count the tokens of this call.
         """
         call = self._call(x, source, mask, score_bias, cache)
+        gate = None if gate is None else options.checked_gate(gate, x, self.num_heads)
         frame = choose_frame(call)
         matrix, v = self._operands(frame, call)
-        dropped = self.training and self.dropout > 0
-        outputs = matrix.dropped(v, dropout_p=self.dropout) if dropped else matrix @ v
+        outputs = matrix.dropped(v, dropout_p=self.dropout) if self.drops else matrix @ v
         if gate is not None:
-            outputs = outputs * frame.gate(options.checked_gate(gate, x, self.num_heads))
+            outputs = outputs * frame.gate(gate.to(outputs.dtype))
         merged = outputs.transpose(1, 2).flatten(2)
         return frame.restore(self.out_proj(frame.before_projection(merged)))
 
     def cache(self, *, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for ``length`` tokens of each of ``batch`` sequences.
 
-        With a window any number of tokens may pass, in no more slots than the window needs.
+        With a window shorter than ``length`` any number of tokens may pass, in at most twice the
+        slots that the window needs. A step is the full forward pass where no query sees a later
+        token: with a causal mask, or a window of (left, 0).
         """
-        options.check_cache_sizes(batch, length)
-        left = None
-        if self.window is not None:
-            left = self.window.bands[0].left
-        slots = length if left is None else min(length, 2 * left + 1)
-        stored = options.stored(self.k_proj)
+        options.check_counts(batch=batch, length=length)
+        left = None if self.window is None else self.window[0]
+        evicts = left is not None and left < length
+        slots = min(length, 2 * left + 1) if left is not None and evicts else length
+        stored = options.stored(self.k_proj, torch.empty(0))
         place: dict[str, Any] = {"device": stored.device, "dtype": dtype or stored.dtype}
         k, v = (
             torch.zeros(batch, self.num_kv_heads, slots, width, **place)
             for width in (self.head_dim, self.value_dim)
         )
-        return Cache(k, v, window=left, owner=self.identity)
+        return Cache(k, v, window=left if evicts else None, owner=self.identity)
+
+    def extra_repr(self) -> str:
+        """The sizes, and the options that are no modules."""
+        return options.described(self)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Attention:
+        """A layer of its own: caches of the original stay the original's, unless copied with it."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)], memo[self.identity] = copied, uuid4().hex
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.identity = memo[self.identity]
+        return copied
 
     # ---- within -----------------------------------------------------------------------------
 
@@ -172,7 +190,7 @@ class Attention(HeadByHead):
         options.check_call(self, x, source, cache)
         mask, score_bias = require_mask(mask), require_score_bias(score_bias)
         if self.window is not None:
-            mask = mask & self.window
+            mask = mask & Mask.window(*self.window)
         if self.score_bias is not None:
             score_bias = score_bias + self.score_bias(align=None)
         if cache is not None:
@@ -181,12 +199,17 @@ class Attention(HeadByHead):
 
     def _operands(self, frame: Whole, call: Call) -> tuple[AttentionMatrix, Tensor]:
         """Project, split into heads, normalise, rotate, remember: the matrix and the values."""
-        positions = frame.positions() if self.rotary else None
-        q = self._heads(self.q_proj(frame.x), self.num_heads, self.q_norm, positions)
-        k = self._heads(self.k_proj(frame.source), self.num_kv_heads, self.k_norm, positions)
+        q = self._heads(self.q_proj(frame.x), self.num_heads, self.q_norm)
+        k = self._heads(self.k_proj(frame.source), self.num_kv_heads, self.k_norm)
         v = self.v_proj(frame.source).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        if self.rotary is not None:
+            q, k = self.rotary.rotate_both(q, k, frame.positions())
+        q = self._normed(q, self.q_norm, "head", "after")
+        k = self._normed(k, self.k_norm, "head", "after")
         mask = frame.mask
         if call.cache is not None:
+            new = call.cache.keys_with(k.shape[2])
+            options.check_fits(call, heads=self.num_heads, keys=new)
             k, v, starts = call.cache.append(k, v, lengths=frame.lengths)
             mask = frame.mask_over(starts, keys=k.shape[2])
         matrix = AttentionMatrix(
@@ -206,16 +229,11 @@ class Attention(HeadByHead):
         per_head = self.qk_norm.over == "head"
         return self.qk_norm.module(self.head_dim * (1 if per_head else heads), **place)
 
-    def _heads(
-        self, x: Tensor, heads: int, norm: nn.Module | None, positions: Tensor | None
-    ) -> Tensor:
+    def _heads(self, x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
         """(batch, length, heads * head_dim) to (batch, heads, length, head_dim)."""
         x = self._normed(x, norm, "width", "before")
         x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
-        x = self._normed(x, norm, "head", "before")
-        if self.rotary is not None and positions is not None:
-            x = self.rotary.rotate(x, positions)
-        return self._normed(x, norm, "head", "after")
+        return self._normed(x, norm, "head", "before")
 
     def _normed(self, x: Tensor, norm: nn.Module | None, over: Over, place: Place) -> Tensor:
         if norm is None or self.qk_norm is None:

@@ -32,6 +32,8 @@ def explain(layer: Parts, call: Call, frame: Whole, matrix: Explanation) -> Laye
     tokens = f"{given:,}, as they were given"
     if isinstance(frame, Packed):
         tokens = f"{real:,} of {given:,} are real, and packed into one row: only they cost"
+    if layer.drops:
+        tokens += "; while training, dropout writes the weights of A @ v down"
     keys = frame.source.shape[0] * frame.source.shape[1]
     counts = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}
     return LayerExplanation(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headwise.cache import Cache
-from headwise.eager import may_read_values
+from headwise.eager import may_check_values, may_read_values
 from headwise.errors import MaskError
 from headwise.kernels import pieces
 from headwise.kernels.pieces import Piece, Span
@@ -71,7 +71,7 @@ class Whole:
 
 
 def choose_frame(call: Call) -> Whole:
-    """Aligned for a cache; packed where that saves work; else as given."""
+    """Aligned where a cache is told lengths; packed where that saves work; else as given."""
     if call.cache is not None:
         return align(call, call.cache)
     return pack(call) or Whole(call.x, call.source, call.mask)
@@ -89,7 +89,7 @@ class Packed(Whole):
     queries: int = 0
 
     def positions(self) -> Tensor:
-        """The position of each token in its own sequence, (length,)."""
+        """The place of each token in the row it came from, (length,)."""
         device = self.x.device
         spans = [piece.queries for piece in self.pieces]
         return torch.cat([torch.arange(first, stop, device=device) for first, stop in spans])
@@ -126,11 +126,14 @@ def pack(call: Call) -> Packed | None:
     if not _may_be_packed(call):
         return None
     batch, queries, width = x.shape
+    least = pieces.call_cost(x.device)
+    if batch * queries * width * width <= least:
+        return None  # whatever the lengths are: reading them would wait for an accelerator
     bound = mask.bind(batch=batch, heads=1, queries=queries, keys=source.shape[1], device=x.device)
     found = pieces.of_mask(bound, batch)
     real = sum(piece.queries.size for piece in found)
     saved = (batch * queries - real) * width * width
-    if not found or saved <= pieces.call_cost(x.device) * len(found):
+    if not found or saved <= least * len(found):
         return None
     if source is x and any(piece.queries != piece.keys for piece in found):
         return None  # the tokens that are queries are not those that are keys
@@ -159,8 +162,11 @@ def _may_be_packed(call: Call) -> bool:
 
 
 def _real(x: Tensor, stretches: list[tuple[int, Span]]) -> Tensor:
-    rows = x.unbind(0)
-    return torch.cat([rows[row][span.first : span.stop] for row, span in stretches])[None]
+    """(1, tokens, width): the stretches of each row, one after the other."""
+    parts: list[Tensor] = []
+    for index, row in enumerate(x.split(1)):
+        parts += pieces.cut(row, [span for own, span in stretches if own == index], dim=1)
+    return torch.cat(parts, dim=1)
 
 
 def _ids(spans: list[Span], device: torch.device) -> Tensor:
@@ -197,12 +203,44 @@ def align(call: Call, cache: Cache) -> Whole:
     """The layout for a cache: sequences of unequal lengths end together.
 
     Raises:
-        MaskError: lengths together with clauses that name places of the batch as it was given.
+        MaskError: lengths that are not those of the new tokens, or together with clauses that name
+            places; a top-left alignment, which a step cannot have.
     """
     x, mask = call.x, call.mask
-    lengths = mask.query_lengths if mask.key_lengths is None else mask.key_lengths
-    if lengths is None:
+    _check_alignment(call, cache)
+    lengths = mask.query_lengths
+    if lengths is None and mask.key_lengths is None:
         return Whole(x, x, mask, cache.seen, cache.padding)
+    _check_lengths(call)
+    place, gap = _places(x, lengths)
+    x = _taken(x, (place - gap).clamp(min=0))
+    padding = gap[:, 0] if cache.padding is None else gap[:, 0] + cache.padding
+    return Aligned(x, x, Mask(bands=mask.bands), cache.seen, padding, lengths)
+
+
+def _check_alignment(call: Call, cache: Cache) -> None:
+    named = [band.align for band in call.mask.bands]
+    named += [part.align for part in call.score_bias.by_distance]
+    if cache.seen and "top-left" in named:
+        raise MaskError(
+            saw=f'align="top-left" with a cache that has seen {cache.seen} tokens',
+            needed="the last query at the last key: a step begins after the first key",
+            do='align="bottom-right", or no alignment, with a cache',
+        )
+
+
+def _check_lengths(call: Call) -> None:
+    """Lengths with a cache: those of the new tokens, as queries and as keys, and nothing beside."""
+    mask, (batch, new, _) = call.mask, call.x.shape
+    queries, keys = mask.query_lengths, mask.key_lengths
+    sizes = {"batch": batch, "heads": 1, "queries": new, "keys": new}
+    Mask.lengths(queries=queries, keys=keys).bind(**sizes, device=call.x.device)
+    if queries is None or keys is None or not _are_equal(queries, keys):
+        raise MaskError(
+            saw=f"a cache with {mask}",
+            needed="one length for each sequence: how many of this call's tokens are real",
+            do="Mask.lengths(queries=n, keys=n)",
+        )
     if mask.dense or mask.segment_ids or call.score_bias.tensors:
         raise MaskError(
             saw=f"a cache with mask {mask} and score bias {call.score_bias}",
@@ -210,10 +248,10 @@ def align(call: Call, cache: Cache) -> Whole:
             "so that all end together",
             do="leave out the lengths, and say by Mask.may_attend which keys may be attended",
         )
-    place, gap = _places(x, lengths)
-    x = _taken(x, (place - gap).clamp(min=0))
-    padding = gap[:, 0] if cache.padding is None else gap[:, 0] + cache.padding
-    return Aligned(x, x, Mask(bands=mask.bands), cache.seen, padding, lengths)
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or not may_check_values(a) or torch.equal(a, b)
 
 
 def _is_real(starts: Tensor, keys: int) -> Tensor:

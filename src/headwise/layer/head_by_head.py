@@ -68,10 +68,11 @@ class HeadByHead(Parts):
         """
         outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
         bias = self.out_proj(torch.zeros_like(outputs[:1, :, :1]).transpose(1, 2).flatten(2))
-        heads = torch.eye(self.num_heads, dtype=outputs.dtype, device=outputs.device)
+        # Filled, not multiplied: an infinite head must not make the others NaN.
+        heads = torch.arange(self.num_heads, device=outputs.device)[:, None, None]
         parts = [
-            self.out_proj((outputs * head[:, None, None]).transpose(1, 2).flatten(2)) - bias
-            for head in heads.unbind()
+            self.out_proj(outputs.masked_fill(heads != head, 0).transpose(1, 2).flatten(2)) - bias
+            for head in range(self.num_heads)
         ]
         return torch.stack(parts, dim=1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -9,8 +11,11 @@ from headwise.axes import sizes
 from headwise.cache import Cache
 from headwise.checks import check_probability, check_score_numbers
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
+from headwise.layer.frames import Call
 from headwise.layer.parts import Parts
-from headwise.positions import PositionBias
+from headwise.masks import Mask
+from headwise.positions import PositionBias, Rotary
+from headwise.qk_norm import QKNorm
 
 X_AXES = ("batch", "queries", "embed_dim")
 SOURCE_AXES = ("batch", "keys", "source_dim")
@@ -31,10 +36,12 @@ def divided(embed_dim: int, num_heads: int) -> int:
 
 
 def check_counts(**counts: int) -> None:
-    """Raise OptionError where a size or a number of heads is below 1."""
+    """Raise OptionError where a size or a number is no whole number from 1."""
     for name, count in counts.items():
-        if count < 1:
-            raise OptionError(saw=f"{name}={count}", needed="at least 1", do=f"set {name}")
+        if not isinstance(count, (int, torch.SymInt)) or count < 1:
+            raise OptionError(
+                saw=f"{name}={count!r}", needed="a whole number from 1", do=f"set {name}"
+            )
 
 
 def check(layer: Parts, score_bias: PositionBias | None, *, crosses: bool) -> None:
@@ -47,6 +54,7 @@ def check(layer: Parts, score_bias: PositionBias | None, *, crosses: bool) -> No
             needed="num_heads divisible by num_kv_heads: each kv head serves a group of heads",
             do=f"num_kv_heads={_divisors(layer.num_heads)}",
         )
+    _check_kinds(layer, score_bias)
     named = {"rotary": layer.rotary, "window": layer.window, "score_bias": score_bias}
     for name, option in named.items():
         if crosses and option is not None:
@@ -57,6 +65,32 @@ def check(layer: Parts, score_bias: PositionBias | None, *, crosses: bool) -> No
     check_probability(layer.dropout)
 
 
+def _check_kinds(layer: Parts, score_bias: object) -> None:
+    kinds = (
+        ("rotary", layer.rotary, Rotary, "a Rotary", "rotary=Rotary()"),
+        ("qk_norm", layer.qk_norm, QKNorm, "a QKNorm", "qk_norm=QKNorm()"),
+        (
+            "score_bias",
+            score_bias,
+            PositionBias,
+            "an Alibi or a T5Bias; a ScoreBias is an argument of the call",
+            "score_bias=Alibi()",
+        ),
+    )
+    for name, option, kind, needed, do in kinds:
+        if option is not None and (isinstance(option, type) or not isinstance(option, kind)):
+            raise OptionError(saw=f"{name}={option!r}", needed=needed, do=do)
+    window = layer.window
+    if window is not None and (not isinstance(window, tuple) or len(window) != 2):
+        raise OptionError(
+            saw=f"window={window!r}",
+            needed="(left, right): how many keys before and after its own place a query sees",
+            do="window=(W - 1, 0) for a causal window of W keys that counts the query's own",
+        )
+    if window is not None:
+        Mask.window(*window)  # refuses a side that is no number from 0
+
+
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
@@ -64,7 +98,7 @@ def _divisors(number: int) -> str:
 def _refuse_across(name: str, option: object, source: str) -> None:
     raise OptionError(
         saw=f"{name}={option} with {source}",
-        needed="one of both: places in x and in another sequence have no distance",
+        needed="one or the other: places in x and in another sequence have no distance",
         do=f"leave out {name} in cross attention; a Mask or ScoreBias of the call can name an "
         "alignment",
     )
@@ -75,9 +109,9 @@ def _refuse_across(name: str, option: object, source: str) -> None:
 
 def check_call(layer: Parts, x: Tensor, source: Tensor | None, cache: Cache | None) -> None:
     """Raise ShapeError, DTypeError, DeviceError or OptionError where a call does not fit."""
-    check_tokens("x", x, layer.embed_dim, X_AXES, stored(layer.q_proj))
+    check_tokens("x", x, layer.embed_dim, X_AXES, stored(layer.q_proj, x))
     if source is not None:
-        check_tokens("source", source, layer.source_dim, SOURCE_AXES, stored(layer.k_proj))
+        check_tokens("source", source, layer.source_dim, SOURCE_AXES, stored(layer.k_proj, source))
         if source.shape[0] != x.shape[0]:
             raise ShapeError(
                 saw=f"x {sizes(x, X_AXES)} and source {sizes(source, SOURCE_AXES)}",
@@ -91,7 +125,7 @@ def check_call(layer: Parts, x: Tensor, source: Tensor | None, cache: Cache | No
             needed="a source (batch, keys, source_dim)",
             do="layer(x, source)",
         )
-    crosses = source is not None and source is not x
+    crosses = source is not None
     for name in ("rotary", "window", "score_bias") if crosses else ():
         if getattr(layer, name) is not None:
             _refuse_across(name, getattr(layer, name), "a source")
@@ -99,19 +133,25 @@ def check_call(layer: Parts, x: Tensor, source: Tensor | None, cache: Cache | No
         _check_cache(layer, cache, crosses=crosses)
 
 
-def stored(projection: nn.Module) -> Tensor:
-    """A parameter of it, for its device and dtype.
+def stored(projection: nn.Module, otherwise: Tensor) -> Tensor:
+    """A parameter of it, for its device and dtype; what quantises may leave none.
 
     Not ``weight``: a parametrised one is computed each time it is read, and spectral_norm takes a
     step of its iteration.
     """
-    return next(projection.parameters())
+    return next(projection.parameters(), otherwise)
 
 
 def check_tokens(
     name: str, x: Tensor, width: int, axes: tuple[str, str, str], weight: Tensor
 ) -> None:
     """Raise ShapeError, DTypeError or DeviceError unless ``weight`` can project these tokens."""
+    if not isinstance(x, Tensor):
+        raise ShapeError(
+            saw=f"{name}={x!r}",
+            needed=f"a tensor ({axes[0]}, {axes[1]}, {axes[2]} {width})",
+            do="layer(x, source, mask=..., score_bias=..., gate=..., cache=...)",
+        )
     if x.dim() != 3 or x.shape[2] != width:
         raise ShapeError(
             saw=f"{name} of shape {tuple(x.shape)}",
@@ -143,19 +183,26 @@ def _check_cache(layer: Parts, cache: Cache, *, crosses: bool) -> None:
     if crosses:
         raise OptionError(
             saw="a cache and a source",
-            needed="one of both: a cache holds keys and values of x",
+            needed="one or the other: a cache holds keys and values of x",
             do="leave out the cache in cross attention",
         )
-    if cache.owner is not layer.identity:
+    if cache.owner != layer.identity:
         raise OptionError(
-            saw=f"{cache!r}, which another layer made",
-            needed="a cache for each layer",
+            saw=f"{cache!r}, which this layer did not make",
+            needed="a cache for each layer, made by it",
             do="caches = [layer.cache(batch=..., length=...) for layer in layers]",
         )
 
 
 def checked_gate(gate: Tensor, x: Tensor, num_heads: int) -> Tensor:
     """The gate, if it has one factor for each head, or for each head of each sequence."""
+    if not isinstance(gate, Tensor) or gate.device != x.device:
+        place = f" on {gate.device}" if isinstance(gate, Tensor) else ""
+        raise DeviceError(
+            saw=f"a gate that is a {type(gate).__name__}{place}",
+            needed=f"a tensor on {x.device}",
+            do=f'torch.ones({num_heads}, device="{x.device}")',
+        )
     if gate.shape not in ((num_heads,), (x.shape[0], num_heads)):
         raise ShapeError(
             saw=f"a gate of shape {tuple(gate.shape)}",
@@ -165,10 +212,32 @@ def checked_gate(gate: Tensor, x: Tensor, num_heads: int) -> Tensor:
     return gate
 
 
-def check_cache_sizes(batch: int, length: int) -> None:
-    """Raise OptionError unless a cache of these sizes can be made."""
-    for name, number in (("batch", batch), ("length", length)):
-        if number < 1:
-            raise OptionError(
-                saw=f"a cache of {name}={number}", needed="at least 1", do=f"set {name}"
-            )
+def check_fits(call: Call, *, heads: int, keys: int) -> None:
+    """Raise what mask and score bias do not fit, before a cache is changed."""
+    batch, queries, _ = call.x.shape
+    sizes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
+    bands_and_places = replace(call.mask, key_lengths=None, query_lengths=None)
+    bands_and_places.bind(**sizes, device=call.x.device)
+    call.score_bias.bind(**sizes, device=call.x.device)
+
+
+# ---- in print ----------------------------------------------------------------------------------
+
+
+def described(layer: Parts) -> str:
+    """The sizes, and what is not as it is by default, but for what is a module."""
+    parts = [f"{layer.embed_dim} to {layer.num_heads} heads of {layer.head_dim}"]
+    if layer.num_kv_heads != layer.num_heads:
+        parts.append(f"{layer.num_kv_heads} kv_heads")
+    if layer.value_dim != layer.head_dim:
+        parts.append(f"value_dim={layer.value_dim}")
+    if layer.source_dim != layer.embed_dim:
+        parts.append(f"source_dim={layer.source_dim}")
+    for name in ("rotary", "window", "scale", "softcap"):
+        if getattr(layer, name) is not None:
+            parts.append(f"{name}={getattr(layer, name)}")
+    if layer.sink is not None:
+        parts.append("sink")
+    if layer.dropout:
+        parts.append(f"dropout={layer.dropout}")
+    return ", ".join(parts)

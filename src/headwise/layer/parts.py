@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from headwise.layer.projection import Projection
-from headwise.masks import Mask
 from headwise.positions import Rotary
 from headwise.qk_norm import QKNorm
 
@@ -22,7 +21,7 @@ class Parts(nn.Module):
     source_dim: int
     rotary: Rotary | None
     qk_norm: QKNorm | None
-    window: Mask | None
+    window: tuple[int | None, int | None] | None
     scale: float | None
     softcap: float | None
     dropout: float
@@ -34,4 +33,9 @@ class Parts(nn.Module):
     k_norm: nn.Module | None
     score_bias: nn.Module | None
     sink: Tensor | None
-    identity: object  # what its caches know it by
+    identity: str  # what its caches know it by
+
+    @property
+    def drops(self) -> bool:
+        """Whether a forward pass now drops weights."""
+        return self.training and self.dropout > 0
