@@ -63,8 +63,9 @@ def test_a_layer_copied_with_its_cache_goes_on(how: Callable[[Any], Any]) -> Non
     other, other_cache = how((layer, cache))
     alone = how(layer)
     expected = layer(x[:, -1:], cache=cache)
-    with pytest.raises(OptionError, match="another layer"):
-        alone(x[:, -1:], cache=other_cache)
+    if how is copy.deepcopy:  # another layer; what is loaded again is the same one
+        with pytest.raises(OptionError, match="did not make"):
+            alone(x[:, -1:], cache=cache)
     assert torch.equal(other(x[:, -1:], cache=other_cache), expected)
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from headwise import budget, matrix
 from headwise.budget import BACKWARD, FORWARD, Budget
-from headwise.kernels import sweep, tiles
+from headwise.kernels import pieces, sweep, tiles
 from tests.memory import LargestTensor
 from tests.paths.subjects import BATCH, EMBED, HEADS, Outputs, Subject
 
@@ -164,6 +164,18 @@ def small_tiles(elements: int = TILE_ELEMENTS) -> Iterator[None]:
     finally:
         for module in (tiles, matrix):
             module.TILE_ELEMENTS = before
+
+
+@contextmanager
+def as_traced() -> Iterator[None]:
+    """Eager mode does what a trace holds, no pieces and F.linear, to be compared bit for bit."""
+    before = pieces.CALL
+    pieces.CALL = 2**60
+    try:
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+    finally:
+        pieces.CALL = before
 
 
 def is_dense(call: Callable[[], Any], inputs: Outputs) -> bool:

@@ -22,6 +22,7 @@ from tests.paths.measure import (
     LENGTHS,
     LONG,
     Call,
+    as_traced,
     check_close,
     count_nodes,
     is_dense,
@@ -298,7 +299,7 @@ def jit_traced(subject: Subject) -> Outcome:
     if subject.training:
         return NOT_RUN
     module, inputs = subject.module(), subject.at(*LONG)
-    with warnings.catch_warnings(record=True) as caught, small_tiles():
+    with warnings.catch_warnings(record=True) as caught, small_tiles(), as_traced():
         warnings.simplefilter("always")
         traced = torch.jit.trace(module, inputs, check_trace=False)
         file = io.BytesIO()
