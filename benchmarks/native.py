@@ -111,7 +111,7 @@ def _projections(tokens: int) -> Case:
         f"{tokens} of 512",
         separate,
         {"one packed": step(packed, packed, x, training=False)},
-        1.02,
+        None,
     )
 
 
