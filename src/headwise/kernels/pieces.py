@@ -19,7 +19,7 @@ from headwise.eager import may_read_values
 from headwise.kernels.problem import Problem
 
 # What one more call of a kernel is worth, in multiply-adds: measured on two CPU cores
-# (docs/log.md); an accelerator does about a thousand times as many in the time of a launch.
+# (docs/log.md). For an accelerator it is an estimate, a thousand times as many.
 CALL, CALL_OF_ACCELERATOR = 2**21, 2**31
 
 Product = Callable[[Problem, Tensor], Tensor]

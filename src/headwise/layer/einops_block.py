@@ -108,6 +108,6 @@ class EinopsAttention(nn.Module):
     def _heads(self, name: str, x: Tensor, projection: Projection) -> Tensor:
         """(batch, length, embed_dim) to (batch, heads, length, width of a head)."""
         axes = ("batch", "queries" if name == "q" else "keys", "embed_dim")
-        options.check_tokens(name, x, self.embed_dim, axes, projection.weight)
+        options.check_tokens(name, x, self.embed_dim, axes, options.stored(projection, x))
         split: Tensor = projection(x).unflatten(-1, (self.num_heads, -1))
         return split.transpose(1, 2)

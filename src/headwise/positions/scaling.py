@@ -47,19 +47,23 @@ def _periods(theta: float, width: int, device: torch.device | str) -> Tensor:
     return torch.pow(theta, exponents)
 
 
+class _KeepsAmplitude:
+    """A scaling that changes the angles alone."""
+
+    @property
+    def amplitude(self) -> float:
+        """What rotated vectors are multiplied by."""
+        return 1.0
+
+
 @dataclass(frozen=True)
-class LinearScaling:
+class LinearScaling(_KeepsAmplitude):
     """Every position divided by ``factor``: position interpolation (arXiv:2306.15595)."""
 
     factor: float
 
     def __post_init__(self) -> None:
         require_positive(self, "factor")
-
-    @property
-    def amplitude(self) -> float:
-        """What rotated vectors are multiplied by."""
-        return 1.0
 
     def scale(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
@@ -69,7 +73,7 @@ class LinearScaling:
 
 
 @dataclass(frozen=True)
-class NTKScaling:
+class NTKScaling(_KeepsAmplitude):
     """A larger theta: ``theta * factor ** (width / (width - 2))``.
 
     It divides the slowest frequency by ``factor`` and leaves the fastest (bloc97's NTK-aware
@@ -80,11 +84,6 @@ class NTKScaling:
 
     def __post_init__(self) -> None:
         require_positive(self, "factor")
-
-    @property
-    def amplitude(self) -> float:
-        """What rotated vectors are multiplied by."""
-        return 1.0
 
     def scale(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
@@ -203,7 +202,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
+class Llama3Scaling(_KeepsAmplitude):
     """Long waves divided by ``factor``, short ones kept, a blend between (Llama 3.1).
 
     A pair is kept where it turns more than ``high_freq_factor`` times within ``original_length``
@@ -225,11 +224,6 @@ class Llama3Scaling:
                 needed="low_freq_factor below high_freq_factor",
                 do="Llama 3.1 has 1.0 and 4.0",
             )
-
-    @property
-    def amplitude(self) -> float:
-        """What rotated vectors are multiplied by."""
-        return 1.0
 
     def scale(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
