@@ -17,7 +17,8 @@ from headwise.cli.demo import demo
 from headwise.errors import MissingExtraError, OptionError
 from headwise.models import minilm
 from headwise.studies import first_look as study
-from headwise.studies.first_look import Fallback, FirstLook
+from headwise.studies.encoder import Fallback
+from headwise.studies.first_look import FirstLook
 from tests.looks import random_look, with_distinct_checks
 
 

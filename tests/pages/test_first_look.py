@@ -11,7 +11,8 @@ import pytest
 
 from headwise.models.reading import Reading
 from headwise.pages.first_look import in_words, render, save, scientific
-from headwise.studies.first_look import METRICS, Fallback, FirstLook
+from headwise.studies.encoder import Fallback
+from headwise.studies.first_look import METRICS, FirstLook
 from tests.looks import random_look, random_reading, with_distinct_checks
 
 VOID = {"meta", "link", "img", "br"}

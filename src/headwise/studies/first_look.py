@@ -22,12 +22,13 @@ from torch.nn import functional as F
 from headwise import functional
 from headwise.budget import Budget, Verdict
 from headwise.drop_in.layer import MultiheadAttention
-from headwise.errors import MissingExtraError
 from headwise.heads import statistics
 from headwise.masks import Mask
 from headwise.matrix import AttentionMatrix
-from headwise.models import minilm, small, text
+from headwise.models import text
 from headwise.models.reading import AttentionCall, Progress, Projections, Reading, no_progress
+from headwise.studies import encoder
+from headwise.studies.encoder import Fallback
 
 CELLS = 32  # a pooled map is this many blocks of queries by this many blocks of keys
 CLOSE_UP = 24  # tokens of a close-up
@@ -100,14 +101,6 @@ class CloseUp:
 
 
 @dataclass(frozen=True)
-class Fallback:
-    """Why the trained encoder could not be had, and the command that gets it."""
-
-    reason: str
-    remedy: str
-
-
-@dataclass(frozen=True)
 class FirstLook:
     """What was read, whether the layers are equal, and what every head does.
 
@@ -165,7 +158,7 @@ def first_look(*, progress: Progress = no_progress) -> FirstLook:
     Args:
         progress: told (what is going on, steps done, steps in all).
     """
-    reading, fallback = _read(progress)
+    reading, fallback = encoder.read(progress)
     return look(reading, fallback=fallback, progress=progress)
 
 
@@ -245,16 +238,6 @@ def drop_in_layer(projections: Projections, num_heads: int) -> MultiheadAttentio
         }
     )
     return layer.eval()
-
-
-def _read(progress: Progress) -> tuple[Reading, Fallback | None]:
-    whole, first = " ".join(text.paragraphs()), text.paragraphs()[0]
-    try:
-        passage = "the first four paragraphs of chapter I"
-        return minilm.read(whole, first, passage=passage, progress=progress), None
-    except MissingExtraError as missing:
-        reading = small.read(whole, attention=MultiheadAttention, progress=progress)
-        return reading, Fallback(missing.saw, missing.do)
 
 
 def _layer_by_the_reference(

@@ -1,0 +1,36 @@
+"""The encoder that the studies look at, and what it read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from headwise.drop_in.layer import MultiheadAttention
+from headwise.errors import MissingExtraError
+from headwise.models import minilm, small, text
+from headwise.models.reading import Progress, Reading, no_progress
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Why the trained encoder could not be had, and the command that gets it."""
+
+    reason: str
+    remedy: str
+
+
+def read(progress: Progress = no_progress) -> tuple[Reading, Fallback | None]:
+    """Read the text with all-MiniLM-L6-v2, or with a small encoder trained on the spot."""
+    whole, first = " ".join(text.paragraphs()), text.paragraphs()[0]
+    try:
+        passage = "the first four paragraphs of chapter I"
+        return minilm.read(whole, first, passage=passage, progress=progress), None
+    except MissingExtraError as missing:
+        reading = small.read(whole, attention=MultiheadAttention, progress=progress)
+        return reading, Fallback(missing.saw, missing.do)
+
+
+@cache
+def reading() -> Reading:
+    """What the encoder read, once for all questions that look at it."""
+    return read()[0]

@@ -1,0 +1,99 @@
+"""The study: every question asked, one after the other."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from headwise.errors import MissingExtraError
+from headwise.models.reading import Progress, no_progress
+from headwise.studies import catalogue
+from headwise.studies.question import Answer, Question, as_numbers
+
+WHOLE = 100  # what one question counts on the progress bar
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A question that could not be asked here, why, and what to do."""
+
+    id: str
+    asks: str
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """The answers, what was left out, and where this was measured."""
+
+    answers: tuple[Answer, ...]
+    left_out: tuple[LeftOut, ...]
+    setting: Mapping[str, str | int]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every claim is borne out."""
+        return all(answer.holds for answer in self.answers)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers; its keys are stable."""
+        return {
+            "questions": [answer.as_json() for answer in self.answers],
+            "left_out": [asdict(left) for left in self.left_out],
+            "setting": dict(self.setting),
+        }
+
+
+def study(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> Study:
+    """Ask the questions of these ids, or all.
+
+    Args:
+        ids: questions of the catalogue.
+        progress: told (what is going on, steps done, steps in all).
+
+    Raises:
+        OptionError: an id is not in the catalogue.
+        MissingExtraError: a question that was named needs a package that is not installed. Where
+            none is named, such a question is left out.
+    """
+    names = catalogue.chosen(ids)
+    answers, left_out = [], []
+    for count, name in enumerate(names):
+
+        def part(stage: str, done: int, total: int, *, count: int = count) -> None:
+            progress(stage, WHOLE * count + WHOLE * done // total, WHOLE * len(names))
+
+        part(name, 0, 1)
+        question = catalogue.load(name)
+        try:
+            answers.append(ask(question, progress=part))
+        except MissingExtraError as missing:
+            if ids:
+                raise
+            left_out.append(LeftOut(name, question.asks, missing.saw, missing.do))
+    progress("done", WHOLE * len(names), WHOLE * len(names))
+    return Study(tuple(answers), tuple(left_out), setting())
+
+
+def ask(question: Question, *, progress: Progress = no_progress) -> Answer:
+    """Measure, with random numbers that are the same every time and nobody else's."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Answer(question, as_numbers(question.measure(progress)))
+
+
+def setting() -> dict[str, str | int]:
+    """What times and roundings depend on."""
+    return {
+        "headwise": metadata.version("headwise"),
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
