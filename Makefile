@@ -1,7 +1,8 @@
-# make demo    a trained encoder, head by head, as a table and as a page
+# make demo    a trained encoder, head by head, and the study: as tables and as pages
 # make test    the test suite
 # make check   the one gate: format, lint, types, floors, tests, docs
 # make bench   the figures, on a machine that does nothing else
+# make study   measure the study again, and write what the documentation says of it
 # make mutants break the source on purpose; a test must notice (ONLY="03-scale 07-window" for some)
 # make docs    the documentation, in site/
 # make clean   remove everything that was built, .venv too
@@ -14,11 +15,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.filled
 
-.PHONY: demo test check lint bench mutants docs clean
+.PHONY: demo test check lint bench study mutants docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
 	$(BIN)/headwise demo
+	$(BIN)/headwise study
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -38,6 +40,9 @@ check: lint test docs
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks
+
+study: $(READY)
+	$(BIN)/python -m tools.study
 
 mutants: $(READY)
 	$(BIN)/python tools/mutants.py $(ONLY)

@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from headwise.pages import study
 from headwise.pages.first_look import render
+from headwise.studies.study import Study
 from tests.looks import random_look
+from tools import study as documentation
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
@@ -44,6 +47,11 @@ addEventListener("load", () => {
     spilled: [...document.querySelectorAll(".card, .map, .status")]
       .filter((e) => e.scrollWidth > e.clientWidth + 2).length,
     paper: getComputedStyle(document.body).backgroundColor,
+    cut: [...document.querySelectorAll("svg text")].filter((t) => {
+      const box = t.getBoundingClientRect(), all = t.ownerSVGElement.getBoundingClientRect();
+      return box.left < all.left - 1 || box.right > all.right + 1 ||
+        box.top < all.top - 1 || box.bottom > all.bottom + 1;
+    }).map((t) => t.textContent),
     facts: [...document.querySelectorAll(".map .more")].filter((e) => seen(e) !== "none").length,
     enlarged: document.querySelector(":target")?.querySelector("img").clientWidth,
   });
@@ -57,11 +65,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def with_probe(html: str, folder: Path) -> Path:
+    page = folder / "copy.html"
+    page.write_text(html.replace("</body>", PROBE + "</body>"), "utf-8")
+    return page
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    page = tmp_path_factory.mktemp("page") / "copy.html"
-    page.write_text(render(random_look()).replace("</body>", PROBE + "</body>"), "utf-8")
-    return page
+    return with_probe(render(random_look()), tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def study_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    record = documentation.read()
+    result = Study(tuple(documentation.answers(record)), (), record["setting"])
+    return with_probe(study.render(result), tmp_path_factory.mktemp("study"))
 
 
 def measured(address: str, tmp_path: Path, *flags: str, width: int = 1280) -> dict[str, Any]:
@@ -105,7 +124,20 @@ def test_dark_where_the_reader_wants_it_dark(copy: Path, tmp_path: Path) -> None
     assert dark["paper"] == "rgb(20, 23, 27)"
 
 
-def test_a_phone(copy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [500, 1280])
+def test_no_word_of_the_studys_pictures_is_cut_off(
+    study_copy: Path, tmp_path: Path, width: int
+) -> None:
+    found = measured(study_copy.as_uri(), tmp_path, width=width)
+    assert found["wide"] <= width
+    assert found["spilled"] == 0
+    assert found["cut"] == []
+    assert found["fetched"] == []
+
+
+@pytest.mark.parametrize("page", ["copy", "study_copy"])
+def test_a_phone(page: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    copy: Path = request.getfixturevalue(page)
     frame = copy.with_name("frame.html")
     frame.write_text(
         "<!doctype html><body><script>addEventListener('message', (e) => "

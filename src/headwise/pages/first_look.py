@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
 from markupsafe import Markup
 
 from headwise import budget
@@ -15,6 +14,7 @@ from headwise.heads import statistics
 from headwise.heads.statistics import Definition
 from headwise.pages import pictures
 from headwise.pages.files import write_whole
+from headwise.pages.template import templates
 from headwise.studies.first_look import METRICS, CloseUp, FirstLook, Head
 
 # Weights below this have no hover text in a close-up: there are hundreds, and none is worth it.
@@ -59,13 +59,7 @@ def save(result: FirstLook, path: Path) -> Path:
 
 def render(result: FirstLook) -> str:
     """The page as HTML."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("headwise.pages"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates()
     environment.filters |= {
         "css": pictures.css,
         "ink": pictures.ink,

@@ -13,7 +13,7 @@ def say(template: str, numbers: Mapping[str, Any]) -> str:
     """Fill ``{key}``, ``{key[inner]}`` and ``{key[0]}`` from the numbers.
 
     After a colon stands how it is written: what Python's ``format`` knows, or ``sci``
-    (1.9 × 10⁻⁶), ``percent`` (34 %), ``shape`` ((2, 12, 256)) or ``yesno``.
+    (1.9 × 10⁻⁶), ``percent`` (34 %), ``shape`` ((2, 12, 256)), ``list`` (1, 2, 4) or ``yesno``.
     """
     return _Template().vformat(template, (), numbers)
 
@@ -42,12 +42,14 @@ class _Template(string.Formatter):
     def format_field(self, value: Any, spec: str) -> str:
         match spec:
             case "sci":
-                return scientific(value)
+                return scientific(float(value))
             case "percent":
                 return f"{100 * value:.0f} %"
             case "shape":
                 inner = ", ".join(map(str, value))
                 return f"({inner},)" if len(value) == 1 else f"({inner})"
+            case "list":
+                return ", ".join(map(str, value))
             case "yesno":
                 return "yes" if value else "no"
         return format(value, spec)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from headwise.drop_in.layer import MultiheadAttention
 from headwise.layer.attention import Attention
 from headwise.models.reading import Progress
-from headwise.studies.drawing import INK, LINE, SERIES
+from headwise.studies.drawing import LINE, SERIES
 from headwise.studies.question import Fact, Numbers, Question, Table
 
 if TYPE_CHECKING:
@@ -54,25 +54,20 @@ def count(layer: nn.Module) -> int:
 def draw(figure: Figure, n: Numbers) -> None:
     """Parameters over the number of heads, for shared widths and for widths of their own."""
     axes = figure.subplots()
-    for name, key, colour in (
-        ("the heads share the width", "width_shared", SERIES[0]),
-        ("each head keeps its width", "width_of_a_head_fixed", SERIES[1]),
-    ):
-        values = [n[key][str(heads)] / 1e6 for heads in n["shown"]]
-        axes.plot(range(len(values)), values, marker="o", color=colour)
-        axes.annotate(
-            name,
-            (len(values) - 1, values[-1]),
-            xytext=(8, 0),
-            color=colour,
-            textcoords="offset points",
-            va="center",
-        )
-    axes.set_xticks(range(len(n["shown"])), [str(heads) for heads in n["shown"]])
-    axes.set_xlim(-0.2, len(n["shown"]) + 0.6)
-    axes.set_ylim(0)
-    axes.set_xlabel("heads")
-    axes.set_ylabel("parameters, millions", color=INK)
+    places = range(len(n["shown"]))
+    shared, own = (
+        [n[key][str(heads)] / 1e6 for heads in n["shown"]]
+        for key in ("width_shared", "width_of_a_head_fixed")
+    )
+    axes.plot(places, shared, marker="o", color=SERIES[0])
+    axes.plot(places, own, marker="o", color=SERIES[1])
+    axes.text(0, shared[0] + 0.1, "heads share the width", color=SERIES[0])
+    words = f"each head is {n['head_dim']} wide"
+    axes.text(places[-1] - 0.1, own[-1], words, color=SERIES[1], ha="right", va="center")
+    axes.set_xticks(places, [str(heads) for heads in n["shown"]])
+    axes.set_ylim(0, 1.1 * own[-1])
+    axes.set_xlabel("number of heads")
+    axes.set_ylabel("parameters, millions")
     axes.grid(axis="y", color=LINE)
 
 
@@ -84,7 +79,8 @@ QUESTION = Question(
     measure=measure,
     facts=(
         Fact(
-            "the parameters have the same names and shapes for {head_counts} heads",
+            "the parameters have the same names and shapes for every number of heads that divides "
+            "{embed_dim}: {head_counts:list}",
             lambda n: n["same_tensors"],
         ),
         Fact(

@@ -1,0 +1,55 @@
+"""Answers in a terminal of 80 columns, with colours or without."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from headwise.studies.question import Answer
+from headwise.studies.study import Study
+
+
+def show(result: Study, console: Console, *, whole: bool) -> None:
+    """Each question with its verdict; where ``whole``, with its reason, its facts and its table."""
+    for answer in result.answers:
+        console.print(Text(answer.question.asks, "bold"))
+        console.print(_indented(Text(answer.verdict, "" if answer.holds else "bold red")))
+        if whole:
+            _show_evidence(answer, console)
+        console.print()
+    for left in result.left_out:
+        console.print(Text(left.asks, "bold"))
+        console.print(
+            _indented(Text(f"Left out: {left.reason}.\nTo get it: {left.remedy}", "yellow"))
+        )
+        console.print()
+    borne_out = sum(answer.holds for answer in result.answers)
+    console.print(f"{borne_out} of {len(result.answers)} claims are borne out.")
+    if not whole:
+        example = result.answers[0].question.id if result.answers else "parameters"
+        console.print(
+            "The facts and figures of one question by its name, for instance:\n"
+            f"headwise study {example}"
+        )
+
+
+def _show_evidence(answer: Answer, console: Console) -> None:
+    console.print(_indented(Text(answer.say(answer.question.why), "dim")))
+    for held, words in answer.facts:
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        grid.add_row(Text("✓", "green") if held else Text("✗", "red"), Text(words))
+        console.print(_indented(grid))
+    if answer.question.table:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for count, name in enumerate(answer.question.table.columns):
+            table.add_column(Text(name), justify="right" if count else "left")
+        for row in answer.rows:
+            table.add_row(*map(Text, row))
+        console.print(_indented(table))
+
+
+def _indented(what: Text | Table) -> Padding:
+    return Padding(what, (0, 0, 0, 2))

@@ -1,0 +1,72 @@
+"""``headwise study``: questions about heads, each answered by an experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PAGE = Path("headwise-study/index.html")
+
+
+def study(
+    questions: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[QUESTION]...", help="The questions to ask; all if none is named."),
+    ] = None,
+    *,
+    out: Annotated[Path, typer.Option(help="The HTML page to write.")] = PAGE,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print every number as JSON instead of sentences.")
+    ] = False,
+    as_list: Annotated[
+        bool, typer.Option("--list", help="Print the questions and their names, and stop.")
+    ] = False,
+) -> None:
+    """Ask what people ask about attention heads, and let experiments answer.
+
+    Prints each question with its verdict, and with all its facts and figures where it is named. The
+    page holds everything.
+    """
+    import json
+    import time
+
+    from rich.console import Console
+
+    from headwise.cli.progress import on_a_bar
+    from headwise.pages.files import require_writable
+
+    if as_list:
+        _print_list()
+        return
+    require_writable(out)  # before the work, not after it
+    start = time.perf_counter()
+    # Progress leaves standard output to the result.
+    aside = Console(stderr=True, highlight=False, soft_wrap=True)
+    with on_a_bar(aside, "loading torch") as progress:
+        from headwise.pages import charts
+        from headwise.pages.study import save
+        from headwise.studies.study import study as ask
+
+        charts.require()
+        result = ask(questions or (), progress=progress)
+        page = save(result, out)
+    seconds = time.perf_counter() - start
+    if as_json:
+        typer.echo(json.dumps(result.as_json(), ensure_ascii=False))
+        aside.print(f"{seconds:.1f} s. The page: {page}", markup=False)
+        return
+    from headwise.cli.answers import show
+
+    console = Console(highlight=False)
+    show(result, console, whole=bool(questions))
+    console.print(f"{seconds:.1f} s. The page:\n{page}", markup=False, soft_wrap=True)
+
+
+def _print_list() -> None:
+    from headwise.studies import catalogue
+
+    wide = max(map(len, catalogue.IDS))
+    for name in catalogue.IDS:
+        typer.echo(f"{name:<{wide}}  {catalogue.load(name).asks}")

@@ -1,0 +1,32 @@
+"""How long things take, against each other: shown in the studies, and never judged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+Work = Callable[[], object]
+
+
+def times_of(works: Mapping[str, Work], *, against: str, rounds: int) -> dict[str, float]:
+    """How many times as long each takes as the one that is named: the median over the rounds.
+
+    All run in every round, in turn forwards and backwards, so that a busy machine is busy for
+    all of them.
+    """
+    for work in works.values():  # the first call is not like the others
+        work()
+    ratios: dict[str, list[float]] = {name: [] for name in works}
+    for count in range(rounds):
+        order = reversed(works) if count % 2 else works
+        taken = {name: _seconds(works[name]) for name in order}
+        for name, seconds in taken.items():
+            ratios[name].append(seconds / taken[against])
+    return {name: median(found) for name, found in ratios.items()}
+
+
+def _seconds(work: Work) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,136 @@
+"""What a layer really computes: every operation of a forward pass, and how far it has come.
+
+A pass goes through four stages. A product with parameters takes the input to ``PROJECTED``, and
+what has been attended to ``OUTPUT``; a product of activations with each other takes what is
+projected to ``ATTENDED``. Everything else (views, copies, scaling, softmax) stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+INPUT, PROJECTED, ATTENDED, OUTPUT = range(4)
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
+FUSED = "_scaled_dot_product"  # both products of attention in one operation
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One operation of a forward pass.
+
+    Attributes:
+        operation: torch's name of it.
+        stage: how far its result is.
+        given: the activations that it read, without parameters.
+        result: what it gave; the first, where it gave several.
+    """
+
+    operation: str
+    stage: int
+    given: tuple[Tensor, ...]
+    result: Tensor
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it multiplies matrices."""
+        return _is_product(self.operation)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether its result is the memory of what it was given: nothing is computed."""
+        return _memory(self.result) in {_memory(x) for x in self.given}
+
+
+def trace(layer: nn.Module, x: Tensor, forward: Callable[[Tensor], Any]) -> tuple[Step, ...]:
+    """The operations of ``forward(x)`` that ``x`` has a part in.
+
+    Args:
+        layer: whose parameters tell a projection from a product of activations.
+        x: the input.
+        forward: the pass, e.g. ``lambda x: layer(x, x, x)``.
+    """
+    recorder = _Recorder(layer, x)
+    with recorder:
+        forward(x)
+    return tuple(recorder.steps)
+
+
+def cuts(steps: Sequence[Step], *, head_dim: int) -> tuple[Step, ...]:
+    """The steps that cut a wider last axis into heads of this width."""
+    return tuple(
+        step
+        for step in steps
+        if step.result.shape[-1] == head_dim
+        and step.given[0].shape[-1] > head_dim
+        and step.result.numel() == step.given[0].numel()
+        and step.result.dim() > step.given[0].dim()
+    )
+
+
+def shapes_on_the_way(steps: Sequence[Step], *, head_dim: int) -> dict[str, list[int]]:
+    """The shapes between the input and the output of a pass, by what they are.
+
+    ``weights`` is missing where a fused operation keeps them to itself.
+    """
+    attending = [step for step in steps if step.is_product and step.stage == ATTENDED]
+    last = next(step for step in steps if step.is_product and step.stage == OUTPUT)
+    found = {
+        "x": steps[0].given[0],
+        "q": cuts(steps, head_dim=head_dim)[0].given[0],
+        "per_head": attending[0].given[0],
+        "weights": attending[-1].given[0],
+        "head_outputs": attending[-1].result,
+        "merged": last.given[0],
+        "output": next(s for s in steps if s.stage == OUTPUT and s.result.dim() == 3).result,
+        "returned": [s for s in steps if s.stage == OUTPUT][-1].result,
+    }
+    if len(attending) == 1:
+        del found["weights"]
+    return {name: list(x.shape) for name, x in found.items()}
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps every tensor that it sees, so that no memory is used twice during the pass."""
+
+    def __init__(self, layer: nn.Module, x: Tensor) -> None:
+        super().__init__()
+        self.parameters = {_memory(p) for p in layer.parameters()}
+        self.stages = {_memory(x): INPUT}
+        self.steps: list[Step] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = tuple(x for x in read if _memory(x) in self.stages)
+        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if given and results:
+            operation = func.overloadpacket.__name__
+            stage = max(self.stages[_memory(x)] for x in given)
+            if _is_product(operation):
+                stage = self._after_product(stage, read)
+            for result in results:
+                self.stages[_memory(result)] = stage
+            self.steps.append(Step(operation, stage, given, results[0]))
+        return out
+
+    def _after_product(self, stage: int, read: list[Tensor]) -> int:
+        if any(_memory(x) in self.parameters for x in read):
+            return PROJECTED if stage < ATTENDED else OUTPUT
+        return max(stage, ATTENDED)
+
+
+def _is_product(operation: str) -> bool:
+    return operation in PRODUCTS or operation.startswith(FUSED)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

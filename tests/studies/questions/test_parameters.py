@@ -1,0 +1,55 @@
+"""Parameters: the verdict turns when the number of heads does change them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headwise.drop_in.layer import MultiheadAttention
+from headwise.layer.attention import Attention
+from headwise.studies.questions import parameters
+from headwise.studies.questions.parameters import QUESTION
+from headwise.studies.study import ask
+
+
+def failed() -> list[str]:
+    """The facts that do not hold, after asking again."""
+    answer = ask(QUESTION)
+    found = [words for held, words in answer.facts if not held]
+    assert answer.holds == (not found)
+    assert all(words in answer.verdict for words in found)
+    return found
+
+
+def test_a_layer_with_a_parameter_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gated(MultiheadAttention):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.gate = nn.Parameter(torch.ones(self.num_heads))
+
+    monkeypatch.setattr(parameters, "MultiheadAttention", Gated)
+    assert "the same names and shapes" in failed()[0]
+
+
+def test_heads_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Narrow(MultiheadAttention):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.head_dim -= 1
+
+    monkeypatch.setattr(parameters, "MultiheadAttention", Narrow)
+    (words,) = failed()
+    assert "774,144 numbers" in words
+
+
+def test_a_native_layer_that_forgets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(embed_dim: int, num_heads: int, **forgotten: int) -> Attention:
+        return Attention(embed_dim, num_heads)
+
+    monkeypatch.setattr(parameters, "Attention", plain)
+    first, second = failed()
+    assert "and sixteen have 1,050,624" in first
+    assert "1,050,624 parameters are left of 1,050,624" in second
