@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from headwise.studies.question import Answer
 from headwise.studies.study import Study
+
+INDENT = 2
 
 
 def show(result: Study, console: Console, *, whole: bool) -> None:
@@ -43,13 +47,31 @@ def _show_evidence(answer: Answer, console: Console) -> None:
         grid.add_row(Text("✓", "green") if held else Text("✗", "red"), Text(words))
         console.print(_indented(grid))
     if answer.question.table:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for count, name in enumerate(answer.question.table.columns):
-            table.add_column(Text(name), justify="right" if count else "left")
-        for row in answer.rows:
-            table.add_row(*map(Text, row))
-        console.print(_indented(table))
+        console.print(_indented(_table(answer.question.table.columns, answer.rows, console)))
 
 
-def _indented(what: Text | Table) -> Padding:
-    return Padding(what, (0, 0, 0, 2))
+def _table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console
+) -> Table | Group:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for count, name in enumerate(columns):
+        table.add_column(Text(name), justify="right" if count else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if console.measure(table).minimum <= console.width - 2 * INDENT:
+        return table
+    # Too many columns for this terminal: row by row, each cell beside the name of its column.
+    return Group(*(_record(columns, row) for row in rows))
+
+
+def _record(columns: Sequence[str], row: Sequence[str]) -> Table:
+    record = Table.grid(padding=(0, 2, 0, 0))
+    record.add_row("", "")
+    record.add_row(Text(columns[0], "dim"), Text(row[0], "bold"))
+    for name, cell in zip(columns[1:], row[1:], strict=True):
+        record.add_row(Text(name, "dim"), Text(cell))
+    return record
+
+
+def _indented(what: RenderableType) -> Padding:
+    return Padding(what, (0, 0, 0, INDENT))

@@ -29,6 +29,13 @@ def study(
     Prints each question with its verdict, and with all its facts and figures where it is named. The
     page holds everything.
     """
+    if as_list:
+        _print_list()
+    else:
+        _study(questions or [], out, as_json=as_json)
+
+
+def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
     import json
     import time
 
@@ -37,9 +44,6 @@ def study(
     from headwise.cli.progress import on_a_bar
     from headwise.pages.files import require_writable
 
-    if as_list:
-        _print_list()
-        return
     require_writable(out)  # before the work, not after it
     start = time.perf_counter()
     # Progress leaves standard output to the result.
@@ -50,7 +54,7 @@ def study(
         from headwise.studies.study import study as ask
 
         charts.require()
-        result = ask(questions or (), progress=progress)
+        result = ask(questions, progress=progress)
         page = save(result, out)
     seconds = time.perf_counter() - start
     if as_json:

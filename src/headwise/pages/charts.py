@@ -6,7 +6,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
-from headwise.errors import MissingExtraError
+from headwise import extras
 from headwise.studies import drawing
 from headwise.studies.question import Answer
 
@@ -56,14 +56,7 @@ def require() -> None:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(
-            saw="matplotlib is not installed",
-            needed="matplotlib, which draws the pictures of the page",
-            do="pip install 'headwise[demo]'",
-        ) from error
+    extras.require("matplotlib", purpose="which draws the pictures of the page")
 
 
 def svg(answer: Answer) -> str:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from statistics import median
 
+from headwise.models.threads import one_thread
+
 Work = Callable[[], object]
 
 
@@ -13,16 +15,17 @@ def times_of(works: Mapping[str, Work], *, against: str, rounds: int) -> dict[st
     """How many times as long each takes as the one that is named: the median over the rounds.
 
     All run in every round, in turn forwards and backwards, so that a busy machine is busy for
-    all of them.
+    all of them; and on one thread, since several would wait for the one that was disturbed.
     """
-    for work in works.values():  # the first call is not like the others
-        work()
     ratios: dict[str, list[float]] = {name: [] for name in works}
-    for count in range(rounds):
-        order = reversed(works) if count % 2 else works
-        taken = {name: _seconds(works[name]) for name in order}
-        for name, seconds in taken.items():
-            ratios[name].append(seconds / taken[against])
+    with one_thread():
+        for work in works.values():  # the first call is not like the others
+            work()
+        for count in range(rounds):
+            order = list(works)[:: -1 if count % 2 else 1]
+            taken = {name: _seconds(works[name]) for name in order}
+            for name, seconds in taken.items():
+                ratios[name].append(seconds / taken[against])
     return {name: median(found) for name, found in ratios.items()}
 
 

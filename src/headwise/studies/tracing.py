@@ -69,8 +69,7 @@ def cuts(steps: Sequence[Step], *, head_dim: int) -> tuple[Step, ...]:
         for step in steps
         if step.result.shape[-1] == head_dim
         and step.given[0].shape[-1] > head_dim
-        and step.result.numel() == step.given[0].numel()
-        and step.result.dim() > step.given[0].dim()
+        and not step.is_product
     )
 
 
@@ -80,14 +79,18 @@ def shapes_on_the_way(steps: Sequence[Step], *, head_dim: int) -> dict[str, list
     ``weights`` is missing where a fused operation keeps them to itself.
     """
     attending = [step for step in steps if step.is_product and step.stage == ATTENDED]
-    last = next(step for step in steps if step.is_product and step.stage == OUTPUT)
+    merged = next(
+        step
+        for step in steps[steps.index(attending[-1]) + 1 :]
+        if step.result.shape[-1] > step.given[0].shape[-1]
+    )
     found = {
         "x": steps[0].given[0],
         "q": cuts(steps, head_dim=head_dim)[0].given[0],
         "per_head": attending[0].given[0],
         "weights": attending[-1].given[0],
         "head_outputs": attending[-1].result,
-        "merged": last.given[0],
+        "merged": merged.result,
         "output": next(s for s in steps if s.stage == OUTPUT and s.result.dim() == 3).result,
         "returned": [s for s in steps if s.stage == OUTPUT][-1].result,
     }

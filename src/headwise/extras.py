@@ -1,0 +1,36 @@
+"""Packages that only some rooms need, imported when they are needed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+from headwise.errors import MissingExtraError
+
+
+def require(module: str, *, purpose: str, extra: str = "demo") -> Any:
+    """A module of a package that headwise does not depend on.
+
+    Args:
+        module: its full name. What a package loads on demand is named itself, since the import is
+            quiet: transformers loads whatever else is installed, and that may complain at length.
+        purpose: what the package does here, for the message.
+        extra: headwise's extra that has the package.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0].replace("_", "-")
+        raise MissingExtraError(
+            saw=f"{package} is not installed",
+            needed=f"{package}, {purpose}",
+            do=f"pip install 'headwise[{extra}]'",
+        ) from error
+    finally:
+        logging.disable(before)

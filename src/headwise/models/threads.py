@@ -1,0 +1,22 @@
+"""How many threads a computation may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Matrices of small models gain nothing from a second thread, and lose much on a busy machine.
+
+    The number of threads is the process's own: it is put back afterwards.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,56 @@
+"""The weights that every implementation is filled with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Separate projections, each used as in `torch.nn.Linear`: ``x @ matrix.mT + bias``.
+
+    Head h has the rows from h * head_dim of ``q``, ``k`` and ``v``, and those columns of ``out``.
+
+    Attributes:
+        biases: those of ``q``, ``k``, ``v`` and ``out``; None where there are none.
+    """
+
+    q: Float[Tensor, "embed_dim embed_dim"]
+    k: Float[Tensor, "embed_dim embed_dim"]
+    v: Float[Tensor, "embed_dim embed_dim"]
+    out: Float[Tensor, "embed_dim embed_dim"]
+    biases: tuple[Float[Tensor, " embed_dim"], ...] | None = None
+
+    @classmethod
+    def of(cls, matrices: Iterable[Tensor], biases: Iterable[Tensor] = ()) -> Weights:
+        """From the four matrices, and four biases or none."""
+        q, k, v, out = matrices
+        return cls(q, k, v, out, tuple(biases) or None)
+
+    @classmethod
+    def of_linears(cls, *linears: nn.Linear) -> Weights:
+        """The parameters of four linear layers themselves."""
+        biases: list[Tensor | None] = [linear.bias for linear in linears]
+        return cls.of((x.weight for x in linears), (x for x in biases if x is not None))
+
+    @classmethod
+    def random(cls, embed_dim: int, *, biased: bool = False) -> Weights:
+        """Normal, so that projections are as wide as their input, with biases half as wide."""
+        matrices = [torch.randn(embed_dim, embed_dim) / math.sqrt(embed_dim) for _ in range(4)]
+        return cls.of(matrices, (torch.randn(embed_dim) / 2 for _ in range(4 if biased else 0)))
+
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        """Those of the queries, the keys, the values and the output."""
+        return self.q, self.k, self.v, self.out
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The matrices, then the biases where there are any."""
+        return (*self.matrices, *(self.biases or ()))

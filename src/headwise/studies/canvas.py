@@ -1,0 +1,102 @@
+"""A sheet measured in inches, for pictures that are drawn rather than plotted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headwise.studies.drawing import CARD, INK, LINE, SOFT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 7.6  # inches, of every picture
+
+
+def sheet(figure: Figure, *, height: float) -> Axes:
+    """Axes over the whole figure: x and y are inches, from the top left corner."""
+    figure.set_layout_engine("none")  # everything has its place
+    figure.set_size_inches(WIDTH, height)
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_xlim(0, WIDTH)
+    axes.set_ylim(height, 0)
+    axes.axis("off")
+    return axes
+
+
+def inset(
+    figure: Figure, left: float, top: float, width: float, height: float, *, frame: bool = True
+) -> Axes:
+    """Axes at a place of the sheet, in its inches, for an image."""
+    whole = figure.get_figheight()
+    axes = figure.add_axes(
+        (left / WIDTH, 1 - (top + height) / whole, width / WIDTH, height / whole)
+    )
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_visible(frame)
+        side.set_color(SOFT)
+        side.set_linewidth(0.5)
+    return axes
+
+
+def block(
+    axes: Axes,
+    left: float,
+    top: float,
+    width: float,
+    height: float,
+    *,
+    colour: str,
+    label: str = "",
+) -> None:
+    """A filled rectangle with a name in it."""
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((left, top), width, height, facecolor=colour, edgecolor="none"))
+    middle = (left + width / 2, top + height / 2 + 0.005)
+    axes.text(*middle, label, color=CARD, fontsize=8, ha="center", va="center")
+
+
+def arrow(axes: Axes, x: float, top: float, bottom: float, label: str = "") -> None:
+    """A short arrow downwards, with what happens there beside it."""
+    axes.annotate(
+        "",
+        (x, bottom),
+        xytext=(x, top),
+        arrowprops={"arrowstyle": "-|>", "color": SOFT, "lw": 0.9, "mutation_scale": 7},
+    )
+    axes.text(x + 0.1, (top + bottom) / 2, label, color=SOFT, fontsize=8, va="center")
+
+
+def rule(axes: Axes, y: float, left: float, right: float, *, colour: str = LINE) -> None:
+    """A thin line across."""
+    axes.plot([left, right], [y, y], color=colour, linewidth=0.8)
+
+
+def heading(axes: Axes, x: float, y: float, words: str, *, align: str = "left") -> None:
+    """Words that name what stands below or beside them."""
+    axes.text(x, y, words, color=INK, fontsize=9, ha=align, va="center", fontweight="bold")
+
+
+def note(axes: Axes, x: float, y: float, words: str, *, align: str = "left") -> None:
+    """Smaller words in a softer shade."""
+    axes.text(x, y, words, color=SOFT, fontsize=8, ha=align, va="center")
+
+
+def tinted(
+    values: Sequence[Sequence[float]], *, positive: str, negative: str, top: float
+) -> list[list[tuple[float, ...]]]:
+    """Colours for an image: clear at 0, full at ``top``, one colour for each sign.
+
+    Clear rather than white, so that the picture also stands on a dark page.
+    """
+    from matplotlib.colors import to_rgb
+
+    up, down = to_rgb(positive), to_rgb(negative)
+    return [
+        [(*(up if value > 0 else down), min(1.0, abs(value) / top)) for value in row]
+        for row in values
+    ]

@@ -1,0 +1,391 @@
+"""Where do the gradients of one head and of eight differ?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from headwise import functional
+from headwise.layer.attention import Attention
+from headwise.models.reading import Progress
+from headwise.models.threads import one_thread
+from headwise.studies.drawing import CARD, INK, LINE, SERIES, SOFT
+from headwise.studies.gradient_formulas import (
+    Pass,
+    WeightGradients,
+    rounding_bounds,
+    weight_gradients,
+)
+from headwise.studies.question import Fact, Numbers, Question, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last one is the "eight" of the words
+BATCH, LENGTH = 2, 96  # more tokens than embed_dim, so that nothing else bounds the rank
+LEARNING_RATE, STEPS = 0.05, (0, 1, *range(5, 101, 5))  # steps of the curve
+WEIGHTS = {"q": "queries", "k": "keys", "v": "values", "o": "output"}
+
+
+@one_thread()  # small matrices
+def measure(progress: Progress) -> dict[str, Any]:
+    """Compare the gradients of layers with the same weights and other numbers of heads."""
+    many, state = COUNTS[-1], start()
+    x, upstream = tokens(), tokens()
+    layers = {heads: layer_of(heads, state) for heads in COUNTS}
+    forward = {heads: passed(layer, x, upstream) for heads, layer in layers.items()}
+    found = {heads: autograd(layer, x, upstream) for heads, layer in layers.items()}
+    bounds = {heads: whole(rounding_bounds(one)) for heads, one in forward.items()}
+    formulas = {heads: whole(weight_gradients(one)) for heads, one in forward.items()}
+    progress("gradients", 1, 3)
+    numbers = {
+        "embed_dim": EMBED_DIM,
+        "length": LENGTH,
+        "many": many,
+        "head_dim": {str(heads): EMBED_DIM // heads for heads in COUNTS},
+        "formula_share": max(share(found[h], formulas[h], bounds[h]) for h in COUNTS),
+        "formula_difference": max(
+            max(apart(found[heads], formulas[heads]).values()) for heads in COUNTS
+        ),
+        "reach": {str(heads): reach(layers[heads], x, blocks=many) for heads in (1, many)},
+        "ranks": ranks(layers, x),
+        **compared(found[1], found[many], {n: bounds[1][n] + bounds[many][n] for n in WEIGHTS}),
+    }
+    progress("training", 2, 3)
+    return numbers | parting(state)
+
+
+def tokens() -> Tensor:
+    """A batch of random numbers, as wide as the layer: tokens, or what they should become."""
+    return torch.randn(BATCH, LENGTH, EMBED_DIM).double()
+
+
+# ---- layers ----------------------------------------------------------------------------------
+
+
+def start() -> dict[str, Tensor]:
+    """The weights that all layers start from, as torch draws them, in float64."""
+    layer = Attention(EMBED_DIM, COUNTS[-1], dtype=torch.float64)
+    return {name: value.clone() for name, value in layer.state_dict().items()}
+
+
+def layer_of(heads: int, state: Mapping[str, Tensor]) -> Attention:
+    """A layer of so many heads with these weights."""
+    layer = Attention(EMBED_DIM, heads, dtype=torch.float64)
+    layer.load_state_dict(state)
+    return layer
+
+
+def weights_of(layer: Attention) -> dict[str, Tensor]:
+    """The four weights by their names here."""
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
+    return {name: part.weight for name, part in zip(WEIGHTS, projections, strict=True)}
+
+
+def autograd(layer: Attention, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+    """The gradients of the four weights, by autograd through the layer."""
+    weights = weights_of(layer)
+    found = torch.autograd.grad(layer(x), list(weights.values()), upstream)
+    return dict(zip(weights, found, strict=True))
+
+
+@torch.no_grad()
+def passed(layer: Attention, x: Tensor, upstream: Tensor) -> Pass:
+    """What the formulas need to know of the layer's forward pass."""
+    matrix = layer.matrix(x)
+    v = layer.v_proj(x).unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+    wo = layer.out_proj.weight.detach().unflatten(1, (layer.num_heads, -1)).movedim(1, 0)
+    return Pass(x, x, matrix.q, matrix.k, v, wo, upstream)
+
+
+def whole(of_heads: WeightGradients) -> dict[str, Tensor]:
+    """The heads' gradients in the shapes of the layer's weights."""
+    rows = zip(WEIGHTS, of_heads[:3], strict=False)
+    return {name: part.flatten(0, 1) for name, part in rows} | {
+        "o": of_heads.wo.movedim(0, 1).flatten(1)
+    }
+
+
+# ---- what is measured ------------------------------------------------------------------------
+
+
+def share(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], bounds: Mapping[str, Tensor]
+) -> float:
+    """The largest share of what rounding allows that a difference uses."""
+    return max(float(((ours[n] - theirs[n]).abs() / bounds[n]).max()) for n in WEIGHTS)
+
+
+def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
+    """The difference of each of the four, relative to the second."""
+    return {n: float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in WEIGHTS}
+
+
+def reach(layer: Attention, x: Tensor, *, blocks: int) -> list[list[int]]:
+    """Whether the scores of each head (rows) have a gradient in each part of the weights: 1 or 0.
+
+    The parts are blocks of the rows of Wq, Wk and Wv, and of the columns of Wo, in this order.
+    """
+    matrix, weights = layer.matrix(x), weights_of(layer)
+    scores = functional.scores(matrix.q, matrix.k, scale=matrix.scale)
+    lines = []
+    for head in range(layer.num_heads):
+        found = torch.autograd.grad(
+            scores[:, head].square().sum(),
+            list(weights.values()),
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        q, k, v, o = found
+        parts = [block for part in (q, k, v, o.mT) for block in part.chunk(blocks)]
+        lines.append([int(part.any()) for part in parts])
+    return lines
+
+
+@torch.no_grad()
+def ranks(layers: Mapping[int, Attention], x: Tensor) -> dict[str, list[int]]:
+    """The numerical rank of each head's scores over one text.
+
+    A singular value counts if it exceeds length * eps * the largest: what numpy takes for nonzero.
+    """
+    found = {}
+    for heads, layer in layers.items():
+        matrix = layer.matrix(x[:1])
+        scores = functional.scores(matrix.q, matrix.k, scale=matrix.scale)[0]
+        values = torch.linalg.svdvals(scores)
+        counted = values > LENGTH * torch.finfo(values.dtype).eps * values[:, :1]
+        found[str(heads)] = counted.sum(-1).tolist()
+    return found
+
+
+def compared(
+    one: Mapping[str, Tensor], many: Mapping[str, Tensor], bounds: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """How alike the gradients are, and how many times its rounding the least difference is."""
+    cosine = torch.nn.functional.cosine_similarity
+    return {
+        "cosine": {n: float(cosine(one[n].flatten(), many[n].flatten(), dim=0)) for n in WEIGHTS},
+        "roundings": min(float((one[n] - many[n]).norm() / bounds[n].norm()) for n in WEIGHTS),
+    }
+
+
+def parting(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Train with one head and with many, from the same weights, towards the same random targets.
+
+    The distance of the weights is relative to those of many heads. To tell it from rounding, many
+    heads are trained once more, from weights that are one rounding away.
+    """
+    x, target, many = tokens(), tokens(), COUNTS[-1]
+    near = {name: value * (1 + torch.finfo(value.dtype).eps) for name, value in state.items()}
+    one, reference, moved = (
+        trained(layer_of(heads, begun), x, target)
+        for heads, begun in ((1, state), (many, state), (many, near))
+    )
+    distances = [apart(*pair) for pair in zip(one, reference, strict=True)]
+    return {
+        "steps": list(STEPS),
+        "distance": {name: [distance[name] for distance in distances] for name in WEIGHTS},
+        "rounding": apart(moved[-1], reference[-1]),
+    }
+
+
+def trained(layer: Attention, x: Tensor, target: Tensor) -> list[dict[str, Tensor]]:
+    """The weights at the chosen steps of plain gradient descent on the squared error of a token."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=LEARNING_RATE)
+    found = []
+    for step in range(STEPS[-1] + 1):
+        if step in STEPS:
+            now = weights_of(layer).items()
+            found.append({name: weight.detach().clone() for name, weight in now})
+        optimizer.zero_grad()
+        (layer(x) - target).square().sum(-1).mean().backward()
+        optimizer.step()
+    return found
+
+
+def own_rows_alone(lines: list[list[int]], blocks: int) -> bool:
+    """Whether exactly the head's own rows of Wq and Wk reach its scores, for each head."""
+    own = blocks // len(lines)
+    return all(
+        line
+        == [
+            int(place // own % len(lines) == head and place < 2 * blocks)
+            for place in range(4 * blocks)
+        ]
+        for head, line in enumerate(lines)
+    )
+
+
+# ---- the picture -----------------------------------------------------------------------------
+
+
+def draw(figure: Figure, n: Numbers) -> None:
+    """Above: which weights reach which scores. Below: their ranks, and how the weights part."""
+    figure.set_size_inches(7.6, 6.0)
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1), width_ratios=(1, 1.05), wspace=0.08)
+    _draw_reach(figure.add_subplot(grid[0, :]), n)
+    _draw_ranks(figure.add_subplot(grid[1, 0]), n)
+    _draw_distances(figure.add_subplot(grid[1, 1]), n)
+
+
+def _draw_reach(axes: Axes, n: Numbers) -> None:
+    """A square for each part of the weights and each head; coloured where there is a gradient."""
+    many, gap = n["many"], 1.5
+    lines = [*n["reach"]["1"], *n["reach"][str(many)]]
+    heights = [0.0, *(row + 1.7 for row in range(many))]
+    for line, y in zip(lines, heights, strict=True):
+        for place, reached in enumerate(line):
+            part = place // many
+            colour = SERIES[part] if reached else LINE
+            axes.bar(place + gap * part, 0.86, 0.86, y, color=colour, align="edge")
+    for part, (name, word) in enumerate(WEIGHTS.items()):
+        x = part * (many + gap) + many / 2
+        alike = f"cosine {n['cosine'][name]:.2f}"
+        axes.text(x, -1.3, f"W{name}: {word}", ha="center", va="bottom", color=SERIES[part])
+        axes.text(x, -0.3, alike, ha="center", va="bottom", color=SOFT)
+    against = f"gradients, one head against {many}:"
+    axes.text(-0.6, -0.3, against, ha="right", va="bottom", color=SOFT)
+    axes.text(-0.6, 0.43, "scores of the only head", ha="right", va="center")
+    for head in range(many):
+        text = f"scores of head {head + 1}" if head == 0 else f"head {head + 1}"
+        axes.text(-0.6, head + 2.13, text, ha="right", va="center", color=SOFT if head else INK)
+    axes.set_xlim(-12, len(lines[0]) + 3 * gap)
+    axes.set_ylim(heights[-1] + 1, -2.3)
+    axes.set_axis_off()
+
+
+def _draw_ranks(axes: Axes, n: Numbers) -> None:
+    """A bar for each number of heads, with a piece for each head, as long as its scores' rank."""
+    for row, (heads, found) in enumerate(n["ranks"].items()):
+        left = 0
+        for rank in found:
+            axes.barh(row, rank, 0.5, left, color=SOFT, edgecolor=CARD, linewidth=1.5)
+            axes.text(left + rank / 2, row, str(rank), color=CARD, ha="center", va="center")
+            left += rank
+        axes.text(0, row - 0.36, "one head" if heads == "1" else f"{heads} heads", va="bottom")
+    axes.axvline(n["length"], color=INK, linewidth=1)
+    axes.text(n["length"] - 2, 1, f"{n['length']} tokens", ha="right", va="center", rotation=90)
+    axes.set_xlim(0, n["length"] + 1)
+    axes.set_ylim(len(n["ranks"]) - 0.6, -0.75)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("rank of each head's scores")
+
+
+def _draw_distances(axes: Axes, n: Numbers) -> None:
+    """How far the weights of one head and of many are apart over the steps."""
+    last, top = n["steps"][-1], max(max(line) for line in n["distance"].values())
+    below = -top
+    for name, line in sorted(n["distance"].items(), key=lambda item: float(item[1][-1])):
+        part = list(WEIGHTS).index(name)
+        below = max(line[-1], below + 0.075 * top)  # labels of lines that end together
+        axes.plot(n["steps"], line, color=SERIES[part])
+        axes.text(
+            1.03 * last, below, f"W{name} {100 * line[-1]:.0f} %", color=SERIES[part], va="center"
+        )
+    axes.set_xlim(0, 1.28 * last)
+    axes.set_xticks([step for step in n["steps"] if step % 25 == 0])
+    axes.set_ylim(0, 1.08 * top)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.set_xlabel("step of training")
+    axes.set_ylabel("distance of the weights")
+    axes.grid(axis="y", color=LINE)
+
+
+QUESTION = Question(
+    id="gradients",
+    asks="Where do the gradients of one head and of many differ?",
+    claim="In all four projections, though the formulas are the same: a head's scores have a "
+    "gradient in its own rows of the queries' and keys' weights alone, and a rank of at most "
+    "head_dim. So the same weights part from the first step.",
+    measure=measure,
+    facts=(
+        Fact(
+            "the closed formulas give what autograd gives through headwise's layer: the largest "
+            "difference is {formula_difference:sci} of a gradient, and nowhere more than "
+            "{formula_share:sci} of what rounding allows",
+            lambda n: n["formula_share"] <= 1,
+        ),
+        Fact(
+            "the scores of each of {many} heads have a gradient in its own rows of Wq and Wk, and "
+            "exactly zero in all other weights; those of a single head in all rows of both",
+            lambda n: (
+                own_rows_alone(n["reach"]["1"], n["many"])
+                and own_rows_alone(n["reach"][str(n["many"])], n["many"])
+            ),
+        ),
+        Fact(
+            "over {length} tokens the scores have rank {ranks[1]:list} with one head, "
+            "{ranks[2]:list} with two, {ranks[8]:list} with {many}: head_dim each",
+            lambda n: all(
+                rank == n["head_dim"][heads]
+                for heads, found in n["ranks"].items()
+                for rank in found
+            ),
+        ),
+        Fact(
+            "for the same weights, input and dL/doutput, the gradients of one head and of {many} "
+            "are least alike in the queries and keys: their cosines are {cosine[q]:.2f} "
+            "and {cosine[k]:.2f}, against {cosine[v]:.2f} in the values and {cosine[o]:.2f} in the "
+            "output, and each difference is over {roundings:sci} times what rounding allows",
+            lambda n: (
+                n["roundings"] > 1
+                and max(n["cosine"]["q"], n["cosine"]["k"])
+                < min(n["cosine"]["v"], n["cosine"]["o"])
+            ),
+        ),
+        Fact(
+            "trained from the same weights, the queries' are {distance[q][1]:.3f} of their size "
+            "apart after one step and {distance[q][-1]:.2f} after {steps[-1]}, and the others "
+            "likewise (one rounding at the start has grown to {rounding[q]:sci} by then)",
+            lambda n: all(
+                distance[0] == 0 < distance[1] < distance[-1] and distance[1] > n["rounding"][name]
+                for name, distance in n["distance"].items()
+            ),
+        ),
+    ),
+    verdict="In all four weights; in direction most in those of queries and keys, where a head's "
+    "scores depend on its own rows alone: the gradients of one head and of {many} have a cosine of "
+    "{cosine[q]:.2f} there, against {cosine[v]:.2f} in the values, and training parts equal "
+    "weights from its first step.",
+    why="The formulas are the same for every head: G is what comes back from the loss, P are the "
+    "head's weights and o what it read; then dO = G Wo, and dS = P × (dO vᵀ − its mean over the "
+    "row, weighted with P). With one head a single P and a single dS drive all rows of Wq and Wk; "
+    "with many, each head's rows are driven by its own.",
+    caption="Above: a square for each part of the weights (the rows of one head; of Wo its "
+    "columns) and each head's scores. Coloured: the scores have a gradient in this part; grey: it "
+    "is exactly zero. Under the names: the cosine of the gradients of one head and of {many}, one "
+    "if they point the same way. Below, left: the rank of each head's scores over {length} tokens, "
+    "a piece of the bar for each head: more heads share the same {embed_dim}. Right: how far the "
+    "weights of one head and of {many}, trained from the same start, are apart, relative to their "
+    "size.",
+    draw=draw,
+    table=Table(
+        columns=(
+            "weights",
+            "gradient of a head, summed over the batch",
+            "cosine of the gradients of one head and many",
+            "apart after the first step (of their size)",
+            "after the last step",
+        ),
+        rows=tuple(
+            (
+                f"{word}, W{name}",
+                formula,
+                f"{{cosine[{name}]:.2f}}",
+                f"{{distance[{name}][1]:.3f}}",
+                f"{{distance[{name}][-1]:.2f}}",
+            )
+            for (name, word), formula in zip(
+                WEIGHTS.items(),
+                ("scale × (dS k)ᵀ x", "scale × (dSᵀ q)ᵀ x", "(Pᵀ dO)ᵀ x", "Gᵀ o"),
+                strict=True,
+            )
+        ),
+    ),
+    varies=frozenset({"formula_share", "formula_difference", "roundings", "rounding"}),
+)

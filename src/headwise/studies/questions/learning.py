@@ -1,0 +1,348 @@
+"""Can heads learn different things, and does it pay?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headwise.layer.attention import Attention
+from headwise.models.reading import Progress
+from headwise.models.threads import one_thread
+from headwise.studies import lookups
+from headwise.studies.drawing import INK, LINE, SERIES, SOFT, weight_map
+from headwise.studies.lookups import HALF, LOOKUPS, Texts
+from headwise.studies.question import Fact, Numbers, Question, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+HEADS = (1, 2, 4, 8)
+WIDER = 4  # times as wide is a single head that is tried as well
+SEEDS, FIRST_SEED = 5, 1
+FEWER_SEEDS = 3  # for the layers that are tried besides
+STEPS, POOLED = 200, 4  # a point of a curve is the mean of so many steps
+TEST = 1024  # texts
+STANDARD_ERRORS = 4  # beyond which a difference is not the luck of the test
+MAPPED = (1, 2, 4)  # heads of the layers whose weights are shown
+FEW = {1: "one head", 2: "two heads", 4: "four heads", 8: "eight heads"}
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A layer that was trained, its error at each step, and at the end for texts and lookups."""
+
+    model: Attention
+    curve: list[float]
+    left: torch.Tensor
+
+    @property
+    def end(self) -> float:
+        """The error at the end."""
+        return float(self.left.mean())
+
+
+def measure(progress: Progress) -> dict[str, Any]:
+    """Train layers that differ in their number of heads alone, from several seeds."""
+    with one_thread():
+        given = lookups.texts(TEST)
+        jobs: dict[str, dict[str, int]] = {str(heads): {"num_heads": heads} for heads in HEADS}
+        jobs["wide"] = {"num_heads": 1, "head_dim": WIDER * lookups.EMBED_DIM}
+        jobs["one_lookup"] = {"num_heads": 1, "lookups": 1}
+        runs = {}
+        for count, (name, sizes) in enumerate(jobs.items()):
+            progress("training layers", count, len(jobs))
+            seeds = range(SEEDS if name.isdigit() else FEWER_SEEDS)
+            runs[name] = [train(FIRST_SEED + seed, given, **sizes) for seed in seeds]
+        return numbers_of(runs, given)
+
+
+def train(seed: int, given: Texts, **sizes: int) -> Run:
+    """A layer from a seed, which also sees the same texts as all others from this seed."""
+    torch.manual_seed(seed)
+    model = lookups.layer(**sizes)
+    curve = lookups.train(model, steps=STEPS)
+    with torch.no_grad():
+        return Run(model, curve, lookups.errors(model, given))
+
+
+def numbers_of(runs: dict[str, list[Run]], given: Texts) -> dict[str, Any]:
+    """What is shown of all the runs."""
+    counts = [str(heads) for heads in HEADS]
+    lucky = [run.left.mean(1).std() / len(run.left) ** 0.5 for run in runs["1"]]
+    looks = {name: [lookups.attended(run.model, given) for run in runs[name]] for name in counts}
+    return {
+        "length": lookups.LENGTH,
+        "heads": list(HEADS),
+        "head_dims": {name: runs[name][0].model.head_dim for name in runs},
+        "wider": WIDER,
+        "seeds": SEEDS,
+        "steps": STEPS,
+        "half": HALF,
+        "luck": STANDARD_ERRORS * float(max(lucky)),
+        "parameters": {name: parameters(runs[name][0].model) for name in runs},
+        "ends": {name: spread([run.end for run in runs[name]]) for name in runs},
+        "at": [POOLED * (n + 0.5) for n in range(STEPS // POOLED)],
+        "curves": {name: curves([run.curve for run in runs[name]]) for name in counts},
+        "own": own_share(looks["2"]),
+        "closed": closed([run.model for run in runs["2"]], looks["2"], given),
+        "looks": {name: [rounded(look.mT) for look in looks[name]] for name in counts},
+        "roles": {name: roles(torch.cat(looks[name], dim=1)) for name in counts},
+        "maps": {str(heads): maps(runs[str(heads)][0].model, given) for heads in MAPPED},
+    }
+
+
+def parameters(model: Attention) -> int:
+    """How many numbers a layer learns."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The best, the median and the worst of the seeds."""
+    return {"best": min(values), "median": median(values), "worst": max(values)}
+
+
+def curves(runs: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """The median over the seeds, and their range, in pools of steps."""
+    pooled = [[fmean(run[n : n + POOLED]) for n in range(0, STEPS, POOLED)] for run in runs]
+    points = [spread(point) for point in zip(*pooled, strict=True)]
+    return {key: [float(f"{p[key]:.3g}") for p in points] for key in ("best", "median", "worst")}
+
+
+def own_share(looks: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Whether the lookups have heads of their own, and the least weight these put on them."""
+    best = [look.max(dim=1) for look in looks]
+    return {
+        "apart": all(len(set(found.indices.tolist())) == len(LOOKUPS) for found in best),
+        "least": min(float(found.values.min()) for found in best),
+    }
+
+
+@torch.no_grad()
+def closed(
+    models: Sequence[Attention], looks: Sequence[torch.Tensor], given: Texts
+) -> dict[str, float]:
+    """The error of each lookup without the head that attends to it, and without the other one."""
+    own, others = [], []
+    for model, look in zip(models, looks, strict=True):
+        for lookup, head in enumerate(look.argmax(dim=1).tolist()):
+            gate = (torch.arange(model.num_heads) != head).float()
+            left = lookups.errors(model, given, gate=gate).mean(0).tolist()
+            own.append(left.pop(lookup))
+            others += left
+    return {"own": min(own), "other": max(others)}
+
+
+def roles(look: torch.Tensor) -> dict[str, int]:
+    """How many heads put more than half of their weight on what a lookup is about."""
+    counts = (look > HALF).sum(1).tolist()
+    found = dict(zip(LOOKUPS, counts, strict=True))
+    return found | {"neither": look.shape[1] - sum(counts)}
+
+
+@torch.no_grad()
+def maps(model: Attention, given: Texts) -> list[list[list[float]]]:
+    """What each head does with the first text."""
+    return [rounded(head) for head in model.matrix(given.x[:1]).dense()[0]]
+
+
+def rounded(values: torch.Tensor) -> list[list[float]]:
+    """Rows of numbers to three decimals."""
+    return [[round(value, 3) for value in row] for row in values.tolist()]
+
+
+# ---- the picture -----------------------------------------------------------------------------
+
+
+def draw(figure: Figure, n: Numbers) -> None:
+    """Error over steps, where each head's weight goes, and the weights on one text."""
+    figure.set_size_inches(7.6, 5.0)
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(3.2, 1.8))[:, 0]
+    left, right = above.subplots(1, 2, width_ratios=(3, 2))
+    _draw_curves(left, n)
+    _draw_looks(right, n)
+    _draw_maps(below, n)
+
+
+def _draw_curves(axes: Axes, n: Numbers) -> None:
+    """The error of each number of heads, with its name at the end of the line."""
+    for name, colour in _colours(n).items():
+        curve = n["curves"][name]
+        axes.fill_between(n["at"], curve["best"], curve["worst"], color=colour, alpha=0.2, lw=0)
+        axes.plot(n["at"], curve["median"], color=colour)
+        axes.annotate(
+            FEW[int(name)],
+            (n["at"][-1], curve["median"][-1]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+        )
+    axes.plot([0, n["steps"]], [n["half"]] * 2, color=INK, lw=0.8, ls=(0, (4, 3)))
+    axes.annotate(
+        "no single mean gets lower",
+        (1.32 * n["steps"], n["half"]),
+        xytext=(0, -5),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        color=INK,
+    )
+    axes.set_yscale("log")
+    axes.set_xlim(0, 1.32 * n["steps"])
+    axes.set_ylim(top=2)
+    axes.set_xticks(range(0, n["steps"] + 1, n["steps"] // 4))
+    axes.set_yticks(
+        [10.0**-power for power in range(5)], ["1", "0.1", "0.01", "0.001", "0.0001"], minor=False
+    )
+    axes.set_xlabel("training steps")
+    axes.set_ylabel("error (telling nothing: 1)")
+    axes.grid(axis="y", color=LINE)
+
+
+def _draw_looks(axes: Axes, n: Numbers) -> None:
+    """One dot for every head: its weight on either token. The line is all of a head's weight."""
+    axes.plot([0, 1], [1, 0], color=LINE, lw=1, zorder=0)
+    axes.text(
+        0.55, 0.55, "all of a head's weight", color=SOFT, rotation=-45, ha="center", va="center"
+    )
+    for name, colour in reversed(_colours(n).items()):
+        points = [head for look in n["looks"][name] for head in look]
+        axes.scatter(
+            [before for before, _ in points],
+            [named for _, named in points],
+            color=colour,
+            alpha=0.6,
+        )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
+    axes.set_xlim(-0.08, 1.08)
+    axes.set_ylim(-0.08, 1.08)
+    axes.set_aspect("equal")
+    axes.set_xlabel("weight on the token before")
+    axes.set_ylabel("weight on the named token")
+
+
+def _draw_maps(figure: SubFigure, n: Numbers) -> None:
+    """The weights of the first seed's layers on one text, side by side."""
+    gap = 0.25
+    widths = [width for found in n["maps"].values() for width in (*(1.0 for _ in found), gap)][:-1]
+    places = iter(figure.subplots(1, len(widths), width_ratios=widths))
+    for name, found in n["maps"].items():
+        for head, weights in enumerate(found):
+            axes = next(places)
+            weight_map(axes, weights)
+            before, named = (f"{100 * share:.0f} %" for share in n["looks"][name][0][head])
+            axes.set_xlabel(f"before {before}\nnamed {named}", color=SOFT, size=9)
+            if head == 0:
+                axes.set_title(FEW[int(name)], color=_colours(n)[name], loc="left")
+        if (space := next(places, None)) is not None:
+            space.set_axis_off()
+
+
+def _colours(n: Numbers) -> dict[str, str]:
+    """The colour of each number of heads."""
+    return {str(heads): colour for heads, colour in zip(n["heads"], SERIES, strict=False)}
+
+
+# ---- the question ----------------------------------------------------------------------------
+
+QUESTION = Question(
+    id="learning",
+    asks="Can heads learn different things, and does it pay?",
+    claim="Yes, where more than one thing must be looked up at once: two heads share two lookups "
+    "out between them, a single head cannot do both, and more than two heads gain nothing more.",
+    measure=measure,
+    facts=(
+        Fact(
+            "layers of {heads:list} heads have the same number of parameters, {parameters[1]:,}",
+            lambda n: len({n["parameters"][str(heads)] for heads in n["heads"]}) == 1,
+        ),
+        Fact(
+            "one head leaves at least the half of the error that one mean must leave, but for the "
+            "luck of the test: {ends[1][best]:.3f} in the best of {seeds} seeds, and "
+            "{ends[wide][best]:.3f} with a head {wider} times as wide",
+            lambda n: min(n["ends"][k]["best"] for k in ("1", "wide")) >= n["half"] - n["luck"],
+        ),
+        Fact(
+            "two heads get below the half from every seed: {ends[2][worst]:.5f} is left in the "
+            "worst",
+            lambda n: n["ends"]["2"]["worst"] < n["half"],
+        ),
+        Fact(
+            "from every seed each of two heads takes one lookup, and gives it more than half of "
+            "its weight, at least {own[least]:percent}",
+            lambda n: n["own"]["apart"] and n["own"]["least"] > HALF,
+        ),
+        Fact(
+            "with one of two heads closed, its lookup is lost (at least {closed[own]:.2f} of its "
+            "error is there) and the other is kept (at most {closed[other]:.4f})",
+            lambda n: n["closed"]["other"] < n["half"] < n["closed"]["own"],
+        ),
+        Fact(
+            "four and eight heads get below the half from every seed too, but leave no less than "
+            "two do, by the median: {ends[4][median]:.5f} and {ends[8][median]:.5f} against "
+            "{ends[2][median]:.5f}",
+            lambda n: all(
+                n["ends"][name]["worst"] < n["half"]
+                and n["ends"][name]["median"] >= n["ends"]["2"]["median"]
+                for name in ("4", "8")
+            ),
+        ),
+        Fact(
+            "where one lookup is all there is to do, one head does it from every seed: "
+            "{ends[one_lookup][worst]:.5f} is left in the worst",
+            lambda n: n["ends"]["one_lookup"]["worst"] < n["half"],
+        ),
+    ),
+    verdict="Yes, where two things must be looked up at once: two heads take one lookup each and "
+    "leave {ends[2][worst]:.5f} of the error at most, while one head as large cannot leave less "
+    "than half of it; four and eight heads gain nothing more.",
+    why="A head hands on one mean of the values. A mean of two values is neither of them, so one "
+    "head must give up one value or blur both, however wide it is. Two heads hand on two means. "
+    "Four and eight heads have only two lookups to share: several take the same one, each with a "
+    "narrower part of the value.",
+    caption="Each of {length} tokens must tell the value of the token before it and that of a "
+    "token it names. Above, left: error over {steps} training steps, the median and the range of "
+    "{seeds} seeds. One head stays at the dashed half; two heads fall first and furthest, then "
+    "four, then eight. Right: each dot is a head, and says where its weight goes: those of "
+    "several heads sit in the corners, one lookup each. Below: the weights on one text, rows are "
+    "queries; a line beside the diagonal is the token before.",
+    draw=draw,
+    table=Table(
+        columns=(
+            "layer",
+            "parameters",
+            "error left, best to worst seed",
+            "heads for the token before, the named one, neither",
+        ),
+        rows=(
+            *(
+                (
+                    f"{FEW[heads]}, {{head_dims[{heads}]}} wide",
+                    f"{{parameters[{heads}]:,}}",
+                    f"{{ends[{heads}][best]:.5f}} to {{ends[{heads}][worst]:.5f}}",
+                    ", ".join(f"{{roles[{heads}][{key}]}}" for key in (*LOOKUPS, "neither")),
+                )
+                for heads in HEADS
+            ),
+            (
+                "one head, {head_dims[wide]} wide",
+                "{parameters[wide]:,}",
+                "{ends[wide][best]:.5f} to {ends[wide][worst]:.5f}",
+                "",
+            ),
+            (
+                "one head, {head_dims[one_lookup]} wide, one lookup to do",
+                "{parameters[one_lookup]:,}",
+                "{ends[one_lookup][best]:.5f} to {ends[one_lookup][worst]:.5f}",
+                "",
+            ),
+        ),
+    ),
+    varies=frozenset({"luck", "ends", "curves", "own", "closed", "looks", "roles", "maps"}),
+)

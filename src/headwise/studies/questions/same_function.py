@@ -1,0 +1,376 @@
+"""Are eight heads of 64 and one head of 512 the same function, given the same projections?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from headwise.budget import Budget
+from headwise.matrix import AttentionMatrix
+from headwise.models.reading import AttentionCall, Progress
+from headwise.studies import encoder
+from headwise.studies.drawing import INK, LINE, SERIES, SOFT, weight_map
+from headwise.studies.one_head import (
+    Projected,
+    budget_of_scores,
+    difference,
+    excess,
+    merged_scores,
+    reads_one_key,
+    split,
+)
+from headwise.studies.question import Fact, Numbers, Question, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
+
+EMBED_DIM, HEADS = 512, 8
+BATCH, LENGTH = 2, 10
+QUIET = 0.01  # a factor of x with which no row gives all its weight to one key
+SEEDS = {"rand": 200, "randn": 60, "own": 30}  # by how tokens and projections are drawn
+MAPPED = ("published", "normal", "own")
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """All seeds of one condition: BATCH sequences of each, and one output projection for all."""
+
+    projected: Projected
+    wo: Tensor
+
+    def by_seed(self, rows: Tensor) -> Tensor:
+        """Put what belongs to one seed into one row."""
+        return rows.reshape(len(rows) // BATCH, -1)
+
+
+def measure(progress: Progress) -> dict[str, Any]:
+    """Repeat the check under four conditions, then merge the heads of a trained encoder."""
+    progress("same-function", 0, 4)
+    published, quiet = samples("rand", 1.0, QUIET)
+    progress("same-function", 1, 4)
+    (normal,), (own,) = samples("randn", 1.0), samples("own", 1.0)
+    conditions = {"published": published, "quiet": quiet, "normal": normal, "own": own}
+    progress("same-function", 2, 4)
+    checks = {name: check(sample) for name, sample in conditions.items()}
+    example = next((seed for seed, equal in enumerate(checks["published"]["equal"]) if equal), 0)
+    reading = encoder.reading()
+    progress("same-function", 3, 4)
+    layers = [merge_heads(call, reading.num_heads) for call in reading.calls]
+    sums = [sum_of_scores(sample.projected, HEADS) for sample in (published, own)]
+    sums += [layer["sum"] for layer in layers]
+    return {
+        "shape": [BATCH, LENGTH, EMBED_DIM],
+        "heads": HEADS,
+        "head_dim": EMBED_DIM // HEADS,
+        "factor": QUIET,
+        "cases": {name: describe(sample) for name, sample in conditions.items()},
+        "said": {name: count(found) for name, found in checks.items()},
+        "sum": max(sums),
+        "beyond": beyond(own) | {"encoder": min(min(x["beyond"]) for x in layers)},
+        "encoder": over_layers(layers) | {"model": reading.model, "heads": reading.num_heads},
+        "maps": {name: maps(conditions[name], example) for name in MAPPED},
+    }
+
+
+# ---- the check ---------------------------------------------------------------------------------
+
+
+def samples(kind: str, *factors: float) -> list[Sample]:
+    """Tokens and projections of each seed, drawn as the asker did; a sample for each factor of x.
+
+    ``kind`` is "rand", "randn", or "own": torch's own initialisation, with tokens from randn.
+    """
+    draw = torch.rand if kind == "rand" else torch.randn
+    found: list[list[Tensor]] = [[] for _ in factors]
+    for seed in range(SEEDS[kind]):
+        torch.manual_seed(seed)
+        if kind == "own":
+            layer = nn.MultiheadAttention(EMBED_DIM, HEADS)
+            weight, wo = layer.in_proj_weight.detach().mT, layer.out_proj.weight.detach().mT
+        else:
+            weight = torch.cat([draw(EMBED_DIM, EMBED_DIM) for _ in range(3)], dim=1)
+        x = draw(BATCH, LENGTH, EMBED_DIM)
+        for products, factor in zip(found, factors, strict=True):
+            products.append((factor * x) @ weight)
+    if kind != "own":
+        wo = draw(EMBED_DIM, EMBED_DIM)
+    return [Sample(Projected(*torch.cat(each).chunk(3, dim=-1)), wo) for each in found]
+
+
+def check(sample: Sample) -> dict[str, list[bool]]:
+    """What each seed says, by ``==``, and whether the two things hold that make it say so."""
+    projected = sample.projected
+    one, several = projected.outputs(1), projected.outputs(HEADS)
+    single, favourites = (projected.scores(heads).argmax(-1) for heads in (1, HEADS))
+    read = reads_one_key(several, projected.v, favourites)
+    single_reads = reads_one_key(one, projected.v, single)
+    found = {
+        "equal": one == several,
+        "projected": one @ sample.wo == several @ sample.wo,
+        "one_key": torch.cat([read, single_reads], dim=1),
+        "same_key": favourites == single,
+    }
+    return {name: sample.by_seed(rows).all(1).tolist() for name, rows in found.items()}
+
+
+def count(found: Mapping[str, list[bool]]) -> dict[str, int]:
+    """How many seeds say so, and how many say what the two conditions do not explain."""
+    both = [a and b for a, b in zip(found["one_key"], found["same_key"], strict=True)]
+    unexplained = sum(a != b for a, b in zip(found["equal"], both, strict=True))
+    counts = {name: sum(seeds) for name, seeds in found.items()}
+    return counts | {"seeds": len(both), "unexplained": unexplained}
+
+
+def describe(sample: Sample) -> dict[str, float]:
+    """Means over all rows of all heads; differences are those of the median seed."""
+    projected = sample.projected
+    scores = projected.scores(HEADS)
+    single, favourites = projected.scores(1).argmax(-1), scores.argmax(-1)
+    one, several = projected.outputs(1), projected.outputs(HEADS)
+    q, k, _ = projected.split(HEADS)
+    pairs = {"apart": (one, several), "apart_projected": (one @ sample.wo, several @ sample.wo)}
+    return {
+        "score": float(scores.abs().mean()),
+        "entropy": float(AttentionMatrix(q, k).entropy().mean()),
+        "one_key": float(reads_one_key(several, projected.v, favourites).float().mean()),
+        "same_key": float((favourites == single).float().mean()),
+    } | {
+        name: float(difference(*map(sample.by_seed, pair)).median()) for name, pair in pairs.items()
+    }
+
+
+# ---- the identity, and what rounding may do ------------------------------------------------------
+
+
+def sum_of_scores(projected: Projected, heads: int) -> float:
+    """How far the single head's scores are from the sum of the heads', in units of rounding."""
+    made = merged_scores(projected.scores(heads))
+    return float(excess(made, budget_of_scores(projected)).max())
+
+
+def beyond(sample: Sample) -> dict[str, float]:
+    """How many times what rounding may do one head and several are apart, in every seed."""
+    p = sample.projected
+    budget = Budget.for_head_outputs(*p.split(HEADS))
+    after = Budget.of(
+        lambda q, k, v, wo: Projected(q, k, v).outputs(HEADS) @ wo, p.q, p.k, p.v, sample.wo
+    )
+    found = {
+        "outputs": excess(split(p.outputs(1), HEADS), budget),
+        "projected": excess(p.outputs(1) @ sample.wo, after),
+    }
+    return {name: float(sample.by_seed(x).amax(1).min()) for name, x in found.items()}
+
+
+def merge_heads(call: AttentionCall, heads: int) -> dict[str, Any]:
+    """A layer's projections read by one head, against its own heads: on the text itself."""
+    p = call.projections
+    parts = linear(call.x[:1], p.in_proj_weight, p.in_proj_bias).chunk(3, dim=-1)
+    projected = Projected(*parts)
+    one, several = projected.outputs(1), projected.outputs(heads)
+    pair = (split(x, heads)[0] for x in (one, several))
+    after = (linear(x, p.out_proj_weight) for x in (one, several))
+    budget = Budget.for_head_outputs(*projected.split(heads))
+    return {
+        "apart": difference(*pair).tolist(),
+        "projected": float(difference(*after)),
+        "beyond": excess(split(one, heads), budget).amax((0, 2, 3)).tolist(),
+        "sum": sum_of_scores(projected, heads),
+    }
+
+
+def over_layers(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The differences of all heads of all layers."""
+    apart = [[round(x, 4) for x in layer["apart"]] for layer in layers]
+    heads = [x for layer in apart for x in layer]
+    return {
+        "layers": len(layers),
+        "apart": apart,
+        "least": min(heads),
+        "middle": median(heads),
+        "most": max(heads),
+        "projected": min(layer["projected"] for layer in layers),
+    }
+
+
+# ---- the picture -------------------------------------------------------------------------------
+
+
+def maps(sample: Sample, seed: int) -> list[list[list[float]]]:
+    """The weights of the single head, then of each of the several, for one sequence."""
+    p = sample.projected
+    first = Projected(*(x[seed * BATCH, None] for x in (p.q, p.k, p.v)))
+    weights = torch.cat([first.weights(heads)[0] for heads in (1, HEADS)])
+    return [[[round(w, 4) for w in row] for row in head] for head in weights.tolist()]
+
+
+def draw(figure: Figure, n: Numbers) -> None:
+    """The maps of one head and of eight, and how far a trained encoder's heads move."""
+    figure.set_size_inches(7.6, 4.9)
+    parts: Any = figure.subfigures(2, 1, height_ratios=(2.6, 2.3))
+    draw_maps(parts[0], n)
+    draw_encoder(parts[1], n)
+
+
+def draw_maps(figure: SubFigure, n: Numbers) -> None:
+    """A row of maps for each way to draw weights, and what the check says of it."""
+    rows = {
+        "published": "torch.rand",
+        "normal": "torch.randn",
+        "own": "torch's own\ninitialisation",
+    }
+    ratios = [1, 0.2, *[1] * n["heads"]]
+    grid = figure.subplots(len(rows), len(ratios), width_ratios=ratios)
+    for row, (name, title) in zip(grid, rows.items(), strict=True):
+        row[1].set_axis_off()
+        top = max(w for head in n["maps"][name] for line in head for w in line)
+        for axes, weights in zip([row[0], *row[2:]], n["maps"][name], strict=True):
+            weight_map(axes, weights, top=top)
+        row[0].set_ylabel(title, rotation=0, ha="right", va="center", color=INK)
+        said = n["said"][name]
+        row[-1].annotate(
+            f"“equal” for\n{said['equal']} of {said['seeds']}\nseeds",
+            *((1, 0.5), (8, 0)),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            color=SERIES[1] if said["equal"] else SOFT,
+        )
+    grid[0][0].set_title("one head")
+    several = grid[0][2].annotate(
+        f"{n['heads']} heads with the same queries and keys",
+        *((0, 1), (0, 6)),
+        xycoords="axes fraction",
+        textcoords="offset points",
+    )
+    several.set_in_layout(False)  # wider than its column, which shall not grow with it
+
+
+def draw_encoder(figure: SubFigure, n: Numbers) -> None:
+    """How far each head of each layer is from its part of the merged head."""
+    axes, encoder = figure.subplots(), n["encoder"]
+    for layer, heads in enumerate(encoder["apart"]):
+        spread = [layer + (place / max(len(heads) - 1, 1) - 0.5) / 2 for place in range(len(heads))]
+        axes.plot(spread, heads, "o", markersize=4, color=SERIES[0])
+    axes.set_xticks(range(encoder["layers"]), [f"layer {x + 1}" for x in range(encoder["layers"])])
+    axes.set_ylim(0)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.set_title(
+        f"{encoder['model']}: the {encoder['heads']} heads of a layer merged into one", loc="left"
+    )
+    axes.set_ylabel("change of the\nhead's output")
+    axes.grid(axis="y", color=LINE)
+
+
+QUESTION = Question(
+    id="same-function",
+    asks="Are eight heads of 64 and one head of 512 the same function when the projections are "
+    "the same?",
+    claim="No. One head adds the heads' scores up and takes one softmax; several heads take "
+    "several. A check that finds them equal was made where all weight goes to one key, the same "
+    "for all.",
+    measure=measure,
+    facts=(
+        Fact(
+            "the single head's scores are the heads' scores added up, over the root of their "
+            "number: off by {sum:.2f} of what rounding may do, where it is most",
+            lambda n: n["sum"] <= 1,
+        ),
+        Fact(
+            "one softmax of that sum is not several: with torch's own initialisation the outputs "
+            "are {cases[own][apart]:percent} apart, in every seed at least "
+            "{beyond[outputs]:,.0f} times what rounding may do",
+            lambda n: n["beyond"]["outputs"] > 1,
+        ),
+        Fact(
+            "with tokens and projections from torch.rand {said[published][equal]} of "
+            "{said[published][seeds]} seeds say equal, by ==: just those in which every row is the "
+            "value of one key and all heads pick the key of the single head",
+            lambda n: (
+                0 < n["said"]["published"]["equal"] < n["said"]["published"]["seeds"]
+                and not any(said["unexplained"] for said in n["said"].values())
+            ),
+        ),
+        Fact(
+            "both are needed: with smaller tokens (times {factor}) the heads of "
+            "{said[quiet][same_key]} seeds agree on the keys, with torch.randn most rows are the "
+            "value of one key ({cases[normal][one_key]:percent}), and {said[quiet][equal]} of "
+            "{said[quiet][seeds]} and {said[normal][equal]} of {said[normal][seeds]} say equal",
+            lambda n: (
+                n["said"]["quiet"]["same_key"] > 0
+                and n["cases"]["normal"]["one_key"] > 0.5
+                and n["said"]["quiet"]["equal"] == n["said"]["normal"]["equal"] == 0
+            ),
+        ),
+        Fact(
+            "an output projection common to both changes nothing of that: "
+            "{said[published][projected]} of {said[published][seeds]} seeds say equal after it, "
+            "and with torch's own initialisation the outputs are "
+            "{cases[own][apart_projected]:percent} apart, in every seed at least "
+            "{beyond[projected]:,.0f} times what rounding may do",
+            lambda n: (
+                0 < n["said"]["published"]["projected"] < n["said"]["published"]["seeds"]
+                and n["beyond"]["projected"] > 1
+            ),
+        ),
+        Fact(
+            "merged into one, every head of the {encoder[layers]} layers of {encoder[model]} "
+            "changes, by {encoder[least]:percent} to {encoder[most]:percent} of its output, at "
+            "least {beyond[encoder]:,.0f} times what rounding may do",
+            lambda n: n["beyond"]["encoder"] > 1,
+        ),
+    ),
+    verdict="No: one head adds up the scores of all {heads} and takes one softmax, where {heads} "
+    "heads take {heads}; with torch's own initial weights the outputs are "
+    "{cases[own][apart]:percent} apart, and the check that called them equal (for "
+    "{said[published][equal]} of {said[published][seeds]} seeds) can do so only where every row "
+    "reads a single key, the same in all heads.",
+    why="The score of the wide head is the sum of the narrow heads' scores, over the root of their "
+    "number: so far nothing is lost. But the softmax of a sum is one opinion, and several "
+    "softmaxes are several. Where tokens and projections come from torch.rand all numbers are "
+    "positive, scores are about {cases[published][score]:,.0f}, and the heads mostly prefer the "
+    "same key; then each row is an exact copy of one value, and the number of heads leaves no "
+    "trace.",
+    caption="Above: the weights of one head and of {heads}, from the same queries and keys. Rows "
+    "are queries, columns keys, bright is much. In a seed from torch.rand that says equal, all "
+    "maps show the same bright column; elsewhere each head has a map of its own. On the right: "
+    "for how many seeds the outputs are equal by ==. Below: a dot for each head of a trained "
+    "encoder that reads a text: how much its output changes when the heads of its layer are "
+    "merged into one, {encoder[middle]:percent} in the median.",
+    draw=draw,
+    table=Table(
+        columns=(
+            "tokens and projections",
+            "size of a score",
+            "entropy of a row, nats",
+            "rows that read one key",
+            "rows that pick the single head's key",
+            "outputs apart",
+            "seeds that say equal",
+        ),
+        rows=tuple(
+            (
+                title,
+                f"{{cases[{name}][score]:,.1f}}",
+                f"{{cases[{name}][entropy]:.3f}}",
+                f"{{cases[{name}][one_key]:percent}}",
+                f"{{cases[{name}][same_key]:percent}}",
+                f"{{cases[{name}][apart]:percent}}",
+                f"{{said[{name}][equal]}} of {{said[{name}][seeds]}}",
+            )
+            for name, title in (
+                ("published", "torch.rand, as published"),
+                ("quiet", "torch.rand, tokens times {factor}"),
+                ("normal", "torch.randn"),
+                ("own", "torch's own initialisation"),
+            )
+        ),
+    ),
+    varies=frozenset({"said", "sum", "beyond"}),
+)

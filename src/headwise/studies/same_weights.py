@@ -1,0 +1,196 @@
+"""Implementations of attention under the same weights, each against the float64 reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from headwise import functional
+from headwise.budget import Budget
+from headwise.masks import Mask
+from headwise.models.reading import Reading
+from headwise.peers.bert import Bert
+from headwise.peers.einops_page import EinopsPage
+from headwise.peers.peer import Peer
+from headwise.peers.weights import Weights
+from headwise.studies.own_layers import IMPLEMENTATIONS
+
+BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 3, 6, 45, 192
+
+
+def reference(
+    x: Float[Tensor, "batch length embed_dim"],
+    *given: Tensor,
+    num_heads: int,
+    may_attend: Bool[Tensor, "batch queries keys"] | None = None,
+) -> Float[Tensor, "batch length embed_dim"]:
+    """headwise's reference arithmetic between projections; ``given`` is ``Weights.tensors``."""
+    matrices, biases = given[:4], given[4:] or (None,) * 4
+    q, k, v = (
+        F.linear(x, matrix, bias).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        for matrix, bias in zip(matrices[:3], biases[:3], strict=True)
+    )
+    mask = None if may_attend is None else Mask.may_attend(may_attend, axes="batch queries keys")
+    heads = functional.head_outputs(q, k, v, mask=mask)
+    return F.linear(heads.transpose(1, 2).flatten(2), matrices[3], biases[3])
+
+
+def budget(
+    x: Tensor, given: Weights, *, num_heads: int = NUM_HEADS, may_attend: Tensor | None = None
+) -> Budget:
+    """What plain torch may err for these weights."""
+    function = partial(reference, num_heads=num_heads, may_attend=may_attend)
+    return Budget.of(function, x, *given.tensors)
+
+
+def in_float64(narrow: Budget) -> Budget:
+    """The same in float64, where both round as in float32, but finer: the result and the exact."""
+    finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    return replace(narrow, dtype=torch.float64, allowed=2 * finer * narrow.allowed)
+
+
+def made(
+    *, biased: bool = False, embed_dim: int = EMBED_DIM, num_heads: int = NUM_HEADS
+) -> dict[str, Peer]:
+    """Every implementation, or those with biases alone, to be filled."""
+    return {
+        key: make(embed_dim, num_heads).eval()
+        for key, make in IMPLEMENTATIONS.items()
+        if make.biased or not biased
+    }
+
+
+@torch.no_grad()
+def outputs(
+    peers: Mapping[str, Peer], x: Tensor, given: Weights, may_attend: Tensor | None = None
+) -> dict[str, Tensor]:
+    """What each gives, with the mask in its own values."""
+    return {
+        key: peer.fill(given)(x, None if may_attend is None else peer.spell(may_attend))
+        for key, peer in peers.items()
+    }
+
+
+def shares(allowed: Budget, found: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest error of each, in parts of what is allowed there."""
+    return {key: allowed.check(output).ratio for key, output in found.items()}
+
+
+def differences(rows: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> list[list[float]]:
+    """The largest difference between any two outputs."""
+    return [[float((a - b).abs().max()) for b in columns.values()] for a in rows.values()]
+
+
+def causal_and_padded() -> Bool[Tensor, "batch queries keys"]:
+    """No query sees a later key, nor, in the second sequence, a key of the last third."""
+    may_attend = torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool).tril()
+    may_attend[1, :, 2 * LENGTH // 3 :] = False
+    return may_attend
+
+
+def misread(given: Weights) -> dict[str, Weights]:
+    """The same numbers, taken for something else, as happens when weights are ported.
+
+    All matrices are square: nothing raises.
+    """
+
+    def interleaved(matrix: Tensor) -> Tensor:
+        split: Tensor = matrix.unflatten(0, (-1, NUM_HEADS))
+        return split.transpose(0, 1).flatten(0, 1)
+
+    q, k, v, out = given.matrices
+    return {
+        "transposed": Weights(q, k, v, out.mT),
+        "exchanged": Weights(k, q, v, out),
+        "interleaved": Weights.of((*map(interleaved, (q, k, v)), out)),
+        "scale": Weights(q / math.sqrt(NUM_HEADS), k, v, out),
+    }
+
+
+def of_a_model(reading: Reading) -> tuple[dict[str, float], float]:
+    """The weights and tokens of every layer of an encoder, which has biases and padding.
+
+    Returns the largest share of each implementation over the layers, with that of the encoder's
+    own layers as "encoder"; and the largest difference between BERT's class and those layers.
+    """
+    embed_dim = reading.calls[0].x.shape[-1]
+    peers = made(biased=True, embed_dim=embed_dim, num_heads=reading.num_heads)
+    length = reading.real.shape[1]
+    may_attend = reading.real[:, None].expand(-1, length, -1)
+    largest: dict[str, float] = {}
+    apart = 0.0
+    for call in reading.calls:
+        p = call.projections
+        given = Weights.of(
+            (*p.in_proj_weight.chunk(3), p.out_proj_weight),
+            (*p.in_proj_bias.chunk(3), p.out_proj_bias),
+        )
+        found = outputs(peers, call.x, given, may_attend)
+        apart = max(apart, float((found["bert"] - call.output).abs().max()))
+        found["encoder"] = call.output
+        allowed = budget(call.x, given, num_heads=reading.num_heads, may_attend=may_attend)
+        for key, share in shares(allowed, found).items():
+            largest[key] = max(share, largest.get(key, 0.0))
+    return largest, apart
+
+
+def of_random_weights() -> dict[str, Any]:
+    """All under the same random weights: without a mask, masked, biased, in float64, misread."""
+    x, mask = torch.randn(BATCH, LENGTH, EMBED_DIM), causal_and_padded()
+    plain, biased = Weights.random(EMBED_DIM), Weights.random(EMBED_DIM, biased=True)
+    peers = made()
+    found = outputs(peers, x, plain)
+    allowed = budget(x, plain)
+    share = {
+        "plain": shares(allowed, found),
+        "masked": shares(budget(x, plain, may_attend=mask), outputs(peers, x, plain, mask)),
+        "biased": shares(
+            budget(x, biased, may_attend=mask), outputs(made(biased=True), x, biased, mask)
+        ),
+    }
+    wrong = {
+        how: outputs({"torch": peers["torch"]}, x, given)["torch"]
+        for how, given in misread(plain).items()
+    }
+    wide = {key: peer.double() for key, peer in peers.items()}
+    fine = shares(in_float64(allowed), outputs(wide, x.double(), plain))
+    pairs = differences(found, found)
+    return {
+        "pairs": pairs,
+        "largest_pair": max(map(max, pairs)),
+        "typical_output": float(allowed.exact.std()),
+        "allowed": float(allowed.allowed.max()),
+        "share": share,
+        "largest_share": {name: max(each.values()) for name, each in share.items()},
+        "misread_pairs": differences(wrong, found),
+        "misread_share": (misread_share := shares(allowed, wrong)),
+        "least_misread_share": min(misread_share.values()),
+        "outside_in_float64": [key for key, used in fine.items() if used > 1],
+    }
+
+
+@torch.no_grad()
+def of_blocks() -> dict[str, float]:
+    """The blocks that have a residual and a norm inside, against the two around the reference."""
+    x, given = torch.randn(BATCH, LENGTH, EMBED_DIM), Weights.random(EMBED_DIM, biased=True)
+    einops, bert = EinopsPage(EMBED_DIM, NUM_HEADS), Bert(EMBED_DIM, NUM_HEADS)
+    share = {}
+    for key, peer, norm in (
+        ("einops", einops, einops.layer_norm),
+        ("bert", bert, bert.inner.output.LayerNorm),
+    ):
+        allowed = Budget.of(partial(_normed, eps=norm.eps), x, *given.tensors)
+        share[key] = allowed.check(peer.fill(given).eval().block(x)).ratio
+    return share
+
+
+def _normed(x: Tensor, *given: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x + reference(x, *given, num_heads=NUM_HEADS), x.shape[-1:], eps=eps)

@@ -1,0 +1,170 @@
+"""Learning: the verdict turns when one head suffices, when heads are alike, or when none learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headwise.layer.attention import Attention
+from headwise.matrix import AttentionMatrix
+from headwise.studies import lookups
+from headwise.studies.lookups import Texts
+from headwise.studies.questions import learning
+from headwise.studies.questions.learning import QUESTION
+from headwise.studies.study import ask
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"LENGTH": 8, "VALUE": 8, "EMBED_DIM": 24, "BATCH": 16, "RATE": 2e-2}
+    for name, value in sizes.items():
+        monkeypatch.setattr(lookups, name, value)
+    for name, value in {"SEEDS": 2, "FEWER_SEEDS": 1, "STEPS": 100, "TEST": 200}.items():
+        monkeypatch.setattr(learning, name, value)
+
+
+def failed() -> list[str]:
+    """The facts that do not hold, after asking again."""
+    answer = ask(QUESTION)
+    found = [words for held, words in answer.facts if not held]
+    assert answer.holds == (not found)
+    assert all(words in answer.verdict for words in found)
+    return found
+
+
+# ---- the verdict turns -----------------------------------------------------------------------
+
+
+def test_small_sizes_hold() -> None:
+    assert failed() == []
+
+
+def test_heads_that_keep_their_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = lookups.layer
+
+    def as_wide(num_heads: int, **sizes: int) -> Attention:
+        return layer(num_heads, **{"head_dim": 6} | sizes)
+
+    monkeypatch.setattr(lookups, "layer", as_wide)
+    assert "the same number of parameters" in failed()[0]
+
+
+def test_both_lookups_are_about_the_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = lookups.texts
+
+    def twice(batch: int) -> Texts:
+        given = texts(batch)
+        return dataclasses.replace(given, values=given.values[:, :, :1].expand(-1, -1, 2, -1))
+
+    monkeypatch.setattr(lookups, "texts", twice)
+    assert "one head leaves at least the half" in failed()[0]
+
+
+def test_heads_that_all_attend_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = Attention._operands
+
+    def alike(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
+        matrix, v = operands(self, *call)
+        first = (x[:, :1].expand_as(x).contiguous() for x in (matrix.q, matrix.k))
+        return AttentionMatrix(*first), v
+
+    monkeypatch.setattr(Attention, "_operands", alike)
+    found = " ".join(failed())
+    assert "two heads get below the half" in found
+    assert "each of two heads takes one lookup" in found
+    assert "four and eight heads" in found
+    assert "one head leaves" not in found
+
+
+def test_a_gate_that_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Attention.forward
+
+    def open_always(self: Attention, x: Tensor, **call: Any) -> Tensor:
+        output: Tensor = forward(self, x, **call | {"gate": None})
+        return output
+
+    monkeypatch.setattr(Attention, "forward", open_always)
+    (fact,) = failed()
+    assert "with one of two heads closed" in fact
+
+
+def test_two_heads_that_stay_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = lookups.train
+
+    def worse(model: Attention, *, steps: int) -> list[float]:
+        found = train(model, steps=steps)
+        if model.num_heads == 2:
+            nn.init.normal_(model.out_proj.bias, std=0.4)
+        return found
+
+    monkeypatch.setattr(lookups, "train", worse)
+    (fact,) = failed()
+    assert "leave no less than two do" in fact
+
+
+def test_nothing_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "RATE", 0.0)
+    found = " ".join(failed())
+    assert "where one lookup is all there is" in found
+
+
+# ---- the task --------------------------------------------------------------------------------
+
+
+def test_the_values_are_those_of_the_token_before_and_of_the_named_one() -> None:
+    given = lookups.texts(50)
+    values, _, names = given.x.split([8, 8, 8], dim=-1)
+    assert torch.equal(given.values[:, :, 0], values[:, :-1])
+    assert torch.equal(names.argmax(-1), given.named)
+    assert torch.equal(given.values[7, 2, 1], values[7, given.named[7, 3]])
+    assert not (given.named == (torch.arange(8) - 1) % 8).any()
+
+
+def test_telling_nothing_is_an_error_of_the_values() -> None:
+    model, given = lookups.layer(2), lookups.texts(3)
+    nn.init.zeros_(model.out_proj.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(lookups.errors(model, given), (given.values**2).mean((1, 3)))
+
+
+def test_a_head_without_queries_attends_to_all_tokens_alike() -> None:
+    model, given = lookups.layer(3), lookups.texts(2)
+    nn.init.zeros_(model.q_proj.weight)
+    torch.testing.assert_close(lookups.attended(model, given), torch.full((2, 3), 1 / 8))
+
+
+def test_one_mean_leaves_what_the_formula_says() -> None:
+    white = 30**0.5 * torch.linalg.qr(torch.randn(30, 8, dtype=torch.float64))[0]
+    p = torch.rand(8, dtype=torch.float64).softmax(0)
+    mean = (white @ p)[:, None]
+    left = white - mean @ torch.linalg.lstsq(mean, white).solution
+    shares = (left**2).mean(0)
+    torch.testing.assert_close(shares, 1 - p**2 / (p**2).sum())
+    assert min((shares[a] + shares[b]) / 2 for a in range(8) for b in range(a)) >= lookups.HALF
+
+
+# ---- what is counted -------------------------------------------------------------------------
+
+
+def test_heads_are_counted_by_what_they_attend_to() -> None:
+    look = torch.tensor([[0.9, 0.5, 0.0, 0.2], [0.0, 0.5, 0.6, 0.7]])
+    assert learning.roles(look) == {"before": 1, "named": 2, "neither": 1}
+
+
+def test_heads_of_their_own() -> None:
+    apart, same = torch.tensor([[0.9, 0.1], [0.2, 0.7]]), torch.tensor([[0.6, 0.1], [0.4, 0.2]])
+    assert learning.own_share([apart]) == {"apart": True, "least": pytest.approx(0.7)}
+    assert learning.own_share([apart, same]) == {"apart": False, "least": pytest.approx(0.4)}
+
+
+def test_a_curve_is_pooled_over_steps_and_spread_over_seeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(learning, "STEPS", 8)
+    runs = [[1.0] * 4 + [2.0] * 4, [4.0] * 8, [0.0, 2.0] * 4]
+    found = learning.curves(runs)
+    assert found == {"best": [1.0, 1.0], "median": [1.0, 2.0], "worst": [4.0, 4.0]}

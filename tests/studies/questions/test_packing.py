@@ -1,0 +1,117 @@
+"""Packing: the verdict turns when numbers or order are lost, or when objects matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import activation
+
+from headwise.drop_in import core
+from headwise.drop_in.layer import MultiheadAttention
+from headwise.layer.attention import Attention
+from headwise.matrix import AttentionMatrix
+from headwise.studies.questions import packing
+from headwise.studies.questions.packing import QUESTION
+from headwise.studies.study import ask
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"EMBED_DIM": 36, "HEADS": 6, "QUERIES": 9, "KEYS": 11}.items():
+        monkeypatch.setattr(packing, name, value)
+    monkeypatch.setattr(packing, "ROUNDS", {1: 1, 5: 1})
+
+
+def failed() -> list[str]:
+    """The facts that do not hold, after asking again."""
+    answer = ask(QUESTION)
+    found = [words for held, words in answer.facts if not held]
+    assert answer.holds == (not found)
+    assert all(words in answer.verdict for words in found)
+    return found
+
+
+def test_small_sizes_hold() -> None:
+    assert failed() == []
+
+
+def test_a_layer_that_loads_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = nn.Module.load_state_dict
+
+    def rounded(self: nn.Module, state: dict[str, Tensor]) -> object:
+        return load(self, {name: x.bfloat16().float() for name, x in state.items()})
+
+    monkeypatch.setattr(nn.Module, "load_state_dict", rounded)
+    assert "with no bit changed" in failed()[0]
+
+
+@pytest.mark.parametrize("lost", ["last number", "order"])
+def test_a_form_that_loses_something(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = packing.Form.pack
+
+    def careless(self: packing.Form, small: Tensor) -> list[Tensor]:
+        matrices = pack(self, small)
+        if lost == "order":
+            return [matrix.flip(0) for matrix in matrices]
+        matrices[-1][-1, -1] = -0.0
+        return matrices
+
+    monkeypatch.setattr(packing.Form, "pack", careless)
+    assert "with no bit changed" in failed()[0]
+
+
+def test_a_product_that_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = AttentionMatrix.__matmul__
+    monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * 1.0001)
+    found = failed()
+    assert "on one text the outputs" in found[0]
+    assert "from another text" in found[1]
+
+
+def test_keys_and_values_taken_from_the_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Attention.forward
+
+    def stubborn(self: Attention, x: Tensor, source: Tensor | None = None, **call: Any) -> Tensor:
+        output: Tensor = forward(self, x, None, **call)
+        return output
+
+    monkeypatch.setattr(Attention, "forward", stubborn)
+    (words,) = failed()
+    assert "from another text" in words
+
+
+def test_heads_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights of zero and biases of one, no order of the packed matrix is wrong."""
+    monkeypatch.setattr(activation, "xavier_uniform_", nn.init.zeros_)
+    monkeypatch.setattr(nn.init, "normal_", lambda x, std: nn.init.ones_(x))
+    (words,) = failed()
+    assert words.startswith("the order counts")
+
+
+def test_a_layer_that_asks_which_objects_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    projected = core._projected_packed
+
+    def peeking(query: Tensor, key: Tensor, value: Tensor, parameters: core.Parameters) -> Any:
+        q, k, v = projected(query, key, value, parameters)
+        return (q, k, v) if query is key or key is value else (q, k, 1.001 * v)
+
+    monkeypatch.setattr(core, "_projected_packed", peeking)
+    (words,) = failed()
+    assert "one object, two or three" in words
+
+
+def test_torchs_layer_in_the_place_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison is for: its NaN with one object are seen."""
+    monkeypatch.setattr(MultiheadAttention, "forward", nn.MultiheadAttention.forward)
+    answer = ask(QUESTION)
+    assert answer.numbers["nan"] == answer.numbers["torch_nan"]["one"] > 0
+    assert not answer.holds
+    assert "one object, two or three" in answer.verdict
+
+
+def test_bits_tell_zero_from_minus_zero() -> None:
+    assert packing.same_bits(torch.zeros(2), torch.zeros(2))
+    assert not packing.same_bits(torch.zeros(2), -torch.zeros(2))

@@ -1,0 +1,141 @@
+"""One head against eight: each fact turns when the library, or what is drawn, is otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise import functional
+from headwise.budget import Budget
+from headwise.studies import encoder, one_head
+from headwise.studies.one_head import Projected
+from headwise.studies.question import Answer
+from headwise.studies.questions import same_function
+from headwise.studies.study import ask
+from tests.looks import random_reading
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few seeds, of which some say equal; an encoder with random weights."""
+    reading = random_reading()
+    monkeypatch.setattr(encoder, "reading", lambda: reading)
+    monkeypatch.setattr(same_function, "SEEDS", {"rand": 6, "randn": 3, "own": 2})
+
+
+def asked() -> Answer:
+    return ask(same_function.QUESTION)
+
+
+def assert_fails(answer: Answer, *facts: int) -> None:
+    """These facts do not hold, the others do, and the verdict says so."""
+    failed = [number for number, (held, _) in enumerate(answer.facts) if not held]
+    assert failed == list(facts), answer.verdict
+    assert all(answer.facts[number][1] in answer.verdict for number in failed)
+
+
+def test_the_small_experiment_holds_unperturbed() -> None:
+    assert asked().holds
+
+
+def test_scores_without_the_root_are_not_the_sum_over_the_root(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(functional, "default_scale", lambda q: 0.05)
+    assert_fails(asked(), 0)
+
+
+def test_without_a_softmax_that_looks_at_scores_one_head_is_as_good_as_eight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = functional.scores
+
+    def even(*args: Tensor, **kwargs: object) -> Tensor:
+        return torch.zeros_like(own(*args, **kwargs))
+
+    monkeypatch.setattr(functional, "scores", even)
+    answer = asked()
+    assert not answer.holds
+    assert not answer.facts[1][0]
+    assert not answer.facts[4][0]
+    assert answer.facts[1][1] in answer.verdict
+    assert answer.facts[4][1] in answer.verdict
+
+
+@pytest.mark.parametrize("draw", ["randn", "zeros"])
+def test_a_check_of_other_numbers_says_always_or_never_equal(
+    monkeypatch: pytest.MonkeyPatch, draw: str
+) -> None:
+    monkeypatch.setattr(torch, "rand", getattr(torch, draw))
+    answer = asked()
+    assert not answer.facts[2][0]
+    assert answer.facts[2][1] in answer.verdict
+
+
+def test_rows_that_read_one_key_in_every_sample_need_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(same_function, "QUIET", 1.0)
+    assert_fails(asked(), 3)
+
+
+def test_an_encoder_with_one_head_has_nothing_to_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    single = replace(random_reading(), num_heads=1)
+    monkeypatch.setattr(encoder, "reading", lambda: single)
+    assert_fails(asked(), 5)
+
+
+# ---- what it measures with -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def projected() -> Projected:
+    return Projected(torch.randn(2, 5, 12), torch.randn(2, 7, 12), torch.randn(2, 7, 12))
+
+
+def test_the_heads_are_consecutive_parts(projected: Projected) -> None:
+    q, k, _ = projected.split(3)
+    assert q.shape == (2, 3, 5, 4)
+    assert torch.equal(q[1, 2], projected.q[1, :, 8:])
+    expected = projected.q[0, :, 4:8] @ projected.k[0, :, 4:8].T / 2
+    torch.testing.assert_close(projected.scores(3)[0, 1], expected)
+    torch.testing.assert_close(
+        projected.outputs(3)[0, :, 4:8], expected.softmax(-1) @ projected.v[0, :, 4:8]
+    )
+    torch.testing.assert_close(projected.weights(3)[0, 1], expected.softmax(-1))
+
+
+def test_the_merged_scores_are_those_of_the_single_head(projected: Projected) -> None:
+    merged = one_head.merged_scores(projected.scores(3))
+    one_head.budget_of_scores(projected).assert_holds(merged)
+    with pytest.raises(AssertionError, match="scores"):
+        one_head.budget_of_scores(projected).assert_holds(merged * (1 + 1e-4))
+
+
+def test_the_difference_is_a_share_of_the_second() -> None:
+    several = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    one = several + torch.tensor([[0.0, 5.0], [1.0, 0.0]])
+    assert one_head.difference(one, several).tolist() == [1.0, 0.5]
+
+
+def test_an_excess_is_error_over_allowance() -> None:
+    exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    budget = Budget("x", torch.float32, exact, torch.full_like(exact, 0.5), ("rows",))
+    assert one_head.excess(torch.tensor([1.25, 4.0]), budget).tolist() == [0.5, 4.0]
+
+
+def test_a_row_reads_one_key_only_bit_by_bit(projected: Projected) -> None:
+    favourites = torch.tensor([[[0, 1, 2, 3, 4], [6, 5, 4, 3, 2], [1, 1, 1, 1, 1]]] * 2)
+    values = one_head.split(projected.v, 3).take_along_dim(favourites[..., None], dim=2)
+    outputs = one_head.side_by_side(values.clone())
+    assert one_head.reads_one_key(outputs, projected.v, favourites).all()
+    outputs[1, 2, 11] = math.nextafter(float(outputs[1, 2, 11]), math.inf) + 1e-6
+    read = one_head.reads_one_key(outputs, projected.v, favourites)
+    assert read.sum() == read.numel() - 1
+    assert not read[1, 2, 2]
