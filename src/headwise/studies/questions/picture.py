@@ -1,0 +1,242 @@
+"""The picture everybody draws: embedding, heads, concatenation, output; from a real forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.layer.attention import Attention
+from headwise.models import minilm, text
+from headwise.models.reading import Progress, Projections
+from headwise.studies import layer_picture
+from headwise.studies.per_head import Weights, budget
+from headwise.studies.question import Fact, Numbers, Question, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WORDS = 9  # of the text: few enough for every map to be drawn whole
+EVERY = 4  # one number in so many is drawn of what is embed_dim wide
+FULL = 0.98  # share of the numbers that is below the strongest colour
+
+
+def measure(progress: Progress) -> dict[str, Any]:
+    """Read a few words with MiniLM, and take the layer apart whose heads differ most."""
+    sentence = " ".join(text.paragraphs()[0].split()[:WORDS])
+    reading = minilm.read(sentence, sentence, passage="its first words", progress=progress)
+    layers = [attention(call.projections, reading.num_heads) for call in reading.calls]
+    inputs = [call.x[:1] for call in reading.calls]
+    apart = [differ(layer.matrix(x).dense()[0]) for layer, x in zip(layers, inputs, strict=True)]
+    chosen = max(range(len(apart)), key=apart.__getitem__)
+    layer, x = layers[chosen], inputs[chosen]
+    return {
+        "model": reading.model,
+        "tokens": list(reading.tokens),
+        "length": len(reading.tokens),
+        "heads": layer.num_heads,
+        "head_dim": layer.head_dim,
+        "embed_dim": layer.embed_dim,
+        "layers": len(layers),
+        "layer": 1 + chosen,
+        "apart": apart,
+        "every": EVERY,
+        **forward(layer, x),
+        **added_up(layer, x, reading.calls[chosen].output[:1]),
+    }
+
+
+def attention(projections: Projections, heads: int) -> Attention:
+    """The native layer with the weights of a model's layer."""
+    p = projections
+    layer = Attention(p.out_proj_weight.shape[0], heads).requires_grad_(False)
+    weights = (*p.in_proj_weight.chunk(3), p.out_proj_weight)
+    biases = (*p.in_proj_bias.chunk(3), p.out_proj_bias)
+    for own, weight, bias in zip(projections_of(layer), weights, biases, strict=True):
+        own.weight.copy_(weight)
+        own.bias.copy_(bias)
+    return layer.eval()
+
+
+def projections_of(layer: Attention) -> tuple[nn.Linear, ...]:
+    """Those of q, k, v and the output."""
+    return layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
+
+
+def differ(maps: Tensor) -> float:
+    """How much of its weight a head places elsewhere than another: the mean over all pairs."""
+    heads = maps.shape[0]
+    moved = (maps[:, None] - maps[None]).abs().sum(-1).mean(-1) / 2
+    return float(moved.sum() / (heads * (heads - 1)))
+
+
+# ---- one forward pass --------------------------------------------------------------------------
+
+
+def forward(layer: Attention, x: Tensor) -> dict[str, Any]:
+    """What is drawn, from the pass itself; and whether the parts are what they are said to be."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(_: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> None:
+            seen[name] = result
+            seen[f"into_{name}"] = given[0]
+
+        return hook
+
+    names = ("q", "k", "v", "output")
+    hooks = [
+        projection.register_forward_hook(keep(name))
+        for name, projection in zip(names, projections_of(layer), strict=True)
+    ]
+    layer(x)
+    for hook in hooks:
+        hook.remove()
+    maps, outputs = layer.matrix(x).dense(), layer.head_outputs(x)
+    merged = seen["into_output"]
+    rows = maps.double().sum(-1)
+    return {
+        "shapes": {
+            "x": list(x.shape[1:]),
+            "w": list(layer.q_proj.weight.shape),
+            "w_of_a_head": [layer.head_dim, layer.embed_dim],
+            "q": list(layer.matrix(x).q.shape[1:]),
+            "weights": list(maps.shape[1:]),
+            "head_outputs": list(outputs.shape[1:]),
+            "merged": list(merged.shape[1:]),
+            "wo": list(layer.out_proj.weight.shape),
+            "output": list(seen["output"].shape[1:]),
+        },
+        "reads_all_of_x": all(seen[f"into_{name}"].equal(x) for name in names[:3]),
+        "side_by_side": merged.equal(torch.cat(outputs.unbind(1), -1)),
+        "rows": rows.numel(),
+        "row_error": float((rows - 1).abs().max()),
+        # Each weight is one of n terms over their rounded sum: n - 1 additions and a division.
+        "row_bound": maps.shape[-1] * torch.finfo(maps.dtype).eps,
+        "maps": [[[round(w, 4) for w in row] for row in head] for head in maps[0].tolist()],
+        "strips": {"x": strip(x), "merged": strip(merged)}
+        | {name: strip(seen[name]) for name in names},
+        "stand_out": stand_out(maps[0]),
+    }
+
+
+def strip(values: Tensor) -> list[list[int]]:
+    """One number in `EVERY`, in percent of a size that nearly all of them stay under."""
+    shown = values[0, :, ::EVERY]
+    return (shown / shown.abs().quantile(FULL) * 100).clamp(-100, 100).round().int().tolist()
+
+
+def stand_out(maps: Tensor) -> dict[str, Any]:
+    """The heads with the most weight on the token before, the token after, and the first."""
+    found = {}
+    for key, weights in (
+        ("before", maps.diagonal(-1, 1, 2).mean(-1)),
+        ("after", maps.diagonal(1, 1, 2).mean(-1)),
+        ("first", maps[:, :, 0].mean(-1)),
+    ):
+        found[key] = {"head": 1 + int(weights.argmax()), "weight": float(weights.max())}
+    return found
+
+
+# ---- the sum, and the order ----------------------------------------------------------------------
+
+
+def added_up(layer: Attention, x: Tensor, models_own: Tensor) -> dict[str, Any]:
+    """The output as a sum of what the heads add, and with the heads in another order."""
+    heads = layer.num_heads
+    weights = Weights.of(*projections_of(layer))
+    allowed = budget(x, x, x, weights, heads=heads)
+    output, outputs, parts = layer(x), layer.head_outputs(x), layer.contributions(x)
+    turned = outputs.flip(1).transpose(1, 2).flatten(2)
+    rows = layer.out_proj.weight.unflatten(1, (heads, -1)).flip(1).flatten(1)
+    swapped, both = layer.out_proj(turned), nn.functional.linear(turned, rows, weights.bo)
+    return {
+        "equal_to_model": allowed.check(models_own).within,
+        "equal_to_formula": allowed.check(output).within,
+        "sum_equal": allowed.check(parts.sum(1) + weights.bo).within,
+        "added": (parts.norm(dim=(0, 2, 3)) / parts.norm(dim=(0, 2, 3)).sum()).tolist(),
+        "order_equal": allowed.check(swapped).within,
+        "order_moved": float((swapped - output).norm() / output.norm()),
+        "order_of_both_equal": allowed.check(both).within,
+    }
+
+
+def draw(figure: Figure, n: Numbers) -> None:
+    """From the embeddings at the top to the output at the bottom, and three heads enlarged."""
+    layer_picture.draw(figure, n)
+
+
+QUESTION = Question(
+    id="picture",
+    asks="What does the picture everybody draws look like with real numbers: embedding, heads, "
+    "concatenation, output?",
+    claim="Every head reads all of x with matrices of its own, and weighs all tokens in a map of "
+    "its own; the heads' outputs are put side by side and mixed by one more matrix.",
+    measure=measure,
+    facts=(
+        Fact(
+            "the layer drawn gives {model}'s own output, and the paper's formula, within the error "
+            "budget",
+            lambda n: n["equal_to_model"] and n["equal_to_formula"],
+        ),
+        Fact(
+            "all of x {shapes[x]:shape} goes into the projections; they give {shapes[q]:shape}, "
+            "the maps are {shapes[weights]:shape}, and the output is as large as x",
+            lambda n: (
+                n["reads_all_of_x"]
+                and n["shapes"]["q"] == [n["heads"], n["length"], n["head_dim"]]
+                and n["shapes"]["weights"] == [n["heads"], n["length"], n["length"]]
+                and n["shapes"]["x"] == n["shapes"]["merged"] == n["shapes"]["output"]
+                and n["heads"] * n["head_dim"] == n["embed_dim"]
+            ),
+        ),
+        Fact(
+            "each of the {rows} rows of the maps sums to one, off by at most {row_error:sci}, where "
+            "rounding may take {row_bound:sci}",
+            lambda n: n["row_error"] <= n["row_bound"],
+        ),
+        Fact(
+            "what enters the output projection is the heads' outputs side by side, bit for bit",
+            lambda n: n["side_by_side"],
+        ),
+        Fact(
+            "the sum of what the {heads} heads add, and the bias, is the output within the error "
+            "budget",
+            lambda n: n["sum_equal"],
+        ),
+        Fact(
+            "with the heads in reverse order the output moves by {order_moved:percent} of its "
+            "size; with the columns of the output projection reversed as well, not beyond the "
+            "error budget",
+            lambda n: not n["order_equal"] and n["order_of_both_equal"],
+        ),
+    ),
+    verdict="It is the same layer seen {heads} times: each head projects all {embed_dim} numbers of "
+    "every token to its own {head_dim}, weighs the {length} tokens in its own map, and the "
+    "{heads} results side by side are again {embed_dim} wide and are mixed into the output.",
+    why="Side by side and times one matrix is a sum: each head has its own columns of wo, and adds "
+    "its part to the output. That is why the order of the heads means nothing by itself, but must "
+    "be the same in the concatenation and in wo.",
+    caption="Layer {layer} of the {layers} of {model}, whose heads differ most, while it reads "
+    "{length} tokens. From above: x, a row for each token; q, k and v, cut into {heads} heads; "
+    "each head's map, rows are queries, columns keys, bright is much weight; the heads' outputs; "
+    "the same side by side; the output. Green is positive, orange negative, clear is near zero; "
+    "one number in {every} is drawn. Below, three of the maps enlarged.",
+    draw=draw,
+    table=Table(
+        columns=("what", "shape", "axes"),
+        rows=(
+            ("x", "{shapes[x]:shape}", "length, embed_dim"),
+            ("wq, wk, wv: each", "{shapes[w]:shape}", "heads × head_dim, embed_dim"),
+            ("the part of one head", "{shapes[w_of_a_head]:shape}", "head_dim, embed_dim"),
+            ("q, k, v: each", "{shapes[q]:shape}", "heads, length, head_dim"),
+            ("weights: the maps", "{shapes[weights]:shape}", "heads, queries, keys"),
+            ("head outputs", "{shapes[head_outputs]:shape}", "heads, length, head_dim"),
+            ("side by side", "{shapes[merged]:shape}", "length, heads × head_dim"),
+            ("wo", "{shapes[wo]:shape}", "embed_dim, heads × head_dim"),
+            ("output", "{shapes[output]:shape}", "length, embed_dim"),
+        ),
+    ),
+    varies=frozenset({"row_error"}),
+)
