@@ -72,7 +72,7 @@ def section(answer: Answer) -> str:
         "\n".join(f"- {words}" if held else f"- Not so: {words}" for held, words in answer.facts),
     ]
     if question.table:
-        rule = ("---", *("---:" for _ in question.table.columns[1:]))
+        rule = ["---:" if figures else "---" for figures in answer.are_figures]
         rows = (question.table.columns, rule, *answer.rows)
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
     return "\n\n".join(parts) + "\n"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from headwise.studies.question import as_numbers
+from headwise.studies.question import Table, as_numbers
 from tests.studies.answers import answer
 
 
@@ -50,3 +51,11 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
 def test_a_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match="Tensor"):
         as_numbers({"a": torch.ones(3)})
+
+
+def test_columns_of_figures_are_told_from_columns_of_words() -> None:
+    table = Table(
+        ("what", "n", "words", "mixed"), (("1", "(2, 3)", "4x", "5"), ("2", "−0.5", "a", ""))
+    )
+    given = replace(answer(), question=replace(answer().question, table=table))
+    assert given.are_figures == (False, True, False, True)

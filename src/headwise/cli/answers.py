@@ -47,21 +47,19 @@ def _show_evidence(answer: Answer, console: Console) -> None:
         grid.add_row(Text("✓", "green") if held else Text("✗", "red"), Text(words))
         console.print(_indented(grid))
     if answer.question.table:
-        console.print(_indented(_table(answer.question.table.columns, answer.rows, console)))
+        console.print(_indented(_table(answer.question.table.columns, answer, console)))
 
 
-def _table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console
-) -> Table | Group:
+def _table(columns: Sequence[str], answer: Answer, console: Console) -> Table | Group:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for count, name in enumerate(columns):
-        table.add_column(Text(name), justify="right" if count else "left")
-    for row in rows:
+    for name, is_figures in zip(columns, answer.are_figures, strict=True):
+        table.add_column(Text(name), justify="right" if is_figures else "left")
+    for row in answer.rows:
         table.add_row(*map(Text, row))
     if console.measure(table).minimum <= console.width - 2 * INDENT:
         return table
     # Too many columns for this terminal: row by row, each cell beside the name of its column.
-    return Group(*(_record(columns, row) for row in rows))
+    return Group(*(_record(columns, row) for row in answer.rows))
 
 
 def _record(columns: Sequence[str], row: Sequence[str]) -> Table:

@@ -31,6 +31,7 @@ STYLE = {
     "font.size": 10,
     "svg.fonttype": "none",  # text stays text
     "text.color": drawing.INK,
+    "axes.facecolor": "none",
     "axes.edgecolor": drawing.LINE,
     "axes.labelcolor": drawing.SOFT,
     "axes.titlecolor": drawing.INK,
@@ -83,7 +84,7 @@ def svg(answer: Answer) -> str:
 
 def _element(figure: Figure, caption: str) -> str:
     file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    figure.savefig(file, format="svg", facecolor="none", metadata={"Date": None})
     drawn = file.getvalue()
     drawn = drawn[drawn.index("<svg") :]
     drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)

@@ -12,14 +12,15 @@ from headwise.studies.words import say
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
-HEIGHT = 8.5  # inches, like everything here
-LEFT, FULL = 1.02, 6.4  # where the blocks begin, and how wide embed_dim is
+HEIGHT = 8.95  # inches, like everything here
+LEFT, FULL = 1.14, 6.3  # where the blocks begin, and how wide embed_dim is
 GAP = 0.06  # between heads
-LINE = 0.088  # a token's row where it has a name
+LINE = 0.096  # a token's row where it has a name
 THIN = 0.4  # a block without names
 
-X, CUT, MAPS, READ, MERGED, OUTPUT, CLOSE = 0.32, 1.98, 3.75, 4.62, 5.33, 6.05, 7.03  # tops
+X, CUT, MAPS, READ, MERGED, OUTPUT, CLOSE = 0.34, 2.06, 3.82, 4.69, 5.4, 6.14, 7.16  # tops
 
 
 def draw(figure: Figure, n: Numbers) -> None:
@@ -28,6 +29,8 @@ def draw(figure: Figure, n: Numbers) -> None:
     tall = LINE * n["length"]
     heading(axes, LEFT, X - 0.15, say("x: {length} tokens of {embed_dim} numbers", n))
     note(axes, LEFT + FULL, X - 0.15, say("{shapes[x]:shape}", n), align="right")
+    words = "green: positive, orange: negative; one in {every} is drawn"
+    note(axes, LEFT + 2.35, X - 0.15, say(words, n))
     whole(figure, n, "x", X, tall)
     names(axes, n["tokens"], LEFT - 0.06, X, LINE)
     fan(axes, n, X + tall, CUT)
@@ -35,7 +38,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     label(axes, MERGED, "side by side", say("{shapes[merged]:shape}", n))
     whole(figure, n, "merged", MERGED, THIN)
     words = "times wo {shapes[wo]:shape}, plus its bias: every number is made of all heads"
-    arrow(axes, LEFT + FULL / 2, MERGED + THIN + 0.04, OUTPUT - 0.04, say(words, n))
+    arrow(axes, LEFT + FULL / n["heads"] / 2, MERGED + THIN + 0.04, OUTPUT - 0.04, say(words, n))
     label(axes, OUTPUT, "output", say("{shapes[output]:shape}", n))
     whole(figure, n, "output", OUTPUT, THIN)
     draw_close_ups(figure, axes, n)
@@ -54,10 +57,9 @@ def draw_heads(figure: Figure, axes: Axes, n: Numbers) -> None:
     words = "q times k, divided by the root of {head_dim}; softmax: each row sums to one"
     arrow(axes, LEFT + pitch / 2, bottom + 0.04, MAPS - 0.04, say(words, n))
     side = pitch - GAP
-    top_weight = max(max(map(max, head)) for head in n["maps"])
     for head, weights in enumerate(n["maps"]):
         image = inset(figure, LEFT + pitch * head + GAP / 2, MAPS, side, side, frame=False)
-        weight_map(image, weights, top=top_weight)
+        show_weights(image, weights, n["top_weight"])
     label(axes, MAPS, "weights", say("{shapes[weights]:shape}", n))
     words = "times v: each token gets a mean of the values, by the weights of its row"
     arrow(axes, LEFT + pitch / 2, MAPS + side + 0.04, READ - 0.04, words)
@@ -69,20 +71,25 @@ def draw_heads(figure: Figure, axes: Axes, n: Numbers) -> None:
 def draw_close_ups(figure: Figure, axes: Axes, n: Numbers) -> None:
     """Three heads enlarged, with the names of the tokens, and what they stand out for."""
     rule(axes, OUTPUT + THIN + 0.17, 0.2, WIDTH - 0.2)
-    side = 1.2
-    top_weight = max(max(map(max, head)) for head in n["maps"])
+    side = 1.45
     for column, (key, where) in enumerate(
         (("before", "the token before"), ("after", "the token after"), ("first", "{tokens[0]}"))
     ):
-        left = 0.78 + 2.35 * column
+        left = 0.78 + 2.38 * column
         head = n["stand_out"][key]["head"]
         heading(axes, left, CLOSE - 0.27, say(f"head {{stand_out[{key}][head]}}", n))
         words = f"{{stand_out[{key}][weight]:percent}} of its weight on {where}"
         note(axes, left, CLOSE - 0.1, say(words, n))
         image = inset(figure, left, CLOSE + 0.03, side, side, frame=False)
-        weight_map(image, n["maps"][head - 1], top=top_weight)
+        show_weights(image, n["maps"][head - 1], n["top_weight"])
         names(axes, n["tokens"], left - 0.06, CLOSE + 0.03, side / n["length"])
-    note(axes, 0.78, CLOSE + side + 0.13, "rows: queries; columns: keys, in the same order")
+    below = CLOSE + side + 0.17
+    note(axes, 0.78, below, "rows: queries; columns: keys, in the same order")
+    scale = [[n["top_weight"] * cell / 100 for cell in range(101)]]
+    bar = inset(figure, WIDTH - 1.5, below - 0.04, 0.8, 0.09, frame=False)
+    show_weights(bar, scale, n["top_weight"]).axes.set_aspect("auto")
+    note(axes, WIDTH - 1.57, below, "weight: none", align="right")
+    note(axes, WIDTH - 0.63, below, say("{top_weight:percent}", n))
 
 
 def whole(figure: Figure, n: Numbers, name: str, top: float, height: float) -> None:
@@ -102,7 +109,14 @@ def parted(figure: Figure, n: Numbers, name: str, top: float) -> None:
 def show(image: Axes, rows: list[list[int]]) -> None:
     """Numbers in percent, in one colour for each sign."""
     colours = tinted(rows, positive=SERIES[0], negative=SERIES[1], top=100)
-    image.imshow(colours, aspect="auto", interpolation="nearest")
+    image.imshow(colours, aspect="auto", interpolation="none")
+
+
+def show_weights(image: Axes, weights: list[list[float]], top: float) -> AxesImage:
+    """A map whose cells stay sharp at any size."""
+    shown = weight_map(image, weights, top=top)
+    shown.set_interpolation("none")
+    return shown
 
 
 def fan(axes: Axes, n: Numbers, top: float, bottom: float) -> None:

@@ -83,7 +83,8 @@ def budget_of_scores(projected: Projected) -> Budget:
 
 def excess(actual: Float[Tensor, "*shape"], budget: Budget) -> Float[Tensor, "*shape"]:
     """Error over allowance of every element: above 1, it is no rounding."""
-    return (actual.detach().double() - budget.exact).abs() / budget.allowed
+    error = (actual.detach().double() - budget.exact).abs()
+    return (error / budget.allowed).where(error > 0, 0.0)
 
 
 def reads_one_key(

@@ -7,6 +7,7 @@ the JSON, and an answer can be drawn again from it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Numbers = Mapping[str, Any]  # bool, int, float, str, and lists and dicts of them
+
+_FIGURE = re.compile(r"[-−+]?[\d(]|[-–]?$")  # a number, a shape, or nothing
 
 SIGNIFICANT = 6  # digits: more is noise, and would triple the JSON
 
@@ -106,6 +109,14 @@ class Answer:
         """The rows of the table, filled; none where there is no table."""
         table = self.question.table
         return tuple(tuple(map(self.say, row)) for row in table.rows) if table else ()
+
+    @property
+    def are_figures(self) -> tuple[bool, ...]:
+        """Whether a column of the table holds figures, to be set flush right, or words."""
+        return tuple(
+            count > 0 and all(_FIGURE.match(cell) for cell in column)
+            for count, column in enumerate(zip(*self.rows, strict=True))
+        )
 
     def say(self, template: str) -> str:
         """A template with this answer's numbers."""

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from headwise.drop_in import checks
 from headwise.drop_in.layer import MultiheadAttention
+from headwise.errors import ShapeError
+from headwise.layer.attention import Attention
 from headwise.masks import Mask
 from headwise.studies.question import Answer
 from headwise.studies.questions import axis_order
@@ -32,33 +33,110 @@ def assert_fails(answer: Answer, *facts: int) -> None:
     assert all(answer.facts[number][1] in answer.verdict for number in failed)
 
 
-def own_order(layer: MultiheadAttention, x: Tensor, *, batch_first: bool) -> Any:
-    """The layer's answer as if it had been built for this order."""
-    layer.batch_first, built = batch_first, layer.batch_first
-    try:
-        return layer(x, x, x)
-    finally:
-        layer.batch_first = built
+def use(monkeypatch: pytest.MonkeyPatch, layer: type[MultiheadAttention]) -> None:
+    monkeypatch.setitem(axis_order.LAYERS, "headwise", layer)
 
 
-class AlwaysBatchFirst(MultiheadAttention):
-    """It was built for one order, and takes the other."""
+def test_a_layer_that_refuses_a_tensor_for_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = axis_order.given_to
 
-    def __init__(self, *args: Any, batch_first: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, batch_first=True, **kwargs)
+    def suspicious(layer: nn.Module, x: Tensor) -> dict[str, Any]:
+        return own(layer, x) | {"alone": {"refused": True, "says": "more tokens than sequences"}}
 
-
-class AlwaysLengthFirst(MultiheadAttention):
-    """The same mistake the other way round."""
-
-    def __init__(self, *args: Any, batch_first: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, batch_first=False, **kwargs)
+    monkeypatch.setattr(axis_order, "given_to", suspicious)
+    assert_fails(asked(), 0)
 
 
-class Suspicious(MultiheadAttention):
-    """A layer that wants a mask."""
+def test_a_native_layer_that_knows_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses where x is no tensor of its own order."""
+    own = Attention.forward
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if "need_weights" not in kwargs and len(args) + len(kwargs) == 3 and not self.batch_first:
-            raise RuntimeError("no mask")
-        return super().forward(*args, **kwargs)
+    def knowing(self: Attention, x: Tensor, **options: Any) -> Tensor:
+        if not x.is_contiguous():
+            raise ShapeError(saw="a transposed x", needed="batch first", do="transpose it")
+        return own(self, x, **options)
+
+    monkeypatch.setattr(Attention, "forward", knowing)
+    assert_fails(asked(), 0, 4)
+
+
+def test_a_layer_that_attends_across_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LengthFirst(MultiheadAttention):
+        """Built for one order, it takes the other."""
+
+        def __init__(self, *args: Any, batch_first: bool = False) -> None:
+            super().__init__(*args, batch_first=False)
+
+    use(monkeypatch, LengthFirst)
+    assert_fails(asked(), 1)
+
+
+def test_a_layer_that_finds_the_batch_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BatchFirst(MultiheadAttention):
+        def __init__(self, *args: Any, batch_first: bool = False) -> None:
+            super().__init__(*args, batch_first=True)
+
+    use(monkeypatch, BatchFirst)
+    assert_fails(asked(), 2, 3)
+
+
+def test_masks_whose_sizes_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Careless(MultiheadAttention):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+            options.pop("attn_mask", None)
+            return super().forward(query, key, value, **options)
+
+    use(monkeypatch, Careless)
+    assert_fails(asked(), 3)
+
+
+def test_lengths_that_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mask, "lengths", lambda **_: Mask())
+    assert_fails(asked(), 3)
+
+
+def test_a_batch_that_may_not_be_as_long_as_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Strict(MultiheadAttention):
+        def forward(self, query: Tensor, *args: Any, **options: Any) -> Any:
+            if query.shape[0] == query.shape[1]:
+                raise RuntimeError("which is the batch?")
+            return super().forward(query, *args, **options)
+
+    use(monkeypatch, Strict)
+    assert_fails(asked(), 4)
+
+
+def test_weights_of_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PerHead(nn.MultiheadAttention):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            return super().forward(*args, **options, average_attn_weights=False)
+
+    monkeypatch.setitem(axis_order.LAYERS, "torch", PerHead)
+    assert_fails(asked(), 5)
+
+
+# ---- what it measures with -----------------------------------------------------------------------
+
+
+def test_influence_is_the_size_of_the_derivative() -> None:
+    class Mix(nn.Module):
+        """The second token of each sequence is three times the first, in every number."""
+
+        def forward(self, x: Tensor, *_: Tensor, need_weights: bool) -> tuple[Tensor, None]:
+            return torch.stack([x[:, 0], 3 * x[:, 0]], dim=1), None
+
+    found = axis_order.influence(Mix(), torch.randn(2, 2, 4))
+    first, second = 2.0, 6.0  # the norm of four ones, and of four threes, on a diagonal
+    assert found.tolist() == [
+        [first, 0, 0, 0],
+        [second, 0, 0, 0],
+        [0, 0, first, 0],
+        [0, 0, second, 0],
+    ]
+
+
+def test_reach_counts_tokens_of_its_own_sequence_and_of_others() -> None:
+    tokens = axis_order.BATCH * axis_order.LENGTH
+    found = torch.eye(tokens)
+    found[0, 1] = found[0, -1] = found[0, -2] = 0.5
+    assert axis_order.reach(found) == {"own": [1, 2], "others": [0, 2]}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise import functional
+from headwise.drop_in.layer import MultiheadAttention
 from headwise.studies.question import Answer
 from headwise.studies.questions import weights_of_one
 from headwise.studies.study import ask
@@ -50,7 +53,11 @@ def test_another_scale_for_the_single_head_does_not_serve(monkeypatch: pytest.Mo
 
 def test_small_positive_tokens_come_out_unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     own = torch.rand
-    monkeypatch.setattr(torch, "rand", lambda *sizes: 0.01 * own(*sizes))
+
+    def small(*sizes: int, **options: Any) -> Tensor:
+        return own(*sizes, **options) if options else 0.01 * own(*sizes)
+
+    monkeypatch.setattr(torch, "rand", small)
     assert_fails(asked(), 2)
 
 
@@ -67,9 +74,9 @@ def test_tokens_that_are_not_equal_do_not_come_out_equal(monkeypatch: pytest.Mon
 def test_own_weights_that_are_zero_hide_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     own = weights_of_one.layer_of
 
-    def silent(heads: int) -> nn.Module:
+    def silent(heads: int) -> MultiheadAttention:
         layer = own(heads)
-        nn.init.zeros_(layer.in_proj_weight[:2 * weights_of_one.EMBED_DIM])
+        nn.init.zeros_(layer.in_proj_weight[: 2 * weights_of_one.EMBED_DIM])
         return layer
 
     monkeypatch.setattr(weights_of_one, "layer_of", silent)

@@ -114,6 +114,7 @@ def forward(layer: Attention, x: Tensor) -> dict[str, Any]:
         "row_error": float((rows - 1).abs().max()),
         # Each weight is one of n terms over their rounded sum: n - 1 additions and a division.
         "row_bound": maps.shape[-1] * torch.finfo(maps.dtype).eps,
+        "top_weight": float(maps.max()),
         "maps": [[[round(w, 4) for w in row] for row in head] for head in maps[0].tolist()],
         "strips": {"x": strip(x), "merged": strip(merged)}
         | {name: strip(seen[name]) for name in names},
@@ -155,7 +156,6 @@ def added_up(layer: Attention, x: Tensor, models_own: Tensor) -> dict[str, Any]:
         "equal_to_model": allowed.check(models_own).within,
         "equal_to_formula": allowed.check(output).within,
         "sum_equal": allowed.check(parts.sum(1) + weights.bo).within,
-        "added": (parts.norm(dim=(0, 2, 3)) / parts.norm(dim=(0, 2, 3)).sum()).tolist(),
         "order_equal": allowed.check(swapped).within,
         "order_moved": float((swapped - output).norm() / output.norm()),
         "order_of_both_equal": allowed.check(both).within,
@@ -192,8 +192,8 @@ QUESTION = Question(
             ),
         ),
         Fact(
-            "each of the {rows} rows of the maps sums to one, off by at most {row_error:sci}, where "
-            "rounding may take {row_bound:sci}",
+            "each of the {rows} rows of the maps sums to one, off by at most {row_error:sci}; "
+            "rounding may take it {row_bound:sci} off",
             lambda n: n["row_error"] <= n["row_bound"],
         ),
         Fact(
@@ -212,9 +212,9 @@ QUESTION = Question(
             lambda n: not n["order_equal"] and n["order_of_both_equal"],
         ),
     ),
-    verdict="It is the same layer seen {heads} times: each head projects all {embed_dim} numbers of "
-    "every token to its own {head_dim}, weighs the {length} tokens in its own map, and the "
-    "{heads} results side by side are again {embed_dim} wide and are mixed into the output.",
+    verdict="Each of the {heads} heads projects all {embed_dim} numbers of every token to its own "
+    "{head_dim} and weighs the {length} tokens in a map of its own; side by side the results are "
+    "{embed_dim} wide again, and one more matrix mixes them into the output.",
     why="Side by side and times one matrix is a sum: each head has its own columns of wo, and adds "
     "its part to the output. That is why the order of the heads means nothing by itself, but must "
     "be the same in the concatenation and in wo.",

@@ -216,7 +216,7 @@ STAGES = (  # what it is, how it is drawn, what is done to get to the next
 
 def draw(figure: Figure, n: Numbers) -> None:
     """The way of the numbers through the layer, and which inputs reach which entries of q."""
-    axes = sheet(figure, height=6.35)
+    axes = sheet(figure, height=6.2)
     for layer, name in (("torch", "torch's layer"), ("native", "headwise")):
         heading(axes, COLUMNS[layer], 0.17, name, align="center")
     for row, (stage, name, form, then) in enumerate(STAGES):
@@ -229,7 +229,7 @@ def draw(figure: Figure, n: Numbers) -> None:
             axes.text(x, middle, shape, color=INK, fontsize=9, ha="center", va="center")
         if then:
             arrow(axes, LEFT + FULL * 0.06, top + THICK + 0.03, top + PITCH - 0.03, say(then, n))
-    draw_reach(figure, axes, n, top=4.55)
+    draw_reach(figure, axes, n, top=4.42)
 
 
 def draw_stage(axes: Axes, n: Numbers, top: float, form: str) -> None:
@@ -257,7 +257,7 @@ def draw_reach(figure: Figure, axes: Axes, n: Numbers, *, top: float) -> None:
     ):
         image = inset(figure, left, top + 0.2, side, side)
         colours = tinted(n["reach_map"][key], positive=SERIES[2], negative=SERIES[2], top=1.0)
-        image.imshow(colours, aspect="auto", interpolation="nearest")
+        image.imshow(colours, aspect="auto", interpolation="none")
         heading(axes, left, top + 0.05, name)
         note(
             axes,

@@ -13,7 +13,7 @@ from headwise.budget import Budget
 from headwise.drop_in.layer import MultiheadAttention
 from headwise.matrix import AttentionMatrix
 from headwise.models.reading import Progress
-from headwise.studies.drawing import LINE, SERIES, SOFT
+from headwise.studies.drawing import LINE, SERIES
 from headwise.studies.one_head import (
     Projected,
     budget_of_scores,
@@ -168,8 +168,8 @@ def draw(figure: Figure, n: Numbers) -> None:
             "right",
             SERIES[0],
         ),
-        ("rows even:\nequal", (factors[0], 0), (0, 8), "left", SOFT),
-        ("rows on one key:\nequal", (0.15, 0), (0, 14), "center", SOFT),
+        ("rows even:\nequal", (factors[0], 0), (0, 8), "left", SERIES[1]),
+        ("rows on one key:\nequal", (0.15, 0), (0, 14), "center", SERIES[1]),
     )
     for words, place, offset, side, colour in names:
         axes.annotate(words, place, offset, ha=side, color=colour, **beside)

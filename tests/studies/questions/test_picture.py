@@ -1,0 +1,140 @@
+"""The picture everybody draws: the verdict turns where the parts are not what they are drawn as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.layer.attention import Attention
+from headwise.matrix import AttentionMatrix
+from headwise.models.reading import AttentionCall, Projections, Reading
+from headwise.studies.per_head import Weights, per_head
+from headwise.studies.question import Answer
+from headwise.studies.questions import picture
+from headwise.studies.study import ask
+
+LENGTH, HEADS, HEAD_DIM = 5, 3, 8
+
+
+def call(seed: int) -> AttentionCall:
+    """One layer of a model that computes the paper's formula."""
+    generator = torch.Generator().manual_seed(seed)
+    width = HEADS * HEAD_DIM
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / width**0.5
+
+    p = Projections(drawn(3 * width, width), drawn(3 * width), drawn(width, width), drawn(width))
+    weights = Weights(
+        *p.in_proj_weight.chunk(3), p.out_proj_weight, *p.in_proj_bias.chunk(3), p.out_proj_bias
+    )
+    x = torch.randn(2, LENGTH, width, generator=generator)
+    return AttentionCall(x, per_head(x, x, x, *weights, heads=HEADS), p)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = (call(0), call(1))
+
+    def read(*_: Any, **__: Any) -> Reading:
+        real = torch.ones(2, LENGTH, dtype=torch.bool)
+        tokens = tuple("abcde")
+        about = ("a small model", "made up", "the formula", HEADS, "all of it", tokens)
+        return Reading(*about, real, torch.zeros_like(real), "e", calls)
+
+    monkeypatch.setattr(picture.minilm, "read", read)
+
+
+def failing(answer: Answer) -> list[str]:
+    said = [words for held, words in answer.facts if not held]
+    assert not answer.holds
+    assert all(words in answer.verdict for words in said)
+    return said
+
+
+def test_the_small_model_would_do() -> None:
+    answer = ask(picture.QUESTION)
+    assert answer.holds, answer.verdict
+    assert answer.numbers["length"] == LENGTH
+    assert answer.numbers["apart"][answer.numbers["layer"] - 1] == max(answer.numbers["apart"])
+
+
+def test_another_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loud(Attention):
+        def __init__(self, *sizes: int) -> None:
+            super().__init__(*sizes, scale=1.0)
+
+    monkeypatch.setattr(picture, "Attention", Loud)
+    assert "own output" in failing(ask(picture.QUESTION))[0]
+
+
+def test_a_layer_that_reads_a_part_of_x_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_part(self: Attention, x: Tensor, **options: Any) -> Tensor:
+        return forward(self, x * (torch.arange(x.shape[-1]) < HEAD_DIM), **options)
+
+    forward = Attention.forward
+    monkeypatch.setattr(Attention, "forward", in_part)
+    said = failing(ask(picture.QUESTION))
+    assert any(words.startswith("all of x") for words in said)
+
+
+def test_rows_that_do_not_sum_to_one_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def more(self: AttentionMatrix, **options: Any) -> Tensor:
+        return dense(self, **options) * (1 + 1e-5)
+
+    dense = AttentionMatrix.dense
+    monkeypatch.setattr(AttentionMatrix, "dense", more)
+    (said,) = failing(ask(picture.QUESTION))
+    assert "rows of the maps" in said
+
+
+def test_heads_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def turned(self: Attention, x: Tensor, **options: Any) -> Tensor:
+        return head_outputs(self, x, **options).roll(1, 1)
+
+    head_outputs = Attention.head_outputs
+    monkeypatch.setattr(Attention, "head_outputs", turned)
+    assert any("bit for bit" in words for words in failing(ask(picture.QUESTION)))
+
+
+def test_a_head_that_does_not_add_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_one(self: Attention, x: Tensor) -> Tensor:
+        return contributions(self, x)[:, 1:]
+
+    contributions = Attention.contributions
+    monkeypatch.setattr(Attention, "contributions", without_one)
+    (said,) = failing(ask(picture.QUESTION))
+    assert "sum of what" in said
+
+
+def test_an_order_that_does_not_matter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alike(projections: Projections, heads: int) -> Attention:
+        layer = attention(projections, heads)
+        first = layer.out_proj.weight[:, :HEAD_DIM].clone()
+        layer.out_proj.weight.copy_(first.repeat(1, heads))
+        return layer
+
+    attention = picture.attention
+    monkeypatch.setattr(picture, "attention", alike)
+    assert any("reverse order" in words for words in failing(ask(picture.QUESTION)))
+
+
+def test_how_much_heads_differ() -> None:
+    same = torch.full((3, 4, 4), 0.25)
+    assert picture.differ(same) == 0
+    apart = torch.stack([torch.eye(4), torch.eye(4).flip(0)])
+    assert picture.differ(apart) == 1
+    halfway = torch.stack([torch.eye(4), torch.eye(4) / 2 + torch.eye(4).flip(0) / 2])
+    assert picture.differ(halfway) == 0.5
+
+
+def test_what_heads_stand_out_for() -> None:
+    before, after = torch.diag(torch.ones(3), -1), torch.diag(torch.ones(3), 1)
+    first = torch.zeros(4, 4)
+    first[:, 0] = 1
+    found = picture.stand_out(torch.stack([after, first, before]))
+    assert {key: at["head"] for key, at in found.items()} == {"before": 3, "after": 1, "first": 2}
+    assert all(at["weight"] == 1 for at in found.values())
