@@ -102,7 +102,8 @@ def _projected(x: Tensor, weight: Tensor, bias: Tensor, r: Roundoff) -> tuple[Te
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    split: Tensor = x.unflatten(-1, (heads, -1))
+    return split.transpose(1, 2)
 
 
 def _merge(outputs: Tensor) -> Tensor:

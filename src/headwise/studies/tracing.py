@@ -103,7 +103,7 @@ class _Recorder(TorchDispatchMode):
     """Keeps every tensor that it sees, so that no memory is used twice during the pass."""
 
     def __init__(self, layer: nn.Module, x: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.parameters = {_memory(p) for p in layer.parameters()}
         self.stages = {_memory(x): INPUT}
         self.steps: list[Step] = []

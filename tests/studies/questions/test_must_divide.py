@@ -60,7 +60,7 @@ def test_a_torch_that_does_not_divide_is_noticed(monkeypatch: pytest.MonkeyPatch
             heads = num_heads if embed_dim % num_heads == 0 else 1
             super().__init__(embed_dim, heads, **options)
 
-    monkeypatch.setattr(must_divide.nn, "MultiheadAttention", Free)
+    monkeypatch.setattr(nn, "MultiheadAttention", Free)
     (said,) = failing(ask(must_divide.QUESTION))
     assert "and no other" in said
 
@@ -104,7 +104,7 @@ def drawn(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, W
     weights = [torch.randn(size, dtype=dtype) / size[1] ** 0.5 for size in sizes]
     biases = [torch.randn(size[0], dtype=dtype) for size in sizes]
     x, keys, values = (torch.randn(3, n, w, dtype=dtype) for n, w in ((5, 40), (9, 29), (9, 23)))
-    return x, keys, values, Weights(*weights, *biases)
+    return x, keys, values, Weights._make([*weights, *biases])
 
 
 def test_the_formula_is_the_reference_arithmetic() -> None:
@@ -119,7 +119,8 @@ def test_the_formula_is_the_reference_arithmetic() -> None:
 
 def test_one_head_that_sees_one_key_gives_its_value() -> None:
     one = torch.ones(1, 1)
-    weights = Weights(one, one, 3 * one, 2 * one, *(torch.zeros(1) for _ in range(3)), one[0])
+    none = torch.zeros(1)
+    weights = Weights(one, one, 3 * one, 2 * one, none, none, none, one[0])
     output = per_head(one[None], one[None], 5 * one[None], *weights, heads=1)
     assert output.item() == 5 * 3 * 2 + 1
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from headwise.layer.attention import Attention
 from headwise.matrix import AttentionMatrix
+from headwise.models import minilm
 from headwise.models.reading import AttentionCall, Projections, Reading
-from headwise.studies.per_head import Weights, per_head
+from headwise.studies.per_head import per_head
 from headwise.studies.question import Answer
 from headwise.studies.questions import picture
 from headwise.studies.study import ask
@@ -25,14 +26,14 @@ def call(seed: int) -> AttentionCall:
     width = HEADS * HEAD_DIM
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) / width**0.5
+        made: Tensor = torch.randn(shape, generator=generator) * width**-0.5
+        return made
 
     p = Projections(drawn(3 * width, width), drawn(3 * width), drawn(width, width), drawn(width))
-    weights = Weights(
-        *p.in_proj_weight.chunk(3), p.out_proj_weight, *p.in_proj_bias.chunk(3), p.out_proj_bias
-    )
+    weights = (*p.in_proj_weight.chunk(3), p.out_proj_weight)
+    biases = (*p.in_proj_bias.chunk(3), p.out_proj_bias)
     x = torch.randn(2, LENGTH, width, generator=generator)
-    return AttentionCall(x, per_head(x, x, x, *weights, heads=HEADS), p)
+    return AttentionCall(x, per_head(x, x, x, *weights, *biases, heads=HEADS), p)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         about = ("a small model", "made up", "the formula", HEADS, "all of it", tokens)
         return Reading(*about, real, torch.zeros_like(real), "e", calls)
 
-    monkeypatch.setattr(picture.minilm, "read", read)
+    monkeypatch.setattr(minilm, "read", read)
 
 
 def failing(answer: Answer) -> list[str]:
@@ -92,8 +93,8 @@ def test_rows_that_do_not_sum_to_one_are_noticed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_heads_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def turned(self: Attention, x: Tensor, **options: Any) -> Tensor:
-        return head_outputs(self, x, **options).roll(1, 1)
+    def turned(self: Attention, *inputs: Any, **options: Any) -> Tensor:
+        return head_outputs(self, *inputs, **options).roll(1, 1)
 
     head_outputs = Attention.head_outputs
     monkeypatch.setattr(Attention, "head_outputs", turned)

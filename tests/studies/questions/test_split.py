@@ -70,11 +70,11 @@ def test_a_cut_that_copies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_axes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Turned(nn.MultiheadAttention):
-        def forward(self, query: Tensor, *inputs: Tensor, **options: Any) -> Any:
-            output, weights = super().forward(query, *inputs, **options)
+        def forward(self, *inputs: Any, **options: Any) -> Any:
+            output, weights = super().forward(*inputs, **options)
             return output.flatten(0, 1)[None], weights
 
-    monkeypatch.setattr(split.nn, "MultiheadAttention", Turned)
+    monkeypatch.setattr(nn, "MultiheadAttention", Turned)
     (said,) = failing(ask(split.QUESTION))
     assert "for a batch of 3 of 5 tokens" in said
 

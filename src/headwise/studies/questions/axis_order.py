@@ -267,10 +267,10 @@ QUESTION = Question(
             ),
         ),
     ),
-    verdict="The order the layer was built for (torch's default: length first); in the other, every "
-    "token silently reads the {others} tokens at its place in the other sequences instead of its "
-    "own sequence, the output keeps its shape, and only masks and sources of other sizes are "
-    "refused; in torch's layer length first takes {times[torch][infer]:.2f} times as long.",
+    verdict="The order the layer was built for (torch's default: length first); in the other, "
+    "every token silently reads the {others} tokens at its place in the other sequences instead "
+    "of its own sequence, the output keeps its shape, and only masks and sources of other sizes "
+    "are refused; in torch's layer length first takes {times[torch][infer]:.2f} times as long.",
     why="Both axes are only counts, and the layer cannot know which is which. It treats every "
     "place as a sequence whose tokens are the batch, and the outputs are {apart:percent} away from "
     "the right ones. What tells before the results do is a mask built for the right sizes, which "

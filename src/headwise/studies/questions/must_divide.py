@@ -54,7 +54,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         "parameters_of_torch": max(torch_counts),
         "torch_has_one_count": len(torch_counts) == 1,
         "refusal": torchs_layer(HEADS)[1],
-        **grid(x, source),
+        **grid(x[:1], source[:1]),
         **torch_widths(),
     }
 

@@ -334,8 +334,9 @@ QUESTION = Question(
     why="The score of the wide head is the sum of the narrow heads' scores, over the root of their "
     "number: so far nothing is lost. But the softmax of a sum is one opinion, and several "
     "softmaxes are several. Where tokens and projections come from torch.rand all numbers are "
-    "positive, scores are about {cases[published][score]:,.0f}, and in {cases[published][same_key]:percent} of the "
-    "rows a head prefers the key of the single head; then each row is an exact copy of one value, and the number of heads leaves no "
+    "positive, scores are about {cases[published][score]:,.0f}, and in "
+    "{cases[published][same_key]:percent} of the rows a head prefers the key of the single head; "
+    "where every row does, each is an exact copy of one value, and the number of heads leaves no "
     "trace.",
     caption="Above: the weights of one head and of {heads}, from the same queries and keys. Rows "
     "are queries, columns keys, bright is much. In a seed from torch.rand that says equal, all "
