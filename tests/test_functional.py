@@ -270,3 +270,11 @@ def test_gradients_of_score_biases() -> None:
         return functional.head_outputs(q, k, v, score_bias=bias, softcap=3.0)
 
     assert torch.autograd.gradcheck(outputs, (dense, slopes, table))
+
+
+def test_heads_are_runs_of_entries_and_stand_side_by_side_again() -> None:
+    x = torch.arange(2 * 3 * 20).view(2, 3, 20).float()
+    heads = functional.split_heads(x, heads=5)
+    assert heads.shape == (2, 5, 3, 4)
+    assert heads[1, 2, 0].tolist() == x[1, 0, 8:12].tolist()
+    assert torch.equal(functional.merge_heads(heads), x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from typing import Any
 
 from headwise.errors import MissingExtraError
@@ -24,7 +25,9 @@ def require(module: str, *, purpose: str, extra: str = "demo") -> Any:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        return importlib.import_module(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of theirs, no concern of ours
+            return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0].replace("_", "-")
         raise MissingExtraError(

@@ -119,3 +119,18 @@ def share_heads(
 ) -> Float[Tensor, "batch heads keys width"]:
     """Query head h reads kv head h // (heads // kv_heads): repeat, not tile."""
     return kv.repeat_interleave(heads // kv.shape[1], dim=1) if kv.shape[1] != heads else kv
+
+
+def split_heads(
+    x: Float[Tensor, "batch length width"], *, heads: int
+) -> Float[Tensor, "batch heads length head_width"]:
+    """Give each head its part of a projection: head h the h-th run of entries."""
+    parts: Tensor = x.unflatten(-1, (heads, -1))
+    return parts.transpose(1, 2)
+
+
+def merge_heads(
+    outputs: Float[Tensor, "batch heads queries value_dim"],
+) -> Float[Tensor, "batch queries width"]:
+    """Head outputs side by side, as the output projection takes them."""
+    return outputs.transpose(1, 2).flatten(2)

@@ -11,7 +11,7 @@ import pytest
 from headwise.errors import MissingExtraError
 from headwise.pages import charts
 from headwise.pages.study import render, save
-from headwise.studies import drawing
+from headwise.studies.pictures import style
 from headwise.studies.study import LeftOut
 from tests.pages.html import Tree, everything, outside
 from tests.studies.answers import answer, made_up
@@ -68,8 +68,8 @@ def test_where_it_was_measured() -> None:
 def test_the_picture_takes_the_colours_of_its_page() -> None:
     drawn = charts.svg(answer())
     named = re.findall(r"var\((--[\w-]+), (#\w+)\)", drawn)
-    assert {("--series-0", drawing.SERIES[0]), ("--soft", drawing.SOFT)} <= set(named)
-    assert not re.search(rf"(?<!, ){drawing.SERIES[0]}", drawn)
+    assert {("--series-0", style.SERIES[0]), ("--soft", style.SOFT)} <= set(named)
+    assert not re.search(rf"(?<!, ){style.SERIES[0]}", drawn)
 
 
 def test_the_picture_has_text_that_stays_text_and_words_for_it() -> None:

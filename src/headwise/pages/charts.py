@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from headwise import extras
-from headwise.studies import drawing
+from headwise.studies.pictures import style
 from headwise.studies.question import Answer
 
 if TYPE_CHECKING:
@@ -17,30 +17,30 @@ WIDTH, HEIGHT = 7.6, 3.4  # inches, of 72 px; a picture may ask for another heig
 
 # A page that defines these names has its own shades; elsewhere the colours stay what they are.
 NAMES = {
-    drawing.INK: "--ink",
-    drawing.SOFT: "--soft",
-    drawing.LINE: "--line",
-    drawing.CARD: "--card",
-    drawing.GOOD: "--good",
-    drawing.BAD: "--bad",
-    **{colour: f"--series-{n}" for n, colour in enumerate(drawing.SERIES)},
+    style.INK: "--ink",
+    style.SOFT: "--soft",
+    style.LINE: "--line",
+    style.CARD: "--card",
+    style.GOOD: "--good",
+    style.BAD: "--bad",
+    **{colour: f"--series-{n}" for n, colour in enumerate(style.SERIES)},
 }
 
 STYLE = {
     "font.family": "sans-serif",
     "font.size": 10,
     "svg.fonttype": "none",  # text stays text
-    "text.color": drawing.INK,
+    "text.color": style.INK,
     "axes.facecolor": "none",
-    "axes.edgecolor": drawing.LINE,
-    "axes.labelcolor": drawing.SOFT,
-    "axes.titlecolor": drawing.INK,
+    "axes.edgecolor": style.LINE,
+    "axes.labelcolor": style.SOFT,
+    "axes.titlecolor": style.INK,
     "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "xtick.color": drawing.SOFT,
-    "ytick.color": drawing.SOFT,
+    "xtick.color": style.SOFT,
+    "ytick.color": style.SOFT,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "xtick.minor.size": 0,
@@ -72,11 +72,11 @@ def svg(answer: Answer) -> str:
     from matplotlib.figure import Figure
 
     # The salt keeps the ids of two pictures on one page apart, and the same from run to run.
-    style: dict[Any, Any] = STYLE | {
-        "axes.prop_cycle": cycler(color=drawing.SERIES),
+    settings: dict[Any, Any] = STYLE | {
+        "axes.prop_cycle": cycler(color=style.SERIES),
         "svg.hashsalt": answer.question.id,
     }
-    with mpl.rc_context(style):
+    with mpl.rc_context(settings):
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         answer.question.draw(figure, answer.numbers)
         return _element(figure, answer.say(answer.question.caption))

@@ -220,7 +220,7 @@ def compare_layer(
         layer=layer,
         reference=_check(budget.check(call.output)),
         drop_in=_check(budget.check(output)),
-        matrix=_check(budget.check(drop_in.out_proj(_side_by_side(matrix @ v)))),
+        matrix=_check(budget.check(drop_in.out_proj(functional.merge_heads(matrix @ v)))),
         difference=float((output - call.output).abs().max()),
     )
     return equality, matrix
@@ -252,7 +252,7 @@ def _layer_by_the_reference(
 ) -> Float[Tensor, "batch queries embed_dim"]:
     q, k, v = _split(x, in_proj_weight, in_proj_bias, num_heads)
     outputs = functional.head_outputs(q, k, v, mask=mask)
-    return F.linear(_side_by_side(outputs), out_proj_weight, out_proj_bias)
+    return F.linear(functional.merge_heads(outputs), out_proj_weight, out_proj_bias)
 
 
 def _split(
@@ -260,15 +260,9 @@ def _split(
 ) -> tuple[Tensor, ...]:
     """Queries, keys and values, each (batch, heads, length, head_dim)."""
     return tuple(
-        part.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        functional.split_heads(part, heads=num_heads)
         for part in F.linear(x, weight, bias).chunk(3, dim=-1)
     )
-
-
-def _side_by_side(
-    outputs: Float[Tensor, "batch heads queries value_dim"],
-) -> Float[Tensor, "batch queries embed_dim"]:
-    return outputs.transpose(1, 2).flatten(2)
 
 
 def _heads(layer: int, matrix: AttentionMatrix, reading: Reading) -> list[Head]:

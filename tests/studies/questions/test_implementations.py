@@ -22,8 +22,9 @@ from headwise.peers.tensor2tensor import Tensor2Tensor
 from headwise.peers.torch_layer import TorchLayer
 from headwise.peers.weights import Weights
 from headwise.peers.x_transformers import XTransformers
-from headwise.studies import conventions, encoder, same_weights
-from headwise.studies.own_layers import IMPLEMENTATIONS, DropIn, Native
+from headwise.studies import encoder
+from headwise.studies.experiments import conventions, same_weights
+from headwise.studies.experiments.own_layers import IMPLEMENTATIONS, DropIn, Native
 from headwise.studies.questions.implementations import QUESTION, size
 from headwise.studies.study import ask
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from headwise.layer.attention import Attention
 from headwise.matrix import AttentionMatrix
-from headwise.studies import lookups
-from headwise.studies.lookups import Texts
+from headwise.studies.experiments import lookups
+from headwise.studies.experiments.lookups import Texts
 from headwise.studies.questions import learning
 from headwise.studies.questions.learning import QUESTION
 from headwise.studies.study import ask

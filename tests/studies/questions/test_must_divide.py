@@ -13,7 +13,7 @@ from headwise import functional
 from headwise.layer.attention import Attention
 from headwise.layer.einops_block import EinopsAttention
 from headwise.matrix import AttentionMatrix
-from headwise.studies.per_head import Weights, budget, per_head, rounding_floor
+from headwise.studies.experiments.per_head import Weights, budget, per_head, rounding_floor
 from headwise.studies.question import Answer
 from headwise.studies.questions import must_divide
 from headwise.studies.study import ask

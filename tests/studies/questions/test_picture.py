@@ -12,7 +12,7 @@ from headwise.layer.attention import Attention
 from headwise.matrix import AttentionMatrix
 from headwise.models import minilm
 from headwise.models.reading import AttentionCall, Projections, Reading
-from headwise.studies.per_head import per_head
+from headwise.studies.experiments.per_head import per_head
 from headwise.studies.question import Answer
 from headwise.studies.questions import picture
 from headwise.studies.study import ask

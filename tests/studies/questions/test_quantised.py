@@ -10,8 +10,14 @@ from torch import Tensor, nn
 
 from headwise.errors import MissingExtraError
 from headwise.matrix import AttentionMatrix
-from headwise.studies import quantised_projections, still_there
-from headwise.studies.quantised_projections import Rounded, Static, Steps, bound, expected
+from headwise.studies.experiments import quantised_projections, still_there
+from headwise.studies.experiments.quantised_projections import (
+    Rounded,
+    Static,
+    Steps,
+    bound,
+    expected,
+)
 from headwise.studies.questions import quantised
 from headwise.studies.questions.quantised import QUESTION
 from headwise.studies.study import ask

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from headwise import functional
 from headwise.budget import Budget
-from headwise.studies import encoder, one_head
-from headwise.studies.one_head import Projected
+from headwise.studies import encoder
+from headwise.studies.experiments import one_head
+from headwise.studies.experiments.one_head import Projected
 from headwise.studies.question import Answer
 from headwise.studies.questions import same_function
 from headwise.studies.study import ask
@@ -135,8 +136,10 @@ def test_an_excess_is_error_over_allowance() -> None:
 
 def test_a_row_reads_one_key_only_bit_by_bit(projected: Projected) -> None:
     favourites = torch.tensor([[[0, 1, 2, 3, 4], [6, 5, 4, 3, 2], [1, 1, 1, 1, 1]]] * 2)
-    values = one_head.split(projected.v, 3).take_along_dim(favourites[..., None], dim=2)
-    outputs = one_head.side_by_side(values.clone())
+    values = functional.split_heads(projected.v, heads=3).take_along_dim(
+        favourites[..., None], dim=2
+    )
+    outputs = functional.merge_heads(values.clone())
     assert one_head.reads_one_key(outputs, projected.v, favourites).all()
     outputs[1, 2, 11] = outputs[1, 2, 11].nextafter(torch.tensor(math.inf))
     read = one_head.reads_one_key(outputs, projected.v, favourites)

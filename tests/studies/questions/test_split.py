@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 from headwise.layer.attention import Attention
 from headwise.matrix import AttentionMatrix
-from headwise.studies.question import Answer
-from headwise.studies.questions import split
-from headwise.studies.study import ask
-from headwise.studies.tracing import (
+from headwise.studies.experiments.tracing import (
     ATTENDED,
     INPUT,
     OUTPUT,
@@ -22,6 +19,9 @@ from headwise.studies.tracing import (
     shapes_on_the_way,
     trace,
 )
+from headwise.studies.question import Answer
+from headwise.studies.questions import split
+from headwise.studies.study import ask
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ from headwise.errors import HeadwiseError
 from headwise.layer.attention import Attention
 from headwise.masks import Mask
 from headwise.models.reading import Progress
-from headwise.studies.drawing import CARD, weight_map
-from headwise.studies.one_head import difference
+from headwise.studies.experiments.one_head import difference
+from headwise.studies.experiments.timing import times_of
+from headwise.studies.pictures.style import CARD, weight_map
 from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.timing import times_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

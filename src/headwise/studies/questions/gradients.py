@@ -12,13 +12,13 @@ from headwise import functional
 from headwise.layer.attention import Attention
 from headwise.models.reading import Progress
 from headwise.models.threads import one_thread
-from headwise.studies.drawing import CARD, INK, LINE, SERIES, SOFT
-from headwise.studies.gradient_formulas import (
+from headwise.studies.experiments.gradient_formulas import (
     Pass,
     WeightGradients,
     rounding_bounds,
     weight_gradients,
 )
+from headwise.studies.pictures.style import CARD, INK, LINE, SERIES, SOFT
 from headwise.studies.question import Fact, Numbers, Question, Table
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def autograd(layer: Attention, x: Tensor, upstream: Tensor) -> dict[str, Tensor]
 def passed(layer: Attention, x: Tensor, upstream: Tensor) -> Pass:
     """What the formulas need to know of the layer's forward pass."""
     matrix = layer.matrix(x)
-    v = layer.v_proj(x).unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+    v = functional.split_heads(layer.v_proj(x), heads=layer.num_heads)
     wo = layer.out_proj.weight.detach().unflatten(1, (layer.num_heads, -1)).movedim(1, 0)
     return Pass(x, x, matrix.q, matrix.k, v, wo, upstream)
 

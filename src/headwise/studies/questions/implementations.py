@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headwise.models.reading import Progress
-from headwise.studies import conventions, encoder, same_weights
-from headwise.studies.drawing import CARD, INK, LINE, SOFT
-from headwise.studies.own_layers import IMPLEMENTATIONS
+from headwise.studies import encoder
+from headwise.studies.experiments import conventions, same_weights
+from headwise.studies.experiments.own_layers import IMPLEMENTATIONS
+from headwise.studies.experiments.same_weights import EMBED_DIM, NUM_HEADS
+from headwise.studies.pictures.style import CARD, INK, LINE, SOFT
 from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.same_weights import EMBED_DIM, NUM_HEADS
 from headwise.studies.words import scientific
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from headwise.layer.attention import Attention
 from headwise.models.reading import Progress
 from headwise.models.threads import one_thread
-from headwise.studies import lookups
-from headwise.studies.drawing import INK, LINE, SERIES, SOFT, weight_map
-from headwise.studies.lookups import HALF, LOOKUPS, Texts
+from headwise.studies.experiments import lookups
+from headwise.studies.experiments.lookups import HALF, LOOKUPS, Texts
+from headwise.studies.pictures.style import INK, LINE, SERIES, SOFT, weight_map
 from headwise.studies.question import Fact, Numbers, Question, Table
 
 if TYPE_CHECKING:

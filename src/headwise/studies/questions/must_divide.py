@@ -11,8 +11,8 @@ from headwise.budget import Budget
 from headwise.layer.attention import Attention
 from headwise.layer.einops_block import EinopsAttention
 from headwise.models.reading import Progress
-from headwise.studies.drawing import BAD, LINE, SERIES
-from headwise.studies.per_head import Weights, budget
+from headwise.studies.experiments.per_head import Weights, budget
+from headwise.studies.pictures.style import BAD, LINE, SERIES
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.studies.words import say
 

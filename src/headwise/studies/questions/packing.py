@@ -13,10 +13,18 @@ from headwise.drop_in.layer import MultiheadAttention
 from headwise.layer.attention import Attention
 from headwise.masks import Mask
 from headwise.models.reading import Progress
-from headwise.studies.drawing import INK, LINE, SERIES, SOFT
-from headwise.studies.packing_forms import PARTS, Form, attend, budget_of, drop_in, forms, native
+from headwise.studies.experiments.packing_forms import (
+    PARTS,
+    Form,
+    attend,
+    budget_of,
+    drop_in,
+    forms,
+    native,
+)
+from headwise.studies.experiments.timing import times_of
+from headwise.studies.pictures.style import INK, LINE, SERIES, SOFT
 from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.timing import times_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -209,11 +217,11 @@ def _blocks(form: Form, heads: int) -> list[tuple[float, float, float, float]]:
     wide = 1 / heads
     if max(form.sizes) == 1:
         places = [divmod(count, heads) for count in range(len(form.sizes))]
-        return [(head * (wide + STRIP), part * (1 + GAP), wide, 1) for part, head in places]
+        return [(head * (wide + STRIP), part * (1 + GAP), wide, 1.0) for part, head in places]
     if not form.by_rows:
-        return [(count * wide, 0, wide, 1) for count in range(sum(form.sizes))]
+        return [(count * wide, 0.0, wide, 1.0) for count in range(sum(form.sizes))]
     gaps = [GAP * matrix for matrix, size in enumerate(form.sizes) for _ in range(size)]
-    return [(0, count * wide + gap, 1, wide) for count, gap in enumerate(gaps)]
+    return [(0.0, count * wide + gap, 1.0, wide) for count, gap in enumerate(gaps)]
 
 
 def _described(*, count: int, shape: list[int]) -> str:

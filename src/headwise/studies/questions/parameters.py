@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from headwise.drop_in.layer import MultiheadAttention
 from headwise.layer.attention import Attention
 from headwise.models.reading import Progress
-from headwise.studies.drawing import LINE, SERIES
+from headwise.studies.pictures.style import LINE, SERIES
 from headwise.studies.question import Fact, Numbers, Question, Table
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from headwise.layer.attention import Attention
 from headwise.models import minilm, text
 from headwise.models.reading import Progress, Projections
-from headwise.studies import layer_picture
-from headwise.studies.per_head import Weights, budget
+from headwise.studies.experiments.per_head import Weights, budget
+from headwise.studies.pictures import layer
 from headwise.studies.question import Fact, Numbers, Question, Table
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def added_up(layer: Attention, x: Tensor, models_own: Tensor) -> dict[str, Any]:
 
 def draw(figure: Figure, n: Numbers) -> None:
     """From the embeddings at the top to the output at the bottom, and three heads enlarged."""
-    layer_picture.draw(figure, n)
+    layer.draw(figure, n)
 
 
 QUESTION = Question(

@@ -18,8 +18,7 @@ from headwise.budget import Budget
 from headwise.errors import MissingExtraError
 from headwise.layer.attention import Attention
 from headwise.models.reading import Progress
-from headwise.studies.drawing import INK, LINE, SERIES, SOFT
-from headwise.studies.quantised_projections import (
+from headwise.studies.experiments.quantised_projections import (
     INPUT_LEVELS,
     Rounded,
     Static,
@@ -28,9 +27,10 @@ from headwise.studies.quantised_projections import (
     expected,
     quantised_weight,
 )
+from headwise.studies.experiments.still_there import status_of, status_of_once
+from headwise.studies.experiments.timing import times_of
+from headwise.studies.pictures.style import INK, LINE, SERIES, SOFT
 from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.still_there import status_of, status_of_once
-from headwise.studies.timing import times_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -165,8 +165,8 @@ def budget_of(layer: Attention, x: Tensor) -> Budget:
 
     def output(x: Tensor, *parameters: Tensor) -> Tensor:
         *inner, out = zip(parameters[::2], parameters[1::2], strict=True)
-        q, k, v = (linear(x, *pair).unflatten(-1, (HEADS, -1)).transpose(1, 2) for pair in inner)
-        return linear(functional.head_outputs(q, k, v).transpose(1, 2).flatten(2), *out)
+        q, k, v = (functional.split_heads(linear(x, *pair), heads=HEADS) for pair in inner)
+        return linear(functional.merge_heads(functional.head_outputs(q, k, v)), *out)
 
     parts = [layer.get_submodule(name) for name in PROJECTIONS]
     return Budget.of(output, x, *(p for part in parts for p in part.parameters()))

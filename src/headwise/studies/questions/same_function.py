@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from headwise import functional
 from headwise.budget import Budget
 from headwise.matrix import AttentionMatrix
 from headwise.models.reading import AttentionCall, Progress
 from headwise.studies import encoder
-from headwise.studies.drawing import INK, LINE, SERIES, SOFT, weight_map
-from headwise.studies.one_head import (
+from headwise.studies.experiments.one_head import (
     Projected,
     budget_of_scores,
     difference,
     excess,
     merged_scores,
     reads_one_key,
-    split,
 )
+from headwise.studies.pictures.style import INK, LINE, SERIES, SOFT, weight_map
 from headwise.studies.question import Fact, Numbers, Question, Table
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def beyond(sample: Sample) -> dict[str, float]:
         lambda q, k, v, wo: Projected(q, k, v).outputs(HEADS) @ wo, p.q, p.k, p.v, sample.wo
     )
     found = {
-        "outputs": excess(split(p.outputs(1), HEADS), budget),
+        "outputs": excess(functional.split_heads(p.outputs(1), heads=HEADS), budget),
         "projected": excess(p.outputs(1) @ sample.wo, after),
     }
     return {name: float(sample.by_seed(x).amax(1).min()) for name, x in found.items()}
@@ -174,13 +174,13 @@ def merge_heads(call: AttentionCall, heads: int) -> dict[str, Any]:
     parts = linear(call.x[:1], p.in_proj_weight, p.in_proj_bias).chunk(3, dim=-1)
     projected = Projected(*parts)
     one, several = projected.outputs(1), projected.outputs(heads)
-    pair = (split(x, heads)[0] for x in (one, several))
+    pair = (functional.split_heads(x, heads=heads)[0] for x in (one, several))
     after = (linear(x, p.out_proj_weight) for x in (one, several))
     budget = Budget.for_head_outputs(*projected.split(heads))
     return {
         "apart": difference(*pair).tolist(),
         "projected": float(difference(*after)),
-        "beyond": excess(split(one, heads), budget).amax((0, 2, 3)).tolist(),
+        "beyond": excess(functional.split_heads(one, heads=heads), budget).amax((0, 2, 3)).tolist(),
         "sum": sum_of_scores(projected, heads),
     }
 

@@ -13,11 +13,21 @@ from torch.nn import functional as F
 from headwise import functional
 from headwise.layer.attention import Attention
 from headwise.models.reading import Progress
-from headwise.studies.canvas import WIDTH, arrow, block, heading, inset, note, rule, sheet, tinted
-from headwise.studies.drawing import INK, SERIES, SOFT
-from headwise.studies.per_head import Weights, budget
+from headwise.studies.experiments.per_head import Weights, budget
+from headwise.studies.experiments.tracing import PROJECTED, cuts, shapes_on_the_way, trace
+from headwise.studies.pictures.canvas import (
+    WIDTH,
+    arrow,
+    block,
+    heading,
+    inset,
+    note,
+    rule,
+    sheet,
+    tinted,
+)
+from headwise.studies.pictures.style import INK, SERIES, SOFT
 from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.tracing import PROJECTED, cuts, shapes_on_the_way, trace
 from headwise.studies.words import say
 
 if TYPE_CHECKING:
@@ -166,10 +176,9 @@ def block_diagonal(layer: Attention) -> Attention:
 
 def split_first(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, *, heads: int) -> Tensor:
     """Cut x into heads, and only then project each part, by the blocks on the diagonal."""
-    width = x.shape[-1] // heads
-    cut = x.unflatten(-1, (heads, width)).transpose(1, 2)
+    cut = functional.split_heads(x, heads=heads)
     q, k, v = (cut @ blocks_of(w, heads).mT for w in (wq, wk, wv))
-    return F.linear(functional.head_outputs(q, k, v).transpose(1, 2).flatten(2), wo)
+    return F.linear(functional.merge_heads(functional.head_outputs(q, k, v)), wo)
 
 
 def blocks_of(weight: Tensor, heads: int) -> Tensor:

@@ -9,19 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from headwise import functional
 from headwise.budget import Budget
 from headwise.drop_in.layer import MultiheadAttention
 from headwise.matrix import AttentionMatrix
 from headwise.models.reading import Progress
-from headwise.studies.drawing import LINE, SERIES
-from headwise.studies.one_head import (
+from headwise.studies.experiments.one_head import (
     Projected,
     budget_of_scores,
     difference,
     excess,
-    side_by_side,
-    split,
 )
+from headwise.studies.pictures.style import LINE, SERIES
 from headwise.studies.question import Fact, Numbers, Question, Table
 
 if TYPE_CHECKING:
@@ -136,9 +135,9 @@ def beyond(layer: MultiheadAttention, x: Tensor, *, scale: float | None = None) 
     """
     heads = projected(layer, x)
     q, k, v = heads.split(1)
-    one = side_by_side(AttentionMatrix(q, k, scale=scale) @ v)
+    one = functional.merge_heads(AttentionMatrix(q, k, scale=scale) @ v)
     budget = Budget.for_head_outputs(*heads.split(HEADS))
-    return excess(split(one, HEADS), budget).amax((1, 2, 3))
+    return excess(functional.split_heads(one, heads=HEADS), budget).amax((1, 2, 3))
 
 
 def excess_of_scores(layer: MultiheadAttention, x: Tensor) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise import functional
 from headwise.masks import Mask
-from headwise.studies.gradient_formulas import Pass, rounding_bounds, weight_gradients
+from headwise.studies.experiments.gradient_formulas import Pass, rounding_bounds, weight_gradients
 
 BATCH, HEADS, QUERIES, KEYS = 3, 5, 11, 13
 EMBED, SOURCE, OUT, HEAD_DIM, VALUE_DIM = 10, 9, 8, 4, 6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headwise.studies.canvas import WIDTH, arrow, heading, inset, note, rule, sheet, tinted
-from headwise.studies.drawing import INK, SERIES, SOFT, weight_map
+from headwise.studies.pictures.canvas import WIDTH, arrow, heading, inset, note, rule, sheet, tinted
+from headwise.studies.pictures.style import INK, SERIES, SOFT, weight_map
 from headwise.studies.question import Numbers
 from headwise.studies.words import say
 
@@ -108,7 +108,7 @@ def parted(figure: Figure, n: Numbers, name: str, top: float) -> None:
 
 def show(image: Axes, rows: list[list[int]]) -> None:
     """Numbers in percent, in one colour for each sign."""
-    colours = tinted(rows, positive=SERIES[0], negative=SERIES[1], top=100)
+    colours = tinted(rows, positive=SERIES[0], negative=SERIES[1], top=100.0)
     image.imshow(colours, aspect="auto", interpolation="none")
 
 

@@ -29,7 +29,9 @@ def weight_map(
     """
     from matplotlib.colors import PowerNorm
 
-    image = axes.imshow(weights, cmap="viridis", norm=PowerNorm(0.5, 0.0, top), aspect="equal")
+    # Without interpolation a cell stays a cell at any size.
+    norm = PowerNorm(0.5, 0.0, top)
+    image = axes.imshow(weights, cmap="viridis", norm=norm, aspect="equal", interpolation="none")
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_title(title)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headwise.studies.drawing import CARD, INK, LINE, SOFT
+from headwise.studies.pictures.style import CARD, INK, LINE, SOFT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,7 +87,7 @@ def note(axes: Axes, x: float, y: float, words: str, *, align: str = "left") -> 
 
 
 def tinted(
-    values: Sequence[Sequence[float]], *, positive: str, negative: str, top: float
+    values: Sequence[Sequence[float | int]], *, positive: str, negative: str, top: float
 ) -> list[list[tuple[float, ...]]]:
     """Colours for an image: clear at 0, full at ``top``, one colour for each sign.
 

@@ -77,7 +77,7 @@ def rounding_floor(
     r = Roundoff.of(x.dtype)
     w = Weights(*(p.double() for p in weights))
     (q, q_error), (k, k_error), (v, v_error) = (
-        (_split(exact, heads), _split(error, heads))
+        (functional.split_heads(exact, heads=heads), functional.split_heads(error, heads=heads))
         for exact, error in (
             _projected(x.double(), w.wq, w.bq, r),
             _projected(keys.double(), w.wk, w.bk, r),
@@ -91,20 +91,11 @@ def rounding_floor(
         rows, score_error=rows.score_error + of_scores, mean_error=rows.mean_error + of_row
     )
     of_outputs = rounding.product_floor(rows, v) + rows.weights @ v_error
-    merged = _merge(rows.weights @ v)
-    return _projected(merged, w.wo, w.bo, r)[1] + _merge(of_outputs) @ w.wo.abs().mT
+    merged = functional.merge_heads(rows.weights @ v)
+    return _projected(merged, w.wo, w.bo, r)[1] + functional.merge_heads(of_outputs) @ w.wo.abs().mT
 
 
 def _projected(x: Tensor, weight: Tensor, bias: Tensor, r: Roundoff) -> tuple[Tensor, Tensor]:
     """A projection, and the rounding of its sums."""
     size = F.linear(x.abs(), weight.abs(), bias.abs())
     return F.linear(x, weight, bias), r.u * rounding.growth(weight.shape[1] + 1) * size
-
-
-def _split(x: Tensor, heads: int) -> Tensor:
-    split: Tensor = x.unflatten(-1, (heads, -1))
-    return split.transpose(1, 2)
-
-
-def _merge(outputs: Tensor) -> Tensor:
-    return outputs.transpose(1, 2).flatten(2)

@@ -24,7 +24,9 @@ class Projected:
 
     def split(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Each head's own, (batch, heads, length, head_dim)."""
-        return split(self.q, heads), split(self.k, heads), split(self.v, heads)
+        projections = (self.q, self.k, self.v)
+        q, k, v = (functional.split_heads(p, heads=heads) for p in projections)
+        return q, k, v
 
     def scores(self, heads: int) -> Float[Tensor, "batch {heads} queries keys"]:
         """What goes into the softmax."""
@@ -36,22 +38,7 @@ class Projected:
 
     def outputs(self, heads: int) -> Float[Tensor, "batch queries embed_dim"]:
         """The head outputs side by side, as the output projection takes them."""
-        return side_by_side(functional.head_outputs(*self.split(heads)))
-
-
-def split(
-    x: Float[Tensor, "batch length embed_dim"], heads: int
-) -> Float[Tensor, "batch {heads} length head_dim"]:
-    """Give each head its part of a projection."""
-    parts: Tensor = x.unflatten(-1, (heads, -1))
-    return parts.transpose(1, 2)
-
-
-def side_by_side(
-    outputs: Float[Tensor, "batch heads queries value_dim"],
-) -> Float[Tensor, "batch queries embed_dim"]:
-    """Put the head outputs next to each other."""
-    return outputs.transpose(1, 2).flatten(2)
+        return functional.merge_heads(functional.head_outputs(*self.split(heads)))
 
 
 def difference(
@@ -94,5 +81,5 @@ def reads_one_key(
 ) -> Bool[Tensor, "batch heads queries"]:
     """Whether a head's output is, bit by bit, the value of the key it prefers."""
     heads = favourites.shape[1]
-    values = split(v, heads).take_along_dim(favourites[..., None], dim=2)
-    return (split(outputs, heads) == values).all(-1)
+    values = functional.split_heads(v, heads=heads).take_along_dim(favourites[..., None], dim=2)
+    return (functional.split_heads(outputs, heads=heads) == values).all(-1)

@@ -21,7 +21,7 @@ from headwise.peers.bert import Bert
 from headwise.peers.einops_page import EinopsPage
 from headwise.peers.peer import Peer
 from headwise.peers.weights import Weights
-from headwise.studies.own_layers import IMPLEMENTATIONS
+from headwise.studies.experiments.own_layers import IMPLEMENTATIONS
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 3, 6, 45, 192
 
@@ -35,12 +35,12 @@ def reference(
     """headwise's reference arithmetic between projections; ``given`` is ``Weights.tensors``."""
     matrices, biases = given[:4], given[4:] or (None,) * 4
     q, k, v = (
-        F.linear(x, matrix, bias).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        functional.split_heads(F.linear(x, matrix, bias), heads=num_heads)
         for matrix, bias in zip(matrices[:3], biases[:3], strict=True)
     )
     mask = None if may_attend is None else Mask.may_attend(may_attend, axes="batch queries keys")
     heads = functional.head_outputs(q, k, v, mask=mask)
-    return F.linear(heads.transpose(1, 2).flatten(2), matrices[3], biases[3])
+    return F.linear(functional.merge_heads(heads), matrices[3], biases[3])
 
 
 def budget(

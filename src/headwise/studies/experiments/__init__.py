@@ -1,0 +1,1 @@
+"""What the questions run: each file one experiment, or what several of them share."""
