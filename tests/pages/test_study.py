@@ -11,6 +11,7 @@ import pytest
 from headwise.errors import MissingExtraError
 from headwise.pages import charts
 from headwise.pages.study import render, save
+from headwise.pages.template import prose
 from headwise.studies.pictures import style
 from headwise.studies.study import LeftOut
 from tests.pages.html import Tree, everything, outside
@@ -93,3 +94,18 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'headwise\[demo\]'"):
         charts.require()
+
+
+@pytest.mark.parametrize(
+    ("words", "html"),
+    [
+        (
+            "embed_dim / heads, with torch.rand.",
+            "<code>embed_dim</code> / heads, with <code>torch.rand</code>.",
+        ),
+        ("torch.nn.MultiheadAttention's", "<code>torch.nn.MultiheadAttention</code>&#39;s"),
+        ("x-transformers, GPT-2, 1.5 and <b>", "x-transformers, GPT-2, 1.5 and &lt;b&gt;"),
+    ],
+)
+def test_identifiers_are_set_in_code(words: str, html: str) -> None:
+    assert prose(words) == html

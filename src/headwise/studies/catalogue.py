@@ -9,18 +9,18 @@ from headwise.errors import OptionError
 from headwise.studies.question import Question
 
 IDS = (
-    "same-function",
-    "weights-of-one",
-    "parameters",
+    "picture",
     "split",
+    "parameters",
     "packing",
     "must-divide",
+    "same-function",
+    "weights-of-one",
     "gradients",
     "learning",
     "implementations",
     "quantised",
     "axis-order",
-    "picture",
 )
 
 

@@ -13,17 +13,18 @@ def say(template: str, numbers: Mapping[str, Any]) -> str:
     """Fill ``{key}``, ``{key[inner]}`` and ``{key[0]}`` from the numbers.
 
     After a colon stands how it is written: what Python's ``format`` knows, or ``sci``
-    (1.9 × 10⁻⁶), ``percent`` (34 %), ``shape`` ((2, 12, 256)), ``list`` (1, 2, 4) or ``yesno``.
+    (1.9 × 10⁻⁶), ``percent`` (34 %, and 0.12 % of what is small), ``shape`` ((2, 12, 256)),
+    ``list`` (1, 2, 4) or ``yesno``.
     """
     return _Template().vformat(template, (), numbers)
 
 
 def scientific(value: float) -> str:
-    """``1.9 × 10⁻⁶``, and plainly 0 where it is 0."""
+    """``1.9 × 10⁻⁶`` in one piece, without a line break; plainly 0 where it is 0."""
     if value == 0:
         return "0"
     mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa} × 10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
+    return f"{mantissa}\u00a0×\u00a010{str(int(exponent)).translate(_SUPERSCRIPTS)}"
 
 
 class _Template(string.Formatter):
@@ -44,7 +45,8 @@ class _Template(string.Formatter):
             case "sci":
                 return scientific(float(value))
             case "percent":
-                return f"{100 * value:.0f} %"
+                small = 0 < abs(value) < 0.01
+                return f"{100 * value:{'.2g' if small else '.0f'}}\u00a0%"
             case "shape":
                 inner = ", ".join(map(str, value))
                 return f"({inner},)" if len(value) == 1 else f"({inner})"
