@@ -28,6 +28,15 @@ def test_a_package_that_is_missing_is_named_with_its_pip_line(
     assert error.value.do == "pip install 'headwise[bench]'"
 
 
+def test_a_package_that_is_there_but_broken_says_so_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.joinpath("broken_module.py").write_text("import nothing_of_that_name\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
+        require("broken_module", purpose="")
+
+
 def test_the_import_is_quiet_and_leaves_logging_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

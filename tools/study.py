@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +100,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--words", action="store_true", help="do not measure again")
     if not parser.parse_args().words:
-        result = study(progress=lambda stage, *_: print(stage, file=sys.stderr))
-        failed = [answer.verdict for answer in result.answers if not answer.holds]
-        if failed or result.left_out:
-            sys.exit("\n".join([*failed, *(left.reason for left in result.left_out)]))
-        RECORD.write_text(as_text(result.as_json()), "utf-8")
+        measure()
     write(read())
+
+
+def measure() -> None:
+    """Ask every question anew, and keep the numbers if all is well."""
+    start = time.perf_counter()
+    result = study(progress=lambda stage, *_: print(stage, file=sys.stderr))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(f"{time.perf_counter() - start:.0f} s, {peak:.2f} GB at the peak", file=sys.stderr)
+    failed = [answer.verdict for answer in result.answers if not answer.holds]
+    missing = [*(left.reason for left in result.left_out)]
+    missing += [result.fallback.reason] if result.fallback else []
+    if failed or missing:
+        sys.exit("\n".join([*failed, *missing]))
+    RECORD.write_text(as_text(result.as_json()), "utf-8")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 import warnings
 from typing import Any
 
@@ -21,6 +22,7 @@ def require(module: str, *, purpose: str, extra: str = "demo") -> Any:
 
     Raises:
         MissingExtraError: the package is not installed.
+        ImportError: the package is installed, but not the module, or not what it needs.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -29,7 +31,11 @@ def require(module: str, *, purpose: str, extra: str = "demo") -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)  # of theirs, no concern of ours
             return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0].replace("_", "-")
+        package = module.partition(".")[0]
+        is_there = sys.modules.get(package) is not None
+        if is_there or (error.name or "").partition(".")[0] != package:
+            raise  # something within it is missing, or something that it needs
+        package = package.replace("_", "-")
         raise MissingExtraError(
             saw=f"{package} is not installed",
             needed=f"{package}, {purpose}",

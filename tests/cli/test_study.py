@@ -16,6 +16,7 @@ from headwise.cli.study import study
 from headwise.errors import OptionError
 from headwise.studies import catalogue
 from headwise.studies import study as studies
+from headwise.studies.encoder import Fallback
 from headwise.studies.study import LeftOut, Study
 from tests.pages.html import Tree
 from tests.studies.answers import answer, made_up
@@ -63,8 +64,11 @@ def test_questions_verdicts_and_the_path_of_the_page(shown: Show, tmp_path: Path
     assert max(map(len, lines[:-1])) <= 80
 
 
-def test_a_question_that_is_named_shows_its_facts_and_figures(shown: Show, tmp_path: Path) -> None:
+def test_a_question_that_is_named_shows_its_facts_and_figures(
+    shown: Show, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown(made_up(answer(bars=[1.0, 1.5])))
+    monkeypatch.setattr(catalogue, "IDS", ("made-up",))
     out, _ = run("made-up", "--out", str(tmp_path / "page.html"))
     lines = [line.strip() for line in out.splitlines()]
     assert "✓ the sum is 4" in lines
@@ -93,6 +97,18 @@ def test_the_list_has_every_question(tmp_path: Path) -> None:
     assert rows == [[name, catalogue.load(name).asks] for name in catalogue.IDS]
 
 
+def test_the_list_of_some(tmp_path: Path) -> None:
+    out, _ = run("split", "--list")
+    assert out.split() == ["split", *catalogue.load("split").asks.split()]
+
+
+def test_the_fallback_is_announced(shown: Show, tmp_path: Path) -> None:
+    shown(made_up(fallback=Fallback("no weights", "pip install weights[all]")))
+    out, _ = run("--out", str(tmp_path / "page.html"))
+    assert out.startswith("Not the trained encoder: no weights.\n")
+    assert "To get it: pip install weights[all]" in out
+
+
 def test_a_folder_is_refused_before_the_work(shown: Show, tmp_path: Path) -> None:
     done = CliRunner().invoke(app(), ["--out", str(tmp_path)])
     assert isinstance(done.exception, OptionError)
@@ -116,3 +132,4 @@ def test_an_unknown_question_is_refused(tmp_path: Path) -> None:
     assert "headwise: " in done.stderr
     assert "the question 'heads'" in done.stderr
     assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ from headwise.errors import MissingExtraError
 from headwise.pages import charts
 from headwise.pages.study import render, save
 from headwise.pages.template import prose
+from headwise.studies.encoder import Fallback
 from headwise.studies.pictures import style
 from headwise.studies.study import LeftOut
 from tests.pages.html import Tree, everything, outside
@@ -59,6 +60,14 @@ def test_what_was_left_out_is_said_with_its_remedy() -> None:
     words = Tree(render(made_up(left_out=(left,)))).root.text
     assert "Left out: And this? The reason: a <thing> is missing." in words
     assert "pip install 'thing'" in words
+
+
+def test_the_fallback_says_what_it_is() -> None:
+    fallback = Fallback("no <weights>", "pip install weights")
+    words = Tree(render(made_up(fallback=fallback))).root.all("header")[0].text
+    assert "This is not the trained encoder" in words
+    assert "no <weights>" in words
+    assert "pip install weights" in words
 
 
 def test_where_it_was_measured() -> None:

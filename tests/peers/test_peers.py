@@ -221,9 +221,10 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
 )
 def test_a_package_that_is_missing(key: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
-        raise ModuleNotFoundError(name)
+        raise ModuleNotFoundError(name, name=name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.delitem(sys.modules, package.replace("-", "_"), raising=False)
     with pytest.raises(MissingExtraError, match=rf"^{package} is not installed") as raised:
         peer(key)
     assert raised.value.do == "pip install 'headwise[demo]'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from headwise.studies.encoder import Fallback
 from headwise.studies.question import Answer, Fact, Numbers, Question, Table
 from headwise.studies.study import LeftOut, Study
 
@@ -39,7 +40,10 @@ def answer(**changed: Any) -> Answer:
 
 
 def made_up(
-    *answers: Answer, left_out: tuple[LeftOut, ...] = (), setting: Mapping[str, str | int] = {}
+    *answers: Answer,
+    left_out: tuple[LeftOut, ...] = (),
+    setting: Mapping[str, str | int] = {},
+    fallback: Fallback | None = None,
 ) -> Study:
     where = {"headwise": "0.1.0", "torch": "2.13.0", "threads": 2} | dict(setting)
-    return Study(answers or (answer(),), left_out, where)
+    return Study(answers or (answer(),), left_out, where, fallback)

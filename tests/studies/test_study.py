@@ -45,7 +45,7 @@ def test_what_needs_an_extra_is_left_out_of_the_whole_study(two: SimpleNamespace
     (left,) = result.left_out
     assert (left.id, left.reason, left.remedy) == ("needy", "no such thing", "pip install thing")
     record = result.as_json()
-    assert list(record) == ["questions", "left_out", "setting"]
+    assert list(record) == ["questions", "left_out", "setting", "fallback"]
     assert record["left_out"][0]["id"] == "needy"
     assert record["setting"]["torch"] == torch.__version__
 

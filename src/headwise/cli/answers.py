@@ -18,6 +18,9 @@ INDENT = 2
 
 def show(result: Study, console: Console, *, whole: bool) -> None:
     """Each question with its verdict; where ``whole``, with its reason, its facts and its table."""
+    if result.fallback:
+        console.print(f"Not the trained encoder: {result.fallback.reason}.", style="yellow")
+        console.print(f"To get it: {result.fallback.remedy}\n", markup=False, soft_wrap=True)
     for answer in result.answers:
         console.print(Text(answer.question.asks, "bold"))
         console.print(_indented(Text(answer.verdict, "" if answer.holds else "bold red")))

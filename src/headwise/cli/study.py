@@ -30,7 +30,7 @@ def study(
     page holds everything.
     """
     if as_list:
-        _print_list()
+        _print_list(questions or [])
     else:
         _study(questions or [], out, as_json=as_json)
 
@@ -44,16 +44,19 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
     from headwise.cli.progress import on_a_bar
     from headwise.pages.files import require_writable
 
-    require_writable(out)  # before the work, not after it
     start = time.perf_counter()
     # Progress leaves standard output to the result.
     aside = Console(stderr=True, highlight=False, soft_wrap=True)
     with on_a_bar(aside, "loading torch") as progress:
         from headwise.pages import charts
         from headwise.pages.study import save
+        from headwise.studies import catalogue
         from headwise.studies.study import study as ask
 
+        # What can be refused is refused before the work, and before a folder is made.
+        catalogue.chosen(questions)
         charts.require()
+        require_writable(out)
         result = ask(questions, progress=progress)
         page = save(result, out)
     seconds = time.perf_counter() - start
@@ -68,9 +71,10 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
     console.print(f"{seconds:.1f} s. The page:\n{page}", markup=False, soft_wrap=True)
 
 
-def _print_list() -> None:
+def _print_list(questions: list[str]) -> None:
     from headwise.studies import catalogue
 
-    wide = max(map(len, catalogue.IDS))
-    for name in catalogue.IDS:
+    names = catalogue.chosen(questions)
+    wide = max(map(len, names))
+    for name in names:
         typer.echo(f"{name:<{wide}}  {catalogue.load(name).asks}")

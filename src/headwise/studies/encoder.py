@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 from headwise.drop_in.layer import MultiheadAttention
 from headwise.errors import MissingExtraError
@@ -30,7 +29,16 @@ def read(progress: Progress = no_progress) -> tuple[Reading, Fallback | None]:
         return reading, Fallback(missing.saw, missing.do)
 
 
-@cache
-def reading() -> Reading:
+_once: list[tuple[Reading, Fallback | None]] = []
+
+
+def reading(progress: Progress = no_progress) -> Reading:
     """What the encoder read, once for all questions that look at it."""
-    return read()[0]
+    if not _once:
+        _once.append(read(progress))
+    return _once[0][0]
+
+
+def fallback() -> Fallback | None:
+    """Why `reading` is not that of the trained encoder; None where it is, or nothing was read."""
+    return _once[0][1] if _once else None

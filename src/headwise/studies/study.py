@@ -12,7 +12,8 @@ import torch
 
 from headwise.errors import MissingExtraError
 from headwise.models.reading import Progress, no_progress
-from headwise.studies import catalogue
+from headwise.studies import catalogue, encoder
+from headwise.studies.encoder import Fallback
 from headwise.studies.question import Answer, Question, as_numbers
 
 WHOLE = 100  # what one question counts on the progress bar
@@ -30,11 +31,15 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Study:
-    """The answers, what was left out, and where this was measured."""
+    """The answers, what was left out, and where this was measured.
+
+    ``fallback`` is None where the trained encoder was read, or none was needed.
+    """
 
     answers: tuple[Answer, ...]
     left_out: tuple[LeftOut, ...]
     setting: Mapping[str, str | int]
+    fallback: Fallback | None = None
 
     @property
     def holds(self) -> bool:
@@ -47,6 +52,7 @@ class Study:
             "questions": [answer.as_json() for answer in self.answers],
             "left_out": [asdict(left) for left in self.left_out],
             "setting": dict(self.setting),
+            "fallback": asdict(self.fallback) if self.fallback else None,
         }
 
 
@@ -78,12 +84,13 @@ def study(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> Study
                 raise
             left_out.append(LeftOut(name, question.asks, missing.saw, missing.do))
     progress("done", WHOLE * len(names), WHOLE * len(names))
-    return Study(tuple(answers), tuple(left_out), setting())
+    return Study(tuple(answers), tuple(left_out), setting(), encoder.fallback())
 
 
 def ask(question: Question, *, progress: Progress = no_progress) -> Answer:
     """Measure, with random numbers that are the same every time and nobody else's."""
-    with torch.random.fork_rng(devices=[]):
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
         return Answer(question, as_numbers(question.measure(progress)))
 

@@ -84,7 +84,7 @@ def test_tokens_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         return drawn[:, :1].expand_as(drawn) if next(calls) == 0 else drawn
 
     monkeypatch.setattr(gradients, "tokens", same)
-    assert any("are least alike in the queries and keys" in words for words in failed())
+    assert any("are least alike in wq and wk" in words for words in failed())
 
 
 def test_a_layer_that_has_eight_heads_whatever_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,13 +94,26 @@ def test_a_layer_that_has_eight_heads_whatever_it_is_told(monkeypatch: pytest.Mo
     monkeypatch.setattr(gradients, "Attention", eight)
     found = failed()
     assert any("are least alike" in words for words in found)
-    assert any("0.000 of their size apart after one step" in words for words in found)
+    assert any("difference of 0\u00a0% after one step" in words for words in found)
 
 
 def test_training_that_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "LEARNING_RATE", 0.0)
+    trained, moved = failed()
+    assert trained.startswith("trained from the same weights")
+    assert moved.startswith("in the end wo differs most")
+
+
+def test_an_output_projection_that_starts_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = gradients.start
+
+    def large() -> dict[str, Tensor]:
+        state = start()
+        return state | {"out_proj.weight": 3 * state["out_proj.weight"]}
+
+    monkeypatch.setattr(gradients, "start", large)
     (words,) = failed()
-    assert words.startswith("trained from the same weights")
+    assert words.startswith("in the end wo differs most")
 
 
 def test_whose_rows_are_its_own() -> None:

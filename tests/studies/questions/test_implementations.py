@@ -25,7 +25,7 @@ from headwise.peers.x_transformers import XTransformers
 from headwise.studies import encoder
 from headwise.studies.experiments import conventions, same_weights
 from headwise.studies.experiments.own_layers import IMPLEMENTATIONS, DropIn, Native
-from headwise.studies.questions.implementations import QUESTION, size
+from headwise.studies.questions.implementations import QUESTION, fills, size
 from headwise.studies.study import ask
 
 pytest.importorskip("transformers")
@@ -268,29 +268,34 @@ def test_kernels_that_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed() == {"one class"}
 
 
+HIDES, KEEPS, ADDS, _ = conventions.KINDS["boolean"]
+MEAN, WEIGHTS = "mean of all values", "attention weights"
+
 # ---- the experiments ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("annotated", ("kept", "-1.0 × 10⁹", "mean", "weights", 1, 1, "nothing")),
-        ("torch", ("hidden", "-∞", "NaN", "weights", 0, 0, "nothing")),
-        ("einops", ("hidden", "-∞", "NaN", "output", 1, 1, "input, norm")),
-        ("bert", ("scored one higher", "-3.4 × 10³⁸", "mean", "both", 2, 1, "input, norm")),
-        ("x_transformers", ("kept", "-3.4 × 10³⁸", "zeros", "weights", 1, 1, "nothing")),
-        ("native", ("refused", "–", "zeros", "weights", 0, 0, "nothing")),
+        ("annotated", (KEEPS, "−1.0 × 10⁹", MEAN, WEIGHTS, 1, 1, "nothing")),
+        ("torch", (HIDES, "−∞", "NaN", WEIGHTS, 0, 0, "nothing")),
+        ("einops", (HIDES, "−∞", "NaN", "output", 1, 1, "residual, norm")),
+        ("bert", (ADDS, "−3.4 × 10³⁸", MEAN, "both", 2, 1, "residual, norm")),
+        ("x_transformers", (KEEPS, "−3.4 × 10³⁸", "zeros", WEIGHTS, 1, 1, "nothing")),
+        ("native", ("is refused", "–", "zeros", WEIGHTS, 0, 0, "nothing")),
     ],
 )
 def test_what_is_known_of_them_is_found(key: str, expected: tuple[Any, ...]) -> None:
     found = conventions.conventions(IMPLEMENTATIONS[key])
     asked = ("boolean", "fill", "empty_row", "dropped", "dropout_modules", "dropout_modules_called")
-    assert tuple(found[what] for what in (*asked, "block")) == expected
+    said = (found[what] for what in (*asked, "block"))
+    plain = (what.replace("\u00a0", " ") if isinstance(what, str) else what for what in said)
+    assert tuple(plain) == expected
     assert found["softmax_narrows"] == (key == "x_transformers")
 
 
 class Odd(Annotated):
-    """Adds its input, drops nothing, gives out transposed weights, hides with a small number."""
+    """Adds its input, drops nothing, returns transposed weights, hides with a small number."""
 
     def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0) -> None:
         super().__init__(embed_dim, num_heads, dropout=0.0)
@@ -310,30 +315,31 @@ class Odd(Annotated):
 
 def test_what_is_odd_is_found() -> None:
     found = conventions.conventions(Odd)
-    assert found["block"] == "input"
+    assert found["block"] == "residual"
     assert found["dropped"] == "nothing"
     assert found["weights"] == "batch, heads, keys, queries"
     assert found["empty_row"] == "something else"
-    assert found["boolean"] == "scored one higher"  # the mask is not looked at
+    assert found["boolean"] == ADDS  # the mask is not looked at
     peer = Odd(conventions.EMBED_DIM, conventions.NUM_HEADS)
     assert conventions.sees_ahead(peer)
 
 
-def test_how_weights_begin() -> None:
-    begins = conventions.beginning(Annotated, embed_dim=96, num_heads=6)
-    assert begins["copies"]
-    assert begins["q"] == pytest.approx(96**-0.5, rel=0.02)  # Xavier, drawn anew
-    begins = conventions.beginning(GPT2, embed_dim=96, num_heads=6)
-    assert not begins["copies"]
-    assert begins["v"] == pytest.approx(0.02, rel=0.02)
-    assert begins["out"] == pytest.approx(0.02 / 24**0.5, rel=0.02)
+def test_how_weights_are_initialised() -> None:
+    start = conventions.start(Annotated, embed_dim=96, num_heads=6)
+    assert start == {"out": pytest.approx(96**-0.5, rel=0.02), "copies": True}  # Xavier's
+    start = conventions.start(GPT2, embed_dim=96, num_heads=6)
+    assert start == {"out": pytest.approx(0.02 / 24**0.5, rel=0.02), "copies": False}
 
 
 def test_sizes_are_written_shortly() -> None:
-    assert [size(x) for x in (1e-8, 5.44e-7, 0.09, 0.69, 1.0)] == [
-        "10⁻⁸",
-        "5.4 × 10⁻⁷",
-        "9.0 × 10⁻²",
+    assert [size(x) for x in (5.44e-7, 0.09, 0.69, 1.0)] == [
+        "5.4\u00a0×\u00a010⁻⁷",
+        "9.0\u00a0×\u00a010⁻²",
         "0.7",
         "1.0",
     ]
+
+
+def test_hidden_scores_are_listed_with_who_uses_them() -> None:
+    found = {"annotated": "−∞", "native": "–", "torch": "−1", "bert": "−∞"}
+    assert fills(found) == "−∞ (Annotated Transformer, BERT), −1 (torch's layer)"

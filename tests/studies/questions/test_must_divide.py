@@ -51,7 +51,7 @@ def test_a_wrong_block_of_einops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(EinopsAttention, "matrix", swapped)
     (said,) = failing(ask(must_divide.QUESTION))
-    assert "einops' page" in said
+    assert "einops documentation" in said
 
 
 def test_a_torch_that_does_not_divide_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

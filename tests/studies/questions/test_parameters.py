@@ -31,7 +31,7 @@ def test_a_layer_with_a_parameter_for_each_head(monkeypatch: pytest.MonkeyPatch)
             self.gate = nn.Parameter(torch.ones(self.num_heads))
 
     monkeypatch.setattr(parameters, "MultiheadAttention", Gated)
-    assert "the same names and shapes" in failed()[0]
+    assert "the same parameters, by name and shape" in failed()[0]
 
 
 def test_heads_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,4 +52,4 @@ def test_a_native_layer_that_forgets_its_options(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(parameters, "Attention", plain)
     first, second = failed()
     assert "and sixteen have 1,050,624" in first
-    assert "1,050,624 parameters are left of 1,050,624" in second
+    assert "have 1,050,624 parameters, those with a kv head each 1,050,624" in second

@@ -60,7 +60,8 @@ def test_the_small_model_would_do() -> None:
     answer = ask(picture.QUESTION)
     assert answer.holds, answer.verdict
     assert answer.numbers["length"] == LENGTH
-    assert answer.numbers["apart"][answer.numbers["layer"] - 1] == max(answer.numbers["apart"])
+    assert answer.numbers["layers"] == 2
+    assert answer.numbers["strips"]["x"] == picture.strip(call(0).x)  # the first layer's
 
 
 def test_another_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,7 @@ def test_a_head_that_does_not_add_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     contributions = Attention.contributions
     monkeypatch.setattr(Attention, "contributions", without_one)
     (said,) = failing(ask(picture.QUESTION))
-    assert "sum of what" in said
+    assert "add up to the output" in said
 
 
 def test_an_order_that_does_not_matter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,19 +124,23 @@ def test_an_order_that_does_not_matter_is_noticed(monkeypatch: pytest.MonkeyPatc
     assert any("reverse order" in words for words in failing(ask(picture.QUESTION)))
 
 
-def test_how_much_heads_differ() -> None:
-    same = torch.full((3, 4, 4), 0.25)
-    assert picture.differ(same) == 0
-    apart = torch.stack([torch.eye(4), torch.eye(4).flip(0)])
-    assert picture.differ(apart) == 1
-    halfway = torch.stack([torch.eye(4), torch.eye(4) / 2 + torch.eye(4).flip(0) / 2])
-    assert picture.differ(halfway) == 0.5
-
-
-def test_what_heads_stand_out_for() -> None:
+def test_places_of_the_most_weight() -> None:
     before, after = torch.diag(torch.ones(3), -1), torch.diag(torch.ones(3), 1)
-    first = torch.zeros(4, 4)
-    first[:, 0] = 1
-    found = picture.stand_out(torch.stack([after, first, before]))
-    assert {key: at["head"] for key, at in found.items()} == {"before": 3, "after": 1, "first": 2}
-    assert all(at["weight"] == 1 for at in found.values())
+    before[0, 0] = after[-1, -1] = 1
+    third = torch.zeros(4, 4)
+    third[:, 2] = 1
+    blurred = before / 2 + 1 / 8
+    found = picture.stand_out(torch.stack([after, blurred, third, before]), tuple("abcd"))
+    assert {at["place"]: at["head"] for at in found} == {
+        "c": 2,
+        "the token before": 3,
+        "the token after": 0,
+    }
+    assert [at["share"] for at in found] == [1, 0.75, 0.75]
+
+
+def test_a_head_is_named_by_its_largest_share() -> None:
+    one = torch.full((1, 3, 3), 0.25)
+    one[0, :, 1] = 0.5
+    (found,) = picture.stand_out(one, tuple("abc"))
+    assert found == {"head": 0, "place": "b", "share": 0.5}

@@ -66,7 +66,7 @@ def test_packing_that_changes_the_weights(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.ao.nn.quantized.functional, "linear", other)
     (fact,) = failed()
-    assert "bit by bit" in fact
+    assert "bit for bit" in fact
 
 
 def test_steps_that_are_larger_than_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,14 +74,14 @@ def test_steps_that_are_larger_than_they_say(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         quantised_projections, "quantised_weight", lambda given: weight((8 * given).round() / 8)
     )
-    assert "no element of q, k and v is further off" in failed()[0]
+    assert "no element of q, k and v has a larger error" in failed()[0]
 
 
 def test_bfloat16_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Rounded.forward
     monkeypatch.setattr(Rounded, "forward", lambda self, x: 1.1 * forward(self, x))
     (fact,) = failed()
-    assert "int8 is further off than bfloat16" in fact
+    assert "the error of int8 is larger than that of bfloat16" in fact
 
 
 def test_float32_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,6 @@ from headwise.studies.study import ask
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "ASKED", {"batch": 1, "length": 6, "embed_dim": 32, "heads": 2})
-    monkeypatch.setattr(split, "ENTRIES", 8)
-    monkeypatch.setattr(split, "CELLS", 4)
 
 
 def failing(answer: Answer) -> list[str]:
@@ -76,7 +74,7 @@ def test_other_axes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(nn, "MultiheadAttention", Turned)
     (said,) = failing(ask(split.QUESTION))
-    assert "for a batch of 3 of 5 tokens" in said
+    assert "for 3 sequences of 5 tokens" in said
 
 
 def test_heads_that_are_swapped_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +90,18 @@ def test_blocks_off_the_diagonal_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(split, "block_diagonal", whole)
     said = failing(ask(split.QUESTION))
-    assert any("equals attention whose projections are block-diagonal" in words for words in said)
+    assert any("equals attention with block-diagonal projections" in words for words in said)
 
 
 def test_blocks_on_the_diagonal() -> None:
     weight = torch.arange(16.0).reshape(4, 4)
     expected = torch.tensor([[[0.0, 1.0], [4.0, 5.0]], [[10.0, 11.0], [14.0, 15.0]]])
     assert split.blocks_of(weight, 2).equal(expected)
+
+
+def test_shares_of_blocks() -> None:
+    reach = torch.block_diag(torch.ones(2, 2), torch.eye(2)).bool()
+    assert split.by_blocks(reach, 2) == [[1, 0], [0, 0.5]]
 
 
 def trace_of(layer: Attention) -> tuple[Any, ...]:

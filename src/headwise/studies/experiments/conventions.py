@@ -35,7 +35,7 @@ def conventions(make: Make) -> dict[str, str | int | bool]:
     filled = make(EMBED_DIM, NUM_HEADS).fill(Weights.random(EMBED_DIM)).eval()
     held, called = dropout_modules(make)
     return {
-        "boolean": reads_booleans_as(filled),
+        "boolean": true_in_a_mask(filled),
         "fill": lowest_score(filled),
         "empty_row": row_without_keys(filled),
         "dropped": dropped(make),
@@ -49,10 +49,10 @@ def conventions(make: Make) -> dict[str, str | int | bool]:
 
 
 KINDS: Mapping[str, Sequence[str]] = {
-    "boolean": ("hidden", "kept", "scored one higher", "refused"),
-    "empty_row": ("NaN", "mean", "zeros"),
-    "dropped": ("weights", "output", "both"),
-    "block": ("nothing", "input", "input, norm"),
+    "boolean": ("hides the key", "keeps the key", "adds 1 to the score", "is refused"),
+    "empty_row": ("NaN", "mean of all values", "zeros"),
+    "dropped": ("attention weights", "output", "both"),
+    "block": ("nothing", "residual", "residual, norm"),
 }
 
 
@@ -61,8 +61,8 @@ def tokens() -> Tensor:
     return torch.randn(BATCH, LENGTH, EMBED_DIM)
 
 
-def reads_booleans_as(peer: Peer) -> str:
-    """What becomes of a key that a boolean mask marks True: "hidden", "kept", "refused" with it.
+def true_in_a_mask(peer: Peer) -> str:
+    """What True does to a key in a boolean mask, in the words of `KINDS`.
 
     Only the first key is True. Then the first token, or the second, is changed: does the last
     query notice? Where it notices both, True may have been added to the score, as a number.
@@ -72,14 +72,14 @@ def reads_booleans_as(peer: Peer) -> str:
     try:
         before = peer(x, mask)[:, -1]
     except (TypeError, ValueError):  # headwise's own errors are among them
-        return "refused"
+        return "is refused"
     match [notices(peer, x, token, before, mask) for token in (0, 1)]:
         case [False, True]:
-            return "hidden"
+            return "hides the key"
         case [True, False]:
-            return "kept"
+            return "keeps the key"
     added = torch.equal(before, peer(x, mask.float())[:, -1])
-    return "scored one higher" if added else "something else"
+    return "adds 1 to the score" if added else "something else"
 
 
 def notices(
@@ -124,7 +124,7 @@ def lowest_score(peer: Peer) -> str:
     if not seen.lowest:
         return UNSEEN
     lowest = min(seen.lowest)
-    return "-∞" if lowest == -math.inf else scientific(lowest)
+    return "−∞" if lowest == -math.inf else scientific(lowest).replace("-", "−")
 
 
 def softmax_narrows(peer: Peer) -> bool:
@@ -136,7 +136,7 @@ def softmax_narrows(peer: Peer) -> bool:
 
 @torch.no_grad()
 def row_without_keys(peer: Peer) -> str:
-    """What a query gets that may attend to nothing: "NaN", "zeros", or the "mean" of all values."""
+    """What a query gets that may attend to nothing, in the words of `KINDS`."""
     x, row = tokens(), 1
     may_attend = torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool)
     may_attend[:, row] = False
@@ -149,7 +149,7 @@ def row_without_keys(peer: Peer) -> str:
     even = Budget.of(
         lambda x, v, out: F.linear(F.linear(x, v).mean(1), out), x, held.v.clone(), held.out.clone()
     )
-    return "mean" if even.check(output).within else "something else"
+    return "mean of all values" if even.check(output).within else "something else"
 
 
 def _constant_values() -> tuple[Tensor, Weights]:
@@ -168,7 +168,7 @@ def _off_one(sums: Tensor) -> bool:
 
 @torch.no_grad()
 def dropped(make: Make) -> str:
-    """What dropout falls on in training: the "weights", the "output", "both" or "nothing".
+    """What dropout falls on in training: "attention weights", "output", "both" or "nothing".
 
     All values are 1, and the output projection changes nothing. A dropped weight then leaves the
     numbers of its head equal to one another, but not to 1; a dropped output is a lone zero.
@@ -179,7 +179,7 @@ def dropped(make: Make) -> str:
     largest = heads.amax(-1)
     output = bool(((heads == 0) & (largest != 0)[..., None]).any())
     weights = _off_one(largest * (1 - DROPOUT) if output else largest)
-    found = {(True, True): "both", (True, False): "weights", (False, True): "output"}
+    found = {(True, True): "both", (True, False): "attention weights", (False, True): "output"}
     return found.get((weights, output), "nothing")
 
 
@@ -197,7 +197,7 @@ def dropout_modules(make: Make) -> tuple[int, int]:
 
 @torch.no_grad()
 def axes_of_weights(peer: Peer) -> str:
-    """The axes of the weights that are given out, told apart by their sizes; a dash for none.
+    """The axes of the weights that are returned, told apart by their sizes; a dash for none.
 
     A row of weights sums to 1 over its keys.
     """
@@ -211,7 +211,7 @@ def axes_of_weights(peer: Peer) -> str:
 
 @torch.no_grad()
 def weights_in_training(make: Make) -> str:
-    """Whether the weights that are given out in training are those before or after dropout."""
+    """Whether the weights that are returned in training are those before or after dropout."""
     peer = make(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).train()
     weights = peer.attention_weights(tokens())
     if weights is None:
@@ -233,20 +233,21 @@ def adds(peer: Peer) -> str:
     if not output.any():
         return "nothing"
     if torch.equal(output, x):
-        return "input"
+        return "residual"
     norm = Budget.of(lambda x: F.layer_norm(x, x.shape[-1:]), x)
-    return "input, norm" if norm.check(output).within else "something else"
+    return "residual, norm" if norm.check(output).within else "something else"
 
 
-def beginning(make: Make, *, embed_dim: int, num_heads: int) -> dict[str, float | bool]:
-    """The standard deviation with which each projection begins, and whether all begin alike."""
+def start(make: Make, *, embed_dim: int, num_heads: int) -> dict[str, float | bool]:
+    """The standard deviation of the output projection at the start.
+
+    Also whether queries and keys are copies of each other before a model draws its weights anew.
+    """
     torch.manual_seed(0)
     peer = make(embed_dim, num_heads)
     copies = torch.equal(peer.held().q, peer.held().k)
     peer.start()
-    held = peer.held()
-    spread = {name: float(getattr(held, name).detach().std()) for name in ("q", "k", "v", "out")}
-    return {**spread, "copies": copies}
+    return {"out": float(peer.held().out.detach().std()), "copies": copies}
 
 
 def of_one_class() -> dict[str, Any]:
@@ -262,6 +263,6 @@ def of_one_class() -> dict[str, Any]:
     return {
         "torch_in_training": row_without_keys(layer.train()),
         "torch_in_evaluation": row_without_keys(layer.eval()),
-        "gpt2_boolean": {kernel: reads_booleans_as(peer) for kernel, peer in kernels.items()},
+        "gpt2_boolean": {kernel: true_in_a_mask(peer) for kernel, peer in kernels.items()},
         "gpt2_sees_ahead": {kernel: sees_ahead(peer) for kernel, peer in kernels.items()},
     }

@@ -37,14 +37,14 @@ class Projected:
         return functional.weights(*self.split(heads)[:2])
 
     def outputs(self, heads: int) -> Float[Tensor, "batch queries embed_dim"]:
-        """The head outputs side by side, as the output projection takes them."""
+        """The head outputs concatenated, as the output projection takes them."""
         return functional.merge_heads(functional.head_outputs(*self.split(heads)))
 
 
 def difference(
     one: Float[Tensor, "batch *rest"], several: Float[Tensor, "batch *rest"]
 ) -> Float[Tensor, " batch"]:
-    """How far the two are apart, as a share of the size of the second: norm over norm."""
+    """The relative difference: the norm of the difference over the norm of the second."""
     one, several = (x.detach().double().flatten(1) for x in (one, several))
     apart: Tensor = torch.linalg.vector_norm(one - several, dim=1)
     size: Tensor = torch.linalg.vector_norm(several, dim=1)
@@ -62,7 +62,7 @@ def merged_scores(
 
 
 def budget_of_scores(projected: Projected) -> Budget:
-    """What rounding may do to the scores of a single head."""
+    """The error budget of the scores of a single head."""
     q, k, _ = projected.split(1)
     floor = rounding.rows(q, k, Roundoff.of(q.dtype)).score_error
     return Budget.of(functional.scores, q, k, floor=floor, name="scores")

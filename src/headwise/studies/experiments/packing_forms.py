@@ -75,11 +75,7 @@ class Form:
         done, outputs = 0, []
         for size, matrix, bias in zip(self.sizes, matrices, biases, strict=True):
             tokens = x if done * PARTS < sum(self.sizes) else source
-            outputs.append(
-                linear(tokens, matrix, bias)
-                if self.by_rows
-                else torch.addmm(bias, tokens.flatten(0, 1), matrix).unflatten(0, tokens.shape[:2])
-            )
+            outputs.append(linear(tokens, matrix if self.by_rows else matrix.mT, bias))
             done += size
         return outputs
 

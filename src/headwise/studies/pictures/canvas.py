@@ -50,14 +50,16 @@ def block(
     height: float,
     *,
     colour: str,
+    alpha: float = 1.0,
     label: str = "",
 ) -> None:
     """A filled rectangle with a name in it."""
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle((left, top), width, height, facecolor=colour, edgecolor="none"))
+    filled = Rectangle((left, top), width, height, facecolor=colour, edgecolor="none", alpha=alpha)
+    axes.add_patch(filled)
     middle = (left + width / 2, top + height / 2 + 0.005)
-    axes.text(*middle, label, color=CARD, fontsize=8, ha="center", va="center")
+    axes.text(*middle, label, color=CARD, fontsize=9, ha="center", va="center")
 
 
 def arrow(axes: Axes, x: float, top: float, bottom: float, label: str = "") -> None:
@@ -68,7 +70,7 @@ def arrow(axes: Axes, x: float, top: float, bottom: float, label: str = "") -> N
         xytext=(x, top),
         arrowprops={"arrowstyle": "-|>", "color": SOFT, "lw": 0.9, "mutation_scale": 7},
     )
-    axes.text(x + 0.1, (top + bottom) / 2, label, color=SOFT, fontsize=8, va="center")
+    axes.text(x + 0.1, (top + bottom) / 2, label, color=SOFT, fontsize=9, va="center")
 
 
 def rule(axes: Axes, y: float, left: float, right: float, *, colour: str = LINE) -> None:
@@ -81,9 +83,11 @@ def heading(axes: Axes, x: float, y: float, words: str, *, align: str = "left") 
     axes.text(x, y, words, color=INK, fontsize=9, ha=align, va="center", fontweight="bold")
 
 
-def note(axes: Axes, x: float, y: float, words: str, *, align: str = "left") -> None:
-    """Smaller words in a softer shade."""
-    axes.text(x, y, words, color=SOFT, fontsize=8, ha=align, va="center")
+def note(
+    axes: Axes, x: float, y: float, words: str, *, align: str = "left", turn: float = 0
+) -> None:
+    """Words in a softer shade, turned by some degrees."""
+    axes.text(x, y, words, color=SOFT, fontsize=9, ha=align, va="center", rotation=turn)
 
 
 def tinted(
@@ -91,12 +95,13 @@ def tinted(
 ) -> list[list[tuple[float, ...]]]:
     """Colours for an image: clear at 0, full at ``top``, one colour for each sign.
 
-    Clear rather than white, so that the picture also stands on a dark page.
+    They go by the root of the size, so that small numbers are seen; and clear rather than white,
+    so that the picture also stands on a dark page.
     """
     from matplotlib.colors import to_rgb
 
     up, down = to_rgb(positive), to_rgb(negative)
     return [
-        [(*(up if value > 0 else down), min(1.0, abs(value) / top)) for value in row]
+        [(*(up if value > 0 else down), min(1.0, abs(value) / top) ** 0.5) for value in row]
         for row in values
     ]

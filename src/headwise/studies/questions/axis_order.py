@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +19,18 @@ from headwise.masks import Mask
 from headwise.models.reading import Progress
 from headwise.studies.experiments.one_head import difference
 from headwise.studies.experiments.timing import times_of
-from headwise.studies.pictures.style import CARD, weight_map
+from headwise.studies.pictures.style import SERIES, SOFT
 from headwise.studies.question import Fact, Numbers, Question, Table
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
 EMBED_DIM, HEADS = 32, 4
 TIMED = {"batch": 8, "length": 128, "embed_dim": 512, "heads": 8}
-ROUNDS = 9
+ROUNDS = 21
+EXAMPLE = 8  # the token that the picture marks: one in the middle
 Layer = type[nn.MultiheadAttention]
 LAYERS: dict[str, Layer] = {"torch": nn.MultiheadAttention, "headwise": MultiheadAttention}
 
@@ -46,6 +50,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     progress("axis-order", 1, 3)
     told = {name: given_to(layer, x) for name, layer in wrong.items()}
     progress("axis-order", 2, 3)
+    measured = {name: times(kind) for name, kind in LAYERS.items()}
     return {
         "x": list(x.shape),
         "batch": BATCH,
@@ -64,8 +69,9 @@ def measure(progress: Progress) -> dict[str, Any]:
         "told": told | {"native": given_to_native(x)},
         "square": {name: square(layer) for name, layer in wrong.items()},
         "timed": TIMED,
-        "times": {name: times(kind) for name, kind in LAYERS.items()},
-        "maps": {order: shares(by_layer["headwise"]) for order, by_layer in maps.items()},
+        "times": measured,
+        "within": within(measured["torch"].values()),
+        "maps": {order: reached(by_layer["torch"]) for order, by_layer in maps.items()},
     }
 
 
@@ -90,13 +96,13 @@ def reach(found: Tensor) -> dict[str, list[int]]:
     return {name: [int(count.min()), int(count.max())] for name, count in counts.items()}
 
 
-def shares(found: Tensor) -> list[list[float]]:
-    """The influence on each token as shares of the largest of all."""
-    return [[round(x, 4) for x in row] for row in (found / found.max()).tolist()]
+def reached(found: Tensor) -> list[list[int]]:
+    """Which output token (row) depends on which input token (column) at all."""
+    return (found > 0).int().tolist()
 
 
 def apart(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
-    """How far the outputs are from those of the right order, as a share of their size."""
+    """The relative difference of the outputs from those of the right order."""
     one, other = (layer(x, x, x, need_weights=False)[0].detach()[None] for layer in (wrong, right))
     return float(difference(one, other)[0])
 
@@ -105,12 +111,13 @@ def apart(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
 
 
 def answer_to(call: Callable[[], object]) -> dict[str, Any]:
-    """Whether the call is refused, and the first line of what is said."""
+    """Whether the call is refused, and what the error asks for."""
     try:
         call()
     except (AssertionError, RuntimeError, HeadwiseError) as error:
-        return {"refused": True, "says": str(error).partition("\n")[0]}
-    return {"refused": False, "says": "nothing"}
+        *_, last = str(error).splitlines()[:2]  # headwise says what it saw, then what it needs
+        return {"refused": True, "answer": "error", "says": last.strip()}
+    return {"refused": False, "answer": "accepted", "says": "–"}
 
 
 def given_to(layer: nn.Module, x: Tensor) -> dict[str, Any]:
@@ -174,32 +181,51 @@ def times(kind: Layer) -> dict[str, float]:
     }
 
 
+def within(ratios: Iterable[float]) -> float:
+    """The largest difference of a ratio from 1, to the next whole percent."""
+    return math.ceil(100 * max(abs(ratio - 1) for ratio in ratios)) / 100
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Which token reaches which, in the order that the layer was built for and in the other."""
-    figure.set_size_inches(7.6, 4.3)
+    """Which token depends on which, in the order that the layer was built for and in the other."""
+    figure.set_size_inches(7.6, 4.2)
     titles = {
-        "right": ("batch-first tensor, batch-first layer", "each token reads its own sequence"),
-        "wrong": (
-            "the same tensor, length-first layer",
-            "each token reads its place in all sequences",
-        ),
+        "right": "batch_first=True, the right order:\neach token attends to its own sequence",
+        "wrong": "default, the wrong order: each token\nattends to its position in every sequence",
     }
-    for axes, (order, (title, note)) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-        weight_map(axes, n["maps"][order])
-        axes.set_title(f"{title}:\n{note}", loc="left")
-        edges = [n["length"] * count - 0.5 for count in range(1, n["batch"])]
-        for edge in edges:
-            axes.axhline(edge, color=CARD, linewidth=1)
-            axes.axvline(edge, color=CARD, linewidth=1)
-        centres = [n["length"] * (count + 0.5) - 0.5 for count in range(n["batch"])]
-        names = [f"sequence {count + 1}" for count in range(n["batch"])]
-        axes.set_xticks(centres, names)
-        axes.set_yticks(centres, names, rotation=90, va="center")
-        axes.set_xlabel("input tokens")
-    figure.axes[0].set_ylabel("output tokens")
+    for axes, (order, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        draw_map(axes, n["maps"][order], n)
+        axes.set_title(title, loc="left")
+
+
+def draw_map(axes: Axes, rows: list[list[int]], n: Numbers) -> None:
+    """A cell wherever an output token depends on an input token; one token's in another colour."""
+    from matplotlib.patches import Rectangle
+
+    tokens, length = len(rows), n["length"]
+    for row, column in product(range(tokens), range(tokens)):
+        if rows[row][column]:
+            place = (column + 0.06, row + 0.06)
+            colour = SERIES[1] if row == EXAMPLE else SERIES[0]
+            axes.add_patch(Rectangle(place, 0.88, 0.88, facecolor=colour))
+    axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal")
+    for edge in range(0, tokens + 1, length):
+        axes.axhline(edge, color=SOFT, linewidth=0.8, clip_on=False)
+        axes.axvline(edge, color=SOFT, linewidth=0.8, clip_on=False)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    centres = [length * (count + 0.5) for count in range(n["batch"])]
+    names = [f"sequence {count}" for count in range(n["batch"])]
+    axes.set_xticks(centres, names)
+    axes.set_yticks(centres, names, rotation=90, va="center")
+    axes.set_xlabel("input tokens")
+    axes.set_ylabel("output tokens")
+
+
+# ---- what is said ------------------------------------------------------------------------------
 
 
 def silent(told: Numbers) -> bool:
@@ -218,86 +244,97 @@ QUESTION = Question(
     id="axis-order",
     asks="Is it (length, batch, embed_dim) or (batch, length, embed_dim), what if I mix them up, "
     "and which is faster?",
-    claim="It is what the layer was built for. In the other order the shape of the output is "
-    "right and its numbers are not: tokens attend across the batch. Nothing is said, unless a "
-    "mask or a source has other sizes.",
+    claim="It is what the layer was built for. In the other order the output has the right shape "
+    "and the wrong numbers: tokens attend across the batch. No error is raised, unless a mask or "
+    "a source has other sizes.",
     measure=measure,
     facts=(
         Fact(
-            "a batch-first tensor {x:shape} goes through a length-first layer, torch's or the "
-            "drop-in, without a word, and the output has its shape; the native layer takes a "
-            "length-first tensor as silently",
+            "a batch-first tensor {x:shape} passes through a length-first layer, PyTorch's or "
+            "headwise.MultiheadAttention, without an error, and the output has the same shape; so "
+            "does a length-first tensor through headwise.Attention, which is batch-first",
             lambda n: silent(n["told"]) and all(shape == n["x"] for shape in n["output"].values()),
         ),
         Fact(
-            "in the right order every token is reached by the {length} tokens of its own sequence "
-            "and by {reach[right][torch][others][1]} of others",
+            "in the right order every output token depends on the {length} tokens of its own "
+            "sequence and on {reach[right][torch][others][1]} of others",
             lambda n: all(
                 found == {"own": [n["length"]] * 2, "others": [0, 0]}
                 for found in n["reach"]["right"].values()
             ),
         ),
         Fact(
-            "in the wrong order it is reached by itself and by {reach[wrong][torch][others][0]} "
-            "tokens of other sequences, those at its own place, and by no other of its own",
+            "in the wrong order it depends on its own input and on "
+            "{reach[wrong][torch][others][0]} tokens of other sequences, those at its position, "
+            "and on no other of its own sequence",
             lambda n: all(
                 found == {"own": [1, 1], "others": [n["others"]] * 2}
                 for found in n["reach"]["wrong"].values()
             ),
         ),
         Fact(
-            "a padding mask, a causal mask and a source of another length are refused by torch's "
-            "layer and the drop-in, and lengths by the native layer",
+            "PyTorch's layer and headwise.MultiheadAttention then refuse a padding mask, a causal "
+            "mask and a source of another length, and headwise.Attention refuses lengths",
             lambda n: other_sizes_are_refused(n["told"]),
         ),
         Fact(
-            "nothing is refused where a mask has no sizes of its own (Mask.causal of the native "
-            "layer), or where batch and length are the same number",
+            "a causal mask without sizes of its own (Mask.causal() of headwise.Attention) passes, "
+            "and where batch and length are the same number every mask does",
             lambda n: (
                 not n["told"]["native"]["causal"]["refused"]
                 and not any(found["refused"] for found in n["square"].values())
             ),
         ),
         Fact(
-            "the weights that the layer returns show it: {weights[wrong]:shape} in place of "
-            "{weights[right]:shape}",
+            "the attention weights that the layer returns show it: they are "
+            "{weights[wrong]:shape} in place of {weights[right]:shape}",
             lambda n: (
                 n["weights"]["right"] == [n["batch"], n["length"], n["length"]]
                 and n["weights"]["wrong"] == [n["length"], n["batch"], n["batch"]]
             ),
         ),
     ),
-    verdict="The order the layer was built for (torch's default: length first); in the other, "
-    "every token silently reads the {others} tokens at its place in the other sequences instead "
-    "of its own sequence, the output keeps its shape, and only masks and sources of other sizes "
-    "are refused; in torch's layer length first takes {times[torch][infer]:.2f} times as long.",
-    why="Both axes are only counts, and the layer cannot know which is which. It treats every "
-    "place as a sequence whose tokens are the batch, and the outputs are {apart:percent} away from "
-    "the right ones. What tells before the results do is a mask built for the right sizes, which "
-    "does not fit, and the shape of the weights that are returned.",
-    caption="How much each input token (columns) moves each output token (rows), for {batch} "
-    "sequences of {length} tokens, bright is much. On the left the layer and the tensor agree: "
-    "blocks, each sequence reads itself alone. On the right the same tensor in a length-first "
-    "layer: stripes, each token reads those at its own place in every sequence.",
+    verdict="PyTorch's default is (length, batch, embed_dim), batch_first=True swaps the first "
+    "two, and their running times differ by at most {within:percent}; in the wrong order a call "
+    "without masks raises no error, but each token attends to its position in every sequence "
+    "instead of to its own sequence.",
+    why="A layer sees only two counts and cannot know which is the batch; in the wrong order the "
+    "relative difference of the outputs is {apart:percent}. What can reveal it is a mask of the "
+    "right sizes, or the shape of the attention weights. Length first took "
+    "{times[torch][infer]:.2f} times as long as batch first in inference and "
+    "{times[torch][train]:.2f} in training (PyTorch's layer, {timed[batch]} sequences of "
+    "{timed[length]} tokens, {timed[embed_dim]} wide), and in headwise.MultiheadAttention "
+    "{times[headwise][infer]:.2f} and {times[headwise][train]:.2f}.",
+    caption="The same tensor, {batch} sequences of {length} tokens stored as (batch, length, "
+    "embed_dim), in two PyTorch layers. A cell is filled where an output token (row) depends on an "
+    "input token (column); the second colour marks one output token. Left: each depends on all "
+    "tokens of its own sequence. Right: on the tokens at its own position in all sequences.",
     draw=draw,
     table=Table(
-        columns=("a batch-first tensor in a length-first layer", "what headwise says"),
+        columns=("wrong order, with", "PyTorch", "headwise", "headwise's message"),
         rows=(
-            ("alone", "{told[headwise][alone][says]}"),
-            ("with a padding mask (batch, length)", "{told[headwise][padding][says]}"),
-            ("with a causal mask (length, length)", "{told[headwise][causal][says]}"),
-            ("with a source of another length", "{told[headwise][source][says]}"),
-            ("native layer, lengths of each sequence", "{told[native][padding][says]}"),
-            ("native layer, Mask.causal()", "{told[native][causal][says]}"),
-            (
-                "time of length first over batch first, inference",
-                "torch {times[torch][infer]:.2f}, headwise {times[headwise][infer]:.2f}",
+            *(
+                (
+                    title,
+                    f"{{told[torch][{call}][answer]}}",
+                    f"{{told[headwise][{call}][answer]}}",
+                    f"{{told[headwise][{call}][says]}}",
+                )
+                for call, title in (
+                    ("alone", "no mask"),
+                    ("padding", "padding mask (batch, length)"),
+                    ("causal", "causal mask (length, length)"),
+                    ("source", "source of another length"),
+                )
             ),
-            (
-                "the same, training step",
-                "torch {times[torch][train]:.2f}, headwise {times[headwise][train]:.2f}",
+            *(
+                (title, "–", f"{{told[native][{call}][answer]}}", f"{{told[native][{call}][says]}}")
+                for call, title in (
+                    ("padding", "Mask.lengths, headwise.Attention"),
+                    ("causal", "Mask.causal, headwise.Attention"),
+                )
             ),
         ),
     ),
-    varies=frozenset({"times"}),
+    varies=frozenset({"times", "within"}),
 )

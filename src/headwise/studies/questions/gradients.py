@@ -18,7 +18,7 @@ from headwise.studies.experiments.gradient_formulas import (
     rounding_bounds,
     weight_gradients,
 )
-from headwise.studies.pictures.style import CARD, INK, LINE, SERIES, SOFT
+from headwise.studies.pictures.style import INK, LINE, SERIES, SOFT
 from headwise.studies.question import Fact, Numbers, Question, Table
 
 if TYPE_CHECKING:
@@ -176,12 +176,13 @@ def compared(
 def parting(state: Mapping[str, Tensor]) -> dict[str, Any]:
     """Train with one head and with many, from the same weights, towards the same random targets.
 
-    The distance of the weights is relative to those of many heads. To tell it from rounding, many
-    heads are trained once more, from weights that are one rounding away.
+    The distance of the weights is relative to those of many heads, and so is how far training has
+    moved these in the end. To tell the distance from rounding, many heads are trained once more,
+    from weights that are one rounding away.
     """
     x, target, many = tokens(), tokens(), COUNTS[-1]
     near = {name: value * (1 + torch.finfo(value.dtype).eps) for name, value in state.items()}
-    one, reference, moved = (
+    one, reference, near_by = (
         trained(layer_of(heads, begun), x, target)
         for heads, begun in ((1, state), (many, state), (many, near))
     )
@@ -189,7 +190,8 @@ def parting(state: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         "steps": list(STEPS),
         "distance": {name: [distance[name] for distance in distances] for name in WEIGHTS},
-        "rounding": apart(moved[-1], reference[-1]),
+        "moved": apart(reference[-1], reference[0]),
+        "rounding": apart(near_by[-1], reference[-1]),
     }
 
 
@@ -224,12 +226,15 @@ def own_rows_alone(lines: list[list[int]], blocks: int) -> bool:
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Above: which weights reach which scores. Below: their ranks, and how the weights part."""
-    figure.set_size_inches(7.6, 6.0)
-    grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1), width_ratios=(1, 1.05), wspace=0.08)
-    _draw_reach(figure.add_subplot(grid[0, :]), n)
-    _draw_ranks(figure.add_subplot(grid[1, 0]), n)
-    _draw_distances(figure.add_subplot(grid[1, 1]), n)
+    """Above: which weights reach which scores. Below: how alike gradients and weights are."""
+    figure.set_size_inches(7.6, 6.4)
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1.35, 1), hspace=0.06)[
+        :, 0
+    ]
+    _draw_reach(above.subplots(), n)
+    left, right = below.subplots(1, 2, width_ratios=(1, 1.25), gridspec_kw={"wspace": 0.12})
+    _draw_cosines(left, n)
+    _draw_distances(right, n)
 
 
 def _draw_reach(axes: Axes, n: Numbers) -> None:
@@ -240,79 +245,74 @@ def _draw_reach(axes: Axes, n: Numbers) -> None:
     for line, y in zip(lines, heights, strict=True):
         for place, reached in enumerate(line):
             part = place // many
-            colour = SERIES[part] if reached else LINE
-            axes.bar(place + gap * part, 0.86, 0.86, y, color=colour, align="edge")
+            look = {"color": SERIES[part]} if reached else {"color": SOFT, "alpha": 0.3}
+            axes.bar(place + gap * part, 0.86, 0.86, y, align="edge", linewidth=0, **look)
     for part, (name, word) in enumerate(WEIGHTS.items()):
         x = part * (many + gap) + many / 2
-        alike = f"cosine {n['cosine'][name]:.2f}"
-        axes.text(x, -1.3, f"W{name}: {word}", ha="center", va="bottom", color=SERIES[part])
-        axes.text(x, -0.3, alike, ha="center", va="bottom", color=SOFT)
-    against = f"gradients, one head against {many}:"
-    axes.text(-0.6, -0.3, against, ha="right", va="bottom", color=SOFT)
+        axes.text(x, -0.35, f"w{name} ({word})", ha="center", va="bottom", color=SERIES[part])
     axes.text(-0.6, 0.43, "scores of the only head", ha="right", va="center")
     for head in range(many):
-        text = f"scores of head {head + 1}" if head == 0 else f"head {head + 1}"
+        text = "scores of head 0" if head == 0 else f"head {head}"
         axes.text(-0.6, head + 2.13, text, ha="right", va="center", color=SOFT if head else INK)
-    axes.set_xlim(-12, len(lines[0]) + 3 * gap)
-    axes.set_ylim(heights[-1] + 1, -2.3)
+    axes.set_title("What the scores of a head depend on", loc="left")
+    axes.set_xlim(-11.4, len(lines[0]) + 3 * gap)
+    axes.set_ylim(heights[-1] + 1, -1.4)
     axes.set_axis_off()
 
 
-def _draw_ranks(axes: Axes, n: Numbers) -> None:
-    """A bar for each number of heads, with a piece for each head, as long as its scores' rank."""
-    for row, (heads, found) in enumerate(n["ranks"].items()):
-        left = 0
-        for rank in found:
-            axes.barh(row, rank, 0.5, left, color=SOFT, edgecolor=CARD, linewidth=1.5)
-            axes.text(left + rank / 2, row, str(rank), color=CARD, ha="center", va="center")
-            left += rank
-        axes.text(0, row - 0.36, "one head" if heads == "1" else f"{heads} heads", va="bottom")
-    axes.axvline(n["length"], color=INK, linewidth=1)
-    axes.text(n["length"] - 2, 1, f"{n['length']} tokens", ha="right", va="center", rotation=90)
-    axes.set_xlim(0, n["length"] + 1)
-    axes.set_ylim(len(n["ranks"]) - 0.6, -0.75)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel("rank of each head's scores")
+def _draw_cosines(axes: Axes, n: Numbers) -> None:
+    """How alike the gradients of the loss are, a bar for each of the four."""
+    bars = axes.bar(
+        [f"w{name}" for name in WEIGHTS],
+        [n["cosine"][name] for name in WEIGHTS],
+        0.6,
+        color=SERIES[: len(WEIGHTS)],
+    )
+    axes.bar_label(bars, [f"{n['cosine'][name]:.2f}" for name in WEIGHTS], padding=3, color=INK)
+    axes.set_ylim(0, 1)
+    axes.set_ylabel("cosine (the same: 1)")
+    axes.set_title(f"Gradients of the loss:\none head against {n['many']}", loc="left")
+    axes.grid(axis="y", color=LINE)
 
 
 def _draw_distances(axes: Axes, n: Numbers) -> None:
-    """How far the weights of one head and of many are apart over the steps."""
+    """How far the weights of one head and of many are from each other over the steps."""
     last, top = n["steps"][-1], max(max(line) for line in n["distance"].values())
-    below = -top
+    place = -top
     for name, line in sorted(n["distance"].items(), key=lambda item: float(item[1][-1])):
-        part = list(WEIGHTS).index(name)
-        below = max(line[-1], below + 0.075 * top)  # labels of lines that end together
-        axes.plot(n["steps"], line, color=SERIES[part])
-        axes.text(
-            1.03 * last, below, f"W{name} {100 * line[-1]:.0f} %", color=SERIES[part], va="center"
-        )
-    axes.set_xlim(0, 1.28 * last)
+        colour = SERIES[list(WEIGHTS).index(name)]
+        place = max(line[-1] - 0.05 * top, place + 0.12 * top)  # labels of lines that end together
+        axes.plot(n["steps"], line, color=colour)
+        axes.plot([1.01 * last, 1.09 * last], [line[-1], place], color=colour, linewidth=0.8)
+        axes.text(1.11 * last, place, f"w{name} {100 * line[-1]:.0f} %", color=colour, va="center")
+    axes.set_xlim(0, 1.42 * last)
     axes.set_xticks([step for step in n["steps"] if step % 25 == 0])
     axes.set_ylim(0, 1.08 * top)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    axes.set_xlabel("step of training")
-    axes.set_ylabel("distance of the weights")
+    axes.set_xlabel("training step")
+    axes.set_ylabel("relative difference")
+    axes.set_title(f"Weights during training:\none head against {n['many']}", loc="left")
     axes.grid(axis="y", color=LINE)
 
 
 QUESTION = Question(
     id="gradients",
     asks="Where do the gradients of one head and of many differ?",
-    claim="In all four projections, though the formulas are the same: a head's scores have a "
-    "gradient in its own rows of the queries' and keys' weights alone, and a rank of at most "
-    "head_dim. So the same weights part from the first step.",
+    claim="In all four weight matrices, though the formulas are the same: the scores of a head "
+    "depend on its own rows of wq and wk alone, and their rank is at most head_dim. So layers with "
+    "equal weights differ from the first step of training.",
     measure=measure,
     facts=(
         Fact(
-            "the closed formulas give what autograd gives through headwise's layer: the largest "
-            "difference is {formula_difference:sci} of a gradient, and nowhere more than "
+            "the closed formulas agree with autograd through headwise.Attention: the largest "
+            "relative difference is {formula_difference:sci}, and nowhere is it more than "
             "{formula_share:sci} of what rounding allows",
             lambda n: n["formula_share"] <= 1,
         ),
         Fact(
-            "the scores of each of {many} heads have a gradient in its own rows of Wq and Wk, and "
-            "exactly zero in all other weights; those of a single head in all rows of both",
+            "the scores of each of {many} heads have a gradient in its own rows of wq and wk, and "
+            "exactly zero in all other weights; those of a single head have one in all rows of "
+            "both",
             lambda n: (
                 own_rows_alone(n["reach"]["1"], n["many"])
                 and own_rows_alone(n["reach"][str(n["many"])], n["many"])
@@ -320,7 +320,7 @@ QUESTION = Question(
         ),
         Fact(
             "over {length} tokens the scores have rank {ranks[1]:list} with one head, "
-            "{ranks[2]:list} with two, {ranks[8]:list} with {many}: head_dim each",
+            "{ranks[2]:list} with two and {ranks[8]:list} with {many}: each time head_dim",
             lambda n: all(
                 rank == n["head_dim"][heads]
                 for heads, found in n["ranks"].items()
@@ -328,10 +328,10 @@ QUESTION = Question(
             ),
         ),
         Fact(
-            "for the same weights, input and dL/doutput, the gradients of one head and of {many} "
-            "are least alike in the queries and keys: their cosines are {cosine[q]:.2f} "
-            "and {cosine[k]:.2f}, against {cosine[v]:.2f} in the values and {cosine[o]:.2f} in the "
-            "output, and each difference is over {roundings:sci} times what rounding allows",
+            "for the same weights, input and gradient of the output, the gradients of one head and "
+            "of {many} are least alike in wq and wk: their cosines are {cosine[q]:.2f} and "
+            "{cosine[k]:.2f}, against {cosine[v]:.2f} in wv and {cosine[o]:.2f} in wo, and each "
+            "difference is over {roundings:sci} times what rounding allows",
             lambda n: (
                 n["roundings"] > 1
                 and max(n["cosine"]["q"], n["cosine"]["k"])
@@ -339,50 +339,53 @@ QUESTION = Question(
             ),
         ),
         Fact(
-            "trained from the same weights, the queries' are {distance[q][1]:.3f} of their size "
-            "apart after one step and {distance[q][-1]:.2f} after {steps[-1]}, and the others "
-            "likewise (one rounding at the start has grown to {rounding[q]:sci} by then)",
+            "trained from the same weights, wq of one head and of {many} have a relative "
+            "difference of {distance[q][1]:percent} after one step and {distance[q][-1]:percent} "
+            "after {steps[-1]}, and the others likewise (from a start that differs in the last "
+            "digit alone it is {rounding[q]:sci})",
             lambda n: all(
                 distance[0] == 0 < distance[1] < distance[-1] and distance[1] > n["rounding"][name]
                 for name, distance in n["distance"].items()
             ),
         ),
+        Fact(
+            "in the end wo differs most, and it has moved furthest: by {moved[o]:percent} of its "
+            "size at the start, wq by {moved[q]:percent}",
+            lambda n: (
+                max(n["moved"], key=n["moved"].get) == "o"
+                and max(n["distance"], key=lambda name: float(n["distance"][name][-1])) == "o"
+            ),
+        ),
     ),
-    verdict="In all four weights; in direction most in those of queries and keys, where a head's "
-    "scores depend on its own rows alone: the gradients of one head and of {many} have a cosine of "
-    "{cosine[q]:.2f} there, against {cosine[v]:.2f} in the values, and training parts equal "
-    "weights from its first step.",
-    why="The formulas are the same for every head: G is what comes back from the loss, P are the "
-    "head's weights and o what it read; then dO = G Wo, and dS = P × (dO vᵀ − its mean over the "
-    "row, weighted with P). With one head a single P and a single dS drive all rows of Wq and Wk; "
-    "with many, each head's rows are driven by its own.",
-    caption="Above: a square for each part of the weights (the rows of one head; of Wo its "
-    "columns) and each head's scores. Coloured: the scores have a gradient in this part; grey: it "
-    "is exactly zero. Under the names: the cosine of the gradients of one head and of {many}, one "
-    "if they point the same way. Below, left: the rank of each head's scores over {length} tokens, "
-    "a piece of the bar for each head: more heads share the same {embed_dim}. Right: how far the "
-    "weights of one head and of {many}, trained from the same start, are apart, relative to their "
-    "size.",
+    verdict="In all four weight matrices, most in wq and wk: with one head a single softmax shapes "
+    "the gradient of all their rows, with {many} each head's softmax shapes its own rows alone, "
+    "and the cosine of the two gradients is {cosine[q]:.2f} in wq but {cosine[v]:.2f} in wv.",
+    why="wq and wk act through the scores alone; wv and wo act on the averages that the heads "
+    "take, and differ less. Narrower heads also have simpler scores: over {length} tokens their "
+    "rank is {ranks[1][0]} with one head, {ranks[2][0]} with two and {ranks[8][0]} with {many}, "
+    "the head_dim. In the table's formulas x is the input, P a head's attention weights, o = P v "
+    "its output, G the loss's gradient in the layer's output and dS that in the head's scores.",
+    caption="Above: the columns are parts of the four weight matrices (of wq, wk and wv the rows "
+    "that belong to one of {many} heads, of wo the columns). Coloured: the head's scores have a "
+    "gradient there; grey: it is exactly zero. Below, left: the cosine between the gradients of "
+    "the same loss in layers with one head and with {many} and equal weights. Right: both trained "
+    "from these weights by gradient descent towards the same random targets, the difference "
+    "relative to the weights with {many} heads. wo differs most there since training moves it "
+    "furthest: by {moved[o]:percent} of its size at the start, wq by {moved[q]:percent}.",
     draw=draw,
     table=Table(
-        columns=(
-            "weights",
-            "gradient of a head, summed over the batch",
-            "cosine of the gradients of one head and many",
-            "apart after the first step (of their size)",
-            "after the last step",
-        ),
+        columns=("matrix", "gradient per head", "cosine", "difference, first step", "last step"),
         rows=tuple(
             (
-                f"{word}, W{name}",
+                f"w{name} ({word})",
                 formula,
                 f"{{cosine[{name}]:.2f}}",
-                f"{{distance[{name}][1]:.3f}}",
-                f"{{distance[{name}][-1]:.2f}}",
+                f"{{distance[{name}][1]:percent}}",
+                f"{{distance[{name}][-1]:percent}}",
             )
             for (name, word), formula in zip(
                 WEIGHTS.items(),
-                ("scale × (dS k)ᵀ x", "scale × (dSᵀ q)ᵀ x", "(Pᵀ dO)ᵀ x", "Gᵀ o"),
+                ("scale × (dS k)ᵀ x", "scale × (dSᵀ q)ᵀ x", "(Pᵀ G wo)ᵀ x", "Gᵀ o"),
                 strict=True,
             )
         ),

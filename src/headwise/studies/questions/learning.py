@@ -78,13 +78,12 @@ def numbers_of(runs: dict[str, list[Run]], given: Texts) -> dict[str, Any]:
     return {
         "length": lookups.LENGTH,
         "heads": list(HEADS),
-        "head_dims": {name: runs[name][0].model.head_dim for name in runs},
         "wider": WIDER,
         "seeds": SEEDS,
         "steps": STEPS,
         "half": HALF,
         "luck": STANDARD_ERRORS * float(max(lucky)),
-        "parameters": {name: parameters(runs[name][0].model) for name in runs},
+        "parameters": {name: parameters(runs[name][0].model) for name in (*counts, "wide")},
         "ends": {name: spread([run.end for run in runs[name]]) for name in runs},
         "at": [POOLED * (n + 0.5) for n in range(STEPS // POOLED)],
         "curves": {name: curves([run.curve for run in runs[name]]) for name in counts},
@@ -92,6 +91,7 @@ def numbers_of(runs: dict[str, list[Run]], given: Texts) -> dict[str, Any]:
         "closed": closed([run.model for run in runs["2"]], looks["2"], given),
         "looks": {name: [rounded(look.mT) for look in looks[name]] for name in counts},
         "roles": {name: roles(torch.cat(looks[name], dim=1)) for name in counts},
+        "blend": {name: blend(torch.cat(looks[name], dim=1)) for name in counts},
         "maps": {str(heads): maps(runs[str(heads)][0].model, given) for heads in MAPPED},
     }
 
@@ -138,10 +138,13 @@ def closed(
 
 
 def roles(look: torch.Tensor) -> dict[str, int]:
-    """How many heads put more than half of their weight on what a lookup is about."""
-    counts = (look > HALF).sum(1).tolist()
-    found = dict(zip(LOOKUPS, counts, strict=True))
-    return found | {"neither": look.shape[1] - sum(counts)}
+    """How many heads put more weight on the one lookup than on the other."""
+    return dict(zip(LOOKUPS, (look > look.flip(0)).sum(1).tolist(), strict=True))
+
+
+def blend(look: torch.Tensor) -> dict[str, float]:
+    """The mean weight of a head on the lookup it attends to more, and on the other one."""
+    return {"more": float(look.amax(0).mean()), "less": float(look.amin(0).mean())}
 
 
 @torch.no_grad()
@@ -160,8 +163,10 @@ def rounded(values: torch.Tensor) -> list[list[float]]:
 
 def draw(figure: Figure, n: Numbers) -> None:
     """Error over steps, where each head's weight goes, and the weights on one text."""
-    figure.set_size_inches(7.6, 5.0)
-    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(3.2, 1.8))[:, 0]
+    figure.set_size_inches(7.6, 5.7)
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(3.3, 2.3), hspace=0.0)[
+        :, 0
+    ]
     left, right = above.subplots(1, 2, width_ratios=(3, 2))
     _draw_curves(left, n)
     _draw_looks(right, n)
@@ -184,31 +189,32 @@ def _draw_curves(axes: Axes, n: Numbers) -> None:
         )
     axes.plot([0, n["steps"]], [n["half"]] * 2, color=INK, lw=0.8, ls=(0, (4, 3)))
     axes.annotate(
-        "no single mean gets lower",
-        (1.32 * n["steps"], n["half"]),
-        xytext=(0, -5),
+        "one average leaves\nat least this",
+        (n["steps"], n["half"]),
+        xytext=(0, -7),
         textcoords="offset points",
         ha="right",
         va="top",
         color=INK,
     )
     axes.set_yscale("log")
-    axes.set_xlim(0, 1.32 * n["steps"])
+    axes.set_xlim(0, 1.34 * n["steps"])
     axes.set_ylim(top=2)
     axes.set_xticks(range(0, n["steps"] + 1, n["steps"] // 4))
     axes.set_yticks(
-        [10.0**-power for power in range(5)], ["1", "0.1", "0.01", "0.001", "0.0001"], minor=False
+        [10.0**-power for power in range(5)], ["100 %", "10 %", "1 %", "0.1 %", "0.01 %"]
     )
-    axes.set_xlabel("training steps")
-    axes.set_ylabel("error (telling nothing: 1)")
+    axes.set_xlabel("training step")
+    axes.set_ylabel("error left")
+    axes.set_title("Error during training", loc="left")
     axes.grid(axis="y", color=LINE)
 
 
 def _draw_looks(axes: Axes, n: Numbers) -> None:
     """One dot for every head: its weight on either token. The line is all of a head's weight."""
-    axes.plot([0, 1], [1, 0], color=LINE, lw=1, zorder=0)
+    axes.plot([0, 1], [1, 0], color=SOFT, lw=0.6, zorder=0)
     axes.text(
-        0.55, 0.55, "all of a head's weight", color=SOFT, rotation=-45, ha="center", va="center"
+        0.57, 0.57, "nothing on other tokens", color=SOFT, rotation=-45, ha="center", va="center"
     )
     for name, colour in reversed(_colours(n).items()):
         points = [head for look in n["looks"][name] for head in look]
@@ -223,25 +229,36 @@ def _draw_looks(axes: Axes, n: Numbers) -> None:
     axes.set_xlim(-0.08, 1.08)
     axes.set_ylim(-0.08, 1.08)
     axes.set_aspect("equal")
-    axes.set_xlabel("weight on the token before")
-    axes.set_ylabel("weight on the named token")
+    axes.set_xlabel("on the token before")
+    axes.set_ylabel("on the named token")
+    axes.set_title("Each head's attention weight", loc="left")
 
 
 def _draw_maps(figure: SubFigure, n: Numbers) -> None:
     """The weights of the first seed's layers on one text, side by side."""
-    gap = 0.25
+    gap = 0.2
     widths = [width for found in n["maps"].values() for width in (*(1.0 for _ in found), gap)][:-1]
-    places = iter(figure.subplots(1, len(widths), width_ratios=widths))
+    maps = figure.subplots(1, len(widths), width_ratios=widths)
+    places = iter(maps)
     for name, found in n["maps"].items():
         for head, weights in enumerate(found):
             axes = next(places)
-            weight_map(axes, weights)
-            before, named = (f"{100 * share:.0f} %" for share in n["looks"][name][0][head])
+            image = weight_map(axes, weights)
+            before, named = (_share(share) for share in n["looks"][name][0][head])
             axes.set_xlabel(f"before {before}\nnamed {named}", color=SOFT, size=9)
             if head == 0:
                 axes.set_title(FEW[int(name)], color=_colours(n)[name], loc="left")
         if (space := next(places, None)) is not None:
             space.set_axis_off()
+    bar = figure.colorbar(image, ax=maps, location="bottom", shrink=0.6, aspect=45)
+    bar.set_ticks([0, 0.01, 0.1, 0.5, 1], labels=["0", "1 %", "10 %", "50 %", "100 %"], minor=False)
+    bar.outline.set_visible(False)
+    bar.set_label("attention weight, on a square-root scale")
+
+
+def _share(value: float) -> str:
+    """A share in per cent, which is not 0 unless it is."""
+    return f"{100 * value:.0f} %" if value >= 0.01 else "< 1 %"
 
 
 def _colours(n: Numbers) -> dict[str, str]:
@@ -254,39 +271,41 @@ def _colours(n: Numbers) -> dict[str, str]:
 QUESTION = Question(
     id="learning",
     asks="Can heads learn different things, and does it pay?",
-    claim="Yes, where more than one thing must be looked up at once: two heads share two lookups "
-    "out between them, a single head cannot do both, and more than two heads gain nothing more.",
+    claim="Yes, where more than one thing must be looked up at once: two heads take one of two "
+    "lookups each, a single head cannot do both, and more than two heads do no better.",
     measure=measure,
     facts=(
         Fact(
-            "layers of {heads:list} heads have the same number of parameters, {parameters[1]:,}",
+            "layers with {heads:list} heads have the same number of parameters, {parameters[1]:,}",
             lambda n: len({n["parameters"][str(heads)] for heads in n["heads"]}) == 1,
         ),
         Fact(
-            "one head leaves at least the half of the error that one mean must leave, but for the "
-            "luck of the test: {ends[1][best]:.3f} in the best of {seeds} seeds, and "
-            "{ends[wide][best]:.3f} with a head {wider} times as wide",
+            "one head leaves at least half of the error, the least that one average can leave, "
+            "give or take the luck of the test: {ends[1][best]:.3f} in the best of {seeds} seeds, "
+            "and {ends[wide][best]:.3f} with a head {wider} times as wide ({parameters[wide]:,} "
+            "parameters)",
             lambda n: min(n["ends"][k]["best"] for k in ("1", "wide")) >= n["half"] - n["luck"],
         ),
         Fact(
-            "two heads get below the half from every seed: {ends[2][worst]:.5f} is left in the "
+            "two heads get below half from every seed: {ends[2][worst]:percent} is left in the "
             "worst",
             lambda n: n["ends"]["2"]["worst"] < n["half"],
         ),
         Fact(
-            "from every seed each of two heads takes one lookup, and gives it more than half of "
-            "its weight, at least {own[least]:percent}",
+            "from every seed each of two heads takes one lookup, and puts more than half of its "
+            "attention weight on it, at least {own[least]:percent}",
             lambda n: n["own"]["apart"] and n["own"]["least"] > HALF,
         ),
         Fact(
-            "with one of two heads closed, its lookup is lost (at least {closed[own]:.2f} of its "
-            "error is there) and the other is kept (at most {closed[other]:.4f})",
+            "with one of two heads switched off, its lookup is lost (at least "
+            "{closed[own]:percent} of the error is back) and the other is kept (at most "
+            "{closed[other]:percent})",
             lambda n: n["closed"]["other"] < n["half"] < n["closed"]["own"],
         ),
         Fact(
-            "four and eight heads get below the half from every seed too, but leave no less than "
-            "two do, by the median: {ends[4][median]:.5f} and {ends[8][median]:.5f} against "
-            "{ends[2][median]:.5f}",
+            "four and eight heads get below half from every seed too, but leave no less than "
+            "two do, by the median: {ends[4][median]:percent} and {ends[8][median]:percent} "
+            "against {ends[2][median]:percent}",
             lambda n: all(
                 n["ends"][name]["worst"] < n["half"]
                 and n["ends"][name]["median"] >= n["ends"]["2"]["median"]
@@ -294,55 +313,59 @@ QUESTION = Question(
             ),
         ),
         Fact(
-            "where one lookup is all there is to do, one head does it from every seed: "
-            "{ends[one_lookup][worst]:.5f} is left in the worst",
+            "where there is only one lookup to do, one head does it from every seed: "
+            "{ends[one_lookup][worst]:percent} is left in the worst",
             lambda n: n["ends"]["one_lookup"]["worst"] < n["half"],
         ),
     ),
-    verdict="Yes, where two things must be looked up at once: two heads take one lookup each and "
-    "leave {ends[2][worst]:.5f} of the error at most, while one head as large cannot leave less "
-    "than half of it; four and eight heads gain nothing more.",
-    why="A head hands on one mean of the values. A mean of two values is neither of them, so one "
-    "head must give up one value or blur both, however wide it is. Two heads hand on two means. "
-    "Four and eight heads have only two lookups to share: several take the same one, each with a "
-    "narrower part of the value.",
-    caption="Each of {length} tokens must tell the value of the token before it and that of a "
-    "token it names. Above, left: error over {steps} training steps, the median and the range of "
-    "{seeds} seeds. One head stays at the dashed half; two heads fall first and furthest, then "
-    "four, then eight. Right: each dot is a head, and says where its weight goes: those of "
-    "several heads sit in the corners, one lookup each. Below: the weights on one text, rows are "
-    "queries; a line beside the diagonal is the token before.",
+    verdict="Yes, on a small made-up task with two lookups: a head returns one average, so one "
+    "head is left with at least half of the error, while two heads take one lookup each and are "
+    "left with {ends[2][worst]:percent}; four and eight heads do no better in {steps} steps.",
+    why="An average of two values is neither of them: one head must give up one value or blur "
+    "both, even {wider} times as wide. Two heads return two averages. Four and eight heads still "
+    "have only two lookups: several take the same one, each with a narrower part of the value, "
+    "and learn more slowly.",
+    caption="The task: each of {length} tokens must fetch two values, that of the token before it "
+    "and that of a token it names. Above, left: the error on a logarithmic scale, where predicting "
+    "nothing leaves all of it; lines are the median and bands the range of {seeds} seeds. Right, "
+    "in the same colours: each dot is a trained head, placed by the mean attention weight it puts "
+    "on these two tokens. Most sit near a corner, with one lookup; single heads in between. "
+    "Below: attention weights of one seed's layers on one text, a row for each query, with the "
+    "head's mean over all texts; the line beside the diagonal is the token before.",
     draw=draw,
     table=Table(
         columns=(
             "layer",
-            "parameters",
-            "error left, best to worst seed",
-            "heads for the token before, the named one, neither",
+            "error, best seed",
+            "error, worst seed",
+            "heads: token before",
+            "heads: named token",
+            "weight on it",
+            "weight on other",
         ),
         rows=(
             *(
                 (
-                    f"{FEW[heads]}, {{head_dims[{heads}]}} wide",
-                    f"{{parameters[{heads}]:,}}",
-                    f"{{ends[{heads}][best]:.5f}} to {{ends[{heads}][worst]:.5f}}",
-                    ", ".join(f"{{roles[{heads}][{key}]}}" for key in (*LOOKUPS, "neither")),
+                    FEW[heads],
+                    f"{{ends[{heads}][best]:percent}}",
+                    f"{{ends[{heads}][worst]:percent}}",
+                    *(f"{{roles[{heads}][{lookup}]}}" for lookup in LOOKUPS),
+                    *(f"{{blend[{heads}][{share}]:percent}}" for share in ("more", "less")),
                 )
                 for heads in HEADS
             ),
-            (
-                "one head, {head_dims[wide]} wide",
-                "{parameters[wide]:,}",
-                "{ends[wide][best]:.5f} to {ends[wide][worst]:.5f}",
-                "",
-            ),
-            (
-                "one head, {head_dims[one_lookup]} wide, one lookup to do",
-                "{parameters[one_lookup]:,}",
-                "{ends[one_lookup][best]:.5f} to {ends[one_lookup][worst]:.5f}",
-                "",
+            *(
+                (
+                    layer,
+                    f"{{ends[{name}][best]:percent}}",
+                    f"{{ends[{name}][worst]:percent}}",
+                    *("–" for _ in range(4)),
+                )
+                for name, layer in (("wide", "one wide head"), ("one_lookup", "one lookup to do"))
             ),
         ),
     ),
-    varies=frozenset({"luck", "ends", "curves", "own", "closed", "looks", "roles", "maps"}),
+    varies=frozenset(
+        {"luck", "ends", "curves", "own", "closed", "looks", "roles", "blend", "maps"}
+    ),
 )

@@ -12,7 +12,8 @@ from headwise.layer.attention import Attention
 from headwise.layer.einops_block import EinopsAttention
 from headwise.models.reading import Progress
 from headwise.studies.experiments.per_head import Weights, budget
-from headwise.studies.pictures.style import BAD, LINE, SERIES
+from headwise.studies.pictures.canvas import WIDTH, block, heading, inset, note, rule, sheet
+from headwise.studies.pictures.style import BAD, INK, SERIES, SOFT
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.studies.words import say
 
@@ -51,8 +52,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         "heads_torch_takes": [heads for heads, layer in accepted.items() if layer],
         "heads_that_divide": [heads for heads in accepted if EMBED_DIM % heads == 0],
         "heads_tried": len(accepted),
-        "parameters_of_torch": max(torch_counts),
-        "torch_has_one_count": len(torch_counts) == 1,
+        "parameters_of_torch": sorted(torch_counts),
         "refusal": torchs_layer(HEADS)[1],
         **grid(x[:1], source[:1]),
         **torch_widths(),
@@ -93,13 +93,13 @@ def against(output: Tensor, allowed: Budget) -> dict[str, Any]:
 def grid(x: Tensor, source: Tensor) -> dict[str, Any]:
     """Many pairs of a number of heads and a head_dim: does it run, is it right, how large is it?"""
     right: list[list[bool]] = []
-    parameters: dict[str, set[int]] = {}
+    parameters: dict[int, set[int]] = {}
     for head_dim in GRID_HEAD_DIMS:
         right.append([])
         for heads in GRID_HEADS:
             layer = Attention(EMBED_DIM, heads, head_dim=head_dim, source_dim=EMBED_DIM)
             right[-1].append(checked(layer, x, source)["within"])
-            parameters.setdefault(str(heads * head_dim), set()).add(count(layer))
+            parameters.setdefault(heads * head_dim, set()).add(count(layer))
     return {
         "grid_heads": list(GRID_HEADS),
         "grid_head_dims": list(GRID_HEAD_DIMS),
@@ -107,7 +107,7 @@ def grid(x: Tensor, source: Tensor) -> dict[str, Any]:
         "pairs": sum(map(len, right)),
         "pairs_right": sum(map(sum, right)),
         "one_count_for_each_product": all(len(counts) == 1 for counts in parameters.values()),
-        "parameters": {product: min(counts) for product, counts in parameters.items()},
+        "parameters": sorted(parameters[EMBED_DIM]),
     }
 
 
@@ -145,6 +145,7 @@ def torch_widths() -> dict[str, Any]:
         "torch_head_dim": layer.head_dim,
         "key_width": KEY_WIDTH,
         "value_width": VALUE_WIDTH,
+        "q_weight_of_torch": list(layer.q_proj_weight.shape),
         "k_weight_of_torch": list(layer.k_proj_weight.shape),
         "v_weight_of_torch": list(layer.v_proj_weight.shape),
         "torch_crossed": against(output, allowed),
@@ -154,6 +155,10 @@ def torch_widths() -> dict[str, Any]:
 
 # ---- the picture -----------------------------------------------------------------------------
 
+GRID = (0.85, 0.42, 3.7, 2.75)  # inches: left, top, width and height
+KEY = 4.8  # where the marks of the grid are explained
+WIDTHS, PITCH, THICK = 4.12, 0.5, 0.22  # top of the lower half, from row to row, of a block
+INPUTS, PROJECTED, SCALE = 0.98, 4.75, 0.058  # left ends; inches a number
 RING: dict[str, Any] = {
     "color": SERIES[1],
     "linestyle": "none",
@@ -162,84 +167,121 @@ RING: dict[str, Any] = {
     "markerfacecolor": "none",
     "markeredgewidth": 2,
 }
+CHOSEN = RING | {"color": SERIES[2], "marker": "s", "markersize": 13}
+DOT: dict[str, Any] = {"color": SERIES[0], "linestyle": "none", "marker": "o", "markersize": 5}
+CROSS = DOT | {"color": BAD, "marker": "X"}
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Which sizes work, in both layers; and what the division keeps the same."""
-    figure.set_size_inches(7.6, 4.3)
-    left, right = figure.subplots(1, 2, width_ratios=(1.55, 1))
-    draw_grid(left, n)
-    draw_counts(right, n)
+    """Which sizes work, in both layers; and what kdim and vdim are."""
+    axes = sheet(figure, height=5.6)
+    title = "heads and head_dim that work with embed_dim {sizes[embed_dim]}"
+    heading(axes, GRID[0], 0.2, say(title, n))
+    draw_grid(inset(figure, *GRID, frame=False), n)
+    draw_key(axes, n)
+    rule(axes, WIDTHS - 0.4, 0.2, WIDTH - 0.2)
+    draw_widths(axes, n)
 
 
 def draw_grid(axes: Axes, n: Numbers) -> None:
-    """A dot for each pair of sizes that was tried; ringed, where torch's layer takes it too."""
+    """A dot for each pair of sizes that was tried; ringed, where PyTorch's layer takes it too."""
     places = {head_dim: row for row, head_dim in enumerate(n["grid_head_dims"])}
-    for wanted, colour, marker in ((True, SERIES[0], "o"), (False, BAD, "X")):
-        pairs = [
-            (heads, row)
-            for row, rights in enumerate(n["grid_right"])
-            for heads, right in zip(n["grid_heads"], rights, strict=True)
-            if right is wanted
-        ]
-        if pairs:
-            x, y = zip(*pairs, strict=True)
-            axes.plot(x, y, marker=marker, color=colour, markersize=5, linestyle="none")
+    rights = [
+        (heads, row, right)
+        for row, found in enumerate(n["grid_right"])
+        for heads, right in zip(n["grid_heads"], found, strict=True)
+    ]
+    for wanted, look in ((True, DOT), (False, CROSS)):
+        pairs = [pair for *pair, right in rights if right is wanted]
+        axes.plot([heads for heads, _ in pairs], [row for _, row in pairs], **look)
     taken = [heads for heads in n["heads_torch_takes"] if heads in n["grid_heads"]]
     rows = [places[n["sizes"]["embed_dim"] // heads] for heads in taken]
     axes.plot(taken, rows, **RING)
+    axes.plot(n["sizes"]["heads"], places[n["sizes"]["head_dim"]], **CHOSEN)
     axes.set_xticks(n["grid_heads"])
     axes.set_yticks(range(len(places)), [str(head_dim) for head_dim in places])
     axes.set_xlabel("heads")
-    axes.set_ylabel("head_dim, numbers a head")
-    title = (
-        "{pairs_right} of {pairs} pairs are right in headwise (dots);\n"
-        "torch's layer takes the rings: heads × head_dim = {sizes[embed_dim]}"
-    )
-    axes.set_title(say(title, n), loc="left")
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.set_ylabel("head_dim")
 
 
-def draw_counts(axes: Axes, n: Numbers) -> None:
-    """Parameters over heads times head_dim: a straight line, on which torch allows one point."""
-    counts = sorted((int(product), count) for product, count in n["parameters"].items())
-    embed_dim, top = n["sizes"]["embed_dim"], 4 * n["sizes"]["embed_dim"]
-    shown = [(product, count / 1e3) for product, count in counts if product <= top]
-    axes.plot(*zip(*shown, strict=True), color=SERIES[0], marker="o", markersize=4, linewidth=1)
-    y = n["parameters_of_torch"] / 1e3
-    axes.plot(embed_dim, y, **RING)
-    label = "torch's layer, for every\nnumber of heads: {parameters_of_torch:,}"
-    axes.annotate(
-        say(label, n),
-        (embed_dim, y),
-        xytext=(14, -16),
-        textcoords="offset points",
-        color=SERIES[1],
-        fontsize=9,
-        va="center",
-    )
-    axes.set_xlim(0)
-    axes.set_ylim(0)
-    axes.set_xlabel("heads × head_dim")
-    axes.set_ylabel("parameters, thousands")
-    axes.set_title("The count depends on the product\nof heads and head_dim alone", loc="left")
-    axes.grid(axis="y", color=LINE)
+def draw_key(axes: Axes, n: Numbers) -> None:
+    """What the marks of the grid are."""
+    for top, mark, colour, lines in (
+        (
+            0.75,
+            DOT,
+            SERIES[0],
+            ("headwise.Attention gives the", "paper's formula: {pairs_right} of {pairs}"),
+        ),
+        (
+            1.5,
+            RING,
+            SERIES[1],
+            ("PyTorch's layer allows it, too:", "heads × head_dim = {sizes[embed_dim]}"),
+        ),
+        (
+            2.25,
+            CHOSEN,
+            SERIES[2],
+            (
+                "{sizes[heads]} heads of {sizes[head_dim]}: PyTorch refuses,",
+                "{sizes[embed_dim]} / {sizes[heads]} leaves {sizes[remainder]}",
+            ),
+        ),
+    ):
+        axes.plot(KEY, top, **mark)
+        for line, words in enumerate(lines):
+            y = top + 0.19 * line
+            axes.text(KEY + 0.2, y, say(words, n), color=colour, fontsize=9, va="center")
+
+
+def draw_widths(axes: Axes, n: Numbers) -> None:
+    """The widths of three inputs of PyTorch's layer, and the one width of what they become."""
+    heads, head_dim = n["torch_heads"], n["torch_head_dim"]
+    heading(axes, INPUTS, WIDTHS - 0.17, "PyTorch's layer: widths of the inputs")
+    title = "after wq, wk, wv: always {torch_heads} heads of {torch_head_dim}"
+    heading(axes, PROJECTED, WIDTHS - 0.17, say(title, n))
+    for row, (name, result, option, width, shape) in enumerate(
+        (
+            ("query", "q", "embed_dim", n["sizes"]["embed_dim"], n["q_weight_of_torch"]),
+            ("key", "k", "kdim", n["key_width"], n["k_weight_of_torch"]),
+            ("value", "v", "vdim", n["value_width"], n["v_weight_of_torch"]),
+        )
+    ):
+        top = WIDTHS + PITCH * row
+        middle = top + THICK / 2
+        axes.text(INPUTS - 0.12, middle, name, color=INK, fontsize=9, ha="right", va="center")
+        label = f"{option} {width}"
+        block(axes, INPUTS, top, SCALE * width, THICK, colour=SOFT, label=label)
+        words = say(f"w{result} {{shape:shape}}", {"shape": shape})
+        note(axes, PROJECTED - 0.75, middle - 0.12, words, align="center")
+        axes.annotate(
+            "",
+            (PROJECTED - 0.25, middle),
+            xytext=(INPUTS + SCALE * width + 0.08, middle),
+            arrowprops={"arrowstyle": "-|>", "color": SOFT, "lw": 0.9, "mutation_scale": 7},
+        )
+        axes.text(PROJECTED - 0.1, middle, result, color=INK, fontsize=9, ha="center", va="center")
+        for head in range(heads):
+            left = PROJECTED + SCALE * head_dim * head
+            wide = SCALE * head_dim - 0.03
+            block(axes, left, top, wide, THICK, colour=SERIES[1], label=str(head_dim))
 
 
 QUESTION = Question(
     id="must-divide",
     asks="Must embed_dim be divisible by the number of heads? And are kdim and vdim head_dim times "
     "heads?",
-    claim="No: with a head_dim and a value_dim of their own the paper's formula holds for any "
-    "sizes. torch's layer divides by convention. Its kdim and vdim are widths of inputs.",
+    claim="Only in PyTorch's layer, by convention: with a head_dim and a value_dim of their own "
+    "the paper's formula holds for any sizes. kdim and vdim are widths of inputs.",
     measure=measure,
     facts=(
         Fact(
             "{sizes[heads]} heads with head_dim {sizes[head_dim]} and value_dim "
             "{sizes[value_dim]} on embed_dim {sizes[embed_dim]} (remainder {sizes[remainder]}) "
-            "give the paper's formula within the error budget, with weights {q_weight:shape} for "
-            "queries, {v_weight:shape} for values and {out_weight:shape} for the output",
+            "give the paper's formula within the error budget; the weight matrices are "
+            "{q_weight:shape} for queries, {v_weight:shape} for values and {out_weight:shape} for "
+            "the output",
             lambda n: n["free"]["within"] and n["sizes"]["remainder"] > 0,
         ),
         Fact(
@@ -247,83 +289,93 @@ QUESTION = Question(
             lambda n: n["pairs_right"] == n["pairs"],
         ),
         Fact(
-            "so does the attention of einops' page, whose head_dim and value_dim are free as well",
+            "so does the attention of the einops documentation, whose head_dim and value_dim are "
+            "free as well",
             lambda n: n["page"]["within"],
         ),
         Fact(
-            "of {heads_tried} numbers of heads torch's layer takes those that divide "
-            "{sizes[embed_dim]}, {heads_that_divide}, and no other",
+            "of the numbers of heads up to {heads_tried}, PyTorch's layer takes those that divide "
+            "{sizes[embed_dim]} ({heads_that_divide:list}) and no other",
             lambda n: n["heads_torch_takes"] == n["heads_that_divide"],
         ),
         Fact(
-            "the number of parameters depends on heads times head_dim alone; where that is "
-            "{sizes[embed_dim]}, it is that of torch's layer with any number of heads, "
-            "{parameters_of_torch:,}",
+            "the number of parameters depends on heads × head_dim alone; where that is "
+            "{sizes[embed_dim]}, it is {parameters[0]:,}, in PyTorch's layer with any number of "
+            "heads {parameters_of_torch[0]:,}",
             lambda n: (
                 n["one_count_for_each_product"]
-                and n["torch_has_one_count"]
-                and n["parameters"][str(n["sizes"]["embed_dim"])] == n["parameters_of_torch"]
+                and len(n["parameters_of_torch"]) == 1
+                and n["parameters"] == n["parameters_of_torch"]
             ),
         ),
         Fact(
-            "torch's layer with kdim {key_width} and vdim {value_width} has weights "
-            "{k_weight_of_torch:shape} and {v_weight_of_torch:shape}, {torch_heads} heads of "
-            "{torch_head_dim} as ever, and gives the formula on keys and values of these widths; "
-            "so does headwise with source_dim {key_width}",
+            "with kdim {key_width} and vdim {value_width} PyTorch's layer has weight matrices "
+            "{q_weight_of_torch:shape}, {k_weight_of_torch:shape} and {v_weight_of_torch:shape}, "
+            "still {torch_heads} heads of {torch_head_dim}, and gives the formula for keys and "
+            "values of these widths; so does headwise.Attention with source_dim {key_width}",
             lambda n: (
                 n["torch_crossed"]["within"]
                 and n["crossed"]["within"]
                 and n["torch_head_dim"] * n["torch_heads"] == n["sizes"]["embed_dim"]
+                and n["q_weight_of_torch"] == [n["sizes"]["embed_dim"]] * 2
                 and n["k_weight_of_torch"] == [n["sizes"]["embed_dim"], n["key_width"]]
                 and n["v_weight_of_torch"] == [n["sizes"]["embed_dim"], n["value_width"]]
             ),
         ),
     ),
-    verdict="No: {sizes[heads]} heads of head_dim {sizes[head_dim]} and value_dim "
-    "{sizes[value_dim]} work on embed_dim {sizes[embed_dim]} and give what the paper's formula "
-    "says; only torch's convention head_dim = embed_dim / heads needs the division, and its kdim "
-    "and vdim are just the widths of what comes in.",
+    verdict="In PyTorch's layer yes, because it sets head_dim = embed_dim / num_heads; attention "
+    "itself does not need it ({sizes[heads]} heads of {sizes[head_dim]} work on embed_dim "
+    "{sizes[embed_dim]}), and kdim and vdim are just the widths of the inputs to k and v.",
     why="A head projects to its own head_dim, and the output projection brings heads × value_dim "
-    "back to any width, so nothing in the formula divides. torch's layer derives head_dim from "
-    "embed_dim: then every number of heads has the same parameters, and the price is that heads "
-    "must divide. kdim and vdim say how wide the inputs of keys and values are, before they are "
-    "projected, and have nothing to do with the heads.",
-    caption="Left: every dot is a layer on embed_dim {sizes[embed_dim]} that gives the paper's "
-    "formula; a cross would be one that does not. Rings mark what torch's layer takes: only where "
-    "heads × head_dim = {sizes[embed_dim]}. Right: the parameters of these layers lie on one "
-    "line, and the ring is torch's point on it.",
+    "back to any width, so no size has to divide another. PyTorch's convention has an "
+    "advantage: every number of heads has the same number of parameters.",
+    caption="Above: each dot is a layer that gives the formula of Attention Is All You Need (the "
+    "paper); the values of head_dim are not evenly spaced. Below: the widths of the three inputs "
+    "of PyTorch's layer with kdim {key_width} and vdim {value_width}, to scale, and of q, k and v "
+    "made from them.",
     draw=draw,
     table=Table(
-        columns=("layer", "heads", "widths", "output", "within the error budget"),
+        columns=("layer", "heads", "head_dim", "value_dim", "key, value inputs", "result"),
         rows=(
             (
-                "headwise",
+                "headwise.Attention",
                 "{sizes[heads]}",
-                "head_dim {sizes[head_dim]}, value_dim {sizes[value_dim]}",
+                "{sizes[head_dim]}",
+                "{sizes[value_dim]}",
+                "{sizes[embed_dim]}, {sizes[embed_dim]}",
                 "{free[output]:shape}",
-                "{free[within]:yesno}",
             ),
             (
-                "einops' page",
+                "einops documentation",
                 "{sizes[heads]}",
-                "head_dim {sizes[head_dim]}, value_dim {sizes[value_dim]}",
+                "{sizes[head_dim]}",
+                "{sizes[value_dim]}",
+                "{sizes[embed_dim]}, {sizes[embed_dim]}",
                 "{page[output]:shape}",
-                "{page[within]:yesno}",
-            ),
-            ("torch's layer", "{sizes[heads]}", "embed_dim / heads", "refused", "{refusal}"),
-            (
-                "torch's layer",
-                "{torch_heads}",
-                "head_dim {torch_head_dim}, kdim {key_width}, vdim {value_width}",
-                "{torch_crossed[output]:shape}",
-                "{torch_crossed[within]:yesno}",
             ),
             (
-                "headwise",
+                "headwise.Attention",
                 "{sizes[heads]}",
-                "head_dim {sizes[head_dim]}, source_dim {key_width}",
+                "{sizes[head_dim]}",
+                "{sizes[head_dim]}",
+                "{key_width}, {key_width}",
                 "{crossed[output]:shape}",
-                "{crossed[within]:yesno}",
+            ),
+            (
+                "PyTorch's layer",
+                "{torch_heads}",
+                "{torch_head_dim}",
+                "{torch_head_dim}",
+                "{key_width}, {value_width}",
+                "{torch_crossed[output]:shape}",
+            ),
+            (
+                "PyTorch's layer",
+                "{sizes[heads]}",
+                "–",
+                "–",
+                "{sizes[embed_dim]}, {sizes[embed_dim]}",
+                "refused: {refusal}",
             ),
         ),
     ),

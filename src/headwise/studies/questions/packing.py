@@ -23,7 +23,8 @@ from headwise.studies.experiments.packing_forms import (
     native,
 )
 from headwise.studies.experiments.timing import times_of
-from headwise.studies.pictures.style import INK, LINE, SERIES, SOFT
+from headwise.studies.pictures.canvas import block, heading, note, sheet
+from headwise.studies.pictures.style import SERIES
 from headwise.studies.question import Fact, Numbers, Question, Table
 
 if TYPE_CHECKING:
@@ -32,15 +33,15 @@ if TYPE_CHECKING:
 
 EMBED_DIM, HEADS = 768, 12  # GPT-2's
 BATCH, QUERIES, KEYS = 2, 48, 64
-ROUNDS = {1: 60, 256: 12}  # tokens: how often they are timed
+TOKENS, ROUNDS = 256, 16  # how many are timed, and how often
 TITLES = {
-    "per_head": "one matrix\na head\n(the paper)",
-    "separate": "q, k, v\napart",
-    "q_kv": "q, and\nk with v\n(decoder)",
-    "packed": "q, k, v\npacked\n(torch)",
-    "transposed": "packed, transposed\n(GPT-2)",
+    "per_head": ("a matrix a head", "the paper"),
+    "separate": ("q, k, v", "headwise.Attention"),
+    "q_kv": ("q; k with v", "encoder-decoder"),
+    "packed": ("all in one", "PyTorch"),
+    "transposed": ("all in one, transposed", "GPT-2"),
 }
-SHOWN_HEAD = 4  # the one that is dark in the picture
+SHOWN_HEAD = 4  # the one in a strong colour in the picture
 
 
 @torch.no_grad()
@@ -60,14 +61,14 @@ def measure(progress: Progress) -> dict[str, Any]:
         "forms": len(forms(HEADS)),
         "shown_head": SHOWN_HEAD,
         "small": len(small),
-        "tokens": max(ROUNDS),
+        "tokens": TOKENS,
         "stored": {name: stored(form.pack(small)) for name, form in forms(HEADS).items()},
         "kept": kept(small, *ours),
-        "self_attention": with_largest(shares(small, layer, *ours, x, x)),
-        "cross_attention": with_largest(shares(small, layer, *ours, x, source)),
+        "self_attention": largest_share(small, layer, *ours, x, x),
+        "cross_attention": largest_share(small, layer, *ours, x, source),
         "wrong_order": wrong_order(small, layer, x),
         **same_objects(layer, *ours),
-        "times": {str(tokens): times(small, layer, tokens) for tokens in ROUNDS},
+        "times": times(small, layer),
     }
 
 
@@ -78,11 +79,6 @@ def stored(matrices: list[Tensor]) -> list[dict[str, Any]]:
     """The shapes of matrices, and how many in a row have each."""
     shapes = [tuple(matrix.shape) for matrix in matrices]
     return [{"shape": list(shape), "count": len(list(run))} for shape, run in groupby(shapes)]
-
-
-def with_largest(found: dict[str, float]) -> dict[str, float]:
-    """The figures of several forms, and the largest of them."""
-    return found | {"largest": max(found.values())}
 
 
 def kept(small: Tensor, packed: MultiheadAttention, apart: Attention) -> dict[str, bool]:
@@ -114,25 +110,23 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def shares(
+def largest_share(
     small: Tensor,
     layer: nn.MultiheadAttention,
     packed: MultiheadAttention,
     apart: Attention,
     x: Tensor,
     source: Tensor,
-) -> dict[str, float]:
-    """The largest share of the error budget that the output of each form uses."""
+) -> float:
+    """The largest share of the error budget that the output of any form uses."""
     budget = budget_of(layer, x, source)
-    outputs = {}
-    for name, form in forms(HEADS).items():
+    outputs = [packed(x, source, source, need_weights=False)[0], apart(x, source)]
+    for form in forms(HEADS).values():
         if source is x or len(form.sizes) > 1:  # a single matrix makes q, k and v of one input
             matrices, biases = form.pack(small), form.split(layer.in_proj_bias)
             products = form.products(x, source, matrices, biases)
-            outputs[name] = attend(*form.heads(products), layer)
-    outputs["MultiheadAttention"] = packed(x, source, source, need_weights=False)[0]
-    outputs["Attention"] = apart(x, source)
-    return {name: budget.check(output).ratio for name, output in outputs.items()}
+            outputs.append(attend(*form.heads(products), layer))
+    return max(budget.check(output).ratio for output in outputs)
 
 
 def wrong_order(small: Tensor, layer: nn.MultiheadAttention, x: Tensor) -> dict[str, bool | float]:
@@ -170,46 +164,52 @@ def same_objects(
     }
 
 
-def times(small: Tensor, layer: nn.MultiheadAttention, tokens: int) -> dict[str, float]:
+def times(small: Tensor, layer: nn.MultiheadAttention) -> dict[str, float]:
     """How long the projections of each form take, as multiples of the packed one."""
-    x = torch.randn(1, tokens, EMBED_DIM)
+    x = torch.randn(1, TOKENS, EMBED_DIM)
     works = {
         name: partial(form.products, x, x, form.pack(small), form.split(layer.in_proj_bias))
         for name, form in forms(HEADS).items()
     }
-    return times_of(works, against="packed", rounds=ROUNDS[tokens])
+    return times_of(works, against="packed", rounds=ROUNDS)
 
 
 # ---- the picture -----------------------------------------------------------------------------
 
-GAP, STRIP, BETWEEN = 0.14, 0.03, 0.95  # between matrices, small ones and forms; a square is 1
+UNIT = 0.66  # inches: embed_dim
+GAP, STRIP = 0.14, 0.03  # in units: between matrices, and between those that are small
+CENTRES = (0.72, 1.98, 3.27, 4.42, 6.2)  # inches: of the forms
+TOP = 0.62  # inches
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """The stored matrices of each form to scale, one head dark; under them what they take."""
-    figure.set_size_inches(7.6, 4.7)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2.9, 1))
-    left, centres = 0.0, []
-    for name, form in forms(n["heads"]).items():
+    """The stored matrices of each form to scale, one head in a strong colour."""
+    axes = sheet(figure, height=3.3)
+    for centre, (name, form) in zip(CENTRES, forms(n["heads"]).items(), strict=True):
         blocks = _blocks(form, n["heads"])
+        left = centre - UNIT * max(x + wide for x, _, wide, _ in blocks) / 2
+        bottom = TOP + UNIT * max(y + high for _, y, _, high in blocks)
         for count, (x, y, wide, high) in enumerate(blocks):
             part, head = divmod(count, n["heads"])
-            shade = 1.0 if head == n["shown_head"] else 0.3
-            above.bar(left + x, high, wide, y, align="edge", color=SERIES[part], alpha=shade)
-        centre = left + max(x + wide for x, _, wide, _ in blocks) / 2
-        bottom = max(y + high for _, y, _, high in blocks)
-        shapes = "\n".join(_described(**run) for run in n["stored"][name])
-        above.text(centre, -0.15, TITLES[name], ha="center", va="bottom", linespacing=1.2)
-        above.text(centre, bottom + 0.1, shapes, ha="center", va="top", color=SOFT, fontsize=9)
-        centres.append(centre)
-        left = 2 * centre - left + BETWEEN
+            place = (left + UNIT * x, TOP + UNIT * y, UNIT * wide, UNIT * high)
+            strong = head == n["shown_head"]
+            block(axes, *place, colour=SERIES[part], alpha=1.0 if strong else 0.3)
+        title, where = TITLES[name]
+        heading(axes, centre, 0.18, title, align="center")
+        note(axes, centre, 0.38, where, align="center")
+        for line, run in enumerate(n["stored"][name]):
+            note(axes, centre, bottom + 0.15 + 0.18 * line, _described(**run), align="center")
+    _draw_legend(axes, n, centre=CENTRES[-1], top=TOP + 2.2 * UNIT)
+
+
+def _draw_legend(axes: Axes, n: Numbers, *, centre: float, top: float) -> None:
+    """Which colour is what."""
     for part, word in enumerate(("queries", "keys", "values")):
-        above.text(centre + part - 1, 2.3, word, color=SERIES[part], ha="center")
-    above.text(centre, 2.7, f"dark: one of the {n['heads']} heads", ha="center", color=SOFT)
-    above.set_xlim(-0.6, left - BETWEEN + 0.15)
-    above.set_ylim(4.0, -0.85)
-    above.set_axis_off()
-    _draw_times(below, n, centres)
+        place = centre + UNIT * (part - 1)
+        axes.text(place, top, word, color=SERIES[part], fontsize=9, ha="center", va="center")
+    words = (f"strong colour: head {n['shown_head']},", f"pale: the others of {n['heads']} heads")
+    for line, word in enumerate(words):
+        note(axes, centre, top + 0.24 + 0.18 * line, word, align="center")
 
 
 def _blocks(form: Form, heads: int) -> list[tuple[float, float, float, float]]:
@@ -230,29 +230,10 @@ def _described(*, count: int, shape: list[int]) -> str:
     return f"{count} of {size}" if count > 1 else size
 
 
-def _draw_times(axes: Axes, n: Numbers, centres: list[float]) -> None:
-    """The time of each form, for one token and for many."""
-    top = max(max(times.values()) for times in n["times"].values())
-    series = zip(n["times"].items(), (INK, SOFT), (-0.3, 0.3), strict=True)
-    for row, ((tokens, times), colour, aside) in enumerate(series):
-        for name, centre in zip(TITLES, centres, strict=True):
-            at = centre + aside
-            axes.bar(at, times[name], 0.54, color=colour)
-            words = f"{times[name]:.2f}"
-            axes.text(at, times[name], words, ha="center", va="bottom", color=colour, fontsize=9)
-        word = f"{tokens} token" + "s" * (tokens != "1")
-        axes.text(centres[-1] + 0.72, top * (0.8 - 0.25 * row), word, color=colour)
-    axes.set_ylabel("time, relative to\nthe packed form")
-    axes.set_ylim(0, 1.25 * top)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.axhline(1, color=LINE, zorder=0)
-
-
-def _row(name: str, what: str, shapes: str, where: str) -> tuple[str, ...]:
+def _row(name: str, shapes: str, place: str) -> tuple[str, ...]:
     """One form in the table."""
-    times = (f"{{times[{tokens}][{name}]:.2f}}" for tokens in ROUNDS)
-    return what, shapes, where, f"{{self_attention[{name}]:percent}}", *times
+    title, where = TITLES[name]
+    return f"{title} ({where})", shapes, place, f"{{times[{name}]:.2f}}"
 
 
 QUESTION = Question(
@@ -263,83 +244,73 @@ QUESTION = Question(
     measure=measure,
     facts=(
         Fact(
-            "each of the {forms} forms, and each of headwise's two layers, holds all "
-            "{weights:,} numbers once, where the index map says, with no bit changed",
+            "each of the {forms} forms, headwise.MultiheadAttention and headwise.Attention hold "
+            "each of the {weights:,} weights once, where the index map says, with no bit changed",
             lambda n: all(n["kept"].values()),
         ),
         Fact(
-            "on one text the outputs of all of them are within the error budget: at most "
-            "{self_attention[largest]:percent} of what rounding is allowed",
-            lambda n: n["self_attention"]["largest"] <= 1,
+            "in self-attention the outputs of all of them are within the error budget: they use at "
+            "most {self_attention:percent} of it",
+            lambda n: n["self_attention"] <= 1,
         ),
         Fact(
-            "with keys and values from another text (encoder and decoder) they are too: at most "
-            "{cross_attention[largest]:percent}",
-            lambda n: n["cross_attention"]["largest"] <= 1,
+            "so are they where keys and values come from another text (encoder and decoder): at "
+            "most {cross_attention:percent}",
+            lambda n: n["cross_attention"] <= 1,
         ),
         Fact(
-            "the order counts: the packed matrix read head by head, each with its q, k and v, "
-            "gives an output that is {wrong_order[difference]:percent} off, far outside the budget",
+            "the order matters: the packed matrix read as q, k and v of one head after the other "
+            "gives another output (relative difference {wrong_order[difference]:percent})",
             lambda n: not n["wrong_order"]["within"],
         ),
         Fact(
-            "whether q, k and v are one object, two or three, also where a text is padding only, "
-            "headwise gives {nan} NaN and {objects_outside} numbers outside the budget",
+            "q, k and v as one object or as equal copies give the same output, also for a text "
+            "that is all padding: {nan} NaN and {objects_outside} numbers outside the error budget "
+            "in headwise (NaN in PyTorch's layer: {torch_nan[one]:,} for one object, "
+            "{torch_nan[three]:,} for copies)",
             lambda n: n["nan"] == n["objects_outside"] == 0,
         ),
     ),
-    verdict="Yes: the packed matrix is the {small} small ones side by side, number for number, and "
-    "however they are stored the output is the same to rounding.",
-    why="Each output of a projection is made from the input and one row of the matrix alone, so "
-    "the rows of many matrices may be stored as one matrix, and its outputs cut apart again. What "
-    "one must know is the order, and whether outputs are rows or columns. Packing saves calls, not "
-    "arithmetic. Whether q, k and v are the same object should not matter either; in torch's own "
-    "layer, in inference without weights, a text that is padding only gives {torch_nan[one]:,} "
-    "NaN where one object is passed three times, and {torch_nan[three]:,} where copies are.",
-    caption="The projections of one layer ({embed_dim} wide, {heads} heads), drawn to scale as "
-    "{forms} forms store them. Colours: queries, keys, values. Dark: the same head in each. "
-    "Below: how long the projections take on one thread, for one token and for {tokens} tokens, "
-    "as multiples of the packed form's time.",
+    verdict="Yes: the packed matrix holds the {small} small ones (q, k and v of {heads} heads) "
+    "number for number, and however they are stored, the outputs are equal up to rounding.",
+    why="Each output of a projection is computed from the input and its own row of the matrix, so "
+    "the rows of many matrices can be stored as one matrix, and the outputs cut apart again. You "
+    "only need to know the order, and whether the outputs are rows (PyTorch's Linear) or columns "
+    "(GPT-2). Packing saves calls, not arithmetic: on one CPU thread the projections of {tokens} "
+    "tokens take {times[per_head]:.2f} times as long with {small} small matrices as with one (the "
+    "last column of the table).",
+    caption="The weight matrices of q, k and v in one layer (embed_dim {embed_dim}, {heads} "
+    "heads of head_dim {head_dim}), drawn to scale as {forms} forms store them. A strip is one "
+    "head's small matrix: upright where its outputs are columns, flat where they are rows. The "
+    "paper is Attention Is All You Need.",
     draw=draw,
     table=Table(
-        columns=(
-            "form",
-            "stored as",
-            "where head h keeps the weight from input i to its channel c",
-            "share of the error budget",
-            "time, one token",
-            "time, many tokens",
-        ),
+        columns=("form", "stored as", "head h's part", "time"),
         rows=(
             _row(
                 "per_head",
-                "one matrix a head (the paper)",
                 "{stored[per_head][0][count]} of {stored[per_head][0][shape]:shape}",
-                "a matrix of its own: row i, column c",
+                "matrix h",
             ),
             _row(
                 "separate",
-                "q, k, v apart",
                 "{stored[separate][0][count]} of {stored[separate][0][shape]:shape}",
-                "row h × head_dim + c, column i",
+                "head_dim rows from h × head_dim",
             ),
             _row(
                 "q_kv",
-                "q, and k with v (encoder-decoder)",
-                "{stored[q_kv][0][shape]:shape} and {stored[q_kv][1][shape]:shape}",
-                "the same; values embed_dim rows below the keys",
+                "{stored[q_kv][0][shape]:shape}, {stored[q_kv][1][shape]:shape}",
+                "the same; v below k",
             ),
             _row(
                 "packed",
-                "q, k, v packed (torch)",
                 "{stored[packed][0][shape]:shape}",
-                "the same; keys embed_dim rows below the queries, values as far below the keys",
+                "the same; k below q, v below k",
             ),
             _row(
                 "transposed",
-                "packed, transposed (GPT-2)",
                 "{stored[transposed][0][shape]:shape}",
-                "as packed, with row and column exchanged",
+                "the same in columns; k right of q, v right of k",
             ),
         ),
     ),

@@ -19,18 +19,16 @@ if TYPE_CHECKING:
 
 WORDS = 9  # of the text: few enough for every map to be drawn whole
 EVERY = 4  # one number in so many is drawn of what is embed_dim wide
+ENLARGED = 3  # heads
 FULL = 0.98  # share of the numbers that is below the strongest colour
 
 
 def measure(progress: Progress) -> dict[str, Any]:
-    """Read a few words with MiniLM, and take the layer apart whose heads differ most."""
+    """Read a few words with MiniLM, and take its first layer apart: its input is the embeddings."""
     sentence = " ".join(text.paragraphs()[0].split()[:WORDS])
     reading = minilm.read(sentence, sentence, passage="its first words", progress=progress)
-    layers = [attention(call.projections, reading.num_heads) for call in reading.calls]
-    inputs = [call.x[:1] for call in reading.calls]
-    apart = [differ(layer.matrix(x).dense()[0]) for layer, x in zip(layers, inputs, strict=True)]
-    chosen = max(range(len(apart)), key=apart.__getitem__)
-    layer, x = layers[chosen], inputs[chosen]
+    call = reading.calls[0]
+    layer, x = attention(call.projections, reading.num_heads), call.x[:1]
     return {
         "model": reading.model,
         "tokens": list(reading.tokens),
@@ -38,12 +36,12 @@ def measure(progress: Progress) -> dict[str, Any]:
         "heads": layer.num_heads,
         "head_dim": layer.head_dim,
         "embed_dim": layer.embed_dim,
-        "layers": len(layers),
-        "layer": 1 + chosen,
-        "apart": apart,
+        "layers": len(reading.calls),
+        "layer": 0,
         "every": EVERY,
         **forward(layer, x),
-        **added_up(layer, x, reading.calls[chosen].output[:1]),
+        **added_up(layer, x, call.output[:1]),
+        "stand_out": stand_out(layer.matrix(x).dense()[0], reading.tokens),
     }
 
 
@@ -62,13 +60,6 @@ def attention(projections: Projections, heads: int) -> Attention:
 def projections_of(layer: Attention) -> tuple[nn.Linear, ...]:
     """Those of q, k, v and the output."""
     return layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
-
-
-def differ(maps: Tensor) -> float:
-    """How much of its weight a head places elsewhere than another: the mean over all pairs."""
-    heads = maps.shape[0]
-    moved = (maps[:, None] - maps[None]).abs().sum(-1).mean(-1) / 2
-    return float(moved.sum() / (heads * (heads - 1)))
 
 
 # ---- one forward pass --------------------------------------------------------------------------
@@ -109,16 +100,14 @@ def forward(layer: Attention, x: Tensor) -> dict[str, Any]:
             "output": list(seen["output"].shape[1:]),
         },
         "reads_all_of_x": all(seen[f"into_{name}"].equal(x) for name in names[:3]),
-        "side_by_side": merged.equal(torch.cat(outputs.unbind(1), -1)),
+        "concatenated": merged.equal(torch.cat(outputs.unbind(1), -1)),
         "rows": rows.numel(),
         "row_error": float((rows - 1).abs().max()),
         # Each weight is one of n terms over their rounded sum: n - 1 additions and a division.
         "row_bound": maps.shape[-1] * torch.finfo(maps.dtype).eps,
-        "top_weight": float(maps.max()),
         "maps": [[[round(w, 4) for w in row] for row in head] for head in maps[0].tolist()],
         "strips": {"x": strip(x), "merged": strip(merged)}
         | {name: strip(seen[name]) for name in names},
-        "stand_out": stand_out(maps[0]),
     }
 
 
@@ -128,16 +117,23 @@ def strip(values: Tensor) -> list[list[int]]:
     return (shown / shown.abs().quantile(FULL) * 100).clamp(-100, 100).round().int().tolist()
 
 
-def stand_out(maps: Tensor) -> dict[str, Any]:
-    """The heads with the most weight on the token before, the token after, and the first."""
-    found = {}
-    for key, weights in (
-        ("before", maps.diagonal(-1, 1, 2).mean(-1)),
-        ("after", maps.diagonal(1, 1, 2).mean(-1)),
-        ("first", maps[:, :, 0].mean(-1)),
-    ):
-        found[key] = {"head": 1 + int(weights.argmax()), "weight": float(weights.max())}
-    return found
+def stand_out(maps: Tensor, tokens: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Heads that differ in the place of most of their weight; for each place the strongest.
+
+    Places are the neighbours of a token, the token itself, and each token of the text.
+    """
+    length = len(tokens)
+    names = ("the token before", "the same token", "the token after", *tokens)
+    neighbours = [maps.diagonal(offset, 1, 2).sum(-1) / length for offset in (-1, 0, 1)]
+    shares = torch.stack([*neighbours, *maps.mean(1).unbind(-1)])
+    largest, places = shares.max(0)
+    found: dict[int, dict[str, Any]] = {}
+    for head in largest.argsort(descending=True).tolist():
+        place = int(places[head])
+        found.setdefault(
+            place, {"head": head, "place": names[place], "share": float(largest[head])}
+        )
+    return list(found.values())[:ENLARGED]
 
 
 # ---- the sum, and the order ----------------------------------------------------------------------
@@ -163,7 +159,7 @@ def added_up(layer: Attention, x: Tensor, models_own: Tensor) -> dict[str, Any]:
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """From the embeddings at the top to the output at the bottom, and three heads enlarged."""
+    """From the embeddings at the top to the output at the bottom, and a few heads enlarged."""
     layer.draw(figure, n)
 
 
@@ -171,18 +167,18 @@ QUESTION = Question(
     id="picture",
     asks="What does the picture everybody draws look like with real numbers: embedding, heads, "
     "concatenation, output?",
-    claim="Every head reads all of x with matrices of its own, and weighs all tokens in a map of "
-    "its own; the heads' outputs are put side by side and mixed by one more matrix.",
+    claim="Every head reads all of x with matrices of its own and has an attention map of its own; "
+    "the head outputs are concatenated and multiplied by one more matrix.",
     measure=measure,
     facts=(
         Fact(
-            "the layer drawn gives {model}'s own output, and the paper's formula, within the error "
-            "budget",
+            "the layer drawn gives {model}'s own output, and that of the paper's formula, within "
+            "the error budget",
             lambda n: n["equal_to_model"] and n["equal_to_formula"],
         ),
         Fact(
-            "all of x {shapes[x]:shape} goes into the projections; they give {shapes[q]:shape}, "
-            "the maps are {shapes[weights]:shape}, and the output is as large as x",
+            "all of x {shapes[x]:shape} enters the projections; q, k and v are {shapes[q]:shape}, "
+            "the maps are {shapes[weights]:shape}, and the output has the shape of x",
             lambda n: (
                 n["reads_all_of_x"]
                 and n["shapes"]["q"] == [n["heads"], n["length"], n["head_dim"]]
@@ -192,48 +188,50 @@ QUESTION = Question(
             ),
         ),
         Fact(
-            "each of the {rows} rows of the maps sums to one, off by at most {row_error:sci}; "
-            "rounding may take it {row_bound:sci} off",
+            "each of the {rows} rows of the maps sums to one to {row_error:sci}; rounding may "
+            "move the sum by {row_bound:sci}",
             lambda n: n["row_error"] <= n["row_bound"],
         ),
         Fact(
-            "what enters the output projection is the heads' outputs side by side, bit for bit",
-            lambda n: n["side_by_side"],
+            "what enters the output projection is the concatenation of the head outputs, bit for "
+            "bit",
+            lambda n: n["concatenated"],
         ),
         Fact(
-            "the sum of what the {heads} heads add, and the bias, is the output within the error "
-            "budget",
+            "the contributions of the {heads} heads and the bias add up to the output, within the "
+            "error budget",
             lambda n: n["sum_equal"],
         ),
         Fact(
-            "with the heads in reverse order the output moves by {order_moved:percent} of its "
-            "size; with the columns of the output projection reversed as well, not beyond the "
-            "error budget",
+            "concatenating the heads in reverse order changes the output (relative difference "
+            "{order_moved:percent}); reversing their columns of wo as well changes nothing beyond "
+            "the error budget",
             lambda n: not n["order_equal"] and n["order_of_both_equal"],
         ),
     ),
-    verdict="Each of the {heads} heads projects all {embed_dim} numbers of every token to its own "
-    "{head_dim} and weighs the {length} tokens in a map of its own; side by side the results are "
-    "{embed_dim} wide again, and one more matrix mixes them into the output.",
-    why="Side by side and times one matrix is a sum: each head has its own columns of wo, and adds "
-    "its part to the output. That is why the order of the heads means nothing by itself, but must "
-    "be the same in the concatenation and in wo.",
-    caption="Layer {layer} of the {layers} of {model}, whose heads differ most, while it reads "
-    "{length} tokens. From above: x, a row for each token; q, k and v, cut into {heads} heads; "
-    "each head's map, rows are queries, columns keys, bright is much weight; the heads' outputs; "
-    "the same side by side; the output. Green is positive, orange negative, clear is near zero; "
-    "one number in {every} is drawn. Below, three of the maps enlarged.",
+    verdict="In {model}, x {shapes[x]:shape} is projected to {heads} heads of {head_dim}, each "
+    "head has its own {length} × {length} attention map, and the head outputs, concatenated to "
+    "{shapes[merged]:shape}, are multiplied by wo.",
+    why="Concatenating and multiplying by wo is a sum: each head has its own columns of wo and "
+    "adds its contribution to the output. So the order of the heads means nothing by itself, but "
+    "must be the same in the concatenation and in wo.",
+    caption="One forward pass from top to bottom, in layer {layer} of the {layers} layers of "
+    "{model}: the embeddings x, q, k and v, an attention map for each head, the head outputs, "
+    "their concatenation, the output. Rows are the {length} tokens; in a map, rows are queries and "
+    "columns keys. Stronger colours are larger numbers, by the square root; one number in {every} "
+    "is drawn. At the bottom are three maps enlarged, each with the place that gets the largest "
+    "share of the head's attention weights.",
     draw=draw,
     table=Table(
-        columns=("what", "shape", "axes"),
+        columns=("tensor", "shape", "axes"),
         rows=(
             ("x", "{shapes[x]:shape}", "length, embed_dim"),
-            ("wq, wk, wv: each", "{shapes[w]:shape}", "heads × head_dim, embed_dim"),
-            ("the part of one head", "{shapes[w_of_a_head]:shape}", "head_dim, embed_dim"),
-            ("q, k, v: each", "{shapes[q]:shape}", "heads, length, head_dim"),
-            ("weights: the maps", "{shapes[weights]:shape}", "heads, queries, keys"),
+            ("wq, wk, wv, each", "{shapes[w]:shape}", "heads × head_dim, embed_dim"),
+            ("one head's rows of each", "{shapes[w_of_a_head]:shape}", "head_dim, embed_dim"),
+            ("q, k, v, each", "{shapes[q]:shape}", "heads, length, head_dim"),
+            ("attention weights", "{shapes[weights]:shape}", "heads, queries, keys"),
             ("head outputs", "{shapes[head_outputs]:shape}", "heads, length, head_dim"),
-            ("side by side", "{shapes[merged]:shape}", "length, heads × head_dim"),
+            ("concatenated", "{shapes[merged]:shape}", "length, heads × head_dim"),
             ("wo", "{shapes[wo]:shape}", "embed_dim, heads × head_dim"),
             ("output", "{shapes[output]:shape}", "length, embed_dim"),
         ),

@@ -19,7 +19,6 @@ from headwise.errors import MissingExtraError
 from headwise.layer.attention import Attention
 from headwise.models.reading import Progress
 from headwise.studies.experiments.quantised_projections import (
-    INPUT_LEVELS,
     Rounded,
     Static,
     bound,
@@ -40,7 +39,7 @@ EMBED_DIM, HEADS, BATCH, LENGTH = 512, 8, 2, 128
 TOKENS = {"one": 1, "many": 256}  # that are timed, and how often
 ROUNDS = {"one": 40, "many": 20}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
-STAGES = ("q, k, v", "scores", "weights", "head outputs", "output")
+STAGES = ("q, k, v", "scores", "attention weights", "head outputs", "output")
 INTEGERS = ("once", "dynamic")
 Replacement = Callable[[nn.Linear, Tensor], nn.Module]
 FORMS: dict[str, Replacement] = {
@@ -51,11 +50,10 @@ FORMS: dict[str, Replacement] = {
     "every_call": lambda projection, x: Static(projection, x, packs_every_call=True),
 }
 NAMES = {
-    "float32": "float32",
     "bfloat16": "bfloat16",
     "dynamic": "int8, dynamic",
-    "once": "static, packed\nonce",
-    "every_call": "static, packed\nevery call",
+    "once": "int8, static",
+    "every_call": "int8, packed\nat every call",
 }
 COLOURS = dict(zip(FORMS, (SOFT, SERIES[0], SERIES[2], SERIES[1], SERIES[3]), strict=True))
 
@@ -71,6 +69,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         compared = compare(layer, x)
         progress("timing", 2, 3)
         times = {name: times_of_projections(name, layer, x) for name in TOKENS}
+        speeds = [1 / found["once"] for found in times.values()]
         stored = quantised_weight(layer.q_proj.weight).int_repr()
     return {
         "embed_dim": EMBED_DIM,
@@ -78,11 +77,10 @@ def measure(progress: Progress) -> dict[str, Any]:
         "batch": BATCH,
         "length": LENGTH,
         "tokens": TOKENS,
-        "levels": INPUT_LEVELS,
         "bytes": {"float32": layer.q_proj.weight.nbytes, "int8": stored.nbytes},
         **compared,
         "times": times,
-        "packing": {name: found["every_call"] / found["once"] for name, found in times.items()},
+        "speed": {"least": min(speeds), "most": max(speeds)},
         "torch": metadata.version("torch").split("+")[0],
         "status": status,
         "ways": len(status),
@@ -212,32 +210,42 @@ def status_of_torch() -> dict[str, str]:
 
 def draw(figure: Figure, n: Numbers) -> None:
     """The error after each stage, and the time of a projection."""
-    figure.set_size_inches(7.6, 4.2)
-    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(3.1, 2.6))[0]
+    figure.set_size_inches(7.6, 4.4)
+    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(3.3, 2.5))[0]
     _draw_errors(left.subplots(), n)
     one, many = right.subplots(2, 1, sharex=True)
-    _draw_times(one, n["times"]["one"], "one token")
+    _draw_times(one, n["times"]["one"], "Time of a projection: one token")
     _draw_times(many, n["times"]["many"], f"{n['tokens']['many']} tokens")
-    many.set_xlabel("time of a projection, float32 is 1")
+    many.set_xlabel("times float32's, logarithmic")
 
 
 def _draw_errors(axes: Axes, n: Numbers) -> None:
     """A line for each form, its name above or below it. Both static forms have the same errors."""
     labels = (
-        ("float32", "float32", 8),
-        ("bfloat16", "bfloat16", -17),
-        ("dynamic", "int8, dynamic", -17),
-        ("once", "int8, static", 8),
+        ("float32", "float32", 9, 2.0),
+        ("bfloat16", "bfloat16", -9, 2.0),
+        ("once", "int8, static", 6, 6.0),  # a wide line, so that the other is seen upon it
+        ("dynamic", "int8, dynamic", -12, 2.0),
     )
-    for name, label, above in labels:
+    for name, label, above, width in labels:
         values = [n["errors"][name][stage] for stage in STAGES]
-        axes.plot(range(len(STAGES)), values, marker="o", ms=5, color=COLOURS[name])
+        wide = width > 2
+        axes.plot(
+            range(len(STAGES)),
+            values,
+            marker="o",
+            markersize=9 if wide else 5,
+            linewidth=width,
+            color=COLOURS[name],
+            alpha=0.55 if wide else 1,
+        )
         axes.annotate(
             label,
             (len(STAGES) - 0.85, values[-1]),
             xytext=(0, above),
             textcoords="offset points",
             ha="right",
+            va="bottom" if above > 0 else "top",
             color=COLOURS[name],
         )
     axes.set_yscale("log")
@@ -246,22 +254,41 @@ def _draw_errors(axes: Axes, n: Numbers) -> None:
         [0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6, 1e-7],
         ["10 %", "1 %", "0.1 %", "0.01 %", "0.001 %", "0.0001 %", "0.00001 %"],
     )
-    axes.set_xticks(range(len(STAGES)), [stage.replace("head ", "head\n") for stage in STAGES])
+    axes.set_xticks(
+        range(len(STAGES)), [stage.replace(" ", "\n").replace(",\n", ", ") for stage in STAGES]
+    )
     axes.set_xlim(-0.25, len(STAGES) - 0.75)
-    axes.set_ylabel("error, share of the exact values")
+    axes.set_title("Error after each stage", loc="left")
+    axes.set_ylabel("relative difference from float64")
     axes.grid(axis="y", color=LINE)
 
 
 def _draw_times(axes: Axes, times: Mapping[str, float], title: str) -> None:
-    """A bar for each form, with its number at the end."""
-    places = range(len(FORMS))
-    bars = axes.barh(places, [times[name] for name in FORMS], color=list(COLOURS.values()))
-    axes.bar_label(bars, [f"{times[name]:.2f}" for name in FORMS], padding=4, color=INK)
-    axes.set_yticks(places, [NAMES[name] for name in FORMS], size=9)
-    axes.invert_yaxis()
+    """How far each form is from float32's time, to the left where it is faster."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    for row, name in enumerate(NAMES):
+        time, colour = times[name], COLOURS[name]
+        axes.plot([1, time], [row, row], color=colour, linewidth=4, solid_capstyle="butt")
+        axes.plot(time, row, marker="o", markersize=8, color=colour)
+        axes.annotate(
+            f"{time:.2f}",
+            (time, row),
+            xytext=(8 if time > 1 else -8, 0),
+            textcoords="offset points",
+            ha="left" if time > 1 else "right",
+            va="center",
+            color=INK,
+        )
+    axes.axvline(1, color=SOFT, linewidth=1)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator([0.1, 0.3, 1, 3, 10]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlim(min(0.1, *times.values()) / 1.2, 1.7 * max(10.0, *times.values()))
+    axes.set_yticks(range(len(NAMES)), list(NAMES.values()))
+    axes.set_ylim(len(NAMES) - 0.4, -0.6)
     axes.set_title(title, loc="left")
-    axes.margins(x=0.18)
-    axes.spines["bottom"].set_visible(False)
 
 
 # ---- the question ----------------------------------------------------------------------------
@@ -269,97 +296,76 @@ def _draw_times(axes: Axes, times: Mapping[str, float], title: str) -> None:
 QUESTION = Question(
     id="quantised",
     asks="What does quantising the projections do?",
-    claim="It makes the weights a quarter as large and the output less exact, far beyond what "
-    "float32's rounding does. Packing the weights on every call changes the time and nothing else.",
+    claim="It makes the weight matrices four times smaller and the output less exact, far beyond "
+    "what rounding in float32 does. Packing the weights at every call changes the time and nothing "
+    "else.",
     measure=measure,
     facts=(
         Fact(
-            "the weights of a projection take {bytes[int8]:,} bytes as int8 and "
+            "the weight matrix of a projection takes {bytes[int8]:,} bytes as int8 and "
             "{bytes[float32]:,} as float32, four times as many",
             lambda n: n["bytes"]["float32"] == 4 * n["bytes"]["int8"],
         ),
         Fact(
-            "packed on every call or packed once, the weights give the same output, bit by bit",
+            "whether the weights are packed at every call or once, the output is the same, bit for "
+            "bit",
             lambda n: n["same_bits"],
         ),
         Fact(
-            "no element of q, k and v is further off than half a step of each number that was "
-            "rounded lets it be: {steps[once][share]:.2f} of that at most with static steps, "
-            "{steps[dynamic][share]:.2f} with dynamic ones",
+            "no element of q, k and v has a larger error than half a step of each rounded number "
+            "allows: {steps[once][share]:.2f} of that at most with static steps, "
+            "{steps[dynamic][share]:.2f} with dynamic ones; the root mean square error of q is "
+            "{steps[once][measured]:.4f}, and independent roundings would give "
+            "{steps[once][expected]:.4f}",
             lambda n: max(found["share"] for found in n["steps"].values()) <= 1,
         ),
         Fact(
-            "after every stage int8 is further off than bfloat16, at least "
-            "{least_times_bfloat16:.1f} times as far: at the output by "
-            "{errors[once][output]:percent} with static steps and by "
-            "{errors[dynamic][output]:percent} with dynamic ones",
+            "after every stage the error of int8 is larger than that of bfloat16, at least "
+            "{least_times_bfloat16:.1f} times: in the output it is {errors[once][output]:percent} "
+            "with static steps and {errors[dynamic][output]:percent} with dynamic ones, against "
+            "{errors[bfloat16][output]:percent}",
             lambda n: n["least_times_bfloat16"] > 1,
         ),
         Fact(
-            "the output leaves the error budget of float32, {budget[once]:,.0f} times (static) and "
-            "{budget[dynamic]:,.0f} times (dynamic); "
-            "float32 itself uses {budget[float32]:.2f} of it",
+            "the output leaves the error budget of float32 by far ({budget[once]:,.0f} and "
+            "{budget[dynamic]:,.0f} times it); float32 itself uses {budget[float32]:.2f} of it",
             lambda n: n["budget"]["float32"] <= 1 < min(n["budget"][name] for name in INTEGERS),
         ),
         Fact(
             "all that was tried still works in torch {torch}, {deprecated} of {ways} with a "
-            "warning that it is deprecated",
+            "deprecation warning",
             lambda n: "gone" not in n["status"].values(),
         ),
     ),
-    verdict="It makes the weights a quarter as large and the output {errors[once][output]:percent} "
-    "off, {budget[once]:,.0f} times what float32's rounding may do; packing the weights on every "
-    "call changes no bit of it and takes {packing[one]:.1f} times as long for one token, "
-    "{packing[many]:.1f} times for {tokens[many]}.",
-    why="Eight bits have room for a few hundred evenly spaced numbers, so every weight and every "
-    "input moves by up to half a step. Of q that makes {steps[once][measured]:.4f} in the root "
-    "mean square, where the steps let expect {steps[once][expected]:.4f}; later stages add to it. "
-    "Packing brings the same integers into the order that the kernel reads, and takes the same "
-    "time for one token as for many. Inputs use only {levels} steps, since older processors "
-    "overflow with all of them.",
-    caption="A layer of width {embed_dim} with {heads} heads, random weights, {batch} texts of "
-    "{length} tokens. Left: how far each stage is from float64, on a logarithmic scale; only the "
-    "projections are quantised, all in between is float32. int8 is above bfloat16, and both far "
-    "above float32. Right: how long a projection takes here, from floats to floats. Packing on "
-    "every call is the longest bar for one token.",
+    verdict="int8 makes the projections four times smaller and, on this CPU, {speed[least]:.1f} to "
+    "{speed[most]:.1f} times as fast as float32, at {errors[once][output]:percent} error in the "
+    "output; pack them once: packing at every call gives the same bits but takes "
+    "{times[one][every_call]:.1f} times float32's time for one token.",
+    why="Eight bits hold a few hundred evenly spaced numbers, so every weight and every input "
+    "moves by up to half a step. Packing rearranges the same integers into the order that the "
+    "processor's kernel reads, once per call however few tokens there are.",
+    caption="Static int8 fixes the steps of its inputs beforehand, dynamic int8 chooses them from "
+    "each input; packed weights are stored in the order that the kernel reads, and both are packed "
+    "once unless said otherwise. Left: the error after each stage of a layer (embed_dim "
+    "{embed_dim}, {heads} heads, random weights, {batch} texts of {length} tokens), on a "
+    "logarithmic scale; only the projections are quantised. Right: the time of one projection as a "
+    "multiple of float32's, the line at one; what is to its left is faster.",
     draw=draw,
     table=Table(
-        columns=("projections by", "in torch here", "error of the output"),
+        columns=("int8", "class or function", "in this torch"),
         rows=(
-            ("float32", "works", "{errors[float32][output]:sci}"),
-            ("bfloat16", "works", "{errors[bfloat16][output]:sci}"),
-            (
-                "torch.ao.nn.quantized.dynamic.Linear (dynamic)",
-                "{status[dynamic]}",
-                "{errors[dynamic][output]:sci}",
-            ),
-            (
-                "torch.ao.nn.quantized.Linear (static, packed once)",
-                "{status[once]}",
-                "{errors[once][output]:sci}",
-            ),
-            (
-                "torch.ao.nn.quantized.functional.linear (static, packed on every call)",
-                "{status[every_call]}",
-                "{errors[every_call][output]:sci}",
-            ),
-            (
-                "torch.quantize_per_tensor (makes the quint8 and qint8 tensors of these three)",
-                "{status[tensors]}",
-                "",
-            ),
-            (
-                "torch.ao.quantization.quantize_dynamic (puts dynamic ones into a whole model)",
-                "{status[whole_model]}",
-                "",
-            ),
-            ("torch.nn.quantized (the old name)", "{status[old_name]}", ""),
+            ("dynamic", "torch.ao.nn.quantized.dynamic.Linear", "{status[dynamic]}"),
+            ("static", "torch.ao.nn.quantized.Linear", "{status[once]}"),
+            ("every call", "torch.ao.nn.quantized.functional.linear", "{status[every_call]}"),
+            ("its tensors", "torch.quantize_per_tensor", "{status[tensors]}"),
+            ("whole model", "torch.ao.quantization.quantize_dynamic", "{status[whole_model]}"),
+            ("old name", "torch.nn.quantized", "{status[old_name]}"),
         ),
     ),
     varies=frozenset(
         {
             *("steps", "errors", "least_times_bfloat16", "budget"),
-            *("times", "packing", "torch", "status", "deprecated"),
+            *("times", "speed", "torch", "status", "deprecated"),
         }
     ),
 )

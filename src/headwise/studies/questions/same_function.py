@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +25,7 @@ from headwise.studies.experiments.one_head import (
 )
 from headwise.studies.pictures.style import INK, LINE, SERIES, SOFT, weight_map
 from headwise.studies.question import Fact, Numbers, Question, Table
+from headwise.studies.words import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH = 2, 10
 QUIET = 0.01  # a factor of x with which no row gives all its weight to one key
-SEEDS = {"rand": 200, "randn": 60, "own": 30}  # by how tokens and projections are drawn
+SEEDS = 200
 MAPPED = ("published", "normal", "own")
+DIGITS = 3  # of the size of a score
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         "head_dim": EMBED_DIM // HEADS,
         "factor": QUIET,
         "cases": {name: describe(sample) for name, sample in conditions.items()},
+        "entropy": entropy(published),
         "said": {name: count(found) for name, found in checks.items()},
         "sum": max(sums),
         "beyond": beyond(own) | {"encoder": min(min(x["beyond"]) for x in layers)},
@@ -88,7 +90,7 @@ def samples(kind: str, *factors: float) -> list[Sample]:
     """
     draw = torch.rand if kind == "rand" else torch.randn
     found: list[list[Tensor]] = [[] for _ in factors]
-    for seed in range(SEEDS[kind]):
+    for seed in range(SEEDS):
         torch.manual_seed(seed)
         if kind == "own":
             layer = nn.MultiheadAttention(EMBED_DIM, HEADS)
@@ -128,34 +130,36 @@ def count(found: Mapping[str, list[bool]]) -> dict[str, int]:
 
 
 def describe(sample: Sample) -> dict[str, float]:
-    """Means over all rows of all heads; differences are those of the median seed."""
+    """Means over all rows of all heads; the relative differences are means over the seeds."""
     projected = sample.projected
     scores = projected.scores(HEADS)
     single, favourites = projected.scores(1).argmax(-1), scores.argmax(-1)
     one, several = projected.outputs(1), projected.outputs(HEADS)
-    q, k, _ = projected.split(HEADS)
     pairs = {"apart": (one, several), "apart_projected": (one @ sample.wo, several @ sample.wo)}
     return {
-        "score": float(scores.abs().mean()),
-        "entropy": float(AttentionMatrix(q, k).entropy().mean()),
+        "score": float(f"{scores.abs().mean():.{DIGITS}g}"),
         "one_key": float(reads_one_key(several, projected.v, favourites).float().mean()),
         "same_key": float((favourites == single).float().mean()),
-    } | {
-        name: float(difference(*map(sample.by_seed, pair)).median()) for name, pair in pairs.items()
-    }
+    } | {name: float(difference(*map(sample.by_seed, pair)).mean()) for name, pair in pairs.items()}
+
+
+def entropy(sample: Sample) -> float:
+    """The mean entropy of a row of the several heads, in nats."""
+    q, k, _ = sample.projected.split(HEADS)
+    return float(AttentionMatrix(q, k).entropy().mean())
 
 
 # ---- the identity, and what rounding may do ------------------------------------------------------
 
 
 def sum_of_scores(projected: Projected, heads: int) -> float:
-    """How far the single head's scores are from the sum of the heads', in units of rounding."""
+    """How far the single head's scores are from the sum of the heads', in error budgets."""
     made = merged_scores(projected.scores(heads))
     return float(excess(made, budget_of_scores(projected)).max())
 
 
 def beyond(sample: Sample) -> dict[str, float]:
-    """How many times what rounding may do one head and several are apart, in every seed."""
+    """How far one head is from several, in error budgets: in the seed where that is least."""
     p = sample.projected
     budget = Budget.for_head_outputs(*p.split(HEADS))
     after = Budget.of(
@@ -175,11 +179,9 @@ def merge_heads(call: AttentionCall, heads: int) -> dict[str, Any]:
     projected = Projected(*parts)
     one, several = projected.outputs(1), projected.outputs(heads)
     pair = (functional.split_heads(x, heads=heads)[0] for x in (one, several))
-    after = (linear(x, p.out_proj_weight) for x in (one, several))
     budget = Budget.for_head_outputs(*projected.split(heads))
     return {
         "apart": difference(*pair).tolist(),
-        "projected": float(difference(*after)),
         "beyond": excess(functional.split_heads(one, heads=heads), budget).amax((0, 2, 3)).tolist(),
         "sum": sum_of_scores(projected, heads),
     }
@@ -193,9 +195,7 @@ def over_layers(layers: list[dict[str, Any]]) -> dict[str, Any]:
         "layers": len(layers),
         "apart": apart,
         "least": min(heads),
-        "middle": median(heads),
         "most": max(heads),
-        "projected": min(layer["projected"] for layer in layers),
     }
 
 
@@ -211,45 +211,49 @@ def maps(sample: Sample, seed: int) -> list[list[list[float]]]:
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """The maps of one head and of eight, and how far a trained encoder's heads move."""
-    figure.set_size_inches(7.6, 4.9)
-    parts: Any = figure.subfigures(2, 1, height_ratios=(2.6, 2.3))
+    """The maps of one head and of eight, and how much a trained encoder's heads change."""
+    figure.set_size_inches(7.6, 5.5)
+    parts: Any = figure.subfigures(2, 1, height_ratios=(3.1, 2.4))
     draw_maps(parts[0], n)
     draw_encoder(parts[1], n)
 
 
 def draw_maps(figure: SubFigure, n: Numbers) -> None:
-    """A row of maps for each way to draw weights, and what the check says of it."""
+    """A row of maps for each way to draw tokens and matrices, and how often the outputs agree."""
     rows = {
         "published": "torch.rand",
         "normal": "torch.randn",
-        "own": "torch's own\ninitialisation",
+        "own": "default\ninitialisation",
     }
     ratios = [1, 0.2, *[1] * n["heads"]]
     grid = figure.subplots(len(rows), len(ratios), width_ratios=ratios)
     for row, (name, title) in zip(grid, rows.items(), strict=True):
         row[1].set_axis_off()
-        top = max(w for head in n["maps"][name] for line in head for w in line)
         for axes, weights in zip([row[0], *row[2:]], n["maps"][name], strict=True):
-            weight_map(axes, weights, top=top)
+            image = weight_map(axes, weights)
         row[0].set_ylabel(title, rotation=0, ha="right", va="center", color=INK)
         said = n["said"][name]
+        words = "equal in\n{equal} of {seeds} seeds,\ndiffer by {apart:percent}"
         row[-1].annotate(
-            f"“equal” for\n{said['equal']} of {said['seeds']}\nseeds",
+            say(words, said | n["cases"][name]),
             *((1, 0.5), (8, 0)),
             xycoords="axes fraction",
             textcoords="offset points",
             va="center",
-            color=SERIES[1] if said["equal"] else SOFT,
+            color=INK if said["equal"] else SOFT,
         )
     grid[0][0].set_title("one head")
     several = grid[0][2].annotate(
-        f"{n['heads']} heads with the same queries and keys",
+        f"{n['heads']} heads with the same queries, keys and values",
         *((0, 1), (0, 6)),
         xycoords="axes fraction",
         textcoords="offset points",
     )
     several.set_in_layout(False)  # wider than its column, which shall not grow with it
+    bar = figure.colorbar(image, ax=grid, location="bottom", aspect=60, shrink=0.7, pad=0.04)
+    bar.set_ticks(ticks := [0, 0.01, 0.1, 0.3, 1], labels=[f"{100 * x:g}\u00a0%" for x in ticks])
+    bar.set_label("attention weight (square-root scale)")
+    bar.outline.set_visible(False)
 
 
 def draw_encoder(figure: SubFigure, n: Numbers) -> None:
@@ -258,13 +262,14 @@ def draw_encoder(figure: SubFigure, n: Numbers) -> None:
     for layer, heads in enumerate(encoder["apart"]):
         spread = [layer + (place / max(len(heads) - 1, 1) - 0.5) / 2 for place in range(len(heads))]
         axes.plot(spread, heads, "o", markersize=4, color=SERIES[0])
-    axes.set_xticks(range(encoder["layers"]), [f"layer {x + 1}" for x in range(encoder["layers"])])
+    axes.set_xticks(range(encoder["layers"]), [f"layer {x}" for x in range(encoder["layers"])])
     axes.set_ylim(0)
-    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}\u00a0%")
     axes.set_title(
-        f"{encoder['model']}: the {encoder['heads']} heads of a layer merged into one", loc="left"
+        f"{encoder['model']}, the same projections read as one head in place of {encoder['heads']}",
+        loc="left",
     )
-    axes.set_ylabel("change of the\nhead's output")
+    axes.set_ylabel("relative difference of\neach head's output")
     axes.grid(axis="y", color=LINE)
 
 
@@ -272,36 +277,38 @@ QUESTION = Question(
     id="same-function",
     asks="Are eight heads of 64 and one head of 512 the same function when the projections are "
     "the same?",
-    claim="No. One head adds the heads' scores up and takes one softmax; several heads take "
-    "several. A check that finds them equal was made where all weight goes to one key, the same "
-    "for all.",
+    claim="No. One head adds up the heads' scores and takes one softmax; several heads take one "
+    "each. A test finds them equal only where every softmax picks a single key, the same in all "
+    "heads.",
     measure=measure,
     facts=(
         Fact(
-            "the single head's scores are the heads' scores added up, over the root of their "
-            "number: off by {sum:.2f} of what rounding may do, where it is most",
+            "the single head's scores are the sum of the {heads} heads' scores, divided by the "
+            "root of {heads}: the largest error is {sum:.2f} of the error budget",
             lambda n: n["sum"] <= 1,
         ),
         Fact(
-            "one softmax of that sum is not several: with torch's own initialisation the outputs "
-            "are {cases[own][apart]:percent} apart, in every seed at least "
-            "{beyond[outputs]:,.0f} times what rounding may do",
+            "one softmax of that sum is not {heads} softmaxes: with PyTorch's default "
+            "initialisation the mean relative difference of the outputs is "
+            "{cases[own][apart]:percent}, and in every seed at least {beyond[outputs]:,.0f} times "
+            "the error budget",
             lambda n: n["beyond"]["outputs"] > 1,
         ),
         Fact(
-            "with tokens and projections from torch.rand {said[published][equal]} of "
-            "{said[published][seeds]} seeds say equal, by ==: just those in which every row is the "
-            "value of one key and all heads pick the key of the single head",
+            "with tokens and matrices from torch.rand the outputs are equal, by ==, in "
+            "{said[published][equal]} of {said[published][seeds]} seeds: exactly those in which "
+            "every output is a copy of one key's value, and every head picks the single head's "
+            "key; the mean entropy of a row is {entropy:.4f} nats",
             lambda n: (
                 0 < n["said"]["published"]["equal"] < n["said"]["published"]["seeds"]
                 and not any(said["unexplained"] for said in n["said"].values())
             ),
         ),
         Fact(
-            "both are needed: with smaller tokens (times {factor}) the heads of "
-            "{said[quiet][same_key]} seeds agree on the keys, with torch.randn most rows are the "
-            "value of one key ({cases[normal][one_key]:percent}), and {said[quiet][equal]} of "
-            "{said[quiet][seeds]} and {said[normal][equal]} of {said[normal][seeds]} say equal",
+            "both are needed: with the tokens times {factor} the heads pick the same keys in "
+            "{said[quiet][same_key]} seeds, and with torch.randn "
+            "{cases[normal][one_key]:percent} of the rows are on one key, yet {said[quiet][equal]} "
+            "and {said[normal][equal]} of {said[normal][seeds]} seeds are equal",
             lambda n: (
                 n["said"]["quiet"]["same_key"] > 0
                 and n["cases"]["normal"]["one_key"] > 0.5
@@ -309,67 +316,64 @@ QUESTION = Question(
             ),
         ),
         Fact(
-            "an output projection common to both changes nothing of that: "
-            "{said[published][projected]} of {said[published][seeds]} seeds say equal after it, "
-            "and with torch's own initialisation the outputs are "
-            "{cases[own][apart_projected]:percent} apart, in every seed at least "
-            "{beyond[projected]:,.0f} times what rounding may do",
+            "an output projection shared by both does not change this: after it "
+            "{said[published][projected]} of {said[published][seeds]} seeds from torch.rand are "
+            "equal, and with the default initialisation the mean relative difference is "
+            "{cases[own][apart_projected]:percent}, in every seed at least "
+            "{beyond[projected]:,.0f} times the error budget",
             lambda n: (
                 0 < n["said"]["published"]["projected"] < n["said"]["published"]["seeds"]
                 and n["beyond"]["projected"] > 1
             ),
         ),
         Fact(
-            "merged into one, every head of the {encoder[layers]} layers of {encoder[model]} "
-            "changes, by {encoder[least]:percent} to {encoder[most]:percent} of its output, at "
-            "least {beyond[encoder]:,.0f} times what rounding may do",
+            "read as one head, each of the {encoder[layers]} layers of {encoder[model]} returns "
+            "something else in the place of every one of its heads: the relative difference is "
+            "{encoder[least]:percent} to {encoder[most]:percent}, and at least "
+            "{beyond[encoder]:,.0f} times the error budget",
             lambda n: n["beyond"]["encoder"] > 1,
         ),
     ),
-    verdict="No: one head adds up the scores of all {heads} and takes one softmax, where {heads} "
-    "heads take {heads}; with torch's own initial weights the outputs are "
-    "{cases[own][apart]:percent} apart, and the check that called them equal (for "
-    "{said[published][equal]} of {said[published][seeds]} seeds) can do so only where every row "
-    "reads a single key, the same in all heads.",
-    why="The score of the wide head is the sum of the narrow heads' scores, over the root of their "
-    "number: so far nothing is lost. But the softmax of a sum is one opinion, and several "
-    "softmaxes are several. Where tokens and projections come from torch.rand all numbers are "
-    "positive, scores are about {cases[published][score]:,.0f}, and in "
-    "{cases[published][same_key]:percent} of the rows a head prefers the key of the single head; "
-    "where every row does, each is an exact copy of one value, and the number of heads leaves no "
-    "trace.",
-    caption="Above: the weights of one head and of {heads}, from the same queries and keys. Rows "
-    "are queries, columns keys, bright is much. In a seed from torch.rand that says equal, all "
-    "maps show the same bright column; elsewhere each head has a map of its own. On the right: "
-    "for how many seeds the outputs are equal by ==. Below: a dot for each head of a trained "
-    "encoder that reads a text: how much its output changes when the heads of its layer are "
-    "merged into one, {encoder[middle]:percent} in the median.",
+    verdict="No: one head of {shape[2]} adds up the {heads} heads' scores before its only softmax, "
+    "so with default initialisation the outputs differ by {cases[own][apart]:percent}; a test with "
+    "torch.rand finds them equal ({said[published][equal]} of {said[published][seeds]} seeds) only "
+    "where all heads pick the same single key.",
+    why="Several heads can attend to different keys; one head has a single row of attention "
+    "weights for each query. A test with torch.rand hides this, because all its numbers are "
+    "positive: the scores are about {cases[published][score]:,.0f}, nearly every softmax gives all "
+    "its weight to the largest, and in {cases[published][same_key]:percent} of the rows that is "
+    "the single head's key. Where it is so in all rows, both return copies of the same values.",
+    caption="Above: the attention weights of one head and of {heads} for one sequence; rows are "
+    "queries, columns are keys. Beside them, how often the outputs are equal by ==, and their mean "
+    "relative difference. The first row repeats a published test: tokens and matrices "
+    "from torch.rand, no output projection; the maps are of a seed with equal outputs. A seed is "
+    "{shape[0]} sequences of {shape[1]} tokens. Below: a trained encoder reads a text; a dot is a "
+    "head, in order from left to right within its layer. Relative differences are over the norm "
+    "of what several heads return.",
     draw=draw,
     table=Table(
         columns=(
-            "tokens and projections",
-            "size of a score",
-            "entropy of a row, nats",
-            "rows that read one key",
-            "rows that pick the single head's key",
-            "outputs apart",
-            "seeds that say equal",
+            "tokens and matrices",
+            "mean score size",
+            "rows on one key",
+            "same favourite key",
+            "mean relative difference",
+            "equal seeds",
         ),
         rows=tuple(
             (
                 title,
-                f"{{cases[{name}][score]:,.1f}}",
-                f"{{cases[{name}][entropy]:.3f}}",
+                f"{{cases[{name}][score]:{size}}}",
                 f"{{cases[{name}][one_key]:percent}}",
                 f"{{cases[{name}][same_key]:percent}}",
                 f"{{cases[{name}][apart]:percent}}",
                 f"{{said[{name}][equal]}} of {{said[{name}][seeds]}}",
             )
-            for name, title in (
-                ("published", "torch.rand, as published"),
-                ("quiet", "torch.rand, tokens times {factor}"),
-                ("normal", "torch.randn"),
-                ("own", "torch's own initialisation"),
+            for name, title, size in (
+                ("published", "torch.rand, as published", ",.0f"),
+                ("quiet", "torch.rand, tokens times {factor}", ".1f"),
+                ("normal", "torch.randn", ".0f"),
+                ("own", "default initialisation", ".1f"),
             )
         ),
     ),

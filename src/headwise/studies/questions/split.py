@@ -20,11 +20,9 @@ from headwise.studies.pictures.canvas import (
     arrow,
     block,
     heading,
-    inset,
     note,
     rule,
     sheet,
-    tinted,
 )
 from headwise.studies.pictures.style import INK, SERIES, SOFT
 from headwise.studies.question import Fact, Numbers, Question, Table
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 
 ASKED = {"batch": 1, "length": 12, "embed_dim": 512, "heads": 2}
 OTHER = {"batch": 3, "length": 5, "embed_dim": 28, "heads": 4}  # no two products the same
-ENTRIES = 64  # of q, whose inputs are counted
-CELLS = 32  # a picture of a Jacobian is this many blocks of entries by this many of inputs
 
 # What each axis is. "a*b" is one axis that holds a and b.
 AXES = {
@@ -135,22 +131,20 @@ def split_first_compared() -> dict[str, Any]:
     blocks = block_diagonal(layer)
     x = torch.randn(ASKED["batch"], ASKED["length"], embed_dim)
     reach = {"attention": reached(layer, x), "split_first": reached(blocks, x)}
+    head = slice(embed_dim // heads)  # the entries of q in head 0
     weights = parts(layer)
     output, first = layer(x), split_first(x, *weights, heads=heads)
     allowed = budget(x, x, x, Weights.of(*projections(blocks)), heads=heads)
-    unequal = allowed.check(output)
     return {
-        "entries": ENTRIES,
-        "reached": {name: int(r[:ENTRIES].sum()) for name, r in reach.items()},
-        "pairs": ENTRIES * embed_dim,
-        "inputs": {name: int(r[:ENTRIES].any(0).sum()) for name, r in reach.items()},
-        "reach_map": {name: pooled(r) for name, r in reach.items()},
+        "reached": {name: int(r[head].sum()) for name, r in reach.items()},
+        "pairs": reach["attention"][head].numel(),
+        "inputs": {name: int(r[head].any(0).sum()) for name, r in reach.items()},
+        "reach_map": {name: by_blocks(r, heads) for name, r in reach.items()},
         "weights": sum(weight.numel() for weight in weights[:3]),
         "weights_split_first": sum(blocks_of(w, heads).numel() for w in weights[:3]),
         "equal_to_blocks": allowed.check(first).within and allowed.check(blocks(x)).within,
-        "equal_to_attention": unequal.within,
-        "difference": unequal.error,
-        "largest_output": float(output.abs().max()),
+        "equal_to_attention": allowed.check(output).within,
+        "difference": float((first - output).norm() / output.norm()),
     }
 
 
@@ -198,47 +192,48 @@ def reached(layer: Attention, x: Tensor) -> Tensor:
     return jacobian != 0
 
 
-def pooled(reach: Tensor) -> list[list[float]]:
-    """The share of each block of entries and inputs that is not zero."""
-    return F.adaptive_avg_pool2d(reach.float()[None], CELLS)[0].tolist()
+def by_blocks(reach: Tensor, heads: int) -> list[list[float]]:
+    """What share is not zero, for the entries of each head (rows) and each part of x."""
+    return F.adaptive_avg_pool2d(reach.float()[None], heads)[0].tolist()
 
 
 # ---- the picture -----------------------------------------------------------------------------
 
-LEFT, FULL, GAP = (
-    1.35,
-    3.5,
-    0.12,
-)  # inches: where blocks begin, the width of embed_dim, between heads
-PITCH, THICK = 0.54, 0.24  # from stage to stage, and of a block
-COLUMNS = {"torch": 5.6, "native": 6.85}  # middles of the two columns of shapes
+LEFT, FULL = 1.35, 3.35  # inches: where blocks begin, and the width of embed_dim
+GAP = 0.12  # between heads
+TOP, PITCH, THICK = 0.6, 0.55, 0.24  # of the first stage, from stage to stage, of a block
+COLUMNS = {"torch": 5.42, "native": 6.85}  # middles of the two columns of shapes
 STAGES = (  # what it is, how it is drawn, what is done to get to the next
     ("x", "x", "whole", "times wq: each entry of q is made of all {asked[embed_dim]} inputs"),
     ("q", "q", "touching", "the split: a view, nothing is computed"),
-    ("per_head", "per head", "apart", "q times k, softmax; k and v were split the same way"),
-    ("weights", "weights", "square", "times v"),
-    ("head_outputs", "head outputs", "apart", "side by side"),
-    ("merged", "merged", "touching", "times wo: each number is made of all heads"),
+    ("per_head", "per head", "apart", "softmax(q kᵀ / √{asked[head_dim]}); k is split like q"),
+    ("weights", "attention weights", "square", "times v, which is split like q"),
+    ("head_outputs", "head outputs", "apart", "concatenated"),
+    ("merged", "concatenated", "touching", "times wo: each number is made of all heads"),
     ("output", "output", "whole", ""),
 )
 
 
 def draw(figure: Figure, n: Numbers) -> None:
     """The way of the numbers through the layer, and which inputs reach which entries of q."""
-    axes = sheet(figure, height=6.2)
-    for layer, name in (("torch", "torch's layer"), ("native", "headwise")):
+    axes = sheet(figure, height=6.6)
+    for layer, name, remark in (
+        ("torch", "PyTorch's layer", "inside, length first"),
+        ("native", "headwise.Attention", "batch first"),
+    ):
         heading(axes, COLUMNS[layer], 0.17, name, align="center")
+        note(axes, COLUMNS[layer], 0.36, remark, align="center")
     for row, (stage, name, form, then) in enumerate(STAGES):
-        top = 0.36 + PITCH * row
+        top = TOP + PITCH * row
         middle = top + THICK / 2
-        axes.text(LEFT - 0.15, middle, name, color=INK, ha="right", va="center")
+        axes.text(LEFT - 0.12, middle, name, color=INK, fontsize=9, ha="right", va="center")
         draw_stage(axes, n, top, form)
         for layer, x in COLUMNS.items():
             shape = say(f"{{shapes[{layer}][{stage}]:shape}}", n)
             axes.text(x, middle, shape, color=INK, fontsize=9, ha="center", va="center")
         if then:
             arrow(axes, LEFT + FULL * 0.06, top + THICK + 0.03, top + PITCH - 0.03, say(then, n))
-    draw_reach(figure, axes, n, top=4.42)
+    draw_reach(axes, n, top=4.78)
 
 
 def draw_stage(axes: Axes, n: Numbers, top: float, form: str) -> None:
@@ -252,50 +247,52 @@ def draw_stage(axes: Axes, n: Numbers, top: float, form: str) -> None:
     for head in range(heads):
         wide = THICK if form == "square" else pitch - gap
         left = LEFT + pitch * (head + 0.5) - wide / 2
-        label = "" if form == "square" else say("{asked[head_dim]}", n)
+        label = "" if form == "square" else say(f"head {head}: {{asked[head_dim]}}", n)
         block(axes, left, top, wide, THICK, colour=SERIES[head], label=label)
 
 
-def draw_reach(figure: Figure, axes: Axes, n: Numbers, *, top: float) -> None:
+def draw_reach(axes: Axes, n: Numbers, *, top: float) -> None:
     """Two squares: entries of q down, inputs across, coloured where one reaches the other."""
-    rule(axes, top - 0.25, 0.2, WIDTH - 0.2)
+    rule(axes, top - 0.27, 0.2, WIDTH - 0.2)
     side = 1.3
-    for left, key, name, words in (
-        (0.55, "attention", "Project, then split", "Attention"),
-        (4.25, "split_first", "Split, then project", "Another function"),
+    for left, key, name, words, weights in (
+        (0.5, "attention", "Project, then split", "Attention", "weights"),
+        (4.2, "split_first", "Split, then project", "Another function", "weights_split_first"),
     ):
-        image = inset(figure, left, top + 0.2, side, side)
-        colours = tinted(n["reach_map"][key], positive=SERIES[2], negative=SERIES[2], top=1.0)
-        image.imshow(colours, aspect="auto", interpolation="none")
-        heading(axes, left, top + 0.05, name)
-        note(
-            axes,
-            left + side / 2,
-            top + side + 0.3,
-            say("{asked[embed_dim]} inputs", n),
-            align="center",
-        )
-        axes.text(
-            left - 0.12,
-            top + 0.2 + side / 2,
-            say("{asked[embed_dim]} entries of q", n),
-            color=SOFT,
-            fontsize=8,
-            ha="center",
-            va="center",
-            rotation=90,
-        )
+        heading(axes, left, top + 0.03, name)
+        draw_square(axes, n["reach_map"][key], left, top + 0.2, side)
+        inputs = say("{asked[embed_dim]} inputs", n)
+        note(axes, left + side / 2, top + side + 0.33, inputs, align="center")
+        entries = say("{asked[embed_dim]} entries of q", n)
+        note(axes, left - 0.13, top + 0.2 + side / 2, entries, align="center", turn=90)
         lines = (
             words,
-            "the first {entries} entries of q",
-            f"depend on {{inputs[{key}]}} inputs",
+            "each entry of q depends",
+            f"on {{inputs[{key}]}} inputs",
             "",
-            "wq, wk and wv hold",
-            "{weights:,} numbers" if key == "attention" else "{weights_split_first:,} numbers",
+            "wq, wk and wv have",
+            f"{{{weights}:,}} parameters",
         )
         for line, template in enumerate(lines):
             write = heading if line == 0 else note
-            write(axes, left + side + 0.12, top + 0.35 + 0.19 * line, say(template, n))
+            write(axes, left + side + 0.14, top + 0.34 + 0.2 * line, say(template, n))
+
+
+def draw_square(
+    axes: Axes, shares: list[list[float]], left: float, top: float, side: float
+) -> None:
+    """A row for each head in its colour, as strong as the share that is reached."""
+    small = side / len(shares)
+    for head, row in enumerate(shares):
+        for part, share in enumerate(row):
+            place = (left + small * part, top + small * head, small, small)
+            block(axes, *place, colour=SERIES[head], alpha=share)
+    axes.plot(
+        [left, left + side, left + side, left, left],
+        [top, top, top + side, top + side, top],
+        color=SOFT,
+        linewidth=0.8,
+    )
 
 
 QUESTION = Question(
@@ -307,45 +304,49 @@ QUESTION = Question(
     measure=measure,
     facts=(
         Fact(
-            "torch's layer takes x {shapes[torch][x]:shape} over q {shapes[torch][q]:shape}, per "
-            "head {shapes[torch][per_head]:shape}, weights {shapes[torch][weights]:shape}, merged "
-            "{shapes[torch][merged]:shape} to the output {shapes[torch][output]:shape}, and "
-            "headwise over the same stages, as the names of the axes say",
+            "in PyTorch's layer x is {shapes[torch][x]:shape}, q {shapes[torch][q]:shape}, q per "
+            "head {shapes[torch][per_head]:shape}, the attention weights "
+            "{shapes[torch][weights]:shape}, the concatenated head outputs "
+            "{shapes[torch][merged]:shape}, the output {shapes[torch][output]:shape}; there and in "
+            "headwise.Attention every shape is what the names of its axes say",
             lambda n: n["shapes"] == n["by_axes"],
         ),
         Fact(
-            "the names of the axes also give every shape for a batch of {other[batch]} of "
-            "{other[length]} tokens, {other[embed_dim]} wide, with {other[heads]} heads",
+            "so is every shape for {other[batch]} sequences of {other[length]} tokens with "
+            "embed_dim {other[embed_dim]} and {other[heads]} heads",
             lambda n: n["other_shapes"] == n["other_by_axes"],
         ),
         Fact(
-            "of the {cuts} cuts into heads in the two passes, {cuts_after_projection} come after "
-            "the projection, and {cuts_that_are_views} are views: they compute and copy nothing",
+            "of the {cuts} cuts into heads in the two forward passes, {cuts_after_projection} come "
+            "after the projection, and {cuts_that_are_views} are views: nothing is computed or "
+            "copied",
             lambda n: (
                 n["cuts"] == 3 * len(n["shapes"])  # q, k and v in each layer
                 and n["cuts"] == n["cuts_after_projection"] == n["cuts_that_are_views"]
             ),
         ),
         Fact(
-            "the first {entries} entries of q depend on {inputs[attention]} of "
-            "{asked[embed_dim]} inputs: {reached[attention]:,} of {pairs:,} derivatives are not "
-            "zero; where x is split first, on {inputs[split_first]}",
+            "the {asked[head_dim]} entries of q in one head depend on {inputs[attention]} "
+            "of {asked[embed_dim]} inputs: {reached[attention]:,} of {pairs:,} derivatives are not "
+            "zero; where x is split first, they depend on {inputs[split_first]}",
             lambda n: (
                 n["reached"]["attention"] == n["pairs"]
                 and n["inputs"]["split_first"] == n["asked"]["head_dim"]
+                and n["reached"]["split_first"] == n["asked"]["head_dim"] ** 2
             ),
         ),
         Fact(
-            "splitting x first equals attention whose projections are block-diagonal, with "
-            "{weights_split_first:,} of {weights:,} numbers: the share of one head",
+            "splitting x first equals attention with block-diagonal projections, within the error "
+            "budget; that leaves {weights_split_first:,} of the {weights:,} parameters of wq, wk "
+            "and wv",
             lambda n: (
                 n["equal_to_blocks"]
                 and n["weights_split_first"] * n["asked"]["heads"] == n["weights"]
             ),
         ),
         Fact(
-            "splitting x first does not equal attention: they are up to {difference:.2f} apart, "
-            "and the outputs are at most {largest_output:.2f}",
+            "splitting x first does not equal attention with the whole matrices: the relative "
+            "difference of the outputs is {difference:percent}",
             lambda n: not n["equal_to_attention"],
         ),
     ),
@@ -353,16 +354,17 @@ QUESTION = Question(
     "of q, k and v, and only these are cut into {asked[heads]} heads of {asked[head_dim]}; cutting "
     "x first is another function.",
     why="The projection mixes all of x, so no head is tied to a part of the embedding. The cut "
-    "itself computes nothing: it only says which columns belong to which head. Cut first, each "
-    "head would see its own part of x alone, and the projections would keep only the blocks on "
-    "their diagonals.",
-    caption="Above: the shapes in a real forward pass, from x to the output; a colour is a head, "
-    "grey belongs to no head. x is whole, q has the heads' columns, and the next line cuts them. "
-    "Below: which inputs (across) reach which entries of q (down), by the Jacobian of one token: "
-    "all of them in attention, only a head's own part where x is split first.",
+    "itself computes nothing: it only says which columns belong to which head. If x were cut "
+    "first, each head would see its own part of x alone, as if the projections kept only the "
+    "blocks on their diagonals.",
+    caption="Above: the shapes in a real forward pass, from x to the output. A colour is a head; "
+    "grey belongs to no head. q is computed as one piece, and the next line cuts it. Below: a cell "
+    "is coloured where an entry of q (row) depends on an input (column), that is where the "
+    "derivative is not zero. In attention that is everywhere; where x is split first, each head "
+    "reaches only its own part of x.",
     draw=draw,
     table=Table(
-        columns=("stage", "torch's layer", "its axes", "headwise", "its axes"),
+        columns=("stage", "PyTorch's layer", "its axes", "headwise.Attention", "its axes"),
         rows=tuple(
             (
                 name,

@@ -20,8 +20,9 @@ from headwise.studies.experiments.one_head import (
     difference,
     excess,
 )
-from headwise.studies.pictures.style import LINE, SERIES
+from headwise.studies.pictures.style import INK, LINE, SERIES
 from headwise.studies.question import Fact, Numbers, Question, Table
+from headwise.studies.words import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,6 +32,7 @@ BATCH, LENGTH, LONGER = 40, 5, 50
 QUIET = 0.01  # a factor of the tokens
 THEIR_SCALE = EMBED_DIM**-0.5 / HEADS**0.5  # gives one head of ones the scores of a narrow one
 FACTORS = tuple(10 ** (quarter / 4) for quarter in range(-14, 5))  # of torch.randn, up to 10
+DIGITS = 3  # of the size of a score
 
 
 @torch.no_grad()
@@ -54,7 +56,6 @@ def measure(progress: Progress) -> dict[str, Any]:
         "length": LENGTH,
         "longer": LONGER,
         "quiet": QUIET,
-        "even": math.log(LENGTH),
         "tokens": {name: describe(ones, x) for name, x in tokens.items()},
         "own_apart": apart(own, x),
         "longer_apart": apart(ones, longer),
@@ -67,10 +68,8 @@ def measure(progress: Progress) -> dict[str, Any]:
             "own": float(beyond(own, x).min()),
         },
         "factors": list(FACTORS),
-        "sweep": {
-            name: [apart(layer, factor * x) for factor in FACTORS]
-            for name, layer in (("ones", ones), ("own", own))
-        },
+        "quoted": {"ones": QUIET, "own": 1.0},
+        "sweep": {"ones": sweep(ones, x), "own": sweep(own, x)},
     }
 
 
@@ -106,18 +105,32 @@ def projected(layer: MultiheadAttention, x: Tensor) -> Projected:
 
 
 def describe(layer: MultiheadAttention, x: Tensor) -> dict[str, float]:
-    """Size of scores and entropy of rows with several heads, and how far one head is away."""
-    heads = projected(layer, x)
-    q, k, _ = heads.split(HEADS)
+    """Size of scores and evenness of rows with several heads, and how far one head is away."""
+    size = projected(layer, x).scores(HEADS).abs().mean()
     return {
-        "score": float(heads.scores(HEADS).abs().mean()),
-        "entropy": float(AttentionMatrix(q, k).entropy().mean()),
+        "score": float(f"{size:.{DIGITS}g}"),
+        "evenness": evenness(layer, x, heads=HEADS),
         "apart": apart(layer, x),
     }
 
 
+def sweep(layer: MultiheadAttention, x: Tensor) -> dict[str, list[float]]:
+    """For tokens of all sizes, how far one head is away and how even the rows are."""
+    return {
+        "apart": [apart(layer, factor * x) for factor in FACTORS],
+        "one": [evenness(layer, factor * x, heads=1) for factor in FACTORS],
+        "several": [evenness(layer, factor * x, heads=HEADS) for factor in FACTORS],
+    }
+
+
+def evenness(layer: MultiheadAttention, x: Tensor, *, heads: int) -> float:
+    """The mean entropy of a row of one or several heads, as a share of the largest possible."""
+    q, k, _ = projected(layer, x).split(heads)
+    return round(float(AttentionMatrix(q, k).entropy().mean()) / math.log(x.shape[1]), 4)
+
+
 def apart(layer: MultiheadAttention, x: Tensor) -> float:
-    """The change of the output from one head to several, as a share of it: the median sequence."""
+    """The relative difference of the output of several heads from that of one: the median."""
     one, several = pair(layer, x)
     return float(difference(several, one).median())
 
@@ -129,7 +142,7 @@ def equal(layer: MultiheadAttention, x: Tensor) -> Tensor:
 
 
 def beyond(layer: MultiheadAttention, x: Tensor, *, scale: float | None = None) -> Tensor:
-    """How far one head's outputs are from several, in units of what rounding may do.
+    """How far one head's outputs are from several, in error budgets.
 
     The worst element of each sequence, before the output projection.
     """
@@ -151,115 +164,124 @@ def excess_of_scores(layer: MultiheadAttention, x: Tensor) -> float:
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """One head against eight over the size of the tokens: a hump for ones, a rise for others."""
-    axes = figure.subplots()
-    factors, ones, own = n["factors"], n["sweep"]["ones"], n["sweep"]["own"]
-    axes.plot(factors, ones, color=SERIES[1])
-    axes.plot(factors, own, color=SERIES[0])
-    peak, high = ones.index(max(ones)), min(range(len(own)), key=lambda i: abs(own[i] - 0.9))
-    beside: dict[str, Any] = {"textcoords": "offset points"}
-    names = (
-        ("all weights one", (factors[peak], ones[peak]), (0, 6), "center", SERIES[1]),
-        (
-            "torch's own initial weights",
-            (factors[high], own[high]),
-            (-10, 0),
-            "right",
-            SERIES[0],
-        ),
-        ("rows even:\nequal", (factors[0], 0), (0, 8), "left", SERIES[1]),
-        ("rows on one key:\nequal", (0.15, 0), (0, 14), "center", SERIES[1]),
+    """One head against eight over the size of the tokens, above what their softmaxes do there."""
+    figure.set_size_inches(7.6, 4.6)
+    grid = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1.4, 1))
+    top = max(max(sweep["apart"]) for sweep in n["sweep"].values())
+    panels = (
+        ("ones", "all weights one", n["tokens"]["quiet"]["apart"]),
+        ("own", "default initialisation", n["own_apart"]),
     )
-    for words, place, offset, side, colour in names:
-        axes.annotate(words, place, offset, ha=side, color=colour, **beside)
-    axes.set_xscale("log")
-    axes.set_xticks(ticks := [0.001, 0.01, 0.1, 1, 10], [f"{tick:g}" for tick in ticks])
-    axes.set_ylim(0, 1.1 * max(own))
-    axes.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
-    axes.set_xlabel("size of the tokens (those of torch.randn times this)")
-    axes.set_ylabel(f"change of the output\nfrom one head to {n['heads']}")
-    axes.grid(axis="y", color=LINE)
+    for column, (name, title, share) in zip(grid.T, panels, strict=True):
+        above, below = column
+        factor = n["quoted"][name]
+        above.plot(n["factors"], n["sweep"][name]["apart"], color=SERIES[1])
+        above.plot(factor, share, "o", color=SERIES[1])
+        above.annotate(
+            say("{share:percent} at {factor:g}", {"share": share, "factor": factor}),
+            *((factor, share), (-9, 4)),
+            textcoords="offset points",
+            ha="right",
+            color=INK,
+        )
+        below.plot(n["factors"], n["sweep"][name]["several"], color=SERIES[0])
+        below.plot(n["factors"], n["sweep"][name]["one"], color=SERIES[2], linestyle="--")
+        above.set_title(title, loc="left")
+        above.set_xscale("log")
+        below.set_xticks(ticks := [0.001, 0.01, 0.1, 1, 10], [f"{tick:g}" for tick in ticks])
+        below.set_xlabel("size of the tokens")
+        for axes in column:
+            axes.grid(axis="y", color=LINE)
+    grid[1][0].text(0.05, 0.55, f"{n['heads']} heads", color=SERIES[0])
+    grid[1][0].text(0.011, 0.35, "one head", color=SERIES[2], ha="right")
+    grid[0][0].set_ylim(-0.03 * top, 1.1 * top)
+    grid[0][0].set_yticks(shares := [0, 0.5, 1], [f"{100 * x:g}\u00a0%" for x in shares])
+    grid[0][0].set_ylabel("relative difference\nof the outputs")
+    grid[1][0].set_ylim(-0.08, 1.08)
+    grid[1][0].set_yticks([0, 1], ["one key", "even"])
+    grid[1][0].set_ylabel("softmax")
 
 
 QUESTION = Question(
     id="weights-of-one",
     asks="I set all weights to one, and the number of heads changes nothing: does it never matter?",
-    claim="It does matter. With weights of one all heads are copies of one, and differ from the "
-    "single wide head in the size of their scores alone; that is hidden where each row reads one "
-    "key, and where all tokens are equal.",
+    claim="It does matter. With all weights one the heads are identical, and differ from a single "
+    "head only in the scale of their scores; a softmax that picks one key, or is even, does not "
+    "show a scale.",
     measure=measure,
     facts=(
         Fact(
-            "with weights of one all {heads} heads have the same scores, and the single head's are "
-            "the root of {heads}, {root:.2f}, times as large: off by {rounding[scores]:.2f} of "
-            "what rounding may do",
+            "with all weights one the {heads} heads have identical scores, and the single head's "
+            "are the root of {heads}, {root:.2f}, times as large: the largest error is "
+            "{rounding[scores]:.2f} of the error budget",
             lambda n: n["rounding"]["scores"] <= 1,
         ),
         Fact(
-            "with that factor taken off, the single head gives the head outputs of all {heads}: "
-            "off by {rounding[their_scale]:.2f} of what rounding may do",
+            "divided by that factor, the single head's scores give the head outputs of all "
+            "{heads}: the largest error is {rounding[their_scale]:.2f} of the error budget",
             lambda n: n["rounding"]["their_scale"] <= 1,
         ),
         Fact(
-            "tokens from torch.rand make scores of {tokens[rand][score]:,.0f}, the entropy of the "
-            "rows is {tokens[rand][entropy]:.1f}, and the outputs of one head and {heads} are "
-            "equal, by ==, for {equal[rand]} of {sequences} sequences",
+            "tokens from torch.rand give scores of about {tokens[rand][score]:,.0f}, and the "
+            "outputs of one head and {heads} are equal, by ==, for {equal[rand]} of {sequences} "
+            "sequences",
             lambda n: n["equal"]["rand"] == n["sequences"],
         ),
         Fact(
-            "equal tokens make every row even (entropy {tokens[same][entropy]:.3f} of at most "
-            "{even:.3f}) and the head outputs equal: off by {rounding[same]:.2f} of what rounding "
-            "may do",
+            "tokens that are all equal give even softmaxes ({tokens[same][evenness]:percent} of "
+            "the largest entropy), and the head outputs are the same: the largest error is "
+            "{rounding[same]:.2f} of the error budget",
             lambda n: n["rounding"]["same"] <= 1,
         ),
         Fact(
-            "where neither is so (tokens from torch.randn times {quiet}) the outputs are "
-            "{tokens[quiet][apart]:percent} apart, and {longer_apart:percent} with {longer} tokens "
-            "in place of {length}: in every sequence at least {rounding[quiet]:,.0f} times what "
-            "rounding may do",
+            "in between, with tokens from torch.randn times {quiet}, the relative difference of "
+            "the outputs is {tokens[quiet][apart]:percent}, and {longer_apart:percent} with "
+            "{longer} tokens in place of {length}: in every sequence at least "
+            "{rounding[quiet]:,.0f} times the error budget",
             lambda n: n["rounding"]["quiet"] > 1,
         ),
         Fact(
-            "torch's own initial weights hide nothing: {own_apart:percent} apart for tokens from "
-            "torch.randn, in every sequence at least {rounding[own]:,.0f} times what rounding may "
-            "do",
+            "with PyTorch's default initialisation it is {own_apart:percent} for tokens from "
+            "torch.randn, in every sequence at least {rounding[own]:,.0f} times the error budget",
             lambda n: n["rounding"]["own"] > 1,
         ),
     ),
-    verdict="It matters, but weights of one hide it: large tokens put each row's whole weight on "
-    "one key, equal tokens spread it evenly, and either way the outputs agree; with small, "
-    "different tokens one head and {heads} are {tokens[quiet][apart]:percent} apart, with torch's "
-    "own initial weights {own_apart:percent}.",
-    why="With weights of one every number of a token's query, key and value is the sum of the "
-    "token, so all heads are copies of one. All that is left of their number is the size of the "
-    "scores: the single head's are {root:.2f} times as large, the root of {heads}. A row that "
-    "already gives everything to one key cannot get sharper, and a row of equal scores stays even.",
-    caption="How much the output changes from one head to {heads} with the same parameters, over "
-    "the size of the tokens: the median of {sequences} sequences of {length} tokens. With weights "
-    "of one a hump: no change for very small tokens, whose rows are even, and none for large ones, "
-    "whose rows read one key. With torch's own initial weights the change grows and stays.",
+    verdict="It does matter: with all weights one the {heads} heads are identical, and only their "
+    "scores are smaller than a single head's, by the root of {heads}, which does not show where "
+    "the softmax picks one key or is even; with default initialisation the outputs of one "
+    "head and {heads} differ by {own_apart:percent}.",
+    why="With all weights one, every number of a query, key or value is the sum of its token's "
+    "numbers, so all heads compute the same. Tokens with large values saturate the softmax, tokens "
+    "near zero, or all equal, leave it even, and a factor of the scores changes neither; in "
+    "between it shows, as a relative difference of {tokens[quiet][apart]:percent}. With default "
+    "initialisation the heads are not identical, and a saturated softmax does not hide it.",
+    caption="Above: the relative difference of the outputs of {heads} heads from that of one head "
+    "with the same parameters, the median of {sequences} sequences of {length} tokens. Below: "
+    "whether the softmax is even or puts all weight on one key (its mean entropy over the largest "
+    "possible), for {heads} heads and, dashed, for one. Across: the size of the tokens, which are "
+    "those of torch.randn multiplied by it. The dots are the differences quoted in the text.",
     draw=draw,
     table=Table(
         columns=(
-            "tokens, with weights of one",
-            "size of a score",
-            "entropy of a row, nats",
-            "outputs apart",
+            "tokens, weights of one",
+            "mean score size",
+            "entropy / largest",
+            "relative difference",
             "equal by ==",
         ),
         rows=tuple(
             (
                 title,
-                f"{{tokens[{name}][score]:,.1f}}",
-                f"{{tokens[{name}][entropy]:.3f}}",
+                f"{{tokens[{name}][score]:{size}}}",
+                f"{{tokens[{name}][evenness]:percent}}",
                 f"{{tokens[{name}][apart]:percent}}",
                 f"{{equal[{name}]}} of {{sequences}}",
             )
-            for name, title in (
-                ("rand", "torch.rand"),
-                ("randn", "torch.randn"),
-                ("quiet", "torch.randn, times {quiet}"),
-                ("same", "all equal, times {quiet}"),
+            for name, title, size in (
+                ("rand", "torch.rand", ",.0f"),
+                ("randn", "torch.randn", ",.0f"),
+                ("quiet", "torch.randn, times {quiet}", ".1f"),
+                ("same", "all equal, times {quiet}", ".1f"),
             )
         ),
     ),
