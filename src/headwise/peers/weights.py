@@ -15,17 +15,18 @@ from torch import Tensor, nn
 class Weights:
     """Separate projections, each used as in `torch.nn.Linear`: ``x @ matrix.mT + bias``.
 
-    Head h has the rows from h * head_dim of ``q``, ``k`` and ``v``, and those columns of ``out``.
+    Head h has the rows from h * head_dim of ``q`` and ``k``, those from h * value_dim of ``v``, and
+    those columns of ``out``. An implementation of `Peer` takes square ones only.
 
     Attributes:
         biases: those of ``q``, ``k``, ``v`` and ``out``; None where there are none.
     """
 
-    q: Float[Tensor, "embed_dim embed_dim"]
-    k: Float[Tensor, "embed_dim embed_dim"]
-    v: Float[Tensor, "embed_dim embed_dim"]
-    out: Float[Tensor, "embed_dim embed_dim"]
-    biases: tuple[Float[Tensor, " embed_dim"], ...] | None = None
+    q: Float[Tensor, "heads_head_dim embed_dim"]
+    k: Float[Tensor, "heads_head_dim source_dim"]
+    v: Float[Tensor, "heads_value_dim values_source_dim"]
+    out: Float[Tensor, "out_dim heads_value_dim"]
+    biases: tuple[Float[Tensor, " _"], ...] | None = None
 
     @classmethod
     def of(cls, matrices: Iterable[Tensor], biases: Iterable[Tensor] = ()) -> Weights:

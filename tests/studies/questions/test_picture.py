@@ -12,7 +12,7 @@ from headwise.layer.attention import Attention
 from headwise.matrix import AttentionMatrix
 from headwise.models import minilm
 from headwise.models.reading import AttentionCall, Projections, Reading
-from headwise.studies.experiments.per_head import per_head
+from headwise.studies.experiments import whole_layer
 from headwise.studies.question import Answer
 from headwise.studies.questions import picture
 from headwise.studies.study import ask
@@ -33,7 +33,7 @@ def call(seed: int) -> AttentionCall:
     weights = (*p.in_proj_weight.chunk(3), p.out_proj_weight)
     biases = (*p.in_proj_bias.chunk(3), p.out_proj_bias)
     x = torch.randn(2, LENGTH, width, generator=generator)
-    return AttentionCall(x, per_head(x, x, x, *weights, *biases, heads=HEADS), p)
+    return AttentionCall(x, whole_layer.output(x, x, x, *weights, *biases, num_heads=HEADS), p)
 
 
 @pytest.fixture(autouse=True)

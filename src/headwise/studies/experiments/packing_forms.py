@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from headwise import functional
-from headwise.budget import Budget
 from headwise.drop_in.layer import MultiheadAttention
 from headwise.layer.attention import Attention
-from headwise.masks import Mask
 from headwise.matrix import AttentionMatrix
 
 PARTS = 3  # queries, keys, values
@@ -130,33 +128,5 @@ def attend(
     layer: nn.MultiheadAttention,
 ) -> Float[Tensor, "batch queries embed_dim"]:
     """The output for queries, keys and values of heads, by the layer's output projection."""
-    outputs = AttentionMatrix(q, k) @ v
-    return linear(outputs.transpose(1, 2).flatten(2), layer.out_proj.weight, layer.out_proj.bias)
-
-
-def budget_of(
-    layer: nn.MultiheadAttention,
-    x: Float[Tensor, "batch queries embed_dim"],
-    source: Float[Tensor, "batch keys embed_dim"],
-    *,
-    mask: Mask | None = None,
-) -> Budget:
-    """What rounding may do to the output, from the paper's formula: one small matrix at a time."""
-    heads = layer.num_heads
-
-    def output(
-        x: Tensor, source: Tensor, weight: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor
-    ) -> Tensor:
-        count = PARTS * heads
-        rows = zip(weight.chunk(count), bias.chunk(count), strict=True)
-        single = [
-            (x if place < heads else source) @ matrix.mT + its_bias
-            for place, (matrix, its_bias) in enumerate(rows)
-        ]
-        q, k, v = (torch.stack(single[n : n + heads], 1) for n in range(0, count, heads))
-        outputs = functional.head_outputs(q, k, v, mask=mask)
-        return linear(outputs.transpose(1, 2).flatten(2), out, out_bias)
-
-    out = layer.out_proj
-    weights = (layer.in_proj_weight, layer.in_proj_bias, out.weight, out.bias)
-    return Budget.of(output, x, source, *weights)
+    outputs = functional.merge_heads(AttentionMatrix(q, k) @ v)
+    return linear(outputs, layer.out_proj.weight, layer.out_proj.bias)

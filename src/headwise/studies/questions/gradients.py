@@ -358,8 +358,8 @@ QUESTION = Question(
         ),
     ),
     verdict="In all four weight matrices, most in wq and wk: with one head a single softmax shapes "
-    "the gradient of all their rows, with {many} each head's softmax shapes its own rows alone, "
-    "and the cosine of the two gradients is {cosine[q]:.2f} in wq but {cosine[v]:.2f} in wv.",
+    "the gradient of every row, with {many} each softmax shapes only its head's rows, and the two "
+    "gradients' cosine is {cosine[q]:.2f} in wq but {cosine[v]:.2f} in wv.",
     why="wq and wk act through the scores alone; wv and wo act on the averages that the heads "
     "take, and differ less. Narrower heads also have simpler scores: over {length} tokens their "
     "rank is {ranks[1][0]} with one head, {ranks[2][0]} with two and {ranks[8][0]} with {many}, "

@@ -318,9 +318,9 @@ QUESTION = Question(
             lambda n: n["ends"]["one_lookup"]["worst"] < n["half"],
         ),
     ),
-    verdict="Yes, on a small made-up task with two lookups: a head returns one average, so one "
-    "head is left with at least half of the error, while two heads take one lookup each and are "
-    "left with {ends[2][worst]:percent}; four and eight heads do no better in {steps} steps.",
+    verdict="Yes, on a small made-up task with two lookups: a head returns one average, so a "
+    "single head leaves at least half of the error, while two heads take one lookup each and leave "
+    "{ends[2][worst]:percent}; four and eight do no better in {steps} steps.",
     why="An average of two values is neither of them: one head must give up one value or blur "
     "both, even {wider} times as wide. Two heads return two averages. Four and eight heads still "
     "have only two lookups: several take the same one, each with a narrower part of the value, "

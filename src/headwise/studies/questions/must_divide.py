@@ -11,7 +11,8 @@ from headwise.budget import Budget
 from headwise.layer.attention import Attention
 from headwise.layer.einops_block import EinopsAttention
 from headwise.models.reading import Progress
-from headwise.studies.experiments.per_head import Weights, budget
+from headwise.peers.weights import Weights
+from headwise.studies.experiments import whole_layer
 from headwise.studies.pictures.canvas import WIDTH, block, heading, inset, note, rule, sheet
 from headwise.studies.pictures.style import BAD, INK, SERIES, SOFT
 from headwise.studies.question import Fact, Numbers, Question, Table
@@ -64,21 +65,25 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 def checked(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
     """The layer's output against the paper's formula."""
-    weights = Weights.of(layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
+    weights = Weights.of_linears(layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
     with torch.no_grad():
         output = layer(x, source)
-    return against(output, budget(x, source, source, weights, heads=layer.num_heads))
+    return against(
+        output, whole_layer.budget(x, source, source, weights, num_heads=layer.num_heads)
+    )
 
 
 def checked_page(block: EinopsAttention, x: Tensor, source: Tensor) -> dict[str, Any]:
     """The same for the block of einops' page, before it adds its input and normalises."""
-    weights = Weights.of(block.w_qs, block.w_ks, block.w_vs, block.fc)
+    weights = Weights.of_linears(block.w_qs, block.w_ks, block.w_vs, block.fc)
     attended: list[Tensor] = []
     hook = block.fc.register_forward_hook(lambda *call: attended.append(call[-1]))
     with torch.no_grad():
         block(x, source, source)
     hook.remove()
-    return against(attended[0], budget(x, source, source, weights, heads=block.num_heads))
+    return against(
+        attended[0], whole_layer.budget(x, source, source, weights, num_heads=block.num_heads)
+    )
 
 
 def against(output: Tensor, allowed: Budget) -> dict[str, Any]:
@@ -137,8 +142,8 @@ def torch_widths() -> dict[str, Any]:
         output, _ = layer(x, keys, values)
     rows = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight, layer.out_proj.weight]
     biases = [*layer.in_proj_bias.chunk(3), layer.out_proj.bias]
-    weights = Weights(*(p.detach() for p in (*rows, *biases)))
-    allowed = budget(x, keys, values, weights, heads=TORCH_HEADS)
+    weights = Weights.of(rows, biases)
+    allowed = whole_layer.budget(x, keys, values, weights, num_heads=TORCH_HEADS)
     native = Attention(EMBED_DIM, HEADS, head_dim=HEAD_DIM, source_dim=KEY_WIDTH)
     return {
         "torch_heads": TORCH_HEADS,

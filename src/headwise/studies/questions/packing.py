@@ -13,11 +13,12 @@ from headwise.drop_in.layer import MultiheadAttention
 from headwise.layer.attention import Attention
 from headwise.masks import Mask
 from headwise.models.reading import Progress
+from headwise.peers.weights import Weights
+from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.packing_forms import (
     PARTS,
     Form,
     attend,
-    budget_of,
     drop_in,
     forms,
     native,
@@ -119,8 +120,9 @@ def largest_share(
     source: Tensor,
 ) -> float:
     """The largest share of the error budget that the output of any form uses."""
-    budget = budget_of(layer, x, source)
-    outputs = [packed(x, source, source, need_weights=False)[0], apart(x, source)]
+    budget = whole_layer.budget(x, source, source, weights_of(layer), num_heads=HEADS)
+    outputs = [each(x, source, source, need_weights=False)[0] for each in (layer, packed)]
+    outputs.append(apart(x, source))
     for form in forms(HEADS).values():
         if source is x or len(form.sizes) > 1:  # a single matrix makes q, k and v of one input
             matrices, biases = form.pack(small), form.split(layer.in_proj_bias)
@@ -129,13 +131,20 @@ def largest_share(
     return max(budget.check(output).ratio for output in outputs)
 
 
+def weights_of(layer: nn.MultiheadAttention) -> Weights:
+    """Those of torch's layer, one matrix for the queries, the keys and the values each."""
+    matrices = (*layer.in_proj_weight.chunk(PARTS), layer.out_proj.weight)
+    return Weights.of(matrices, (*layer.in_proj_bias.chunk(PARTS), layer.out_proj.bias))
+
+
 def wrong_order(small: Tensor, layer: nn.MultiheadAttention, x: Tensor) -> dict[str, bool | float]:
     """The packed matrix read as q, k, v of the first head, then of the second: another function."""
     form = forms(HEADS)["packed"]
     products = form.products(x, x, form.pack(small), (layer.in_proj_bias,))
     by_head = products[0].unflatten(-1, (HEADS, PARTS, -1)).movedim(1, 3)
     q, k, v = by_head.unbind(2)
-    output, budget = attend(q, k, v, layer), budget_of(layer, x, x)
+    output = attend(q, k, v, layer)
+    budget = whole_layer.budget(x, x, x, weights_of(layer), num_heads=HEADS)
     return {
         "within": budget.check(output).within,
         "difference": float((output - budget.exact).norm() / budget.exact.norm()),
@@ -152,7 +161,7 @@ def same_objects(
     padding = torch.zeros(BATCH, KEYS, dtype=torch.bool)
     padding[-1] = True
     mask = Mask.from_torch_padding(padding)
-    budget = budget_of(layer, x, x, mask=mask)
+    budget = whole_layer.budget(x, x, x, weights_of(layer), num_heads=HEADS, mask=mask)
     call = {"key_padding_mask": padding, "need_weights": False}
     outputs = {name: packed(*way, **call)[0] for name, way in ways.items()}
     outputs |= {"Attention_one": apart(x, mask=mask), "Attention_two": apart(x, copy, mask=mask)}

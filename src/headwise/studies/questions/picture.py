@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from headwise import functional
 from headwise.layer.attention import Attention
 from headwise.models import minilm, text
 from headwise.models.reading import Progress, Projections
-from headwise.studies.experiments.per_head import Weights, budget
+from headwise.peers.weights import Weights
+from headwise.studies.experiments import whole_layer
 from headwise.studies.pictures import layer
 from headwise.studies.question import Fact, Numbers, Question, Table
 
@@ -142,16 +144,16 @@ def stand_out(maps: Tensor, tokens: tuple[str, ...]) -> list[dict[str, Any]]:
 def added_up(layer: Attention, x: Tensor, models_own: Tensor) -> dict[str, Any]:
     """The output as a sum of what the heads add, and with the heads in another order."""
     heads = layer.num_heads
-    weights = Weights.of(*projections_of(layer))
-    allowed = budget(x, x, x, weights, heads=heads)
+    weights, bias = Weights.of_linears(*projections_of(layer)), layer.out_proj.bias
+    allowed = whole_layer.budget(x, x, x, weights, num_heads=heads)
     output, outputs, parts = layer(x), layer.head_outputs(x), layer.contributions(x)
-    turned = outputs.flip(1).transpose(1, 2).flatten(2)
+    turned = functional.merge_heads(outputs.flip(1))
     rows = layer.out_proj.weight.unflatten(1, (heads, -1)).flip(1).flatten(1)
-    swapped, both = layer.out_proj(turned), nn.functional.linear(turned, rows, weights.bo)
+    swapped, both = layer.out_proj(turned), nn.functional.linear(turned, rows, bias)
     return {
         "equal_to_model": allowed.check(models_own).within,
         "equal_to_formula": allowed.check(output).within,
-        "sum_equal": allowed.check(parts.sum(1) + weights.bo).within,
+        "sum_equal": allowed.check(parts.sum(1) + bias).within,
         "order_equal": allowed.check(swapped).within,
         "order_moved": float((swapped - output).norm() / output.norm()),
         "order_of_both_equal": allowed.check(both).within,

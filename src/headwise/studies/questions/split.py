@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from headwise import functional
 from headwise.layer.attention import Attention
 from headwise.models.reading import Progress
-from headwise.studies.experiments.per_head import Weights, budget
+from headwise.peers.weights import Weights
+from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.tracing import PROJECTED, cuts, shapes_on_the_way, trace
 from headwise.studies.pictures.canvas import (
     WIDTH,
@@ -134,7 +135,8 @@ def split_first_compared() -> dict[str, Any]:
     head = slice(embed_dim // heads)  # the entries of q in head 0
     weights = parts(layer)
     output, first = layer(x), split_first(x, *weights, heads=heads)
-    allowed = budget(x, x, x, Weights.of(*projections(blocks)), heads=heads)
+    weights_of_blocks = Weights.of_linears(*projections(blocks))
+    allowed = whole_layer.budget(x, x, x, weights_of_blocks, num_heads=heads)
     return {
         "reached": {name: int(r[head].sum()) for name, r in reach.items()},
         "pairs": reach["attention"][head].numel(),
