@@ -20,7 +20,7 @@ from headwise.peers.weights import Weights
 class EinopsPage(Peer):
     """The names of its parameters are the page's."""
 
-    name = "einops' page"
+    name = "einops' example"
     real = False
     biased = True
 

@@ -39,13 +39,17 @@ class Tensor2Tensor(Peer):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Project, split the heads, attend, combine the heads, project."""
-        q, k, v = (self._split_heads(x @ kernel) for kernel in (self.q, self.k, self.v))
+        weights = F.dropout(self._weights(x, mask), self.p, self.training)
+        combined: Tensor = (weights @ self._split_heads(x @ self.v)).transpose(1, 2).flatten(2)
+        return combined @ self.output_transform
+
+    def _weights(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        q, k = (self._split_heads(x @ kernel) for kernel in (self.q, self.k))
         logits = (q * self.head_dim**-0.5) @ k.mT
         if mask is not None:
             logits = logits + mask[:, None].to(logits.dtype)
-        weights = F.dropout(logits.softmax(dim=-1), self.p, self.training)
-        combined: Tensor = (weights @ v).transpose(1, 2).flatten(2)
-        return combined @ self.output_transform
+        weights: Tensor = logits.softmax(dim=-1)
+        return weights
 
     def _split_heads(self, x: Tensor) -> Tensor:
         split: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim))
@@ -54,3 +58,7 @@ class Tensor2Tensor(Peer):
     def spell(self, may_attend: Tensor) -> Tensor:
         """0, and a large negative number where hidden, to be added."""
         return (~may_attend).float() * HIDDEN
+
+    def attention_weights(self, x: Tensor) -> Tensor | None:
+        """What it stores in ``save_weights_to``, before they are dropped out."""
+        return self._weights(x, None)

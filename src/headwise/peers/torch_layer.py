@@ -18,7 +18,7 @@ class TorchLayer(Peer):
         need_weights: torch computes in another way where they are not needed.
     """
 
-    name = "torch's layer"
+    name = "PyTorch's layer"
     real = True
     biased = True
     layer: ClassVar[type[nn.MultiheadAttention]] = nn.MultiheadAttention

@@ -46,6 +46,11 @@ class Weights:
         matrices = [torch.randn(embed_dim, embed_dim) / math.sqrt(embed_dim) for _ in range(4)]
         return cls.of(matrices, (torch.randn(embed_dim) / 2 for _ in range(4 if biased else 0)))
 
+    def double(self) -> Weights:
+        """The same in float64."""
+        biases = (bias.double() for bias in self.biases or ())
+        return Weights.of((matrix.double() for matrix in self.matrices), biases)
+
     @property
     def matrices(self) -> tuple[Tensor, ...]:
         """Those of the queries, the keys, the values and the output."""

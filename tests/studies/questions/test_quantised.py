@@ -91,10 +91,19 @@ def test_float32_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "leaves the error budget of float32" in fact
 
 
-def test_a_way_that_torch_has_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_torch_has_dropped_is_gone_in_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(torch.ao.quantization, "quantize_dynamic")
-    (fact,) = failed()
-    assert "all that was tried still works" in fact
+    answer = ask(QUESTION)
+    assert answer.holds
+    assert [row[2] for row in answer.rows if row[0] == "whole model"] == ["gone"]
+
+
+def test_without_quantised_tensors_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "quantize_per_tensor")
+    with pytest.raises(MissingExtraError, match="without quantised linears"):
+        ask(QUESTION)
 
 
 @pytest.mark.parametrize("way", ["Linear", "functional", "dynamic"])

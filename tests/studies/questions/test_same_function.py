@@ -25,7 +25,7 @@ from tests.looks import random_reading
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few seeds, of which some say equal; an encoder with random weights."""
     reading = random_reading()
-    monkeypatch.setattr(encoder, "reading", lambda: reading)
+    monkeypatch.setattr(encoder, "reading", lambda *_: reading)
     monkeypatch.setattr(same_function, "SEEDS", 6)
 
 
@@ -91,7 +91,7 @@ def test_rows_that_read_one_key_in_every_sample_need_nothing_else(
 
 def test_an_encoder_with_one_head_has_nothing_to_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     single = replace(random_reading(), num_heads=1)
-    monkeypatch.setattr(encoder, "reading", lambda: single)
+    monkeypatch.setattr(encoder, "reading", lambda *_: single)
     assert_fails(asked(), 5)
 
 

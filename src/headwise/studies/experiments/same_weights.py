@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn import functional as F
 
-from headwise import functional
 from headwise.budget import Budget
 from headwise.masks import Mask
 from headwise.models.reading import Reading
@@ -21,40 +18,22 @@ from headwise.peers.bert import Bert
 from headwise.peers.einops_page import EinopsPage
 from headwise.peers.peer import Peer
 from headwise.peers.weights import Weights
+from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.own_layers import IMPLEMENTATIONS
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 3, 6, 45, 192
 
 
-def reference(
-    x: Float[Tensor, "batch length embed_dim"],
-    *given: Tensor,
-    num_heads: int,
-    may_attend: Bool[Tensor, "batch queries keys"] | None = None,
-) -> Float[Tensor, "batch length embed_dim"]:
-    """headwise's reference arithmetic between projections; ``given`` is ``Weights.tensors``."""
-    matrices, biases = given[:4], given[4:] or (None,) * 4
-    q, k, v = (
-        functional.split_heads(F.linear(x, matrix, bias), heads=num_heads)
-        for matrix, bias in zip(matrices[:3], biases[:3], strict=True)
-    )
-    mask = None if may_attend is None else Mask.may_attend(may_attend, axes="batch queries keys")
-    heads = functional.head_outputs(q, k, v, mask=mask)
-    return F.linear(functional.merge_heads(heads), matrices[3], biases[3])
-
-
 def budget(
-    x: Tensor, given: Weights, *, num_heads: int = NUM_HEADS, may_attend: Tensor | None = None
+    x: Float[Tensor, "batch length embed_dim"],
+    given: Weights,
+    *,
+    num_heads: int = NUM_HEADS,
+    may_attend: Bool[Tensor, "batch queries keys"] | None = None,
 ) -> Budget:
-    """What plain torch may err for these weights."""
-    function = partial(reference, num_heads=num_heads, may_attend=may_attend)
-    return Budget.of(function, x, *given.tensors)
-
-
-def in_float64(narrow: Budget) -> Budget:
-    """The same in float64, where both round as in float32, but finer: the result and the exact."""
-    finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    return replace(narrow, dtype=torch.float64, allowed=2 * finer * narrow.allowed)
+    """What rounding may do to the output of these weights."""
+    mask = None if may_attend is None else Mask.may_attend(may_attend, axes="batch queries keys")
+    return whole_layer.budget(x, x, x, given, num_heads=num_heads, mask=mask)
 
 
 def made(
@@ -89,6 +68,12 @@ def differences(rows: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> li
     return [[float((a - b).abs().max()) for b in columns.values()] for a in rows.values()]
 
 
+def each_pair_within(allowed: Budget, found: Mapping[str, Tensor]) -> bool:
+    """Whether any two differ by no more than both together may be off, at every element."""
+    pairs = combinations((output.double() for output in found.values()), 2)
+    return all(bool(((a - b).abs() <= 2 * allowed.allowed).all()) for a, b in pairs)
+
+
 def causal_and_padded() -> Bool[Tensor, "batch queries keys"]:
     """No query sees a later key, nor, in the second sequence, a key of the last third."""
     may_attend = torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -115,18 +100,16 @@ def misread(given: Weights) -> dict[str, Weights]:
     }
 
 
-def of_a_model(reading: Reading) -> tuple[dict[str, float], float]:
+def of_a_model(reading: Reading) -> dict[str, float]:
     """The weights and tokens of every layer of an encoder, which has biases and padding.
 
-    Returns the largest share of each implementation over the layers, with that of the encoder's
-    own layers as "encoder"; and the largest difference between BERT's class and those layers.
+    Returns the largest share of each implementation over the layers, and of the encoder itself.
     """
     embed_dim = reading.calls[0].x.shape[-1]
     peers = made(biased=True, embed_dim=embed_dim, num_heads=reading.num_heads)
     length = reading.real.shape[1]
     may_attend = reading.real[:, None].expand(-1, length, -1)
     largest: dict[str, float] = {}
-    apart = 0.0
     for call in reading.calls:
         p = call.projections
         given = Weights.of(
@@ -134,12 +117,11 @@ def of_a_model(reading: Reading) -> tuple[dict[str, float], float]:
             (*p.in_proj_bias.chunk(3), p.out_proj_bias),
         )
         found = outputs(peers, call.x, given, may_attend)
-        apart = max(apart, float((found["bert"] - call.output).abs().max()))
         found["encoder"] = call.output
         allowed = budget(call.x, given, num_heads=reading.num_heads, may_attend=may_attend)
         for key, share in shares(allowed, found).items():
             largest[key] = max(share, largest.get(key, 0.0))
-    return largest, apart
+    return largest
 
 
 def of_random_weights() -> dict[str, Any]:
@@ -161,10 +143,11 @@ def of_random_weights() -> dict[str, Any]:
         for how, given in misread(plain).items()
     }
     wide = {key: peer.double() for key, peer in peers.items()}
-    fine = shares(in_float64(allowed), outputs(wide, x.double(), plain))
+    fine = shares(budget(x.double(), plain.double()), outputs(wide, x.double(), plain))
     pairs = differences(found, found)
     return {
         "pairs": pairs,
+        "each_pair_within": each_pair_within(allowed, found),
         "largest_pair": max(map(max, pairs)),
         "typical_output": float(allowed.exact.std()),
         "allowed": float(allowed.allowed.max()),
@@ -178,19 +161,12 @@ def of_random_weights() -> dict[str, Any]:
 
 
 @torch.no_grad()
-def of_blocks() -> dict[str, float]:
-    """The blocks that have a residual and a norm inside, against the two around the reference."""
+def blocks_are_sums() -> bool:
+    """Whether the blocks with a residual and a norm inside are just these around the attention."""
     x, given = torch.randn(BATCH, LENGTH, EMBED_DIM), Weights.random(EMBED_DIM, biased=True)
     einops, bert = EinopsPage(EMBED_DIM, NUM_HEADS), Bert(EMBED_DIM, NUM_HEADS)
-    share = {}
-    for key, peer, norm in (
-        ("einops", einops, einops.layer_norm),
-        ("bert", bert, bert.inner.output.LayerNorm),
-    ):
-        allowed = Budget.of(partial(_normed, eps=norm.eps), x, *given.tensors)
-        share[key] = allowed.check(peer.fill(given).eval().block(x)).ratio
-    return share
-
-
-def _normed(x: Tensor, *given: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x + reference(x, *given, num_heads=NUM_HEADS), x.shape[-1:], eps=eps)
+    norms = {einops: einops.layer_norm, bert: bert.inner.output.LayerNorm}
+    return all(
+        torch.equal(peer.fill(given).eval().block(x), norm(peer(x) + x))
+        for peer, norm in norms.items()
+    )

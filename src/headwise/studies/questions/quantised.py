@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from headwise import functional
-from headwise.budget import Budget
 from headwise.errors import MissingExtraError
 from headwise.layer.attention import Attention
 from headwise.models.reading import Progress
+from headwise.peers.weights import Weights
+from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.quantised_projections import (
     Rounded,
     Static,
@@ -83,8 +83,6 @@ def measure(progress: Progress) -> dict[str, Any]:
         "speed": {"least": min(speeds), "most": max(speeds)},
         "torch": metadata.version("torch").split("+")[0],
         "status": status,
-        "ways": len(status),
-        "deprecated": sum("deprecated" in found for found in status.values()),
     }
 
 
@@ -97,7 +95,9 @@ def compare(layer: Attention, x: Tensor) -> dict[str, Any]:
     exact = stages(copy.deepcopy(layer).double(), x.double())
     found = {name: stages(own, x) for name, own in layers.items()}
     errors = {name: errors_of(those, exact) for name, those in found.items()}
-    budget = budget_of(layer, x)
+    parts = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
+    weights = Weights.of_linears(*parts)
+    budget = whole_layer.budget(x, x, x, weights, num_heads=HEADS)
     in_steps = {name: against_steps(layer, layers[name], x, name) for name in INTEGERS}
     return {
         "same_bits": torch.equal(found["once"]["output"], found["every_call"]["output"]),
@@ -112,7 +112,7 @@ def compare(layer: Attention, x: Tensor) -> dict[str, Any]:
 
 def replaced(layer: Attention, x: Tensor, form: Replacement) -> Attention:
     """A copy of the layer with other projections, their steps chosen for what each is given."""
-    merged = layer.head_outputs(x).transpose(1, 2).flatten(2)
+    merged = functional.merge_heads(layer.head_outputs(x))
     own = copy.deepcopy(layer)
     for name in PROJECTIONS:
         given = merged if name == "out_proj" else x
@@ -158,18 +158,6 @@ def against_steps(layer: Attention, own: Attention, x: Tensor, form: str) -> dic
     }
 
 
-def budget_of(layer: Attention, x: Tensor) -> Budget:
-    """What float32's rounding may do to the output."""
-
-    def output(x: Tensor, *parameters: Tensor) -> Tensor:
-        *inner, out = zip(parameters[::2], parameters[1::2], strict=True)
-        q, k, v = (functional.split_heads(linear(x, *pair), heads=HEADS) for pair in inner)
-        return linear(functional.merge_heads(functional.head_outputs(q, k, v)), *out)
-
-    parts = [layer.get_submodule(name) for name in PROJECTIONS]
-    return Budget.of(output, x, *(p for part in parts for p in part.parameters()))
-
-
 def times_of_projections(tokens: str, layer: Attention, x: Tensor) -> dict[str, float]:
     """How long one projection of so many tokens takes, floats in and floats out."""
     given = x.flatten(0, 1)[: TOKENS[tokens]]
@@ -184,7 +172,10 @@ def status_of_torch() -> dict[str, str]:
         MissingExtraError: the installed torch has no quantised linears any more.
     """
     x, small = torch.ones(2, 4), nn.Linear(4, 4)
-    tensors = partial(torch.quantize_per_tensor, x, 1.0, 0, torch.quint8)
+
+    def tensors() -> Tensor:
+        return torch.quantize_per_tensor(x, 1.0, 0, torch.quint8)
+
     status = {"tensors": status_of_once(tensors)}
     status_of(tensors)  # the one warning of this process is given here, where nobody need hear it
     status |= {
@@ -331,11 +322,6 @@ QUESTION = Question(
             "{budget[dynamic]:,.0f} times it); float32 itself uses {budget[float32]:.2f} of it",
             lambda n: n["budget"]["float32"] <= 1 < min(n["budget"][name] for name in INTEGERS),
         ),
-        Fact(
-            "all that was tried still works in torch {torch}, {deprecated} of {ways} with a "
-            "deprecation warning",
-            lambda n: "gone" not in n["status"].values(),
-        ),
     ),
     verdict="int8 makes the projections four times smaller and, on this CPU, {speed[least]:.1f} to "
     "{speed[most]:.1f} times as fast as float32, at {errors[once][output]:percent} error in the "
@@ -343,7 +329,8 @@ QUESTION = Question(
     "{times[one][every_call]:.1f} times float32's time for one token.",
     why="Eight bits hold a few hundred evenly spaced numbers, so every weight and every input "
     "moves by up to half a step. Packing rearranges the same integers into the order that the "
-    "processor's kernel reads, once per call however few tokens there are.",
+    "processor's kernel reads, once per call however few tokens there are. The table says which of "
+    "these torch {torch}, measured here, still has.",
     caption="Static int8 fixes the steps of its inputs beforehand, dynamic int8 chooses them from "
     "each input; packed weights are stored in the order that the kernel reads, and both are packed "
     "once unless said otherwise. Left: the error after each stage of a layer (embed_dim "
@@ -352,7 +339,7 @@ QUESTION = Question(
     "multiple of float32's, the line at one; what is to its left is faster.",
     draw=draw,
     table=Table(
-        columns=("int8", "class or function", "in this torch"),
+        columns=("int8", "class or function", "in the torch installed here"),
         rows=(
             ("dynamic", "torch.ao.nn.quantized.dynamic.Linear", "{status[dynamic]}"),
             ("static", "torch.ao.nn.quantized.Linear", "{status[once]}"),
@@ -365,7 +352,7 @@ QUESTION = Question(
     varies=frozenset(
         {
             *("steps", "errors", "least_times_bfloat16", "budget"),
-            *("times", "speed", "torch", "status", "deprecated"),
+            *("times", "speed", "torch", "status"),
         }
     ),
 )
