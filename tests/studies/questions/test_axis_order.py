@@ -37,14 +37,34 @@ def use(monkeypatch: pytest.MonkeyPatch, layer: type[MultiheadAttention]) -> Non
     monkeypatch.setitem(axis_order.LAYERS, "headwise", layer)
 
 
-def test_a_layer_that_refuses_a_tensor_for_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = axis_order.given_to
+def test_outputs_that_hang_on_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reversed(MultiheadAttention):
+        """Length first, it returns the sequences of the batch in the other order."""
 
-    def suspicious(layer: nn.Module, x: Tensor) -> dict[str, Any]:
-        return own(layer, x) | {"alone": {"refused": True, "says": "more tokens than sequences"}}
+        def forward(self, *args: Any, **options: Any) -> Any:
+            output, weights = super().forward(*args, **options)
+            return output if self.batch_first else output.flip(1), weights
 
-    monkeypatch.setattr(axis_order, "given_to", suspicious)
-    assert_fails(asked(), 0)
+    use(monkeypatch, Reversed)
+    assert_fails(asked(), 0, 3)
+
+
+@pytest.mark.parametrize("name", ["torch", "headwise"])
+def test_a_layer_that_refuses_a_tensor_for_its_sizes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = axis_order.LAYERS[name]
+
+    class Suspicious(own):  # type: ignore[valid-type, misc]
+        def forward(self, query: Tensor, *args: Any, **options: Any) -> Any:
+            if not self.batch_first and query.shape[0] < query.shape[1]:
+                raise RuntimeError("saw: more sequences than tokens")
+            return super().forward(query, *args, **options)
+
+    monkeypatch.setitem(axis_order.LAYERS, name, Suspicious)
+    answer = asked()
+    assert_fails(answer, 1, 3, *([6] if name == "torch" else []))
+    assert answer.numbers["messages"][name]["alone"] == "saw: more sequences than tokens"
 
 
 def test_a_native_layer_that_knows_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +77,7 @@ def test_a_native_layer_that_knows_the_order(monkeypatch: pytest.MonkeyPatch) ->
         return own(self, x, **options)
 
     monkeypatch.setattr(Attention, "forward", knowing)
-    assert_fails(asked(), 0, 4)
+    assert_fails(asked(), 1, 5)
 
 
 def test_a_layer_that_attends_across_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +88,7 @@ def test_a_layer_that_attends_across_the_batch(monkeypatch: pytest.MonkeyPatch) 
             super().__init__(*args, batch_first=False)
 
     use(monkeypatch, LengthFirst)
-    assert_fails(asked(), 1)
+    assert_fails(asked(), 2)
 
 
 def test_a_layer_that_finds_the_batch_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +97,7 @@ def test_a_layer_that_finds_the_batch_by_itself(monkeypatch: pytest.MonkeyPatch)
             super().__init__(*args, batch_first=True)
 
     use(monkeypatch, BatchFirst)
-    assert_fails(asked(), 2, 3)
+    assert_fails(asked(), 3, 4)
 
 
 def test_masks_whose_sizes_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,12 +107,12 @@ def test_masks_whose_sizes_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> N
             return super().forward(query, key, value, **options)
 
     use(monkeypatch, Careless)
-    assert_fails(asked(), 3)
+    assert_fails(asked(), 4)
 
 
 def test_lengths_that_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mask, "lengths", lambda **_: Mask())
-    assert_fails(asked(), 3)
+    assert_fails(asked(), 4)
 
 
 def test_a_batch_that_may_not_be_as_long_as_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +123,7 @@ def test_a_batch_that_may_not_be_as_long_as_its_sequences(monkeypatch: pytest.Mo
             return super().forward(query, *args, **options)
 
     use(monkeypatch, Strict)
-    assert_fails(asked(), 4)
+    assert_fails(asked(), 5)
 
 
 def test_weights_of_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +132,7 @@ def test_weights_of_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().forward(*args, **options, average_attn_weights=False)
 
     monkeypatch.setitem(axis_order.LAYERS, "torch", PerHead)
-    assert_fails(asked(), 5)
+    assert_fails(asked(), 6)
 
 
 # ---- what it measures with -----------------------------------------------------------------------
@@ -135,8 +155,20 @@ def test_influence_is_the_size_of_the_derivative() -> None:
     ]
 
 
+def test_an_outcome_is_what_was_returned_or_what_the_error_asks_for() -> None:
+    def refuse() -> None:
+        raise ShapeError(saw="a tensor", needed="another", do="pass it")
+
+    accepted, refused = axis_order.outcome_of(lambda: (1, 2)), axis_order.outcome_of(refuse)
+    assert accepted.result == (1, 2)
+    assert accepted.told == {"refused": False, "answer": "accepted"}
+    assert refused.message == "needed: another"
+    assert refused.told == {"refused": True, "answer": "error"}
+
+
 def test_reach_counts_tokens_of_its_own_sequence_and_of_others() -> None:
     tokens = axis_order.BATCH * axis_order.LENGTH
     found = torch.eye(tokens)
     found[0, 1] = found[0, -1] = found[0, -2] = 0.5
-    assert axis_order.reach(found) == {"own": [1, 2], "others": [0, 2]}
+    found[0, axis_order.LENGTH] = 0.5
+    assert axis_order.reach(found) == {"own": [1, 2], "others": [0, 3], "position": [1, 2]}

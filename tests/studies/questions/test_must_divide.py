@@ -49,7 +49,17 @@ def test_a_wrong_block_of_einops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(EinopsAttention, "matrix", swapped)
     (said,) = failing(ask(must_divide.QUESTION))
-    assert "einops documentation" in said
+    assert "EinopsAttention" in said
+
+
+def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = AttentionMatrix.__matmul__
+    monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
+    said = failing(ask(must_divide.QUESTION))
+    assert said[0].startswith("6 heads with head_dim 10")
+    assert said[1].startswith("so do 0 of 12 other pairs")
+    assert "EinopsAttention" in said[2]
+    assert "source_dim" in said[3]
 
 
 def test_a_torch_that_does_not_divide_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

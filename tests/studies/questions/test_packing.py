@@ -13,10 +13,16 @@ from headwise.drop_in import core
 from headwise.drop_in.layer import MultiheadAttention
 from headwise.layer.attention import Attention
 from headwise.matrix import AttentionMatrix
+from headwise.peers.gpt2 import GPT2
+from headwise.peers.peer import Peer
+from headwise.peers.weights import Weights
+from headwise.studies.experiments.own_layers import DropIn, Native
 from headwise.studies.experiments.packing_forms import Form
 from headwise.studies.questions import packing
 from headwise.studies.questions.packing import QUESTION
 from headwise.studies.study import ask
+
+pytest.importorskip("transformers")
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +46,35 @@ def test_small_sizes_hold() -> None:
     assert failed() == []
 
 
-def test_a_layer_that_loads_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = nn.Module.load_state_dict
+@pytest.mark.parametrize("kind", [DropIn, Native, GPT2])
+def test_a_layer_that_stores_rounded_weights(
+    kind: type[Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = kind.fill
 
-    def rounded(self: nn.Module, state: dict[str, Tensor]) -> object:
-        return load(self, {name: x.bfloat16().float() for name, x in state.items()})
+    def rounded(self: Peer, given: Weights) -> Peer:
+        matrices = (matrix.bfloat16().float() for matrix in given.matrices)
+        return fill(self, Weights.of(matrices, given.biases or ()))
 
-    monkeypatch.setattr(nn.Module, "load_state_dict", rounded)
-    assert "with no bit changed" in failed()[0]
+    monkeypatch.setattr(kind, "fill", rounded)
+    found = failed()
+    assert "with no bit changed" in found[0]
+    assert "in self-attention the outputs" in found[1]
+
+
+def test_a_gpt2_that_does_not_transpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matrix filled as torch's would be: the form matters, and so does which one it is."""
+
+    def by_rows(self: GPT2) -> Weights:
+        fused, out = self.inner.c_attn, self.inner.c_proj
+        packed = fused.weight.view(fused.weight.shape[::-1])
+        biases = (*fused.bias.chunk(3), out.bias)
+        return Weights(*packed.chunk(3), out.weight.mT, biases)
+
+    monkeypatch.setattr(GPT2, "held", by_rows)
+    kept, output = failed()
+    assert "GPT-2's layer" in kept
+    assert "in self-attention the outputs" in output
 
 
 @pytest.mark.parametrize("lost", ["last number", "order"])
@@ -67,7 +94,7 @@ def test_a_form_that_loses_something(lost: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_product_that_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
-    monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * 1.0001)
+    monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
     found = failed()
     assert "in self-attention the outputs" in found[0]
     assert "from another text" in found[1]
@@ -88,7 +115,7 @@ def test_keys_and_values_taken_from_the_wrong_text(monkeypatch: pytest.MonkeyPat
 def test_heads_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With weights of zero and biases of one, no order of the packed matrix is wrong."""
     monkeypatch.setattr(activation, "xavier_uniform_", nn.init.zeros_)
-    monkeypatch.setattr(nn.init, "normal_", lambda x, std: nn.init.ones_(x))
+    monkeypatch.setattr(nn.init, "normal_", lambda x, **sizes: nn.init.ones_(x))
     (words,) = failed()
     assert words.startswith("the order matters")
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from headwise.drop_in.layer import MultiheadAttention
 from headwise.layer.attention import Attention
+from headwise.peers.paper import Paper
 from headwise.studies.questions import parameters
 from headwise.studies.questions.parameters import QUESTION
 from headwise.studies.study import ask
@@ -24,25 +25,43 @@ def failed() -> list[str]:
     return found
 
 
-def test_a_layer_with_a_parameter_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gated(MultiheadAttention):
+@pytest.mark.parametrize("layer", [nn.MultiheadAttention, MultiheadAttention])
+def test_a_layer_with_a_parameter_for_each_head(
+    layer: type[nn.MultiheadAttention], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gated(layer):  # type: ignore[valid-type, misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.gate = nn.Parameter(torch.ones(self.num_heads))
 
-    monkeypatch.setattr(parameters, "MultiheadAttention", Gated)
-    assert "the same parameters, by name and shape" in failed()[0]
+    where = nn if layer is nn.MultiheadAttention else parameters
+    monkeypatch.setattr(where, "MultiheadAttention", Gated)
+    (words,) = failed()
+    assert "the same parameters, by name and shape" in words
+
+
+def test_heads_that_share_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Paper.__init__
+
+    def sharing(self: Paper, *args: int) -> None:
+        own(self, *args)
+        self.wk = nn.Parameter(self.wk[:1])
+
+    monkeypatch.setattr(Paper, "__init__", sharing)
+    (words,) = failed()
+    assert "557,056 numbers" in words
+    assert "786,432" in words
 
 
 def test_heads_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Narrow(MultiheadAttention):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.head_dim -= 1
+    own = Paper.__init__
 
-    monkeypatch.setattr(parameters, "MultiheadAttention", Narrow)
+    def narrow(self: Paper, embed_dim: int, num_heads: int) -> None:
+        own(self, embed_dim, num_heads + 1)
+
+    monkeypatch.setattr(Paper, "__init__", narrow)
     (words,) = failed()
-    assert "774,144 numbers" in words
+    assert "a matrix (56, 512)" in words
 
 
 def test_a_native_layer_that_forgets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:

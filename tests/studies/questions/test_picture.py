@@ -12,7 +12,10 @@ from headwise.layer.attention import Attention
 from headwise.matrix import AttentionMatrix
 from headwise.models import minilm
 from headwise.models.reading import AttentionCall, Projections, Reading
-from headwise.studies.experiments import whole_layer
+from headwise.peers.peer import Peer
+from headwise.peers.weights import Weights
+from headwise.studies.experiments import own_layers, whole_layer
+from headwise.studies.experiments.own_layers import Native
 from headwise.studies.question import Answer
 from headwise.studies.questions import picture
 from headwise.studies.study import ask
@@ -66,11 +69,19 @@ def test_the_small_model_would_do() -> None:
 
 def test_another_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Loud(Attention):
-        def __init__(self, *sizes: int) -> None:
-            super().__init__(*sizes, scale=1.0)
+        def __init__(self, *sizes: int, **options: Any) -> None:
+            super().__init__(*sizes, scale=1.0, **options)
 
-    monkeypatch.setattr(picture, "Attention", Loud)
+    monkeypatch.setattr(own_layers, "Attention", Loud)
     assert "own output" in failing(ask(picture.QUESTION))[0]
+
+
+def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = AttentionMatrix.__matmul__
+    monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
+    said = failing(ask(picture.QUESTION))
+    assert "own output" in said[0]
+    assert "add up to the output" in said[1]
 
 
 def test_a_layer_that_reads_a_part_of_x_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,14 +124,12 @@ def test_a_head_that_does_not_add_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_order_that_does_not_matter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def alike(projections: Projections, heads: int) -> Attention:
-        layer = attention(projections, heads)
-        first = layer.out_proj.weight[:, :HEAD_DIM].clone()
-        layer.out_proj.weight.copy_(first.repeat(1, heads))
-        return layer
+    def alike(self: Native, given: Weights) -> Peer:
+        first = given.out[:, :HEAD_DIM].repeat(1, HEADS)
+        return fill(self, Weights.of((*given.matrices[:3], first), given.biases or ()))
 
-    attention = picture.attention
-    monkeypatch.setattr(picture, "attention", alike)
+    fill = Native.fill
+    monkeypatch.setattr(Native, "fill", alike)
     assert any("reverse order" in words for words in failing(ask(picture.QUESTION)))
 
 

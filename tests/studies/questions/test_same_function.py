@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise import functional
 from headwise.budget import Budget
@@ -63,6 +63,8 @@ def test_a_softmax_that_ignores_the_scores(monkeypatch: pytest.MonkeyPatch) -> N
         held, words = answer.facts[number]
         assert not held
         assert words in answer.verdict
+    said = answer.numbers["said"]["published"]
+    assert said["unexplained"] == said["equal"] > 0  # by rows that read all keys
 
 
 def test_tokens_and_projections_that_leave_rows_their_own_key(
@@ -82,11 +84,17 @@ def test_tokens_and_projections_that_leave_rows_their_own_key(
         assert words in answer.verdict
 
 
-def test_rows_that_read_one_key_in_every_sample_need_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(same_function, "QUIET", 1.0)
-    assert_fails(asked(), 3)
+def test_a_softmax_that_always_picks_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the same keys are enough, whatever the size of the tokens."""
+
+    def hard(s: Tensor, sink: Tensor | None = None) -> Tensor:
+        return torch.zeros_like(s).scatter(-1, s.argmax(-1, keepdim=True), 1)
+
+    monkeypatch.setattr(functional, "weights_of", hard)
+    answer = asked()
+    assert_fails(answer, 3)
+    said = answer.numbers["said"]["quiet"]
+    assert said["equal"] == said["same_key"] > 0
 
 
 def test_an_encoder_with_one_head_has_nothing_to_merge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,10 +130,28 @@ def test_the_merged_scores_are_those_of_the_single_head(projected: Projected) ->
         one_head.budget_of_scores(projected).assert_holds(merged * (1 + 1e-4))
 
 
-def test_the_difference_is_a_share_of_the_second() -> None:
-    several = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
-    one = several + torch.tensor([[0.0, 5.0], [1.0, 0.0]])
-    assert one_head.difference(one, several).tolist() == [1.0, 0.5]
+def test_the_difference_is_a_share_of_the_reference() -> None:
+    reference = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    actual = reference + torch.tensor([[0.0, 5.0], [1.0, 0.0]])
+    assert one_head.difference(actual, reference).tolist() == [1.0, 0.5]
+
+
+def test_seeds_are_explained_where_they_are_equal_for_the_reason() -> None:
+    found = {
+        "equal": [True, True, True, False],
+        "one_key": [True, False, True, True],
+        "same_key": [True, True, False, True],
+    }
+    counts = same_function.count(found)
+    assert counts["unexplained"] == 2
+    assert counts["equal"] == 3
+
+
+def test_all_seeds_have_the_output_projection_of_one_more() -> None:
+    (own,) = same_function.samples("own", 1.0)
+    torch.manual_seed(same_function.SEEDS)
+    layer = nn.MultiheadAttention(same_function.EMBED_DIM, same_function.HEADS)
+    assert torch.equal(own.wo, layer.out_proj.weight.mT)
 
 
 def test_an_excess_is_error_over_allowance() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import functional
-from headwise.drop_in.layer import MultiheadAttention
+from headwise.peers.torch_layer import TorchLayer
 from headwise.studies.question import Answer
 from headwise.studies.questions import weights_of_one
 from headwise.studies.study import ask
@@ -27,9 +28,19 @@ def assert_fails(answer: Answer, *facts: int) -> None:
         assert words in answer.verdict
 
 
+def soften(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """The softmax of torch's layer, of scores times a factor."""
+    own = torch.nn.functional.softmax
+
+    def softmax(s: Tensor, dim: int) -> Tensor:
+        return own(factor * s, dim=dim)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+
+
 def test_scores_on_another_scale_are_not_the_root_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "default_scale", lambda q: 0.1)
-    assert_fails(asked(), 0, 1)
+    assert_fails(asked(), 0)
 
 
 def test_weights_that_are_not_all_one_make_heads_that_are_not_copies(
@@ -44,40 +55,63 @@ def test_weights_that_are_not_all_one_make_heads_that_are_not_copies(
     assert_fails(asked(), 0, 1, 2)
 
 
-def test_another_scale_for_the_single_head_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_of_one, "THEIR_SCALE", weights_of_one.EMBED_DIM**-0.5)
-    answer = asked()
-    assert_fails(answer, 1)
-    assert [held for held, _ in answer.facts].count(False) == 1
+def test_a_layer_that_makes_up_for_small_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head is the same as several, and so another with its scores divided by the root."""
+
+    class Scaled(nn.MultiheadAttention):
+        def forward(self, query: Tensor, *args: Any, **options: Any) -> Any:
+            return super().forward(query * math.sqrt(self.num_heads), *args, **options)
+
+    monkeypatch.setattr(TorchLayer, "layer", Scaled)
+    assert_fails(asked(), 1, 4)
 
 
-def test_small_positive_tokens_come_out_unequal(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = torch.rand
-
-    def small(*sizes: int, **options: Any) -> Tensor:
-        return own(*sizes, **options) if options else 0.01 * own(*sizes)
-
-    monkeypatch.setattr(torch, "rand", small)
+def test_scores_that_are_too_small_to_pick_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then even tokens from torch.rand show the scale."""
+    soften(monkeypatch, 1e-5)
     assert_fails(asked(), 2)
 
 
-def test_without_the_small_factor_nothing_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_of_one, "QUIET", 1e-30)
-    assert_fails(asked(), 4)
+def test_a_softmax_that_is_even_hides_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    soften(monkeypatch, 0.0)
+    assert_fails(asked(), 4, 5)
 
 
 def test_tokens_that_are_not_equal_do_not_come_out_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "expand_as", lambda x, other: other)  # the tokens as drawn
-    assert_fails(asked(), 3)
+    monkeypatch.setattr(weights_of_one, "repeated", lambda x: x)
+    answer = asked()
+    assert_fails(answer, 3)
+    assert [held for held, _ in answer.facts].count(False) == 1
 
 
-def test_own_weights_that_are_zero_hide_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = weights_of_one.layer_of
+def test_default_weights_that_are_zero_hide_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = nn.MultiheadAttention._reset_parameters
 
-    def silent(heads: int) -> MultiheadAttention:
-        layer = own(heads)
-        nn.init.zeros_(layer.in_proj_weight[: 2 * weights_of_one.EMBED_DIM])
-        return layer
+    def silent(layer: nn.MultiheadAttention) -> None:
+        own(layer)
+        nn.init.zeros_(layer.in_proj_weight[: 2 * layer.embed_dim])
 
-    monkeypatch.setattr(weights_of_one, "layer_of", silent)
-    assert_fails(asked(), 5)
+    monkeypatch.setattr(nn.MultiheadAttention, "_reset_parameters", silent)
+    answer = asked()
+    assert_fails(answer, 5)
+    assert [held for held, _ in answer.facts].count(False) == 1
+
+
+# ---- what it measures with -----------------------------------------------------------------------
+
+
+def test_evenness_is_the_share_of_the_largest_entropy() -> None:
+    weights = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    assert weights_of_one.evenness(weights) == 0.5
+    assert weights_of_one.evenness(weights[1:2]) == 0.5
+
+
+def test_a_single_head_has_the_parameters_of_several() -> None:
+    several = weights_of_one.layer_of(4)
+    one, rescaled = weights_of_one.single(several), weights_of_one.rescaled(several)
+    assert one.num_heads == rescaled.num_heads == 1
+    mine = [layer.held().tensors for layer in (several, one, rescaled)]
+    for number, (a, b, c) in enumerate(zip(*mine, strict=True)):
+        assert torch.equal(a, b)
+        assert a.data_ptr() != b.data_ptr()
+        assert torch.equal(a / 2 if number == 0 else a, c)

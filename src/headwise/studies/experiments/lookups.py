@@ -4,11 +4,13 @@ A text is a row of tokens. Each holds a value (random numbers), its own name, an
 other token. At each token two values must be told: that of the token before, and that of the token
 that is named. The layer is all there is of the model, so both must come through its heads.
 
-**No single mean holds both.** One head hands on one mean of the values, sum over j of p_j v_j, and
-each value told is a linear map of it. Where the p_j do not hang on the values (of unit variance,
-unrelated), the best map for the value of token a leaves the share 1 - p_a^2 / sum p_j^2 of its
-variance, and for that of token b 1 - p_b^2 / sum p_j^2. The mean of both is at least a half,
-whatever the weights are and however wide the head is.
+**One mean, weighted without regard to the values, does not hold both.** One head hands on one mean
+of the values, sum over j of p_j v_j, and each value told is a linear map of it. Where the p_j do
+not depend on the values (of unit variance, unrelated), the best map for the value of token a leaves
+the share 1 - p_a^2 / sum p_j^2 of its variance, and for that of token b 1 - p_b^2 / sum p_j^2. The
+mean of both is at least a half, whatever such weights are and however wide the head is. Queries and
+keys are made of the whole token, its value too, so a head that is trained need not meet the
+condition.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ LENGTH = 16  # tokens of a text, and so names
 VALUE = 16  # numbers of a token's value
 EMBED_DIM = VALUE + 2 * LENGTH  # a value, a name, and the name of another
 LOOKUPS = ("before", "named")
-HALF = 0.5  # what one mean must leave of the error, with two lookups
+HALF = 0.5  # of the error of two lookups: the least that one such mean leaves
 BATCH, RATE = 16, 1e-2
 
 

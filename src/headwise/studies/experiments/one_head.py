@@ -42,12 +42,12 @@ class Projected:
 
 
 def difference(
-    one: Float[Tensor, "batch *rest"], several: Float[Tensor, "batch *rest"]
+    actual: Float[Tensor, "batch *rest"], reference: Float[Tensor, "batch *rest"]
 ) -> Float[Tensor, " batch"]:
-    """The relative difference: the norm of the difference over the norm of the second."""
-    one, several = (x.detach().double().flatten(1) for x in (one, several))
-    apart: Tensor = torch.linalg.vector_norm(one - several, dim=1)
-    size: Tensor = torch.linalg.vector_norm(several, dim=1)
+    """The relative difference: the norm of the difference over the norm of the reference."""
+    actual, reference = (x.detach().double().flatten(1) for x in (actual, reference))
+    apart: Tensor = torch.linalg.vector_norm(actual - reference, dim=1)
+    size: Tensor = torch.linalg.vector_norm(reference, dim=1)
     return apart / size
 
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from headwise import functional
-from headwise.drop_in.layer import MultiheadAttention
-from headwise.layer.attention import Attention
 from headwise.matrix import AttentionMatrix
+from headwise.peers.weights import Weights
 
 PARTS = 3  # queries, keys, values
 
@@ -100,33 +99,12 @@ def forms(heads: int) -> dict[str, Form]:
     }
 
 
-# ---- layers ----------------------------------------------------------------------------------
-
-
-def drop_in(layer: nn.MultiheadAttention) -> MultiheadAttention:
-    """headwise's layer that stores one packed matrix, with the weights of torch's."""
-    ours = MultiheadAttention(layer.embed_dim, layer.num_heads, batch_first=True).eval()
-    ours.load_state_dict(layer.state_dict())
-    return ours
-
-
-def native(layer: nn.MultiheadAttention) -> Attention:
-    """headwise's layer that stores three matrices, with the weights of torch's."""
-    ours = Attention(layer.embed_dim, layer.num_heads).eval()
-    weights, biases = layer.in_proj_weight.chunk(PARTS), layer.in_proj_bias.chunk(PARTS)
-    state = {"out_proj.weight": layer.out_proj.weight, "out_proj.bias": layer.out_proj.bias}
-    for name, weight, bias in zip("qkv", weights, biases, strict=True):
-        state |= {f"{name}_proj.weight": weight, f"{name}_proj.bias": bias}
-    ours.load_state_dict(state)
-    return ours
-
-
 def attend(
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch heads keys head_dim"],
     v: Float[Tensor, "batch heads keys head_dim"],
-    layer: nn.MultiheadAttention,
+    weights: Weights,
 ) -> Float[Tensor, "batch queries embed_dim"]:
-    """The output for queries, keys and values of heads, by the layer's output projection."""
+    """The output for queries, keys and values of heads, by the output projection."""
     outputs = functional.merge_heads(AttentionMatrix(q, k) @ v)
-    return linear(outputs, layer.out_proj.weight, layer.out_proj.bias)
+    return linear(outputs, weights.out, weights.biases[3] if weights.biases else None)

@@ -7,7 +7,8 @@ projected to ``ATTENDED``. Everything else (views, copies, scaling, softmax) sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,31 @@ INPUT, PROJECTED, ATTENDED, OUTPUT = range(4)
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 FUSED = "_scaled_dot_product"  # both products of attention in one operation
 
+# What each axis is. "a*b" is one axis that holds a and b.
+AXES = {
+    "torch": {
+        "x": ("batch", "length", "embed_dim"),
+        "q": ("length", "batch", "embed_dim"),
+        "per_head": ("batch*heads", "length", "head_dim"),
+        "weights": ("batch*heads", "length", "length"),
+        "head_outputs": ("batch*heads", "length", "head_dim"),
+        "merged": ("length*batch", "embed_dim"),
+        "output": ("length", "batch", "embed_dim"),
+        "returned": ("batch", "length", "embed_dim"),
+    },
+    "native": {
+        "x": ("batch", "length", "embed_dim"),
+        "q": ("batch", "length", "embed_dim"),
+        "per_head": ("batch", "heads", "length", "head_dim"),
+        "weights": ("batch", "heads", "length", "length"),
+        "head_outputs": ("batch", "heads", "length", "head_dim"),
+        "merged": ("batch", "length", "embed_dim"),
+        "output": ("batch", "length", "embed_dim"),
+        "returned": ("batch", "length", "embed_dim"),
+    },
+}
+SAME = (("q", "per_head"), ("head_outputs", "merged"), ("output", "returned"))  # in another order
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -29,13 +55,18 @@ class Step:
         operation: torch's name of it.
         stage: how far its result is.
         given: the activations that it read, without parameters.
-        result: what it gave; the first, where it gave several.
+        results: all that it gave.
     """
 
     operation: str
     stage: int
     given: tuple[Tensor, ...]
-    result: Tensor
+    results: tuple[Tensor, ...]
+
+    @property
+    def result(self) -> Tensor:
+        """What it gave; the first, where it gave several."""
+        return self.results[0]
 
     @property
     def is_product(self) -> bool:
@@ -73,8 +104,8 @@ def cuts(steps: Sequence[Step], *, head_dim: int) -> tuple[Step, ...]:
     )
 
 
-def shapes_on_the_way(steps: Sequence[Step], *, head_dim: int) -> dict[str, list[int]]:
-    """The shapes between the input and the output of a pass, by what they are.
+def on_the_way(steps: Sequence[Step], *, head_dim: int) -> dict[str, Tensor]:
+    """The tensors between the input and the output of a pass, by what they are.
 
     ``weights`` is missing where a fused operation keeps them to itself.
     """
@@ -96,11 +127,54 @@ def shapes_on_the_way(steps: Sequence[Step], *, head_dim: int) -> dict[str, list
     }
     if len(attending) == 1:
         del found["weights"]
-    return {name: list(x.shape) for name, x in found.items()}
+    return found
+
+
+def in_order(
+    tensors: dict[str, Tensor], axes: dict[str, tuple[str, ...]], sizes: dict[str, int]
+) -> bool:
+    """Whether stages that hold the same numbers have them where the names of the axes say."""
+    known = with_head_dim(sizes)
+    (q, per_head), *rest = (
+        [taken_apart(tensors[key], axes[key], known) for key in pair] for pair in SAME
+    )
+    scaled = q * math.sqrt(1 / known["head_dim"])  # torch's layer scales q, not the scores
+    return any(per_head.equal(x) for x in (q, scaled)) and all(a.equal(b) for a, b in rest)
+
+
+def with_head_dim(sizes: dict[str, int]) -> dict[str, int]:
+    """These sizes and the one that follows from them."""
+    return sizes | {"head_dim": sizes["embed_dim"] // sizes["heads"]}
+
+
+def by_axes(sizes: dict[str, int]) -> dict[str, dict[str, list[int]]]:
+    """The shapes that the names of the axes say."""
+    known = with_head_dim(sizes)
+    return {
+        layer: {
+            stage: [math.prod(known[part] for part in axis.split("*")) for axis in axes]
+            for stage, axes in stages.items()
+        }
+        for layer, stages in AXES.items()
+    }
+
+
+def taken_apart(x: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
+    """(batch, length, heads, head_dim): what a tensor holds, if its axes are what they are called.
+
+    Args:
+        x: the tensor.
+        axes: the name of each axis. "a*b" is one axis that holds a and b, a outside; "embed_dim"
+            is "heads*head_dim".
+        sizes: how many each name stands for.
+    """
+    names = "*".join(axes).replace("embed_dim", "heads*head_dim").split("*")
+    order = [names.index(name) for name in ("batch", "length", "heads", "head_dim")]
+    return x.reshape([sizes[name] for name in names]).permute(order)
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps every tensor that it sees, so that no memory is used twice during the pass."""
+    """Knows tensors by their memory, and keeps all it knows, so that no memory is used again."""
 
     def __init__(self, layer: nn.Module, x: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -114,7 +188,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         given = tuple(x for x in read if _memory(x) in self.stages)
-        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        results = tuple(x for x in tree_leaves(out) if isinstance(x, Tensor))
         if given and results:
             operation = func.overloadpacket.__name__
             stage = max(self.stages[_memory(x)] for x in given)
@@ -122,7 +196,7 @@ class _Recorder(TorchDispatchMode):
                 stage = self._after_product(stage, read)
             for result in results:
                 self.stages[_memory(result)] = stage
-            self.steps.append(Step(operation, stage, given, results[0]))
+            self.steps.append(Step(operation, stage, given, results))
         return out
 
     def _after_product(self, stage: int, read: list[Tensor]) -> int:

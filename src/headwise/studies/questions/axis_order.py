@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from headwise.errors import HeadwiseError
 from headwise.layer.attention import Attention
 from headwise.masks import Mask
 from headwise.models.reading import Progress
+from headwise.peers.weights import Weights
+from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.one_head import difference
 from headwise.studies.experiments.timing import times_of
 from headwise.studies.pictures.style import SERIES, SOFT
@@ -43,36 +45,73 @@ def measure(progress: Progress) -> dict[str, Any]:
     wrong = {name: kind(EMBED_DIM, HEADS) for name, kind in LAYERS.items()}
     for name, layer in wrong.items():
         layer.load_state_dict(right[name].state_dict())
+    orders = {"right": right, "wrong": wrong}
     maps = {
         order: {name: influence(layer, x) for name, layer in layers.items()}
-        for order, layers in (("right", right), ("wrong", wrong))
+        for order, layers in orders.items()
     }
     progress("axis-order", 1, 3)
-    told = {name: given_to(layer, x) for name, layer in wrong.items()}
+    outcomes = {name: given_to(layer, x) for name, layer in wrong.items()}
+    outcomes["native"] = given_to_native(x)
     progress("axis-order", 2, 3)
-    measured = {name: times(kind) for name, kind in LAYERS.items()}
     return {
         "x": list(x.shape),
         "batch": BATCH,
         "length": LENGTH,
         "others": BATCH - 1,
-        "output": {name: list(layer(x, x, x)[0].shape) for name, layer in wrong.items()},
-        "weights": {
-            order: list(layers["torch"](x, x, x)[1].shape)
-            for order, layers in (("right", right), ("wrong", wrong))
-        },
-        "apart": apart(wrong["headwise"], right["headwise"], x),
+        "own_order": max(own_order(layer, x) for layer in (*right.values(), *wrong.values())),
+        "output": {name: shapes(layer, x)[0] for name, layer in wrong.items()},
+        "weights": {order: shapes(layers["torch"], x)[1] for order, layers in orders.items()},
+        "apart": apart(wrong["torch"], right["torch"], x),
         "reach": {
             order: {name: reach(found) for name, found in by_layer.items()}
             for order, by_layer in maps.items()
         },
-        "told": told | {"native": given_to_native(x)},
-        "square": {name: square(layer) for name, layer in wrong.items()},
+        "told": {
+            name: {call: outcome.told for call, outcome in by_call.items()}
+            for name, by_call in outcomes.items()
+        },
+        "messages": {
+            name: {call: outcome.message for call, outcome in by_call.items()}
+            for name, by_call in outcomes.items()
+        },
+        "square": {name: square(layer).told for name, layer in wrong.items()},
         "timed": TIMED,
-        "times": measured,
-        "within": within(measured["torch"].values()),
+        "times": {name: times(kind) for name, kind in LAYERS.items()},
         "maps": {order: reached(by_layer["torch"]) for order, by_layer in maps.items()},
     }
+
+
+# ---- a call, which may be refused --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call returned, or what it was refused with."""
+
+    result: Any = None
+    message: str = "–"
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Whether it was refused, for the facts and for the table."""
+        refused = self.result is None
+        return {"refused": refused, "answer": "error" if refused else "accepted"}
+
+
+def outcome_of(call: Callable[[], object]) -> Outcome:
+    """Call, and take an error for an answer."""
+    try:
+        return Outcome(call())
+    except (AssertionError, RuntimeError, HeadwiseError) as error:
+        *_, last = str(error).splitlines()[:2]  # headwise says what it saw, then what it needs
+        return Outcome(message=last.strip())
+
+
+def shapes(layer: nn.Module, x: Tensor) -> list[list[int]]:
+    """The shapes of the output and of the attention weights; empty where x is refused."""
+    found = outcome_of(lambda: layer(x, x, x)).result or (torch.empty(0), torch.empty(0))
+    return [list(each.shape) for each in found]
 
 
 # ---- who reaches whom --------------------------------------------------------------------------
@@ -81,18 +120,31 @@ def measure(progress: Progress) -> dict[str, Any]:
 def influence(layer: nn.Module, x: Tensor) -> Tensor:
     """The size of the derivative of each output token by each input token, (tokens, tokens).
 
-    Tokens in the order of the tensor's first two axes, which are batch and length here.
+    Tokens in the order of the tensor's first two axes, which are batch and length here. Nothing
+    depends on anything where x is refused.
     """
-    found = jacobian(lambda x: layer(x, x, x, need_weights=False)[0], x, vectorize=True)
+
+    def output(x: Tensor) -> Tensor:
+        out: Tensor = layer(x, x, x, need_weights=False)[0]
+        return out
+
+    found = outcome_of(lambda: jacobian(output, x, vectorize=True)).result
+    if found is None:
+        return torch.zeros(2 * (x.shape[:2].numel(),))
     sizes: Tensor = torch.linalg.vector_norm(found, dim=(2, 5))
     return sizes.flatten(2, 3).flatten(0, 1)
 
 
 def reach(found: Tensor) -> dict[str, list[int]]:
-    """How many tokens reach an output token, of its own sequence and of others: (least, most)."""
+    """How many tokens reach an output token, (least, most).
+
+    Of its own sequence, of others, and at its own position in any.
+    """
     batch = torch.arange(BATCH).repeat_interleave(LENGTH)
-    same = batch[:, None] == batch
-    counts = {"own": ((found > 0) & same).sum(1), "others": ((found > 0) & ~same).sum(1)}
+    position = torch.arange(LENGTH).repeat(BATCH)
+    own = batch[:, None] == batch
+    among = {"own": own, "others": ~own, "position": position[:, None] == position}
+    counts = {name: ((found > 0) & where).sum(1) for name, where in among.items()}
     return {name: [int(count.min()), int(count.max())] for name, count in counts.items()}
 
 
@@ -102,54 +154,57 @@ def reached(found: Tensor) -> list[list[int]]:
 
 
 def apart(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
-    """The relative difference of the outputs from those of the right order."""
-    one, other = (layer(x, x, x, need_weights=False)[0].detach()[None] for layer in (wrong, right))
-    return float(difference(one, other)[0])
+    """The relative difference of the output from that of the right order; all if refused."""
+    reference = right(x, x, x)[0]
+    actual, _ = outcome_of(lambda: wrong(x, x, x)).result or (torch.zeros_like(reference), None)
+    return float(difference(actual[None], reference[None])[0])
+
+
+def own_order(layer: nn.MultiheadAttention, x: Tensor) -> float:
+    """The error of a layer that is given batch-first tokens in its own order, in budgets."""
+    tokens = x if layer.batch_first else x.transpose(0, 1)
+    output = layer(tokens, tokens, tokens)[0]
+    weights = Weights.of(
+        (*layer.in_proj_weight.chunk(3), layer.out_proj.weight),
+        (*layer.in_proj_bias.chunk(3), layer.out_proj.bias),
+    )
+    budget = whole_layer.budget(x, x, x, weights, num_heads=layer.num_heads)
+    return budget.check(output if layer.batch_first else output.transpose(0, 1)).ratio
 
 
 # ---- what tells --------------------------------------------------------------------------------
 
 
-def answer_to(call: Callable[[], object]) -> dict[str, Any]:
-    """Whether the call is refused, and what the error asks for."""
-    try:
-        call()
-    except (AssertionError, RuntimeError, HeadwiseError) as error:
-        *_, last = str(error).splitlines()[:2]  # headwise says what it saw, then what it needs
-        return {"refused": True, "answer": "error", "says": last.strip()}
-    return {"refused": False, "answer": "accepted", "says": "–"}
-
-
-def given_to(layer: nn.Module, x: Tensor) -> dict[str, Any]:
+def given_to(layer: nn.Module, x: Tensor) -> dict[str, Outcome]:
     """A batch-first tensor in a length-first layer, with and without what knows the sizes."""
     batch, length, embed_dim = x.shape
     source = torch.randn(batch, OTHER_LENGTH, embed_dim)
     padding = torch.arange(length) >= torch.full((batch, 1), length - 1)
     causal = torch.ones(length, length, dtype=torch.bool).triu(1)
     return {
-        "alone": answer_to(lambda: layer(x, x, x)),
-        "padding": answer_to(lambda: layer(x, x, x, key_padding_mask=padding)),
-        "causal": answer_to(lambda: layer(x, x, x, attn_mask=causal)),
-        "source": answer_to(lambda: layer(x, source, source)),
+        "alone": outcome_of(lambda: layer(x, x, x)),
+        "padding": outcome_of(lambda: layer(x, x, x, key_padding_mask=padding)),
+        "causal": outcome_of(lambda: layer(x, x, x, attn_mask=causal)),
+        "source": outcome_of(lambda: layer(x, source, source)),
     }
 
 
-def given_to_native(x: Tensor) -> dict[str, Any]:
+def given_to_native(x: Tensor) -> dict[str, Outcome]:
     """A length-first tensor in the native layer, whose one order is batch first."""
     layer, length_first = Attention(EMBED_DIM, HEADS), x.transpose(0, 1)
     lengths = Mask.lengths(keys=torch.full((len(x),), x.shape[1] - 1))
     return {
-        "alone": answer_to(lambda: layer(length_first)),
-        "padding": answer_to(lambda: layer(length_first, mask=lengths)),
-        "causal": answer_to(lambda: layer(length_first, mask=Mask.causal())),
+        "alone": outcome_of(lambda: layer(length_first)),
+        "padding": outcome_of(lambda: layer(length_first, mask=lengths)),
+        "causal": outcome_of(lambda: layer(length_first, mask=Mask.causal())),
     }
 
 
-def square(layer: nn.Module) -> dict[str, Any]:
+def square(layer: nn.Module) -> Outcome:
     """The same where the batch has as many sequences as each has tokens: every mask fits."""
     x = torch.randn(LENGTH, LENGTH, EMBED_DIM)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    return answer_to(lambda: layer(x, x, x, key_padding_mask=mask & False, attn_mask=mask))
+    return outcome_of(lambda: layer(x, x, x, key_padding_mask=mask & False, attn_mask=mask))
 
 
 # ---- time --------------------------------------------------------------------------------------
@@ -179,11 +234,6 @@ def times(kind: Layer) -> dict[str, float]:
         )["length"]
         for work in (infer, train)
     }
-
-
-def within(ratios: Iterable[float]) -> float:
-    """The largest difference of a ratio from 1, to the next whole percent."""
-    return math.ceil(100 * max(abs(ratio - 1) for ratio in ratios)) / 100
 
 
 # ---- the picture -------------------------------------------------------------------------------
@@ -244,11 +294,17 @@ QUESTION = Question(
     id="axis-order",
     asks="Is it (length, batch, embed_dim) or (batch, length, embed_dim), what if I mix them up, "
     "and which is faster?",
-    claim="It is what the layer was built for. In the other order the output has the right shape "
-    "and the wrong numbers: tokens attend across the batch. No error is raised, unless a mask or "
-    "a source has other sizes.",
+    claim="It is what the layer was built for, and either gives the same output. In the other "
+    "order the output has the right shape and the wrong numbers: tokens attend across the batch. "
+    "No error is raised, unless a mask or a source has other sizes.",
     measure=measure,
     facts=(
+        Fact(
+            "given tokens in its own order, a layer returns the same output length first as batch "
+            "first, PyTorch's and headwise.MultiheadAttention: the largest error is "
+            "{own_order:.2f} of the error budget",
+            lambda n: n["own_order"] <= 1,
+        ),
         Fact(
             "a batch-first tensor {x:shape} passes through a length-first layer, PyTorch's or "
             "headwise.MultiheadAttention, without an error, and the output has the same shape; so "
@@ -259,7 +315,7 @@ QUESTION = Question(
             "in the right order every output token depends on the {length} tokens of its own "
             "sequence and on {reach[right][torch][others][1]} of others",
             lambda n: all(
-                found == {"own": [n["length"]] * 2, "others": [0, 0]}
+                found["own"] == [n["length"]] * 2 and found["others"] == [0, 0]
                 for found in n["reach"]["right"].values()
             ),
         ),
@@ -268,7 +324,7 @@ QUESTION = Question(
             "{reach[wrong][torch][others][0]} tokens of other sequences, those at its position, "
             "and on no other of its own sequence",
             lambda n: all(
-                found == {"own": [1, 1], "others": [n["others"]] * 2}
+                found == {"own": [1, 1], "others": [n["others"]] * 2, "position": [n["batch"]] * 2}
                 for found in n["reach"]["wrong"].values()
             ),
         ),
@@ -294,17 +350,17 @@ QUESTION = Question(
             ),
         ),
     ),
-    verdict="PyTorch's default is (length, batch, embed_dim), batch_first=True swaps the first "
-    "two, and their running times differ by at most {within:percent}; in the wrong order a call "
-    "without masks raises no error, but each token attends to its position in every sequence "
-    "instead of to its own sequence.",
+    verdict="It is a convention of memory layout: PyTorch's default is (length, batch, embed_dim), "
+    "and batch_first=True swaps the first two; in the wrong order a call without masks raises no "
+    "error, but each token attends to its position in every sequence instead of to its own "
+    "sequence.",
     why="A layer sees only two counts and cannot know which is the batch; in the wrong order the "
     "relative difference of the outputs is {apart:percent}. What can reveal it is a mask of the "
     "right sizes, or the shape of the attention weights. Length first took "
-    "{times[torch][infer]:.2f} times as long as batch first in inference and "
+    "{times[torch][infer]:.2f} of the time of batch first in inference and "
     "{times[torch][train]:.2f} in training (PyTorch's layer, {timed[batch]} sequences of "
-    "{timed[length]} tokens, {timed[embed_dim]} wide), and in headwise.MultiheadAttention "
-    "{times[headwise][infer]:.2f} and {times[headwise][train]:.2f}.",
+    "{timed[length]} tokens, {timed[embed_dim]} wide, on the machine of this run), and in "
+    "headwise.MultiheadAttention {times[headwise][infer]:.2f} and {times[headwise][train]:.2f}.",
     caption="The same tensor, {batch} sequences of {length} tokens stored as (batch, length, "
     "embed_dim), in two PyTorch layers. A cell is filled where an output token (row) depends on an "
     "input token (column); the second colour marks one output token. Left: each depends on all "
@@ -318,7 +374,7 @@ QUESTION = Question(
                     title,
                     f"{{told[torch][{call}][answer]}}",
                     f"{{told[headwise][{call}][answer]}}",
-                    f"{{told[headwise][{call}][says]}}",
+                    f"{{messages[headwise][{call}]}}",
                 )
                 for call, title in (
                     ("alone", "no mask"),
@@ -328,7 +384,7 @@ QUESTION = Question(
                 )
             ),
             *(
-                (title, "–", f"{{told[native][{call}][answer]}}", f"{{told[native][{call}][says]}}")
+                (title, "–", f"{{told[native][{call}][answer]}}", f"{{messages[native][{call}]}}")
                 for call, title in (
                     ("padding", "Mask.lengths, headwise.Attention"),
                     ("causal", "Mask.causal, headwise.Attention"),
@@ -336,5 +392,5 @@ QUESTION = Question(
             ),
         ),
     ),
-    varies=frozenset({"times", "within"}),
+    varies=frozenset({"messages", "times", "own_order"}),
 )

@@ -13,6 +13,7 @@ from headwise.layer.einops_block import EinopsAttention
 from headwise.models.reading import Progress
 from headwise.peers.weights import Weights
 from headwise.studies.experiments import whole_layer
+from headwise.studies.experiments.counting import parameters
 from headwise.studies.pictures.canvas import WIDTH, block, heading, inset, note, rule, sheet
 from headwise.studies.pictures.style import BAD, INK, SERIES, SOFT
 from headwise.studies.question import Fact, Numbers, Question, Table
@@ -36,7 +37,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     free = Attention(EMBED_DIM, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, source_dim=EMBED_DIM)
     page = EinopsAttention(EMBED_DIM, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, dropout=0.0)
     accepted = {heads: torchs_layer(heads)[0] for heads in range(1, EMBED_DIM + 1)}
-    torch_counts = {count(layer) for layer in accepted.values() if layer is not None}
+    torch_counts = {parameters(layer) for layer in accepted.values() if layer is not None}
     return {
         "sizes": {
             "embed_dim": EMBED_DIM,
@@ -74,7 +75,7 @@ def checked(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
 
 
 def checked_page(block: EinopsAttention, x: Tensor, source: Tensor) -> dict[str, Any]:
-    """The same for the block of einops' page, before it adds its input and normalises."""
+    """The same for the block as einops' page has it, before it adds its input and normalises."""
     weights = Weights.of_linears(block.w_qs, block.w_ks, block.w_vs, block.fc)
     attended: list[Tensor] = []
     hook = block.fc.register_forward_hook(lambda *call: attended.append(call[-1]))
@@ -98,27 +99,22 @@ def against(output: Tensor, allowed: Budget) -> dict[str, Any]:
 def grid(x: Tensor, source: Tensor) -> dict[str, Any]:
     """Many pairs of a number of heads and a head_dim: does it run, is it right, how large is it?"""
     right: list[list[bool]] = []
-    parameters: dict[int, set[int]] = {}
+    counts: dict[int, set[int]] = {}
     for head_dim in GRID_HEAD_DIMS:
         right.append([])
         for heads in GRID_HEADS:
             layer = Attention(EMBED_DIM, heads, head_dim=head_dim, source_dim=EMBED_DIM)
             right[-1].append(checked(layer, x, source)["within"])
-            parameters.setdefault(heads * head_dim, set()).add(count(layer))
+            counts.setdefault(heads * head_dim, set()).add(parameters(layer))
     return {
         "grid_heads": list(GRID_HEADS),
         "grid_head_dims": list(GRID_HEAD_DIMS),
         "grid_right": right,
         "pairs": sum(map(len, right)),
         "pairs_right": sum(map(sum, right)),
-        "one_count_for_each_product": all(len(counts) == 1 for counts in parameters.values()),
-        "parameters": sorted(parameters[EMBED_DIM]),
+        "one_count_for_each_product": all(len(found) == 1 for found in counts.values()),
+        "parameters": sorted(counts[EMBED_DIM]),
     }
-
-
-def count(layer: nn.Module) -> int:
-    """How many numbers a layer learns."""
-    return sum(p.numel() for p in layer.parameters())
 
 
 # ---- torch's layer ---------------------------------------------------------------------------
@@ -294,8 +290,8 @@ QUESTION = Question(
             lambda n: n["pairs_right"] == n["pairs"],
         ),
         Fact(
-            "so does the attention of the einops documentation, whose head_dim and value_dim are "
-            "free as well",
+            "so does headwise's EinopsAttention, the einops documentation's block, whose head_dim "
+            "and value_dim are free as well",
             lambda n: n["page"]["within"],
         ),
         Fact(
@@ -351,7 +347,7 @@ QUESTION = Question(
                 "{free[output]:shape}",
             ),
             (
-                "einops documentation",
+                "headwise's EinopsAttention",
                 "{sizes[heads]}",
                 "{sizes[head_dim]}",
                 "{sizes[value_dim]}",

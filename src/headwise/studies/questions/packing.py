@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -9,20 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from headwise.drop_in.layer import MultiheadAttention
-from headwise.layer.attention import Attention
 from headwise.masks import Mask
 from headwise.models.reading import Progress
+from headwise.peers.gpt2 import GPT2
+from headwise.peers.torch_layer import TorchLayer
 from headwise.peers.weights import Weights
 from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.packing_forms import (
-    PARTS,
-    Form,
-    attend,
-    drop_in,
-    forms,
-    native,
-)
+from headwise.studies.experiments.own_layers import DropIn, Native
+from headwise.studies.experiments.packing_forms import PARTS, Form, attend, forms
 from headwise.studies.experiments.timing import times_of
 from headwise.studies.pictures.canvas import block, heading, note, sheet
 from headwise.studies.pictures.style import SERIES
@@ -45,14 +40,49 @@ TITLES = {
 SHOWN_HEAD = 4  # the one in a strong colour in the picture
 
 
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """The same weights in layers that store them in other forms."""
+
+    torch: TorchLayer
+    packed: DropIn
+    apart: Native
+    gpt2: GPT2
+
+    @classmethod
+    def random(cls) -> Layers:
+        """Weights as torch's layer draws them, with biases."""
+        sizes = EMBED_DIM, HEADS
+        layers = cls(TorchLayer(*sizes), DropIn(*sizes), Native(*sizes), GPT2(*sizes))
+        # torch starts them at 0, which hides their order.
+        nn.init.normal_(layers.torch.inner.in_proj_bias, std=0.1)
+        nn.init.normal_(layers.torch.inner.out_proj.bias, std=0.1)
+        for layer in (layers.torch, layers.packed, layers.apart, layers.gpt2):
+            layer.fill(layers.weights).eval()
+        return layers
+
+    @property
+    def weights(self) -> Weights:
+        """Those of all of them."""
+        return self.torch.held()
+
+    @property
+    def small(self) -> Tensor:
+        """(matrices, embed_dim, head_dim): the small matrices."""
+        by_rows: Tensor = self.torch.inner.in_proj_weight.unflatten(0, (PARTS * HEADS, -1))
+        return by_rows.mT.contiguous()
+
+    @property
+    def biases(self) -> Tensor:
+        """The biases of the small matrices, one after the other."""
+        return self.torch.inner.in_proj_bias
+
+
 @torch.no_grad()
 def measure(progress: Progress) -> dict[str, Any]:
     """Store the weights of torch's layer in every form, put them back, and use each."""
-    layer = nn.MultiheadAttention(EMBED_DIM, HEADS, batch_first=True).eval()
-    nn.init.normal_(layer.in_proj_bias, std=0.1)  # torch starts them at 0, which hides their order
-    nn.init.normal_(layer.out_proj.bias, std=0.1)
-    small = layer.in_proj_weight.unflatten(0, (PARTS * HEADS, -1)).mT.contiguous()
-    ours = drop_in(layer), native(layer)
+    layers = Layers.random()
+    small = layers.small
     x, source = torch.randn(BATCH, QUERIES, EMBED_DIM), torch.randn(BATCH, KEYS, EMBED_DIM)
     return {
         "embed_dim": EMBED_DIM,
@@ -64,12 +94,12 @@ def measure(progress: Progress) -> dict[str, Any]:
         "small": len(small),
         "tokens": TOKENS,
         "stored": {name: stored(form.pack(small)) for name, form in forms(HEADS).items()},
-        "kept": kept(small, *ours),
-        "self_attention": largest_share(small, layer, *ours, x, x),
-        "cross_attention": largest_share(small, layer, *ours, x, source),
-        "wrong_order": wrong_order(small, layer, x),
-        **same_objects(layer, *ours),
-        "times": times(small, layer),
+        "kept": kept(layers),
+        "self_attention": largest_share(layers, x, x),
+        "cross_attention": largest_share(layers, x, source),
+        "wrong_order": wrong_order(layers, x),
+        **same_objects(layers),
+        "times": times(layers),
     }
 
 
@@ -82,19 +112,21 @@ def stored(matrices: list[Tensor]) -> list[dict[str, Any]]:
     return [{"shape": list(shape), "count": len(list(run))} for shape, run in groupby(shapes)]
 
 
-def kept(small: Tensor, packed: MultiheadAttention, apart: Attention) -> dict[str, bool]:
+def kept(layers: Layers) -> dict[str, bool]:
     """Whether every number comes back from each form by its index map, with no bit changed."""
-    projections = (apart.q_proj, apart.k_proj, apart.v_proj)
+    small, apart = layers.small, layers.apart.inner
     held: dict[str, list[Tensor]] = {
         **{name: form.pack(small) for name, form in forms(HEADS).items()},
-        "MultiheadAttention": [packed.in_proj_weight],
-        "Attention": [projection.weight for projection in projections],
+        "MultiheadAttention": [layers.packed.inner.in_proj_weight],
+        "Attention": [apart.q_proj.weight, apart.k_proj.weight, apart.v_proj.weight],
+        "GPT-2": [layers.gpt2.inner.c_attn.weight],
     }
     maps = {
         name: form.places(embed_dim=EMBED_DIM, head_dim=EMBED_DIM // HEADS)
         for name, form in forms(HEADS).items()
     }
     maps |= {"MultiheadAttention": maps["packed"], "Attention": maps["separate"]}
+    maps |= {"GPT-2": maps["transposed"]}
     found = {}
     for name, matrices in held.items():
         flat = torch.cat([matrix.flatten() for matrix in matrices])
@@ -111,49 +143,40 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def largest_share(
-    small: Tensor,
-    layer: nn.MultiheadAttention,
-    packed: MultiheadAttention,
-    apart: Attention,
-    x: Tensor,
-    source: Tensor,
-) -> float:
-    """The largest share of the error budget that the output of any form uses."""
-    budget = whole_layer.budget(x, source, source, weights_of(layer), num_heads=HEADS)
-    outputs = [each(x, source, source, need_weights=False)[0] for each in (layer, packed)]
-    outputs.append(apart(x, source))
+def largest_share(layers: Layers, x: Tensor, source: Tensor) -> float:
+    """The largest share of the error budget that the output of any layer or form uses."""
+    weights = layers.weights
+    budget = whole_layer.budget(x, source, source, weights, num_heads=HEADS)
+    outputs = [
+        layers.torch.inner(x, source, source, need_weights=False)[0],
+        layers.packed.inner(x, source, source, need_weights=False)[0],
+        layers.apart.inner(x, source),
+    ]
+    if source is x:
+        outputs.append(layers.gpt2(x))
     for form in forms(HEADS).values():
         if source is x or len(form.sizes) > 1:  # a single matrix makes q, k and v of one input
-            matrices, biases = form.pack(small), form.split(layer.in_proj_bias)
+            matrices, biases = form.pack(layers.small), form.split(layers.biases)
             products = form.products(x, source, matrices, biases)
-            outputs.append(attend(*form.heads(products), layer))
+            outputs.append(attend(*form.heads(products), weights))
     return max(budget.check(output).ratio for output in outputs)
 
 
-def weights_of(layer: nn.MultiheadAttention) -> Weights:
-    """Those of torch's layer, one matrix for the queries, the keys and the values each."""
-    matrices = (*layer.in_proj_weight.chunk(PARTS), layer.out_proj.weight)
-    return Weights.of(matrices, (*layer.in_proj_bias.chunk(PARTS), layer.out_proj.bias))
-
-
-def wrong_order(small: Tensor, layer: nn.MultiheadAttention, x: Tensor) -> dict[str, bool | float]:
+def wrong_order(layers: Layers, x: Tensor) -> dict[str, bool | float]:
     """The packed matrix read as q, k, v of the first head, then of the second: another function."""
     form = forms(HEADS)["packed"]
-    products = form.products(x, x, form.pack(small), (layer.in_proj_bias,))
+    products = form.products(x, x, form.pack(layers.small), (layers.biases,))
     by_head = products[0].unflatten(-1, (HEADS, PARTS, -1)).movedim(1, 3)
     q, k, v = by_head.unbind(2)
-    output = attend(q, k, v, layer)
-    budget = whole_layer.budget(x, x, x, weights_of(layer), num_heads=HEADS)
+    output = attend(q, k, v, layers.weights)
+    budget = whole_layer.budget(x, x, x, layers.weights, num_heads=HEADS)
     return {
         "within": budget.check(output).within,
         "difference": float((output - budget.exact).norm() / budget.exact.norm()),
     }
 
 
-def same_objects(
-    layer: nn.MultiheadAttention, packed: MultiheadAttention, apart: Attention
-) -> dict[str, Any]:
+def same_objects(layers: Layers) -> dict[str, Any]:
     """The same tokens as one object and as copies, in a batch of which one text is padding only."""
     x = torch.randn(BATCH, KEYS, EMBED_DIM)
     copy, another = x.clone(), x.clone()
@@ -161,11 +184,14 @@ def same_objects(
     padding = torch.zeros(BATCH, KEYS, dtype=torch.bool)
     padding[-1] = True
     mask = Mask.from_torch_padding(padding)
-    budget = whole_layer.budget(x, x, x, weights_of(layer), num_heads=HEADS, mask=mask)
+    budget = whole_layer.budget(x, x, x, layers.weights, num_heads=HEADS, mask=mask)
     call = {"key_padding_mask": padding, "need_weights": False}
-    outputs = {name: packed(*way, **call)[0] for name, way in ways.items()}
-    outputs |= {"Attention_one": apart(x, mask=mask), "Attention_two": apart(x, copy, mask=mask)}
-    torchs = {name: layer(*way, **call)[0] for name, way in ways.items()}
+    outputs = {name: layers.packed.inner(*way, **call)[0] for name, way in ways.items()}
+    outputs |= {
+        "Attention_one": layers.apart.inner(x, mask=mask),
+        "Attention_two": layers.apart.inner(x, copy, mask=mask),
+    }
+    torchs = {name: layers.torch.inner(*way, **call)[0] for name, way in ways.items()}
     return {
         "objects_outside": sum(budget.check(output).outside for output in outputs.values()),
         "torch_nan": {name: int(output.isnan().sum()) for name, output in torchs.items()},
@@ -173,11 +199,11 @@ def same_objects(
     }
 
 
-def times(small: Tensor, layer: nn.MultiheadAttention) -> dict[str, float]:
+def times(layers: Layers) -> dict[str, float]:
     """How long the projections of each form take, as multiples of the packed one."""
-    x = torch.randn(1, TOKENS, EMBED_DIM)
+    x, small = torch.randn(1, TOKENS, EMBED_DIM), layers.small
     works = {
-        name: partial(form.products, x, x, form.pack(small), form.split(layer.in_proj_bias))
+        name: partial(form.products, x, x, form.pack(small), form.split(layers.biases))
         for name, form in forms(HEADS).items()
     }
     return times_of(works, against="packed", rounds=ROUNDS)
@@ -253,17 +279,19 @@ QUESTION = Question(
     measure=measure,
     facts=(
         Fact(
-            "each of the {forms} forms, headwise.MultiheadAttention and headwise.Attention hold "
-            "each of the {weights:,} weights once, where the index map says, with no bit changed",
+            "each of the {forms} forms holds each of the {weights:,} weights once, where its index "
+            "map says, with no bit changed; so do headwise.MultiheadAttention, headwise.Attention "
+            "and GPT-2's layer, each of which stores one of the forms",
             lambda n: all(n["kept"].values()),
         ),
         Fact(
-            "in self-attention the outputs of all of them are within the error budget: they use at "
-            "most {self_attention:percent} of it",
+            "in self-attention the outputs of all of them and of PyTorch's layer are within the "
+            "error budget: they use at most {self_attention:percent} of it",
             lambda n: n["self_attention"] <= 1,
         ),
         Fact(
-            "so are they where keys and values come from another text (encoder and decoder): at "
+            "so are those of the layers of PyTorch and headwise, and of every form with more than "
+            "one matrix, where keys and values come from another text (encoder and decoder): at "
             "most {cross_attention:percent}",
             lambda n: n["cross_attention"] <= 1,
         ),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.drop_in.layer import MultiheadAttention
 from headwise.layer.attention import Attention
 from headwise.models.reading import Progress
+from headwise.peers.paper import Paper
+from headwise.studies.experiments.counting import parameters
 from headwise.studies.pictures.style import LINE, SERIES
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.studies.words import say
@@ -20,40 +22,46 @@ EMBED_DIM = 512
 HEADS = tuple(heads for heads in range(1, EMBED_DIM + 1) if EMBED_DIM % heads == 0)
 SHOWN = (1, 2, 4, 8, 16)  # heads of the table and the picture
 HEAD_DIM = 64  # where it is held fixed
-GROUPED = 8  # heads that share kv heads
+EIGHT = 8  # heads, of the paper's form and of those that share kv heads
 
 
 def measure(progress: Progress) -> dict[str, Any]:
     """Count the parameters of layers that differ in their number of heads alone."""
-    fixed_width = {heads: MultiheadAttention(EMBED_DIM, heads) for heads in HEADS}
+    fixed_width = {heads: nn.MultiheadAttention(EMBED_DIM, heads) for heads in HEADS}
+    drop_in = [MultiheadAttention(EMBED_DIM, heads) for heads in HEADS]
     fixed_head = {heads: Attention(EMBED_DIM, heads, head_dim=HEAD_DIM) for heads in SHOWN}
-    grouped = {kv: Attention(EMBED_DIM, GROUPED, num_kv_heads=kv) for kv in (GROUPED, 4, 2, 1)}
-    eight = fixed_width[8]
-    layers = [*fixed_width.values(), *(nn.MultiheadAttention(EMBED_DIM, heads) for heads in HEADS)]
+    grouped = {kv: Attention(EMBED_DIM, EIGHT, num_kv_heads=kv) for kv in (EIGHT, 4, 2, 1)}
+    eight, paper = fixed_width[EIGHT], Paper(EMBED_DIM, EIGHT)
+    of_each_head = (paper.wq, paper.wk, paper.wv)
     return {
         "embed_dim": EMBED_DIM,
         "head_dim": HEAD_DIM,
         "head_counts": list(HEADS),
         "shown": list(SHOWN),
-        "tensors": {name: list(p.shape) for name, p in eight.named_parameters()},
-        "same_tensors": all(shapes(layer) == shapes(eight) for layer in layers),
-        "width_shared": {str(heads): count(fixed_width[heads]) for heads in SHOWN},
-        "width_of_a_head_fixed": {str(heads): count(layer) for heads, layer in fixed_head.items()},
-        "grouped_heads": GROUPED,
-        "grouped": {str(kv): count(layer) for kv, layer in grouped.items()},
-        "per_head_sum": sum(3 * EMBED_DIM * eight.head_dim for _ in range(eight.num_heads)),
+        "tensors": shapes(eight),
+        "same_tensors": all(
+            shapes(layer) == shapes(eight) for layer in (*fixed_width.values(), *drop_in)
+        ),
+        "width_shared": {str(heads): parameters(fixed_width[heads]) for heads in SHOWN},
+        "width_of_a_head_fixed": {
+            str(heads): parameters(layer) for heads, layer in fixed_head.items()
+        },
+        "heads": EIGHT,
+        "grouped": {str(kv): parameters(layer) for kv, layer in grouped.items()},
+        "one_of_a_head": shape(paper.wq[0]),
+        "one_by_one": sum(w.numel() for w in of_each_head),
         "packed": eight.in_proj_weight.numel(),
     }
 
 
-def shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
+def shapes(layer: nn.Module) -> dict[str, list[int]]:
     """The shape of each parameter, by name."""
-    return {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    return {name: shape(p) for name, p in layer.named_parameters()}
 
 
-def count(layer: nn.Module) -> int:
-    """How many numbers a layer learns."""
-    return sum(p.numel() for p in layer.parameters())
+def shape(tensor: Tensor) -> list[int]:
+    """Its sizes."""
+    return list(tensor.shape)
 
 
 def draw(figure: Figure, n: Numbers) -> None:
@@ -68,7 +76,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     axes.plot(shown, own, "o-", color=SERIES[1], markersize=9, markerfacecolor="none")
     axes.plot(shown, shared, "o-", color=SERIES[0], markersize=5)
     # Without the first: as many kv heads as heads share nothing.
-    axes.plot([n["grouped_heads"]] * (len(grouped) - 1), grouped[1:], "D", color=SERIES[2])
+    axes.plot([n["heads"]] * (len(grouped) - 1), grouped[1:], "D", color=SERIES[2])
     beside: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
     few = ", ".join(list(n["grouped"])[1:-1])
     labels = (
@@ -80,10 +88,10 @@ def draw(figure: Figure, n: Numbers) -> None:
         ),
         ((shown[-1], own[-1]), (-14, 0), "right", say("you choose head_dim = {head_dim}", n)),
         (
-            (n["grouped_heads"], grouped[2]),
+            (n["heads"], grouped[2]),
             (10, 0),
             "left",
-            f"{n['grouped_heads']} query heads, {few} or {list(n['grouped'])[-1]} kv heads",
+            f"{n['heads']} query heads, {few} or {list(n['grouped'])[-1]} kv heads",
         ),
     )
     for (place, offset, side, words), colour in zip(
@@ -110,9 +118,10 @@ QUESTION = Question(
             lambda n: n["same_tensors"],
         ),
         Fact(
-            "one projection for each head, summed over queries, keys, values and heads, makes "
-            "{per_head_sum:,} numbers, as many as the packed in_proj_weight has: {packed:,}",
-            lambda n: n["per_head_sum"] == n["packed"],
+            "written as in Attention Is All You Need, with a matrix {one_of_a_head:shape} for the "
+            "queries, the keys and the values of each of {heads} heads, a layer has {one_by_one:,} "
+            "numbers in them, as many as PyTorch's packed in_proj_weight: {packed:,}",
+            lambda n: n["one_by_one"] == n["packed"],
         ),
         Fact(
             "with head_dim = {head_dim} for any number of heads, one head has "
@@ -121,7 +130,7 @@ QUESTION = Question(
             lambda n: n["width_of_a_head_fixed"]["1"] < n["width_of_a_head_fixed"]["16"],
         ),
         Fact(
-            "{grouped_heads} heads that share one kv head have {grouped[1]:,} parameters, those "
+            "{heads} heads that share one kv head have {grouped[1]:,} parameters, those "
             "with a kv head each {grouped[8]:,}",
             lambda n: n["grouped"]["1"] < n["grouped"]["8"],
         ),
@@ -134,7 +143,7 @@ QUESTION = Question(
     "Heads that share keys and values (grouped-query attention) need fewer parameters.",
     caption="Parameters of one layer of width {embed_dim}, over its number of heads. Dots: the "
     "heads share the width, as in PyTorch. Rings: each head is {head_dim} wide, as with "
-    "headwise.Attention(head_dim={head_dim}). Diamonds: {grouped_heads} query heads that share "
+    "headwise.Attention(head_dim={head_dim}). Diamonds: {heads} query heads that share "
     "fewer heads for keys and values (kv heads).",
     draw=draw,
     table=Table(

@@ -13,6 +13,7 @@ from headwise.models import minilm, text
 from headwise.models.reading import Progress, Projections
 from headwise.peers.weights import Weights
 from headwise.studies.experiments import whole_layer
+from headwise.studies.experiments.own_layers import Native
 from headwise.studies.pictures import layer
 from headwise.studies.question import Fact, Numbers, Question, Table
 
@@ -30,7 +31,8 @@ def measure(progress: Progress) -> dict[str, Any]:
     sentence = " ".join(text.paragraphs()[0].split()[:WORDS])
     reading = minilm.read(sentence, sentence, passage="its first words", progress=progress)
     call = reading.calls[0]
-    layer, x = attention(call.projections, reading.num_heads), call.x[:1]
+    native, x = filled(call.projections, reading.num_heads), call.x[:1]
+    layer = native.inner
     return {
         "model": reading.model,
         "tokens": list(reading.tokens),
@@ -42,26 +44,18 @@ def measure(progress: Progress) -> dict[str, Any]:
         "layer": 0,
         "every": EVERY,
         **forward(layer, x),
-        **added_up(layer, x, call.output[:1]),
+        **added_up(layer, x, native.held(), models_own=call.output[:1]),
         "stand_out": stand_out(layer.matrix(x).dense()[0], reading.tokens),
     }
 
 
-def attention(projections: Projections, heads: int) -> Attention:
+def filled(projections: Projections, heads: int) -> Native:
     """The native layer with the weights of a model's layer."""
     p = projections
-    layer = Attention(p.out_proj_weight.shape[0], heads).requires_grad_(False)
-    weights = (*p.in_proj_weight.chunk(3), p.out_proj_weight)
-    biases = (*p.in_proj_bias.chunk(3), p.out_proj_bias)
-    for own, weight, bias in zip(projections_of(layer), weights, biases, strict=True):
-        own.weight.copy_(weight)
-        own.bias.copy_(bias)
-    return layer.eval()
-
-
-def projections_of(layer: Attention) -> tuple[nn.Linear, ...]:
-    """Those of q, k, v and the output."""
-    return layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
+    native = Native(p.out_proj_weight.shape[0], heads).requires_grad_(False)
+    matrices = (*p.in_proj_weight.chunk(3), p.out_proj_weight)
+    native.fill(Weights.of(matrices, (*p.in_proj_bias.chunk(3), p.out_proj_bias))).eval()
+    return native
 
 
 # ---- one forward pass --------------------------------------------------------------------------
@@ -79,9 +73,10 @@ def forward(layer: Attention, x: Tensor) -> dict[str, Any]:
         return hook
 
     names = ("q", "k", "v", "output")
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
     hooks = [
         projection.register_forward_hook(keep(name))
-        for name, projection in zip(names, projections_of(layer), strict=True)
+        for name, projection in zip(names, projections, strict=True)
     ]
     layer(x)
     for hook in hooks:
@@ -141,10 +136,11 @@ def stand_out(maps: Tensor, tokens: tuple[str, ...]) -> list[dict[str, Any]]:
 # ---- the sum, and the order ----------------------------------------------------------------------
 
 
-def added_up(layer: Attention, x: Tensor, models_own: Tensor) -> dict[str, Any]:
+def added_up(
+    layer: Attention, x: Tensor, weights: Weights, *, models_own: Tensor
+) -> dict[str, Any]:
     """The output as a sum of what the heads add, and with the heads in another order."""
-    heads = layer.num_heads
-    weights, bias = Weights.of_linears(*projections_of(layer)), layer.out_proj.bias
+    heads, bias = layer.num_heads, layer.out_proj.bias
     allowed = whole_layer.budget(x, x, x, weights, num_heads=heads)
     output, outputs, parts = layer(x), layer.head_outputs(x), layer.contributions(x)
     turned = functional.merge_heads(outputs.flip(1))

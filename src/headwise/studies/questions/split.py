@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from headwise import functional
-from headwise.layer.attention import Attention
 from headwise.models.reading import Progress
-from headwise.peers.weights import Weights
+from headwise.peers.torch_layer import TorchLayer
 from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.tracing import PROJECTED, cuts, shapes_on_the_way, trace
+from headwise.studies.experiments.own_layers import Native
+from headwise.studies.experiments.tracing import (
+    AXES,
+    PROJECTED,
+    by_axes,
+    cuts,
+    in_order,
+    on_the_way,
+    trace,
+    with_head_dim,
+)
 from headwise.studies.pictures.canvas import (
     WIDTH,
     arrow,
@@ -36,41 +44,20 @@ if TYPE_CHECKING:
 ASKED = {"batch": 1, "length": 12, "embed_dim": 512, "heads": 2}
 OTHER = {"batch": 3, "length": 5, "embed_dim": 28, "heads": 4}  # no two products the same
 
-# What each axis is. "a*b" is one axis that holds a and b.
-AXES = {
-    "torch": {
-        "x": ("batch", "length", "embed_dim"),
-        "q": ("length", "batch", "embed_dim"),
-        "per_head": ("batch*heads", "length", "head_dim"),
-        "weights": ("batch*heads", "length", "length"),
-        "head_outputs": ("batch*heads", "length", "head_dim"),
-        "merged": ("length*batch", "embed_dim"),
-        "output": ("length", "batch", "embed_dim"),
-        "returned": ("batch", "length", "embed_dim"),
-    },
-    "native": {
-        "x": ("batch", "length", "embed_dim"),
-        "q": ("batch", "length", "embed_dim"),
-        "per_head": ("batch", "heads", "length", "head_dim"),
-        "weights": ("batch", "heads", "length", "length"),
-        "head_outputs": ("batch", "heads", "length", "head_dim"),
-        "merged": ("batch", "length", "embed_dim"),
-        "output": ("batch", "length", "embed_dim"),
-        "returned": ("batch", "length", "embed_dim"),
-    },
-}
-
 
 def measure(progress: Progress) -> dict[str, Any]:
     """Trace both layers; find what reaches q; split first, and compare."""
     asked, other = traced(ASKED), traced(OTHER)
     return {
-        "asked": ASKED | {"head_dim": ASKED["embed_dim"] // ASKED["heads"]},
+        "asked": with_head_dim(ASKED),
         "other": OTHER,
         "shapes": asked["shapes"],
         "by_axes": by_axes(ASKED),
         "other_shapes": other["shapes"],
         "other_by_axes": by_axes(OTHER),
+        "in_order": other["in_order"],
+        "right": asked["right"] and other["right"],
+        "fused": asked["fused"],
         "cuts": asked["cuts"],
         "cuts_after_projection": asked["cuts_after_projection"],
         "cuts_that_are_views": asked["cuts_that_are_views"],
@@ -82,37 +69,34 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 
 def traced(sizes: dict[str, int]) -> dict[str, Any]:
-    """Shapes on the way through torch's layer and the native one, and their cuts into heads."""
+    """What is on the way through torch's layer and the native one, and their cuts into heads."""
     embed_dim, heads = sizes["embed_dim"], sizes["heads"]
     x = torch.randn(sizes["batch"], sizes["length"], embed_dim)
-    packed = nn.MultiheadAttention(embed_dim, heads, batch_first=True)
-    native = Attention(embed_dim, heads)
-    steps = {
-        "torch": trace(packed, x, lambda x: packed(x, x, x)),
-        "native": trace(native, x, native),
-    }
+    torchs, native = TorchLayer(embed_dim, heads), Native(embed_dim, heads)
+    native.fill(torchs.held())
+    steps = {"torch": trace(torchs, x, torchs), "native": trace(native, x, native)}
     head_dim = embed_dim // heads
-    shapes = {name: shapes_on_the_way(taken, head_dim=head_dim) for name, taken in steps.items()}
-    # The fused kernel keeps its weights to itself: the layer's matrix has them.
-    shapes["native"].setdefault("weights", list(native.matrix(x).dense().shape))
+    tensors = {name: on_the_way(taken, head_dim=head_dim) for name, taken in steps.items()}
+    shapes = {
+        name: {stage: list(tensor.shape) for stage, tensor in found.items()}
+        for name, found in tensors.items()
+    }
+    fused = [name for name, found in shapes.items() if "weights" not in found]
+    for name in fused:  # its kernel keeps them to itself: a matrix of its own has them
+        shapes[name]["weights"] = list(native.inner.matrix(x).dense().shape)
+    as_called = shapes == by_axes(sizes)
+    allowed = whole_layer.budget(x, x, x, torchs.held(), num_heads=heads)
     found = [cut for taken in steps.values() for cut in cuts(taken, head_dim=head_dim)]
     return {
         "shapes": shapes,
+        "fused": fused,
+        "right": as_called
+        and all(allowed.check(found["returned"].detach()).within for found in tensors.values()),
+        "in_order": as_called
+        and all(in_order(found, AXES[name], sizes) for name, found in tensors.items()),
         "cuts": len(found),
         "cuts_after_projection": sum(cut.stage == PROJECTED for cut in found),
         "cuts_that_are_views": sum(cut.is_view for cut in found),
-    }
-
-
-def by_axes(sizes: dict[str, int]) -> dict[str, dict[str, list[int]]]:
-    """The shapes that the names of the axes say."""
-    known = sizes | {"head_dim": sizes["embed_dim"] // sizes["heads"]}
-    return {
-        layer: {
-            stage: [math.prod(known[part] for part in axis.split("*")) for axis in axes]
-            for stage, axes in stages.items()
-        }
-        for layer, stages in AXES.items()
     }
 
 
@@ -128,44 +112,39 @@ def split_first_compared() -> dict[str, Any]:
     """Cut x before the projection: which inputs reach q, and which function it is."""
     embed_dim, heads = ASKED["embed_dim"], ASKED["heads"]
     # Frozen: the Jacobian by x must not drag those by the weights along.
-    layer = Attention(embed_dim, heads).requires_grad_(False)
+    layer = Native(embed_dim, heads).requires_grad_(False)
     blocks = block_diagonal(layer)
     x = torch.randn(ASKED["batch"], ASKED["length"], embed_dim)
     reach = {"attention": reached(layer, x), "split_first": reached(blocks, x)}
     head = slice(embed_dim // heads)  # the entries of q in head 0
-    weights = parts(layer)
-    output, first = layer(x), split_first(x, *weights, heads=heads)
-    weights_of_blocks = Weights.of_linears(*projections(blocks))
-    allowed = whole_layer.budget(x, x, x, weights_of_blocks, num_heads=heads)
+    output, first = layer(x), split_first(x, *layer.held().matrices, heads=heads)
+    whole, parted = (
+        whole_layer.budget(x, x, x, each.held(), num_heads=heads) for each in (layer, blocks)
+    )
     return {
         "reached": {name: int(r[head].sum()) for name, r in reach.items()},
         "pairs": reach["attention"][head].numel(),
         "inputs": {name: int(r[head].any(0).sum()) for name, r in reach.items()},
         "reach_map": {name: by_blocks(r, heads) for name, r in reach.items()},
-        "weights": sum(weight.numel() for weight in weights[:3]),
-        "weights_split_first": sum(blocks_of(w, heads).numel() for w in weights[:3]),
-        "equal_to_blocks": allowed.check(first).within and allowed.check(blocks(x)).within,
-        "equal_to_attention": allowed.check(output).within,
+        "weights": not_zero(layer),
+        "weights_split_first": not_zero(blocks),
+        "equal_to_blocks": parted.check(first).within and parted.check(blocks(x)).within,
+        "equal_to_attention": whole.check(first).within,
         "difference": float((first - output).norm() / output.norm()),
     }
 
 
-def projections(layer: Attention) -> tuple[nn.Linear, ...]:
-    """Those of q, k, v and the output."""
-    return layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
+def not_zero(layer: Native) -> int:
+    """How many numbers of wq, wk and wv are not zero."""
+    return sum(int(weight.count_nonzero()) for weight in layer.held().matrices[:3])
 
 
-def parts(layer: Attention) -> list[Tensor]:
-    """Their weights; biases are zero in a new layer."""
-    return [projection.weight for projection in projections(layer)]
-
-
-def block_diagonal(layer: Attention) -> Attention:
+def block_diagonal(layer: Native) -> Native:
     """A copy whose projections of q, k and v connect each head with its own part of x alone."""
     copied = copy.deepcopy(layer)
     width = layer.embed_dim // layer.num_heads
     kept = torch.block_diag(*torch.ones(layer.num_heads, width, width))
-    for weight in parts(copied)[:3]:
+    for weight in copied.held().matrices[:3]:
         weight.mul_(kept)
     return copied
 
@@ -183,11 +162,12 @@ def blocks_of(weight: Tensor, heads: int) -> Tensor:
     return torch.stack([blocks[head, :, head] for head in range(heads)])
 
 
-def reached(layer: Attention, x: Tensor) -> Tensor:
+def reached(layer: Native, x: Tensor) -> Tensor:
     """(entries of q, inputs), bool: where the last token's Jacobian is not zero."""
 
     def q(token: Tensor) -> Tensor:
-        return layer.matrix(torch.cat([x[:, :-1], token[None, None]], 1)).q[0, :, -1].flatten()
+        matrix = layer.inner.matrix(torch.cat([x[:, :-1], token[None, None]], 1))
+        return matrix.q[0, :, -1].flatten()
 
     jacobian = torch.autograd.functional.jacobian(q, x[0, -1], vectorize=True)
     assert isinstance(jacobian, Tensor)
@@ -233,6 +213,8 @@ def draw(figure: Figure, n: Numbers) -> None:
         for layer, x in COLUMNS.items():
             shape = say(f"{{shapes[{layer}][{stage}]:shape}}", n)
             axes.text(x, middle, shape, color=INK, fontsize=9, ha="center", va="center")
+            if stage == "weights" and layer in n["fused"]:
+                note(axes, x, middle + 0.19, "only in matrix(x)", align="center")
         if then:
             arrow(axes, LEFT + FULL * 0.06, top + THICK + 0.03, top + PITCH - 0.03, say(then, n))
     draw_reach(axes, n, top=4.78)
@@ -310,13 +292,21 @@ QUESTION = Question(
             "head {shapes[torch][per_head]:shape}, the attention weights "
             "{shapes[torch][weights]:shape}, the concatenated head outputs "
             "{shapes[torch][merged]:shape}, the output {shapes[torch][output]:shape}; there and in "
-            "headwise.Attention every shape is what the names of its axes say",
-            lambda n: n["shapes"] == n["by_axes"],
+            "headwise.Attention every shape is what the names of its axes say (its fused kernel "
+            "does not return attention weights: theirs is the shape of matrix(x).dense())",
+            lambda n: n["shapes"] == n["by_axes"] and n["fused"] == ["native"],
         ),
         Fact(
             "so is every shape for {other[batch]} sequences of {other[length]} tokens with "
-            "embed_dim {other[embed_dim]} and {other[heads]} heads",
-            lambda n: n["other_shapes"] == n["other_by_axes"],
+            "embed_dim {other[embed_dim]} and {other[heads]} heads; number for number so is the "
+            "order inside each axis: row b × heads + h of PyTorch's q per head is head h of "
+            "sequence b",
+            lambda n: n["other_shapes"] == n["other_by_axes"] and n["in_order"],
+        ),
+        Fact(
+            "the outputs of both layers, with the same weights, are those of the paper's formula "
+            "within the error budget",
+            lambda n: n["right"],
         ),
         Fact(
             "of the {cuts} cuts into heads in the two forward passes, {cuts_after_projection} come "
@@ -360,10 +350,12 @@ QUESTION = Question(
     "first, each head would see its own part of x alone, as if the projections kept only the "
     "blocks on their diagonals.",
     caption="Above: the shapes in a real forward pass, from x to the output. A colour is a head; "
-    "grey belongs to no head. q is computed as one piece, and the next line cuts it. Below: a cell "
-    "is coloured where an entry of q (row) depends on an input (column), that is where the "
-    "derivative is not zero. In attention that is everywhere; where x is split first, each head "
-    "reaches only its own part of x.",
+    "grey belongs to no head. q is computed as one piece, and the next line cuts it. "
+    "headwise.Attention attends in one fused step, which does not return the attention weights; "
+    "their shape is that of matrix(x), which computes them on request. Below: a cell is coloured "
+    "where an entry of q (row) depends on an input (column), that is where the derivative is not "
+    "zero. In attention that is everywhere; where x is split first, each head reaches only its own "
+    "part of x.",
     draw=draw,
     table=Table(
         columns=("stage", "PyTorch's layer", "its axes", "headwise.Attention", "its axes"),

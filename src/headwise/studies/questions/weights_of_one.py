@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise import functional
-from headwise.budget import Budget
-from headwise.drop_in.layer import MultiheadAttention
-from headwise.matrix import AttentionMatrix
 from headwise.models.reading import Progress
+from headwise.peers.torch_layer import TorchLayer
+from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.one_head import (
     Projected,
     budget_of_scores,
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH, LONGER = 40, 5, 50
 QUIET = 0.01  # a factor of the tokens
-THEIR_SCALE = EMBED_DIM**-0.5 / HEADS**0.5  # gives one head of ones the scores of a narrow one
 FACTORS = tuple(10 ** (quarter / 4) for quarter in range(-14, 5))  # of torch.randn, up to 10
 DIGITS = 3  # of the size of a score
 
@@ -46,7 +44,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         "rand": torch.rand(BATCH, LENGTH, EMBED_DIM),
         "randn": x,
         "quiet": QUIET * x,
-        "same": QUIET * x[:, :1].expand_as(x),
+        "same": QUIET * repeated(x),
     }
     longer = QUIET * torch.randn(BATCH, LONGER, EMBED_DIM)
     return {
@@ -56,16 +54,18 @@ def measure(progress: Progress) -> dict[str, Any]:
         "length": LENGTH,
         "longer": LONGER,
         "quiet": QUIET,
-        "tokens": {name: describe(ones, x) for name, x in tokens.items()},
-        "own_apart": apart(own, x),
-        "longer_apart": apart(ones, longer),
+        "tokens": {
+            name: compare(ones, x) | {"score": score(ones, x)} for name, x in tokens.items()
+        },
+        "own_apart": compare(own, x)["apart"],
+        "longer_apart": compare(ones, longer)["apart"],
         "equal": {name: int(equal(ones, x).sum()) for name, x in tokens.items()},
         "rounding": {
             "scores": excess_of_scores(ones, tokens["quiet"]),
-            "their_scale": float(beyond(ones, tokens["quiet"], scale=THEIR_SCALE).max()),
-            "same": float(beyond(ones, tokens["same"]).max()),
-            "quiet": float(beyond(ones, tokens["quiet"]).min()),
-            "own": float(beyond(own, x).min()),
+            "rescaled": float(beyond(rescaled(ones), ones, tokens["quiet"]).max()),
+            "same": float(beyond(single(ones), ones, tokens["same"]).max()),
+            "quiet": float(beyond(single(ones), ones, tokens["quiet"]).min()),
+            "own": float(beyond(single(own), own, x).min()),
         },
         "factors": list(FACTORS),
         "quoted": {"ones": QUIET, "own": 1.0},
@@ -73,12 +73,12 @@ def measure(progress: Progress) -> dict[str, Any]:
     }
 
 
-# ---- the layers --------------------------------------------------------------------------------
+# ---- the layers, and what they are given -------------------------------------------------------
 
 
-def layer_of(heads: int) -> MultiheadAttention:
-    """torch's layer, with its own initialisation."""
-    return MultiheadAttention(EMBED_DIM, heads, batch_first=True).eval()
+def layer_of(heads: int) -> TorchLayer:
+    """torch.nn.MultiheadAttention as it is made and called by default."""
+    return TorchLayer(EMBED_DIM, heads)
 
 
 def set_to_one(layer: nn.Module) -> None:
@@ -88,72 +88,82 @@ def set_to_one(layer: nn.Module) -> None:
             nn.init.ones_(parameter)
 
 
-def pair(layer: MultiheadAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs of one head, and of the layer's heads, with the same parameters."""
-    single = layer_of(1)
-    single.load_state_dict(layer.state_dict())
-    one, several = (each(x, x, x, need_weights=False)[0] for each in (single, layer))
-    return one, several
+def single(layer: TorchLayer) -> TorchLayer:
+    """A layer of one head with the same parameters."""
+    one = layer_of(1)
+    one.fill(layer.held())
+    return one
 
 
-def projected(layer: MultiheadAttention, x: Tensor) -> Projected:
-    """What the layer's heads, or one head, read."""
-    return Projected(*linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, dim=-1))
+def rescaled(layer: TorchLayer) -> TorchLayer:
+    """The same, with queries, and so scores, divided by the root of the number of heads."""
+    one, given = layer_of(1), layer.held()
+    one.fill(replace(given, q=given.q / math.sqrt(layer.num_heads)))  # the bias of q is zero
+    return one
+
+
+def repeated(x: Tensor) -> Tensor:
+    """Sequences all of whose tokens are the first."""
+    return x[:, :1].expand_as(x)
+
+
+def projected(layer: TorchLayer, x: Tensor) -> Projected:
+    """What the layer's heads read, which torch's layer does not return."""
+    inner = layer.inner
+    return Projected(*linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, dim=-1))
 
 
 # ---- what is measured --------------------------------------------------------------------------
 
 
-def describe(layer: MultiheadAttention, x: Tensor) -> dict[str, float]:
-    """Size of scores and evenness of rows with several heads, and how far one head is away."""
-    size = projected(layer, x).scores(HEADS).abs().mean()
+def compare(layer: TorchLayer, x: Tensor) -> dict[str, float]:
+    """How far the output of one head is from that of several, and how even the softmaxes are."""
+    (one, of_one), (several, of_several) = (
+        each.inner(x, x, x, average_attn_weights=False) for each in (single(layer), layer)
+    )
     return {
-        "score": float(f"{size:.{DIGITS}g}"),
-        "evenness": evenness(layer, x, heads=HEADS),
-        "apart": apart(layer, x),
+        "apart": float(difference(one, several).median()),
+        "one": evenness(of_one),
+        "several": evenness(of_several),
     }
 
 
-def sweep(layer: MultiheadAttention, x: Tensor) -> dict[str, list[float]]:
-    """For tokens of all sizes, how far one head is away and how even the rows are."""
-    return {
-        "apart": [apart(layer, factor * x) for factor in FACTORS],
-        "one": [evenness(layer, factor * x, heads=1) for factor in FACTORS],
-        "several": [evenness(layer, factor * x, heads=HEADS) for factor in FACTORS],
-    }
+def evenness(weights: Tensor) -> float:
+    """The mean entropy of a row of a head, as a share of the largest possible."""
+    entropy = torch.special.entr(weights).sum(-1).mean()
+    return round(float(entropy) / math.log(weights.shape[-1]), 4)
 
 
-def evenness(layer: MultiheadAttention, x: Tensor, *, heads: int) -> float:
-    """The mean entropy of a row of one or several heads, as a share of the largest possible."""
-    q, k, _ = projected(layer, x).split(heads)
-    return round(float(AttentionMatrix(q, k).entropy().mean()) / math.log(x.shape[1]), 4)
+def score(layer: TorchLayer, x: Tensor) -> float:
+    """The mean size of a score of the layer's heads."""
+    size = projected(layer, x).scores(layer.num_heads).abs().mean()
+    return float(f"{size:.{DIGITS}g}")
 
 
-def apart(layer: MultiheadAttention, x: Tensor) -> float:
-    """The relative difference of the output of several heads from that of one: the median."""
-    one, several = pair(layer, x)
-    return float(difference(several, one).median())
+def sweep(layer: TorchLayer, x: Tensor) -> dict[str, list[float]]:
+    """The comparison for tokens of all sizes."""
+    found = [compare(layer, factor * x) for factor in FACTORS]
+    return {name: [each[name] for each in found] for name in found[0]}
 
 
-def equal(layer: MultiheadAttention, x: Tensor) -> Tensor:
+def equal(layer: TorchLayer, x: Tensor) -> Tensor:
     """Of which sequences the outputs are the same by ``==``."""
-    one, several = pair(layer, x)
-    return (one == several).flatten(1).all(1)
+    same: Tensor = single(layer)(x) == layer(x)
+    return same.flatten(1).all(1)
 
 
-def beyond(layer: MultiheadAttention, x: Tensor, *, scale: float | None = None) -> Tensor:
-    """How far one head's outputs are from several, in error budgets.
+def beyond(one: TorchLayer, layer: TorchLayer, x: Tensor) -> Tensor:
+    """How far one head's output is from that of several, over what rounding may do to both.
 
-    The worst element of each sequence, before the output projection.
+    The worst element of each sequence.
     """
-    heads = projected(layer, x)
-    q, k, v = heads.split(1)
-    one = functional.merge_heads(AttentionMatrix(q, k, scale=scale) @ v)
-    budget = Budget.for_head_outputs(*heads.split(HEADS))
-    return excess(functional.split_heads(one, heads=HEADS), budget).amax((1, 2, 3))
+    budgets = [whole_layer.budget(x, x, x, y.held(), num_heads=y.num_heads) for y in (one, layer)]
+    allowed = budgets[0].allowed + budgets[1].allowed
+    error: Tensor = (one(x).double() - layer(x).double()).abs()
+    return (error / allowed).amax((1, 2))
 
 
-def excess_of_scores(layer: MultiheadAttention, x: Tensor) -> float:
+def excess_of_scores(layer: TorchLayer, x: Tensor) -> float:
     """Each narrow head's scores, times the root of their number, against the single head's."""
     heads = projected(layer, x)
     larger = math.sqrt(HEADS) * heads.scores(HEADS)
@@ -217,9 +227,9 @@ QUESTION = Question(
             lambda n: n["rounding"]["scores"] <= 1,
         ),
         Fact(
-            "divided by that factor, the single head's scores give the head outputs of all "
-            "{heads}: the largest error is {rounding[their_scale]:.2f} of the error budget",
-            lambda n: n["rounding"]["their_scale"] <= 1,
+            "with its scores divided by that factor, the single head gives the output of all "
+            "{heads}: the largest difference is {rounding[rescaled]:.2f} of both error budgets",
+            lambda n: n["rounding"]["rescaled"] <= 1,
         ),
         Fact(
             "tokens from torch.rand give scores of about {tokens[rand][score]:,.0f}, and the "
@@ -228,21 +238,21 @@ QUESTION = Question(
             lambda n: n["equal"]["rand"] == n["sequences"],
         ),
         Fact(
-            "tokens that are all equal give even softmaxes ({tokens[same][evenness]:percent} of "
-            "the largest entropy), and the head outputs are the same: the largest error is "
-            "{rounding[same]:.2f} of the error budget",
+            "tokens that are all equal give even softmaxes ({tokens[same][several]:percent} of "
+            "the largest entropy), and the outputs are the same: the largest difference is "
+            "{rounding[same]:.2f} of both error budgets",
             lambda n: n["rounding"]["same"] <= 1,
         ),
         Fact(
             "in between, with tokens from torch.randn times {quiet}, the relative difference of "
             "the outputs is {tokens[quiet][apart]:percent}, and {longer_apart:percent} with "
             "{longer} tokens in place of {length}: in every sequence at least "
-            "{rounding[quiet]:,.0f} times the error budget",
+            "{rounding[quiet]:,.0f} times both error budgets",
             lambda n: n["rounding"]["quiet"] > 1,
         ),
         Fact(
             "with PyTorch's default initialisation it is {own_apart:percent} for tokens from "
-            "torch.randn, in every sequence at least {rounding[own]:,.0f} times the error budget",
+            "torch.randn, in every sequence at least {rounding[own]:,.0f} times both error budgets",
             lambda n: n["rounding"]["own"] > 1,
         ),
     ),
@@ -255,11 +265,12 @@ QUESTION = Question(
     "near zero, or all equal, leave it even, and a factor of the scores changes neither; in "
     "between it shows, as a relative difference of {tokens[quiet][apart]:percent}. With default "
     "initialisation the heads are not identical, and a saturated softmax does not hide it.",
-    caption="Above: the relative difference of the outputs of {heads} heads from that of one head "
-    "with the same parameters, the median of {sequences} sequences of {length} tokens. Below: "
-    "whether the softmax is even or puts all weight on one key (its mean entropy over the largest "
-    "possible), for {heads} heads and, dashed, for one. Across: the size of the tokens, which are "
-    "those of torch.randn multiplied by it. The dots are the differences quoted in the text.",
+    caption="Two layers torch.nn.MultiheadAttention with the same parameters, of one head and of "
+    "{heads}. Above: the relative difference of the one head's output from that of {heads}, the "
+    "median of {sequences} sequences of {length} tokens. Below: whether the softmax is even or "
+    "puts all weight on one key (its mean entropy over the largest possible), for {heads} heads "
+    "and, dashed, for one. Across: the size of the tokens, which are those of torch.randn "
+    "multiplied by it. The dots are the differences quoted in the text.",
     draw=draw,
     table=Table(
         columns=(
@@ -273,7 +284,7 @@ QUESTION = Question(
             (
                 title,
                 f"{{tokens[{name}][score]:{size}}}",
-                f"{{tokens[{name}][evenness]:percent}}",
+                f"{{tokens[{name}][several]:percent}}",
                 f"{{tokens[{name}][apart]:percent}}",
                 f"{{equal[{name}]}} of {{sequences}}",
             )
