@@ -26,7 +26,8 @@ from headwise.peers.x_transformers import XTransformers
 from headwise.studies import encoder
 from headwise.studies.experiments import conventions, same_weights, whole_layer
 from headwise.studies.experiments.own_layers import IMPLEMENTATIONS, DropIn, Native
-from headwise.studies.questions.implementations import QUESTION, fills, size
+from headwise.studies.pictures.implementations import size
+from headwise.studies.questions.implementations import QUESTION, fills
 from headwise.studies.study import ask
 
 pytest.importorskip("transformers")

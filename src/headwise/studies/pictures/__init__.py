@@ -1,1 +1,4 @@
-"""What the pictures of the questions share: colours, maps of weights, a sheet to draw on."""
+"""The picture of each question, drawn from its numbers alone; and what they share.
+
+`style` has the colours and maps of weights, `canvas` a sheet to draw on.
+"""

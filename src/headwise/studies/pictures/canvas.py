@@ -84,7 +84,7 @@ def heading(axes: Axes, x: float, y: float, words: str, *, align: str = "left") 
 
 
 def note(
-    axes: Axes, x: float, y: float, words: str, *, align: str = "left", turn: float = 0
+    axes: Axes, x: float, y: float, words: str, *, align: str = "left", turn: float = 0.0
 ) -> None:
     """Words in a softer shade, turned by some degrees."""
     axes.text(x, y, words, color=SOFT, fontsize=9, ha=align, va="center", rotation=turn)

@@ -1,4 +1,5 @@
-"""One file for each question: what is measured, what must hold, what is said and drawn.
+"""One file for each question: what is measured, what must hold, and what is said.
 
-A new one is a file here with a `Question` named ``QUESTION``, and its name in `studies/catalogue`.
+A new one is a file here with a `Question` named ``QUESTION``, its picture in a file of the same
+name in `studies/pictures`, and its id in `studies/catalogue`.
 """

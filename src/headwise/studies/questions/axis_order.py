@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +20,13 @@ from headwise.peers.weights import Weights
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.one_head import difference
 from headwise.studies.experiments.timing import times_of
-from headwise.studies.pictures.style import SERIES, SOFT
+from headwise.studies.pictures.axis_order import draw
 from headwise.studies.question import Fact, Numbers, Question, Table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
 EMBED_DIM, HEADS = 32, 4
 TIMED = {"batch": 8, "length": 128, "embed_dim": 512, "heads": 8}
 ROUNDS = 21
-EXAMPLE = 8  # the token that the picture marks: one in the middle
 Layer = type[nn.MultiheadAttention]
 LAYERS: dict[str, Layer] = {"torch": nn.MultiheadAttention, "headwise": MultiheadAttention}
 
@@ -236,45 +230,6 @@ def times(kind: Layer) -> dict[str, float]:
     }
 
 
-# ---- the picture -------------------------------------------------------------------------------
-
-
-def draw(figure: Figure, n: Numbers) -> None:
-    """Which token depends on which, in the order that the layer was built for and in the other."""
-    figure.set_size_inches(7.6, 4.2)
-    titles = {
-        "right": "batch_first=True, the right order:\neach token attends to its own sequence",
-        "wrong": "default, the wrong order: each token\nattends to its position in every sequence",
-    }
-    for axes, (order, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-        draw_map(axes, n["maps"][order], n)
-        axes.set_title(title, loc="left")
-
-
-def draw_map(axes: Axes, rows: list[list[int]], n: Numbers) -> None:
-    """A cell wherever an output token depends on an input token; one token's in another colour."""
-    from matplotlib.patches import Rectangle
-
-    tokens, length = len(rows), n["length"]
-    for row, column in product(range(tokens), range(tokens)):
-        if rows[row][column]:
-            place = (column + 0.06, row + 0.06)
-            colour = SERIES[1] if row == EXAMPLE else SERIES[0]
-            axes.add_patch(Rectangle(place, 0.88, 0.88, facecolor=colour))
-    axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal")
-    for edge in range(0, tokens + 1, length):
-        axes.axhline(edge, color=SOFT, linewidth=0.8, clip_on=False)
-        axes.axvline(edge, color=SOFT, linewidth=0.8, clip_on=False)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    centres = [length * (count + 0.5) for count in range(n["batch"])]
-    names = [f"sequence {count}" for count in range(n["batch"])]
-    axes.set_xticks(centres, names)
-    axes.set_yticks(centres, names, rotation=90, va="center")
-    axes.set_xlabel("input tokens")
-    axes.set_ylabel("output tokens")
-
-
 # ---- what is said ------------------------------------------------------------------------------
 
 
@@ -350,10 +305,10 @@ QUESTION = Question(
             ),
         ),
     ),
-    verdict="It is a convention of memory layout: PyTorch's default is (length, batch, embed_dim), "
-    "and batch_first=True swaps the first two; in the wrong order a call without masks raises no "
-    "error, but each token attends to its position in every sequence instead of to its own "
-    "sequence.",
+    verdict="It is a convention about the order of the axes: PyTorch's default is (length, batch, "
+    "embed_dim), and batch_first=True swaps the first two; in the wrong order a call without "
+    "masks raises no error, but each token attends to its position in every sequence instead of "
+    "to its own sequence.",
     why="A layer sees only two counts and cannot know which is the batch; in the wrong order the "
     "relative difference of the outputs is {apart:percent}. What can reveal it is a mask of the "
     "right sizes, or the shape of the attention weights. Length first took "
@@ -362,9 +317,11 @@ QUESTION = Question(
     "{timed[length]} tokens, {timed[embed_dim]} wide, on the machine of this run), and in "
     "headwise.MultiheadAttention {times[headwise][infer]:.2f} and {times[headwise][train]:.2f}.",
     caption="The same tensor, {batch} sequences of {length} tokens stored as (batch, length, "
-    "embed_dim), in two PyTorch layers. A cell is filled where an output token (row) depends on an "
-    "input token (column); the second colour marks one output token. Left: each depends on all "
-    "tokens of its own sequence. Right: on the tokens at its own position in all sequences.",
+    "embed_dim), in two PyTorch layers. A cell is filled where an output token (row) depends on "
+    "an input token (column); the second colour marks one output token. Left: each depends on all "
+    "tokens of its own sequence. Right: on the tokens at its own position in all sequences. The "
+    "running time is not drawn: length first took {times[torch][infer]:.2f} of the time of batch "
+    "first (inference, on the machine of this run).",
     draw=draw,
     table=Table(
         columns=("wrong order, with", "PyTorch", "headwise", "headwise's message"),

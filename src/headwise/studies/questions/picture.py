@@ -14,11 +14,11 @@ from headwise.models.reading import Progress, Projections
 from headwise.peers.weights import Weights
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.own_layers import Native
-from headwise.studies.pictures import layer
-from headwise.studies.question import Fact, Numbers, Question, Table
+from headwise.studies.pictures.picture import draw
+from headwise.studies.question import Fact, Question, Table
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 WORDS = 9  # of the text: few enough for every map to be drawn whole
 EVERY = 4  # one number in so many is drawn of what is embed_dim wide
@@ -119,9 +119,9 @@ def stand_out(maps: Tensor, tokens: tuple[str, ...]) -> list[dict[str, Any]]:
 
     Places are the neighbours of a token, the token itself, and each token of the text.
     """
-    length = len(tokens)
     names = ("the token before", "the same token", "the token after", *tokens)
-    neighbours = [maps.diagonal(offset, 1, 2).sum(-1) / length for offset in (-1, 0, 1)]
+    # Over the tokens that have such a neighbour.
+    neighbours = [maps.diagonal(offset, 1, 2).mean(-1) for offset in (-1, 0, 1)]
     shares = torch.stack([*neighbours, *maps.mean(1).unbind(-1)])
     largest, places = shares.max(0)
     found: dict[int, dict[str, Any]] = {}
@@ -154,11 +154,6 @@ def added_up(
         "order_moved": float((swapped - output).norm() / output.norm()),
         "order_of_both_equal": allowed.check(both).within,
     }
-
-
-def draw(figure: Figure, n: Numbers) -> None:
-    """From the embeddings at the top to the output at the bottom, and a few heads enlarged."""
-    layer.draw(figure, n)
 
 
 QUESTION = Question(
@@ -207,9 +202,9 @@ QUESTION = Question(
             lambda n: not n["order_equal"] and n["order_of_both_equal"],
         ),
     ),
-    verdict="In {model}, x {shapes[x]:shape} is projected to {heads} heads of {head_dim}, each "
-    "head has its own {length} × {length} attention map, and the head outputs, concatenated to "
-    "{shapes[merged]:shape}, are multiplied by wo.",
+    verdict="In the trained encoder {model}, x {shapes[x]:shape} is projected to {heads} heads of "
+    "{head_dim}, each head has its own {length} × {length} attention map, and the head outputs, "
+    "concatenated to {shapes[merged]:shape}, are multiplied by the output projection wo.",
     why="Concatenating and multiplying by wo is a sum: each head has its own columns of wo and "
     "adds its contribution to the output. So the order of the heads means nothing by itself, but "
     "must be the same in the concatenation and in wo.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,8 @@ from headwise.studies.experiments.one_head import (
     difference,
     excess,
 )
-from headwise.studies.pictures.style import INK, LINE, SERIES
-from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.words import say
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from headwise.studies.pictures.weights_of_one import draw
+from headwise.studies.question import Fact, Question, Table
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH, LONGER = 40, 5, 50
@@ -170,48 +166,6 @@ def excess_of_scores(layer: TorchLayer, x: Tensor) -> float:
     return float(excess(larger, budget_of_scores(heads)).max())
 
 
-# ---- the picture -------------------------------------------------------------------------------
-
-
-def draw(figure: Figure, n: Numbers) -> None:
-    """One head against eight over the size of the tokens, above what their softmaxes do there."""
-    figure.set_size_inches(7.6, 4.6)
-    grid = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1.4, 1))
-    top = max(max(sweep["apart"]) for sweep in n["sweep"].values())
-    panels = (
-        ("ones", "all weights one", n["tokens"]["quiet"]["apart"]),
-        ("own", "default initialisation", n["own_apart"]),
-    )
-    for column, (name, title, share) in zip(grid.T, panels, strict=True):
-        above, below = column
-        factor = n["quoted"][name]
-        above.plot(n["factors"], n["sweep"][name]["apart"], color=SERIES[1])
-        above.plot(factor, share, "o", color=SERIES[1])
-        above.annotate(
-            say("{share:percent} at {factor:g}", {"share": share, "factor": factor}),
-            *((factor, share), (-9, 4)),
-            textcoords="offset points",
-            ha="right",
-            color=INK,
-        )
-        below.plot(n["factors"], n["sweep"][name]["several"], color=SERIES[0])
-        below.plot(n["factors"], n["sweep"][name]["one"], color=SERIES[2], linestyle="--")
-        above.set_title(title, loc="left")
-        above.set_xscale("log")
-        below.set_xticks(ticks := [0.001, 0.01, 0.1, 1, 10], [f"{tick:g}" for tick in ticks])
-        below.set_xlabel("size of the tokens")
-        for axes in column:
-            axes.grid(axis="y", color=LINE)
-    grid[1][0].text(0.05, 0.55, f"{n['heads']} heads", color=SERIES[0])
-    grid[1][0].text(0.011, 0.35, "one head", color=SERIES[2], ha="right")
-    grid[0][0].set_ylim(-0.03 * top, 1.1 * top)
-    grid[0][0].set_yticks(shares := [0, 0.5, 1], [f"{100 * x:g}\u00a0%" for x in shares])
-    grid[0][0].set_ylabel("relative difference\nof the outputs")
-    grid[1][0].set_ylim(-0.08, 1.08)
-    grid[1][0].set_yticks([0, 1], ["one key", "even"])
-    grid[1][0].set_ylabel("softmax")
-
-
 QUESTION = Question(
     id="weights-of-one",
     asks="I set all weights to one, and the number of heads changes nothing: does it never matter?",
@@ -258,8 +212,8 @@ QUESTION = Question(
     ),
     verdict="It does matter: with all weights one the {heads} heads are identical, and only their "
     "scores are smaller than a single head's, by the root of {heads}, which does not show where "
-    "the softmax picks one key or is even; with default initialisation the outputs of one "
-    "head and {heads} differ by {own_apart:percent}.",
+    "the softmax picks one key or is even; with default initialisation, and tokens from "
+    "torch.randn, the outputs of one head and {heads} differ by {own_apart:percent}.",
     why="With all weights one, every number of a query, key or value is the sum of its token's "
     "numbers, so all heads compute the same. Tokens with large values saturate the softmax, tokens "
     "near zero, or all equal, leave it even, and a factor of the scores changes neither; in "
