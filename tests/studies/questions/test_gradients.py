@@ -12,7 +12,7 @@ from headwise.layer.attention import Attention
 from headwise.matrix import AttentionMatrix
 from headwise.studies.questions import gradients
 from headwise.studies.questions.gradients import QUESTION
-from headwise.studies.study import ask
+from tests.studies.asking import failed_facts
 
 
 @pytest.fixture(autouse=True)
@@ -22,17 +22,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gradients, name, value)
 
 
-def failed() -> list[str]:
-    """The facts that do not hold, after asking again."""
-    answer = ask(QUESTION)
-    found = [words for held, words in answer.facts if not held]
-    assert answer.holds == (not found)
-    assert all(words in answer.verdict for words in found)
-    return found
-
-
 def test_small_sizes_hold() -> None:
-    assert failed() == []
+    assert failed_facts(QUESTION) == []
 
 
 def test_a_layer_with_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +34,7 @@ def test_a_layer_with_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         return product(matrix, v + 1e-6 * (v - v.detach()))
 
     monkeypatch.setattr(AttentionMatrix, "__matmul__", loud)
-    (words,) = failed()
+    (words,) = failed_facts(QUESTION)
     assert words.startswith("the closed formulas")
 
 
@@ -55,7 +46,7 @@ def test_heads_whose_queries_know_of_each_other(monkeypatch: pytest.MonkeyPatch)
         return found + 0.01 * found.roll(1, dims=1) if heads > 1 else found
 
     monkeypatch.setattr(Attention, "_heads", mixed)
-    found = failed()
+    found = failed_facts(QUESTION)
     assert any("exactly zero in all other weights" in words for words in found)
 
 
@@ -67,12 +58,14 @@ def test_scores_that_values_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         return split(self, x, heads, norm) + 1e-3 * self.v_proj.weight.sum()
 
     monkeypatch.setattr(Attention, "_heads", shared)
-    assert any("exactly zero in all other weights" in words for words in failed())
+    assert any("exactly zero in all other weights" in words for words in failed_facts(QUESTION))
 
 
 def test_a_text_of_fewer_tokens_than_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "LENGTH", 20)
-    assert any("have rank 20 with one head, 16, 16 with two" in words for words in failed())
+    assert any(
+        "have rank 20 with one head, 16, 16 with two" in words for words in failed_facts(QUESTION)
+    )
 
 
 def test_tokens_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +77,7 @@ def test_tokens_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         return drawn[:, :1].expand_as(drawn) if next(calls) == 0 else drawn
 
     monkeypatch.setattr(gradients, "tokens", same)
-    assert any("are least alike in wq and wk" in words for words in failed())
+    assert any("are least alike in wq and wk" in words for words in failed_facts(QUESTION))
 
 
 def test_a_layer_that_has_eight_heads_whatever_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,14 +85,14 @@ def test_a_layer_that_has_eight_heads_whatever_it_is_told(monkeypatch: pytest.Mo
         return Attention(embed_dim, 8, **options)
 
     monkeypatch.setattr(gradients, "Attention", eight)
-    found = failed()
+    found = failed_facts(QUESTION)
     assert any("are least alike" in words for words in found)
     assert any("difference of 0\u00a0% after one step" in words for words in found)
 
 
 def test_training_that_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "LEARNING_RATE", 0.0)
-    trained, moved = failed()
+    trained, moved = failed_facts(QUESTION)
     assert trained.startswith("trained from the same weights")
     assert moved.startswith("in the end wo differs most")
 
@@ -112,7 +105,7 @@ def test_an_output_projection_that_starts_large(monkeypatch: pytest.MonkeyPatch)
         return state | {"out_proj.weight": 3 * state["out_proj.weight"]}
 
     monkeypatch.setattr(gradients, "start", large)
-    (words,) = failed()
+    (words,) = failed_facts(QUESTION)
     assert words.startswith("in the end wo differs most")
 
 

@@ -15,7 +15,7 @@ from headwise.studies.experiments import lookups
 from headwise.studies.experiments.lookups import Texts
 from headwise.studies.questions import learning
 from headwise.studies.questions.learning import QUESTION
-from headwise.studies.study import ask
+from tests.studies.asking import failed_facts
 
 
 @pytest.fixture(autouse=True)
@@ -27,20 +27,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(learning, name, value)
 
 
-def failed() -> list[str]:
-    """The facts that do not hold, after asking again."""
-    answer = ask(QUESTION)
-    found = [words for held, words in answer.facts if not held]
-    assert answer.holds == (not found)
-    assert all(words in answer.verdict for words in found)
-    return found
-
-
 # ---- the verdict turns -----------------------------------------------------------------------
 
 
 def test_small_sizes_hold() -> None:
-    assert failed() == []
+    assert failed_facts(QUESTION) == []
 
 
 def test_heads_that_keep_their_width(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +41,7 @@ def test_heads_that_keep_their_width(monkeypatch: pytest.MonkeyPatch) -> None:
         return layer(num_heads, **{"head_dim": 6} | sizes)
 
     monkeypatch.setattr(lookups, "layer", as_wide)
-    assert "the same number of parameters" in failed()[0]
+    assert "the same number of parameters" in failed_facts(QUESTION)[0]
 
 
 def test_both_lookups_are_about_the_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +52,7 @@ def test_both_lookups_are_about_the_same_token(monkeypatch: pytest.MonkeyPatch) 
         return dataclasses.replace(given, values=given.values[:, :, :1].expand(-1, -1, 2, -1))
 
     monkeypatch.setattr(lookups, "texts", twice)
-    assert "one head did not get below half" in failed()[0]
+    assert "one head did not get below half" in failed_facts(QUESTION)[0]
 
 
 def test_heads_that_all_attend_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +64,7 @@ def test_heads_that_all_attend_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         return AttentionMatrix(*first), v
 
     monkeypatch.setattr(Attention, "_operands", alike)
-    found = " ".join(failed())
+    found = " ".join(failed_facts(QUESTION))
     assert "two heads got below half" in found
     assert "each of two heads took one lookup" in found
     assert "four and eight heads" in found
@@ -88,7 +79,7 @@ def test_a_gate_that_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return output
 
     monkeypatch.setattr(Attention, "forward", open_always)
-    (fact,) = failed()
+    (fact,) = failed_facts(QUESTION)
     assert "with one of two heads switched off" in fact
 
 
@@ -102,13 +93,13 @@ def test_two_heads_that_stay_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(lookups, "train", worse)
-    (fact,) = failed()
+    (fact,) = failed_facts(QUESTION)
     assert "left more than two did" in fact
 
 
 def test_nothing_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "RATE", 0.0)
-    found = " ".join(failed())
+    found = " ".join(failed_facts(QUESTION))
     assert "where there was only one lookup to do" in found
 
 

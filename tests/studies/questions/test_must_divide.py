@@ -12,22 +12,15 @@ from torch import Tensor, nn
 from headwise.layer.attention import Attention
 from headwise.layer.einops_block import EinopsAttention
 from headwise.matrix import AttentionMatrix
-from headwise.studies.question import Answer
 from headwise.studies.questions import must_divide
 from headwise.studies.study import ask
+from tests.studies.asking import failing
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(must_divide, "GRID_HEADS", (1, 3, 4, 6))
     monkeypatch.setattr(must_divide, "GRID_HEAD_DIMS", (7, 10, 40))
-
-
-def failing(answer: Answer) -> list[str]:
-    said = [words for held, words in answer.facts if not held]
-    assert not answer.holds
-    assert all(words in answer.verdict for words in said)
-    return said
 
 
 def test_a_scale_of_embed_dim_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

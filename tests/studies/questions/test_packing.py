@@ -21,6 +21,7 @@ from headwise.studies.experiments.packing_forms import Form
 from headwise.studies.questions import packing
 from headwise.studies.questions.packing import QUESTION
 from headwise.studies.study import ask
+from tests.studies.asking import failed_facts
 
 pytest.importorskip("transformers")
 
@@ -33,17 +34,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "ROUNDS", 1)
 
 
-def failed() -> list[str]:
-    """The facts that do not hold, after asking again."""
-    answer = ask(QUESTION)
-    found = [words for held, words in answer.facts if not held]
-    assert answer.holds == (not found)
-    assert all(words in answer.verdict for words in found)
-    return found
-
-
 def test_small_sizes_hold() -> None:
-    assert failed() == []
+    assert failed_facts(QUESTION) == []
 
 
 @pytest.mark.parametrize("kind", [DropIn, Native, GPT2])
@@ -57,7 +49,7 @@ def test_a_layer_that_stores_rounded_weights(
         return fill(self, Weights.of(matrices, given.biases or ()))
 
     monkeypatch.setattr(kind, "fill", rounded)
-    found = failed()
+    found = failed_facts(QUESTION)
     assert "with no bit changed" in found[0]
     assert "in self-attention the outputs" in found[1]
 
@@ -72,7 +64,7 @@ def test_a_gpt2_that_does_not_transpose(monkeypatch: pytest.MonkeyPatch) -> None
         return Weights(*packed.chunk(3), out.weight.mT, biases)
 
     monkeypatch.setattr(GPT2, "held", by_rows)
-    kept, output = failed()
+    kept, output = failed_facts(QUESTION)
     assert "GPT-2's layer" in kept
     assert "in self-attention the outputs" in output
 
@@ -89,13 +81,13 @@ def test_a_form_that_loses_something(lost: str, monkeypatch: pytest.MonkeyPatch)
         return matrices
 
     monkeypatch.setattr(Form, "pack", careless)
-    assert "with no bit changed" in failed()[0]
+    assert "with no bit changed" in failed_facts(QUESTION)[0]
 
 
 def test_a_product_that_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
-    found = failed()
+    found = failed_facts(QUESTION)
     assert "in self-attention the outputs" in found[0]
     assert "from another text" in found[1]
 
@@ -108,7 +100,7 @@ def test_keys_and_values_taken_from_the_wrong_text(monkeypatch: pytest.MonkeyPat
         return output
 
     monkeypatch.setattr(Attention, "forward", stubborn)
-    (words,) = failed()
+    (words,) = failed_facts(QUESTION)
     assert "from another text" in words
 
 
@@ -116,7 +108,7 @@ def test_heads_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With weights of zero and biases of one, no order of the packed matrix is wrong."""
     monkeypatch.setattr(activation, "xavier_uniform_", nn.init.zeros_)
     monkeypatch.setattr(nn.init, "normal_", lambda x, **sizes: nn.init.ones_(x))
-    (words,) = failed()
+    (words,) = failed_facts(QUESTION)
     assert words.startswith("the order matters")
 
 
@@ -128,7 +120,7 @@ def test_a_layer_that_asks_which_objects_it_was_given(monkeypatch: pytest.Monkey
         return (q, k, v) if query is key or key is value else (q, k, 1.001 * v)
 
     monkeypatch.setattr(core, "_projected_packed", peeking)
-    (words,) = failed()
+    (words,) = failed_facts(QUESTION)
     assert "one object or as equal copies" in words
 
 

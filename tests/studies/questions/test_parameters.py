@@ -13,16 +13,7 @@ from headwise.layer.attention import Attention
 from headwise.peers.paper import Paper
 from headwise.studies.questions import parameters
 from headwise.studies.questions.parameters import QUESTION
-from headwise.studies.study import ask
-
-
-def failed() -> list[str]:
-    """The facts that do not hold, after asking again."""
-    answer = ask(QUESTION)
-    found = [words for held, words in answer.facts if not held]
-    assert answer.holds == (not found)
-    assert all(words in answer.verdict for words in found)
-    return found
+from tests.studies.asking import failed_facts
 
 
 @pytest.mark.parametrize("layer", [nn.MultiheadAttention, MultiheadAttention])
@@ -36,7 +27,7 @@ def test_a_layer_with_a_parameter_for_each_head(
 
     where = nn if layer is nn.MultiheadAttention else parameters
     monkeypatch.setattr(where, "MultiheadAttention", Gated)
-    (words,) = failed()
+    (words,) = failed_facts(QUESTION)
     assert "the same parameters, by name and shape" in words
 
 
@@ -48,7 +39,7 @@ def test_heads_that_share_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         self.wk = nn.Parameter(self.wk[:1])
 
     monkeypatch.setattr(Paper, "__init__", sharing)
-    (words,) = failed()
+    (words,) = failed_facts(QUESTION)
     assert "557,056 numbers" in words
     assert "786,432" in words
 
@@ -60,7 +51,7 @@ def test_heads_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
         own(self, embed_dim, num_heads + 1)
 
     monkeypatch.setattr(Paper, "__init__", narrow)
-    (words,) = failed()
+    (words,) = failed_facts(QUESTION)
     assert "a matrix (56, 512)" in words
 
 
@@ -69,6 +60,6 @@ def test_a_native_layer_that_forgets_its_options(monkeypatch: pytest.MonkeyPatch
         return Attention(embed_dim, num_heads)
 
     monkeypatch.setattr(parameters, "Attention", plain)
-    first, second = failed()
+    first, second = failed_facts(QUESTION)
     assert "and sixteen have 1,050,624" in first
     assert "have 1,050,624 parameters, those with a kv head each 1,050,624" in second

@@ -16,9 +16,9 @@ from headwise.peers.peer import Peer
 from headwise.peers.weights import Weights
 from headwise.studies.experiments import own_layers, whole_layer
 from headwise.studies.experiments.own_layers import Native
-from headwise.studies.question import Answer
 from headwise.studies.questions import picture
 from headwise.studies.study import ask
+from tests.studies.asking import failing
 
 LENGTH, HEADS, HEAD_DIM = 5, 3, 8
 
@@ -50,13 +50,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         return Reading(*about, real, torch.zeros_like(real), "e", calls)
 
     monkeypatch.setattr(minilm, "read", read)
-
-
-def failing(answer: Answer) -> list[str]:
-    said = [words for held, words in answer.facts if not held]
-    assert not answer.holds
-    assert all(words in answer.verdict for words in said)
-    return said
 
 
 def test_the_small_model_would_do() -> None:

@@ -21,6 +21,7 @@ from headwise.studies.experiments.quantised_projections import (
 from headwise.studies.questions import quantised
 from headwise.studies.questions.quantised import QUESTION
 from headwise.studies.study import ask
+from tests.studies.asking import failed_facts
 
 unheard = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # asking ignores it
 
@@ -33,20 +34,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised, "ROUNDS", {"one": 1, "many": 1})
 
 
-def failed() -> list[str]:
-    """The facts that do not hold, after asking again."""
-    answer = ask(QUESTION)
-    found = [words for held, words in answer.facts if not held]
-    assert answer.holds == (not found)
-    assert all(words in answer.verdict for words in found)
-    return found
-
-
 # ---- the verdict turns -----------------------------------------------------------------------
 
 
 def test_small_sizes_hold() -> None:
-    assert failed() == []
+    assert failed_facts(QUESTION) == []
 
 
 def test_wide_integers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +46,7 @@ def test_wide_integers(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.quantize_per_tensor(weight.detach(), 1e-3, 0, torch.qint32)
 
     monkeypatch.setattr(quantised, "quantised_weight", wide)
-    (fact,) = failed()
+    (fact,) = failed_facts(QUESTION)
     assert "four times as many" in fact
 
 
@@ -65,7 +57,7 @@ def test_packing_that_changes_the_weights(monkeypatch: pytest.MonkeyPatch) -> No
         return linear(x, weight, bias + 0.1, scale, zero)
 
     monkeypatch.setattr(torch.ao.nn.quantized.functional, "linear", other)
-    (fact,) = failed()
+    (fact,) = failed_facts(QUESTION)
     assert "bit for bit" in fact
 
 
@@ -74,20 +66,20 @@ def test_steps_that_are_larger_than_they_say(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         quantised_projections, "quantised_weight", lambda given: weight((8 * given).round() / 8)
     )
-    assert "no element of q, k and v has a larger error" in failed()[0]
+    assert "no element of q, k and v has a larger error" in failed_facts(QUESTION)[0]
 
 
 def test_bfloat16_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Rounded.forward
     monkeypatch.setattr(Rounded, "forward", lambda self, x: 1.1 * forward(self, x))
-    (fact,) = failed()
+    (fact,) = failed_facts(QUESTION)
     assert "the error of int8 is larger than that of bfloat16" in fact
 
 
 def test_float32_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * 1.0001)
-    (fact,) = failed()
+    (fact,) = failed_facts(QUESTION)
     assert "leaves the error budget of float32" in fact
 
 

@@ -23,21 +23,14 @@ from headwise.studies.experiments.tracing import (
     taken_apart,
     trace,
 )
-from headwise.studies.question import Answer
 from headwise.studies.questions import split
 from headwise.studies.study import ask
+from tests.studies.asking import failing
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "ASKED", {"batch": 1, "length": 6, "embed_dim": 32, "heads": 2})
-
-
-def failing(answer: Answer) -> list[str]:
-    said = [words for held, words in answer.facts if not held]
-    assert not answer.holds
-    assert all(words in answer.verdict for words in said)
-    return said
 
 
 def operands_split_first(self: Attention, frame: Any, call: Any) -> tuple[AttentionMatrix, Tensor]:
