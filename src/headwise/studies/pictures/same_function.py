@@ -36,7 +36,7 @@ def draw_maps(figure: SubFigure, n: Numbers) -> None:
             image = weight_map(axes, weights)
         row[0].set_ylabel(title, rotation=0, ha="right", va="center", color=INK)
         said = n["said"][name]
-        words = "equal in\n{equal} of {seeds} seeds,\nmean differ-\nence {apart:percent}"
+        words = "equal in\n{equal} of {seeds} seeds;\non average\n{apart:percent} apart"
         row[-1].annotate(
             say(words, said | n["cases"][name]),
             *((1, 0.5), (8, 0)),
