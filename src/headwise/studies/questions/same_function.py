@@ -55,7 +55,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     progress("same-function", 2, 4)
     checks = {name: check(sample) for name, sample in conditions.items()}
     example = next((seed for seed, equal in enumerate(checks["published"]["equal"]) if equal), 0)
-    reading = encoder.reading()
+    reading = encoder.reading(progress)
     progress("same-function", 3, 4)
     layers = [merge_heads(call, reading.num_heads) for call in reading.calls]
     sums = [sum_of_scores(sample.projected, HEADS) for sample in (published, own)]
@@ -84,22 +84,22 @@ def samples(kind: str, *factors: float) -> list[Sample]:
 
     ``kind`` is "rand", "randn", or "own": torch's own initialisation, with tokens from randn.
     """
-    draw = draw_of(kind)
+    random = source_of(kind)
     found: list[list[Tensor]] = [[] for _ in factors]
     for seed in range(SEEDS):
         torch.manual_seed(seed)
         if kind == "own":
             weight = nn.MultiheadAttention(EMBED_DIM, HEADS).in_proj_weight.detach().mT
         else:
-            weight = torch.cat([draw(EMBED_DIM, EMBED_DIM) for _ in range(3)], dim=1)
-        x = draw(BATCH, LENGTH, EMBED_DIM)
+            weight = torch.cat([random(EMBED_DIM, EMBED_DIM) for _ in range(3)], dim=1)
+        x = random(BATCH, LENGTH, EMBED_DIM)
         for products, factor in zip(found, factors, strict=True):
             products.append((factor * x) @ weight)
     wo = output_projection(kind)
     return [Sample(Projected(*torch.cat(each).chunk(3, dim=-1)), wo) for each in found]
 
 
-def draw_of(kind: str) -> Callable[..., Tensor]:
+def source_of(kind: str) -> Callable[..., Tensor]:
     """Where the tokens are drawn from, and all matrices that torch does not initialise."""
     return torch.rand if kind == "rand" else torch.randn
 
@@ -109,7 +109,7 @@ def output_projection(kind: str) -> Tensor:
     torch.manual_seed(SEEDS)
     if kind == "own":
         return nn.MultiheadAttention(EMBED_DIM, HEADS).out_proj.weight.detach().mT
-    return draw_of(kind)(EMBED_DIM, EMBED_DIM)
+    return source_of(kind)(EMBED_DIM, EMBED_DIM)
 
 
 def check(sample: Sample) -> dict[str, list[bool]]:
