@@ -13,7 +13,7 @@ PAGE = Path("headwise-study/index.html")
 def study(
     questions: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[QUESTION]...", help="The questions to ask; all if none is named."),
+        typer.Argument(metavar="QUESTION", help="The questions to ask; all if none is named."),
     ] = None,
     *,
     out: Annotated[Path, typer.Option(help="The HTML page to write.")] = PAGE,
@@ -26,8 +26,8 @@ def study(
 ) -> None:
     """Ask what people ask about attention heads, and let experiments answer.
 
-    Prints each question with its verdict, and with all its facts and figures where it is named. The
-    page holds everything.
+    Prints every question with its verdict, and the facts and figures of those
+    that are named. The page holds everything.
     """
     if as_list:
         _print_list(questions or [])
