@@ -22,10 +22,10 @@ def test_a_package_that_is_missing_is_named_with_its_pip_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "some_package", None)
     with pytest.raises(MissingExtraError) as error:
-        require("some_package.part", purpose="which does it", extra="bench")
+        require("some_package.part", purpose="which does it")
     assert error.value.saw == "some-package is not installed"
     assert error.value.needed == "some-package, which does it"
-    assert error.value.do == "pip install 'headwise[bench]'"
+    assert error.value.do == "pip install 'headwise[demo]'"
 
 
 def test_a_package_that_is_there_but_broken_says_so_itself(

@@ -1,4 +1,4 @@
-"""Packages that only some rooms need, imported when they are needed."""
+"""Packages that only some rooms need, imported when they are needed: those of the extra demo."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 from headwise.errors import MissingExtraError
 
 
-def require(module: str, *, purpose: str, extra: str = "demo") -> Any:
+def require(module: str, *, purpose: str) -> Any:
     """A module of a package that headwise does not depend on.
 
     Args:
         module: its full name. What a package loads on demand is named itself, since the import is
             quiet: transformers loads whatever else is installed, and that may complain at length.
         purpose: what the package does here, for the message.
-        extra: headwise's extra that has the package.
 
     Raises:
         MissingExtraError: the package is not installed.
@@ -39,7 +38,7 @@ def require(module: str, *, purpose: str, extra: str = "demo") -> Any:
         raise MissingExtraError(
             saw=f"{package} is not installed",
             needed=f"{package}, {purpose}",
-            do=f"pip install 'headwise[{extra}]'",
+            do="pip install 'headwise[demo]'",
         ) from error
     finally:
         logging.disable(before)

@@ -13,7 +13,7 @@ from headwise.studies.question import Answer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 7.6, 3.4  # inches, of 72 px; a picture may ask for another height
+HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
 
 # A page that defines these names has its own shades; elsewhere the colours stay what they are.
 NAMES = {
@@ -21,7 +21,6 @@ NAMES = {
     style.SOFT: "--soft",
     style.LINE: "--line",
     style.CARD: "--card",
-    style.GOOD: "--good",
     style.BAD: "--bad",
     **{colour: f"--series-{n}" for n, colour in enumerate(style.SERIES)},
 }
@@ -77,7 +76,7 @@ def svg(answer: Answer) -> str:
         "svg.hashsalt": answer.question.id,
     }
     with mpl.rc_context(settings):
-        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        figure = Figure(figsize=(style.WIDTH, HEIGHT), layout="constrained")
         answer.question.draw(figure, answer.numbers)
         return _element(figure, answer.say(answer.question.caption))
 

@@ -30,9 +30,8 @@ class TorchLayer(Peer):
 
     def held(self) -> Weights:
         """The packed matrix holds the rows of the queries, the keys, the values."""
-        q, k, v = self.inner.in_proj_weight.chunk(3)
-        biases = (*self.inner.in_proj_bias.chunk(3), self.inner.out_proj.bias)
-        return Weights(q, k, v, self.inner.out_proj.weight, biases)
+        inner, out = self.inner, self.inner.out_proj
+        return Weights.packed(inner.in_proj_weight, inner.in_proj_bias, out.weight, out.bias)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """A mask for each sequence is one for each of its heads there."""

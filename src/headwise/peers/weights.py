@@ -41,6 +41,11 @@ class Weights:
         return cls.of((x.weight for x in linears), (x for x in biases if x is not None))
 
     @classmethod
+    def packed(cls, weight: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor) -> Weights:
+        """As `torch.nn.MultiheadAttention` holds them: the rows of q, of k, then of v."""
+        return cls.of((*weight.chunk(3), out), (*bias.chunk(3), out_bias))
+
+    @classmethod
     def random(cls, embed_dim: int, *, biased: bool = False) -> Weights:
         """Normal, so that projections are as wide as their input, with biases half as wide."""
         matrices = [torch.randn(embed_dim, embed_dim) / math.sqrt(embed_dim) for _ in range(4)]

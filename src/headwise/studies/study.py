@@ -41,11 +41,6 @@ class Study:
     setting: Mapping[str, str | int]
     fallback: Fallback | None = None
 
-    @property
-    def holds(self) -> bool:
-        """Whether every claim is borne out."""
-        return all(answer.holds for answer in self.answers)
-
     def as_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; its keys are stable."""
         return {

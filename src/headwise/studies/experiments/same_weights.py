@@ -112,10 +112,8 @@ def of_a_model(reading: Reading) -> dict[str, float]:
     largest: dict[str, float] = {}
     for call in reading.calls:
         p = call.projections
-        given = Weights.of(
-            (*p.in_proj_weight.chunk(3), p.out_proj_weight),
-            (*p.in_proj_bias.chunk(3), p.out_proj_bias),
-        )
+        packed = (p.in_proj_weight, p.in_proj_bias, p.out_proj_weight, p.out_proj_bias)
+        given = Weights.packed(*packed)
         found = outputs(peers, call.x, given, may_attend)
         found["encoder"] = call.output
         allowed = budget(call.x, given, num_heads=reading.num_heads, may_attend=may_attend)

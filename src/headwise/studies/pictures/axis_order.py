@@ -17,7 +17,7 @@ EXAMPLE = 8  # the token that the picture marks: one in the middle
 
 def draw(figure: Figure, n: Numbers) -> None:
     """Which token depends on which, in the order that the layer was built for and in the other."""
-    figure.set_size_inches(7.6, 4.2)
+    figure.set_figheight(4.2)
     titles = {
         "right": "batch_first=True matches this tensor:\neach token attends to its own sequence",
         "wrong": "the default misreads it: each token\nattends to its position in every sequence",

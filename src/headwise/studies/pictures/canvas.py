@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headwise.studies.pictures.style import CARD, INK, LINE, SOFT
+from headwise.studies.pictures.style import CARD, INK, LINE, SOFT, WIDTH
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 7.6  # inches, of every picture
-
 
 def sheet(figure: Figure, *, height: float) -> Axes:
     """Axes over the whole figure: x and y are inches, from the top left corner."""
     figure.set_layout_engine("none")  # everything has its place
-    figure.set_size_inches(WIDTH, height)
+    figure.set_figheight(height)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_xlim(0, WIDTH)
     axes.set_ylim(height, 0)

@@ -16,7 +16,7 @@ WEIGHTS = {"q": "queries", "k": "keys", "v": "values", "o": "output"}
 
 def draw(figure: Figure, n: Numbers) -> None:
     """Above: which weights reach which scores. Below: how alike gradients and weights are."""
-    figure.set_size_inches(7.6, 6.4)
+    figure.set_figheight(6.4)
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1.35, 1), hspace=0.06)[
         :, 0
     ]

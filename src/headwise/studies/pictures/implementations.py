@@ -19,7 +19,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     """Who differs how much from whom, on a log scale; below, the same weights misread."""
     from matplotlib.colors import LogNorm
 
-    figure.set_size_inches(7.6, 6.3)
+    figure.set_figheight(6.3)
     figure.set_layout_engine("none")  # the names stand in a column of their own
     norm = LogNorm(1e-8, 10)
     names, misread = list(n["names"].values()), list(n["misread"].values())

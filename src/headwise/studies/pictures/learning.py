@@ -16,7 +16,7 @@ FEW = {1: "one head", 2: "two heads", 4: "four heads", 8: "eight heads"}
 
 def draw(figure: Figure, n: Numbers) -> None:
     """Error over steps, where each head's weight goes, and the weights on one text."""
-    figure.set_size_inches(7.6, 5.7)
+    figure.set_figheight(5.7)
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(3.3, 2.3), hspace=0.0)[
         :, 0
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headwise.studies.pictures.canvas import WIDTH, block, heading, inset, note, rule, sheet
-from headwise.studies.pictures.style import BAD, INK, SERIES, SOFT
+from headwise.studies.pictures.canvas import block, heading, inset, note, rule, sheet
+from headwise.studies.pictures.style import BAD, INK, SERIES, SOFT, WIDTH
 from headwise.studies.question import Numbers
 from headwise.studies.words import say
 

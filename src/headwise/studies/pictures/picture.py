@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headwise.studies.pictures.canvas import WIDTH, arrow, heading, inset, note, rule, sheet, tinted
-from headwise.studies.pictures.style import SERIES, weight_map
+from headwise.studies.pictures.canvas import arrow, heading, inset, note, rule, sheet, tinted
+from headwise.studies.pictures.style import SERIES, WIDTH, weight_map
 from headwise.studies.question import Numbers
 from headwise.studies.words import say
 

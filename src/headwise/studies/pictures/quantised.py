@@ -29,7 +29,7 @@ COLOURS = {
 
 def draw(figure: Figure, n: Numbers) -> None:
     """The error after each stage, and the time of a projection."""
-    figure.set_size_inches(7.6, 4.4)
+    figure.set_figheight(4.4)
     left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(3.3, 2.5))[0]
     _draw_errors(left.subplots(), n)
     one, many = right.subplots(2, 1, sharex=True)

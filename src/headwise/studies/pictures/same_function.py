@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def draw(figure: Figure, n: Numbers) -> None:
     """The maps of one head and of eight, and how much a trained encoder's heads change."""
-    figure.set_size_inches(7.6, 5.5)
+    figure.set_figheight(5.5)
     parts: Any = figure.subfigures(2, 1, height_ratios=(3.1, 2.4))
     draw_maps(parts[0], n)
     draw_encoder(parts[1], n)

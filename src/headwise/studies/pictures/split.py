@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headwise.studies.pictures.canvas import (
-    WIDTH,
     arrow,
     block,
     heading,
@@ -13,7 +12,7 @@ from headwise.studies.pictures.canvas import (
     rule,
     sheet,
 )
-from headwise.studies.pictures.style import INK, SERIES, SOFT
+from headwise.studies.pictures.style import INK, SERIES, SOFT, WIDTH
 from headwise.studies.question import Numbers
 from headwise.studies.words import say
 

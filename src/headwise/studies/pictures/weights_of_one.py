@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def draw(figure: Figure, n: Numbers) -> None:
     """One head against eight over the size of the tokens, above what their softmaxes do there."""
-    figure.set_size_inches(7.6, 4.6)
+    figure.set_figheight(4.6)
     grid = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1.4, 1))
     top = max(max(sweep["apart"]) for sweep in n["sweep"].values())
     panels = (

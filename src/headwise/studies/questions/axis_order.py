@@ -158,10 +158,8 @@ def own_order(layer: nn.MultiheadAttention, x: Tensor) -> float:
     """The error of a layer that is given batch-first tokens in its own order, in budgets."""
     tokens = x if layer.batch_first else x.transpose(0, 1)
     output = layer(tokens, tokens, tokens)[0]
-    weights = Weights.of(
-        (*layer.in_proj_weight.chunk(3), layer.out_proj.weight),
-        (*layer.in_proj_bias.chunk(3), layer.out_proj.bias),
-    )
+    out = layer.out_proj
+    weights = Weights.packed(layer.in_proj_weight, layer.in_proj_bias, out.weight, out.bias)
     budget = whole_layer.budget(x, x, x, weights, num_heads=layer.num_heads)
     return budget.check(output if layer.batch_first else output.transpose(0, 1)).ratio
 

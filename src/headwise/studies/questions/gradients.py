@@ -38,7 +38,6 @@ def measure(progress: Progress) -> dict[str, Any]:
     formulas = {heads: whole(weight_gradients(one)) for heads, one in forward.items()}
     progress("gradients", 1, 3)
     numbers = {
-        "embed_dim": EMBED_DIM,
         "length": LENGTH,
         "many": many,
         "head_dim": {str(heads): EMBED_DIM // heads for heads in COUNTS},

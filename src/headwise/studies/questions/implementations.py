@@ -139,7 +139,8 @@ QUESTION = Question(
             ),
         ),
         Fact(
-            "so is each that has biases with biases ({largest_share[biased]:percent}), and with "
+            "so is, with biases, each that has them (not {without_biases}; "
+            "{largest_share[biased]:percent}), and with "
             "the weights and tokens of the {layers} layers of {model}, whose own outputs are "
             "among them ({largest_share_of_a_model:percent})",
             lambda n: max(n["largest_share"]["biased"], n["largest_share_of_a_model"]) <= 1,

@@ -53,8 +53,8 @@ def filled(projections: Projections, heads: int) -> Native:
     """The native layer with the weights of a model's layer."""
     p = projections
     native = Native(p.out_proj_weight.shape[0], heads).requires_grad_(False)
-    matrices = (*p.in_proj_weight.chunk(3), p.out_proj_weight)
-    native.fill(Weights.of(matrices, (*p.in_proj_bias.chunk(3), p.out_proj_bias))).eval()
+    packed = (p.in_proj_weight, p.in_proj_bias, p.out_proj_weight, p.out_proj_bias)
+    native.fill(Weights.packed(*packed)).eval()
     return native
 
 

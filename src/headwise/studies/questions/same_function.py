@@ -63,7 +63,6 @@ def measure(progress: Progress) -> dict[str, Any]:
     return {
         "shape": [BATCH, LENGTH, EMBED_DIM],
         "heads": HEADS,
-        "head_dim": EMBED_DIM // HEADS,
         "factor": QUIET,
         "cases": {name: describe(sample) for name, sample in conditions.items()},
         "entropy": entropy(published),
