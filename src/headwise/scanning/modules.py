@@ -36,7 +36,7 @@ class Running:
         version: of that tensor: it counts changes in place.
         tokens: the integer tensors (batch, length) it was given that may be tokens.
         has_source: whether it was given something else to attend to by its name.
-        projected: what the matrices inside were given since the last attention call.
+        projected: what the first two matrices inside were given since the last attention call.
         attended: how many attention calls it has seen inside.
     """
 
@@ -116,7 +116,8 @@ class Modules:
         if running.state is None or not isinstance(weight, Tensor) or weight.dim() != 2:
             return
         for outer in reversed(self.stack):
-            outer.projected.append(running.state)
+            if len(outer.projected) < 2:
+                outer.projected.append(running.state)
             if outer.is_block:
                 return
 

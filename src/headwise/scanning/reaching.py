@@ -97,7 +97,7 @@ class Reach:
         block = _block_of(stack, matrix)
         for running in stack:
             running.attended += 1
-            running.projected.clear()
+        self._forget_projected()
         self.layers.setdefault(call.layer, type(call.module).__name__)
         changed = self._watch(call)
         if self._settled is not None:
@@ -113,10 +113,15 @@ class Reach:
         pending, self._pending = self._pending, None
         if pending is None or self._settled is None:
             return
+        self._forget_projected()  # the output projection's own, which nobody else may hold now
         block = pending.block
         if block is not None and version_of(block.state) == block.version >= 0:
             pending.call.residual = block.state
         self._settled(pending.call)
+
+    def _forget_projected(self) -> None:
+        for running in self.modules.stack:
+            running.projected.clear()
 
     def _layer_name(self, matrix: AttentionMatrix) -> str:
         stack, heads = self.modules.stack, matrix.shape[1]
