@@ -20,7 +20,7 @@ def require_writable(path: Path) -> Path:
         raise OptionError(
             saw=f"{path}, which is a folder",
             needed="the name of a file to write",
-            do=f"{path / 'index.html'}",
+            do="name a file in it",
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from headwise import Attention
 from headwise.budget import BACKWARD, Budget
@@ -19,7 +20,7 @@ from headwise.matrix import AttentionMatrix
 from headwise.models import planted
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import gradients
-from headwise.scanning.importance.gates import Gates
+from headwise.scanning.importance.gates import UNRECORDED, Gates
 from headwise.scanning.importance.runs import Layers
 from headwise.scanning.reaching import reached
 from tests.scanning.importance_cases import (
@@ -285,3 +286,30 @@ def test_no_pass_over_the_weights_can_tell(statistic: Any) -> None:
     for refuse in (statistic.start, partial(statistic.finish, None)):
         with pytest.raises(OptionError, match=r"gradients or \.ablations"):
             refuse(observation)
+
+
+class Checkpointed(nn.Module):
+    """Two layers whose activations are computed again in the backward pass."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(EMBED, HEADS, head_dim=VALUE_DIM) for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def test_activations_that_are_computed_again_are_refused() -> None:
+    x = torch.randn(BATCH, LENGTH, EMBED)
+    with pytest.raises(OptionError, match=r"layers\.1, which is computed again"):
+        gradients(Checkpointed(reentrant=False), x, loss=squares)
+
+
+def test_a_pass_that_is_not_recorded_is_missing() -> None:
+    x = torch.randn(BATCH, LENGTH, EMBED, requires_grad=True)
+    scan = gradients(Checkpointed(reentrant=True), x, loss=squares)
+    for layer in scan.layer_scans:
+        assert layer.missing == dict.fromkeys(NAMES, UNRECORDED)

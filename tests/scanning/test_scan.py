@@ -372,3 +372,10 @@ def test_a_mask_of_ones_own() -> None:
     )
     close(found["first_token"], whole.merge(alone)["first_token"])
     assert found.tokens == 2 * LENGTH - 4
+
+
+def test_a_model_without_numbers_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(40, 40))
+    with pytest.raises(OptionError, match=r"0\.weight on the meta device"):
+        scan(model, torch.randn(1, 24, 40))

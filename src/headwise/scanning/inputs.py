@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 
-# What a scan has no use for, and what can take more memory than all the rest: keys and values kept
-# for later steps, and the scores of every token of the vocabulary after each token.
-WITHOUT = {"use_cache": False, "logits_to_keep": 1}
+# What nobody here has a use for: keys and values kept for later steps. A scan has none either for
+# the scores of the whole vocabulary after each token, which can take more memory than all the rest.
+NO_CACHE = {"use_cache": False}
+NO_LOGITS = {"logits_to_keep": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,20 +56,28 @@ def _arguments(one: Any) -> Arguments:
     )
 
 
-def without_extras(model: Any, given: Arguments) -> Arguments:
-    """The same input, asking a model of transformers for no more than a scan needs."""
+def without_extras(model: Any, given: Arguments, *, with_logits: bool) -> Arguments:
+    """The same input, asking a model of transformers for no more than is needed."""
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         return given
     taken = inspect.signature(model.forward).parameters
-    extras = {k: v for k, v in WITHOUT.items() if k in taken and k not in given.named}
+    unwanted = NO_CACHE if with_logits else NO_CACHE | NO_LOGITS
+    extras = {k: v for k, v in unwanted.items() if k in taken and k not in given.named}
     if given.named.get("labels") is not None:
         extras.pop("logits_to_keep", None)  # the model's own loss is of all of them
     return Arguments(given.positional, {**given.named, **extras})
 
 
 def require_finite(model: nn.Module) -> None:
-    """Raise OptionError if a parameter holds NaN or infinity: every number after it would."""
+    """Raise OptionError if a parameter holds NaN or infinity, or no numbers at all."""
+    loads_later = any(hasattr(module, "_hf_hook") for module in model.modules())
     for name, parameter in model.named_parameters():
+        if parameter.is_meta and not loads_later:
+            raise OptionError(
+                saw=f"{name} on the meta device, which holds shapes and no numbers",
+                needed="a model with weights",
+                do="load them: model.to_empty(device=...) and then load_state_dict",
+            )
         if parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
             continue
         if not bool(torch.isfinite(parameter.detach().sum(dtype=torch.float64))):

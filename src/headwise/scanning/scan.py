@@ -109,7 +109,7 @@ def _run(model: Any, one: Arguments, call: Callable[..., Any] | None) -> None:
     if call is not None:
         call(model, *one.positional, **one.named)
         return
-    one = without_extras(model, one)
+    one = without_extras(model, one, with_logits=False)
     model(*one.positional, **one.named)
 
 

@@ -46,6 +46,9 @@ class Sums:
         }
 
 
+UNRECORDED = "computed without a gradient: under torch.no_grad, or a reentrant checkpoint"
+
+
 class Gates:
     """A watcher that puts gates on the layers that are asked for.
 
@@ -62,15 +65,30 @@ class Gates:
         self.sequences, self.tokens = 0, 0
         self._placed: list[tuple[Layer, Tensor]] = []
         self._tokens: int | None = None
+        self._is_backward = False
 
     def __call__(self, call: LayerCall) -> Tensor | None:
-        """The head outputs behind their gates."""
+        """The head outputs behind their gates.
+
+        Raises:
+            OptionError: it is computed once more, for the backward pass.
+        """
+        if self._is_backward:
+            raise OptionError(
+                saw=f"{call.layer}, which is computed again in the backward pass "
+                "(torch.utils.checkpoint)",
+                needed="a model that keeps its activations: the gates are in the first pass",
+                do="switch checkpointing off: model.gradient_checkpointing_disable(), or the like",
+            )
         if self._causal:
             losses.require_causal(call)
         if self._tokens is None:
             self._tokens = real_tokens(call)
         layer = self.layers.see(call)
         if layer is None:
+            return None
+        if not torch.is_grad_enabled():
+            self.missing[layer.name] = UNRECORDED
             return None
         outputs = call.outputs
         # Wider than half: what a gate receives is a sum over value_dim.
@@ -102,7 +120,10 @@ class Gates:
         self.tokens += tokens or 0
         signed: dict[str, Tensor] = {}
         absolute: dict[str, Tensor] = {}
-        for (layer, gate), found in zip(placed, _gradients(of_sequences, placed), strict=True):
+        self._is_backward = True
+        found_of_all = _gradients(of_sequences, placed)
+        self._is_backward = False
+        for (layer, gate), found in zip(placed, found_of_all, strict=True):
             if len(gate) != count:
                 self.missing[layer.name] = f"a batch of {len(gate)} for {count} sequences"
                 continue

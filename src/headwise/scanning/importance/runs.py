@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 from headwise.heads.statistics.statistic import Summary
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.head_scan import LayerScan
-from headwise.scanning.inputs import inputs_of
+from headwise.scanning.inputs import Arguments, inputs_of, without_extras
 from headwise.scanning.reaching import Reach
 from headwise.scanning.running import is_chosen, require_layers
 
@@ -22,13 +21,12 @@ class Input:
     """One input: as it was given, for the loss, and as the model is called with it."""
 
     given: Any
-    positional: tuple[Any, ...]
-    named: dict[str, Any]
+    called: Arguments
 
     def run(self, model: nn.Module, reach: Reach) -> Any:
         """What the model returns, once through."""
         reach.begin()
-        return model(*self.positional, **self.named)
+        return model(*self.called.positional, **self.called.named)
 
 
 def inputs_for(model: nn.Module, inputs: Any) -> list[Input]:
@@ -38,11 +36,8 @@ def inputs_for(model: nn.Module, inputs: Any) -> list[Input]:
         OptionError: none of these, or nothing at all.
     """
     several = inputs if isinstance(inputs, list) else [inputs]
-    # All logits are needed, keys and values for later steps are not.
-    cached = hasattr(model, "config") and "use_cache" in inspect.signature(model.forward).parameters
-    extras = {"use_cache": False} if cached else {}
     return [
-        Input(given, one.positional, {**extras, **one.named})
+        Input(given, without_extras(model, one, with_logits=True))
         for given, one in zip(several, inputs_of(inputs), strict=True)
     ]
 
