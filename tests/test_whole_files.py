@@ -49,7 +49,7 @@ def test_a_folder_is_no_page(tmp_path: Path) -> None:
     with pytest.raises(OptionError) as error:
         write_whole(tmp_path, "new")
     assert str(tmp_path) in error.value.saw
-    assert error.value.do == str(tmp_path / "index.html")
+    assert error.value.do == "name a file in it"
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
