@@ -149,7 +149,8 @@ RUNS = {
         "16,384 tokens: headwise.scan, the standard set", lambda: scanned(16384), 2600
     ),
     "forward-65536": Run(
-        "65,536 tokens, 2 layers, bfloat16: the fused forward alone", lambda: forward(65536, layers=2)
+        "65,536 tokens, 2 layers, bfloat16: the fused forward alone",
+        lambda: forward(65536, layers=2),
     ),
     "scan-65536": Run(
         "65,536 tokens, 2 layers, bfloat16: headwise.scan, ten",

@@ -93,6 +93,7 @@ def unknown_commands(code: str) -> Iterator[str]:
     from headwise.cli import app  # in here, since a page may be fine while the command line is not
 
     commands = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
+    commands |= {group.name for group in app.registered_groups if group.name}
     makefile = ROOT.joinpath("Makefile").read_text("utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, re.M))
     extras = PROJECT["project"]["optional-dependencies"].keys()

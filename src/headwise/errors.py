@@ -5,6 +5,7 @@
     ├── MaskError          (ValueError)   a mask or score bias that is ambiguous, or for other sizes
     ├── OptionError        (ValueError)   an option outside its range, or two that contradict
     ├── DeviceError        (ValueError)   tensors on different devices
+    ├── CheckpointError    (ValueError)   files of weights that are damaged or cannot be written
     ├── DTypeError         (TypeError)    a dtype that cannot be used here
     ├── LimitError         (MemoryError)  a dense matrix larger than the limit that was given
     └── MissingExtraError  (ImportError)  an optional dependency that is not installed
@@ -45,6 +46,10 @@ class OptionError(HeadwiseError, ValueError):
 
 class DeviceError(HeadwiseError, ValueError):
     """Tensors that live on different devices."""
+
+
+class CheckpointError(HeadwiseError, ValueError):
+    """Files of weights that are damaged, or that cannot be written."""
 
 
 class DTypeError(HeadwiseError, TypeError):

@@ -10,15 +10,23 @@ from typing import Annotated
 import typer
 
 from headwise import __version__
+from headwise.cli.convert import convert
 from headwise.cli.demo import demo
+from headwise.cli.detect import detect
+from headwise.cli.layouts import layouts
 from headwise.cli.scan.command import scan
 from headwise.cli.study import study
+from headwise.cli.verify import verify
 from headwise.errors import HeadwiseError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo)
 app.command()(study)
 app.command()(scan)
+app.command()(convert)
+app.command()(verify)
+app.command()(detect)
+app.add_typer(layouts, name="layouts")
 
 
 def _print_version(wanted: bool) -> bool:

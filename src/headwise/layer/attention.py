@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 
 from headwise.cache import Cache
 from headwise.checks import require_mask, require_score_bias
-from headwise.layer import options
+from headwise.layer import in_layouts, options
 from headwise.layer.frames import Call, Whole, choose_frame
 from headwise.layer.head_by_head import HeadByHead
 from headwise.layer.initialise import Source, initialise
 from headwise.layer.projection import Projection
+from headwise.layouts import registry
+from headwise.layouts.layout import Layout
 from headwise.masks import Mask
 from headwise.matrix import AttentionMatrix
 from headwise.positions import PositionBias, Rotary
@@ -146,6 +149,52 @@ class Attention(HeadByHead):
             outputs = outputs * frame.gate(gate.to(outputs.dtype))
         merged = outputs.transpose(1, 2).flatten(2)
         return frame.restore(self.out_proj(frame.before_projection(merged)))
+
+    @classmethod
+    def from_layout(
+        cls,
+        state: Mapping[str, Tensor],
+        *,
+        layout: str | Layout,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        **options: Any,
+    ) -> Attention:
+        """A layer that computes what the module with these weights does.
+
+        Sizes, biases and the scale are read from the weights and from the layout. What neither
+        holds is an option, as in the constructor: the numbers of ``rotary`` or of a ``softcap``.
+
+        Args:
+            state: the tensors of one module, by their names within it.
+            layout: the one that they are in, or its name; ``headwise layouts`` lists them.
+            num_heads: query heads, which no shape tells.
+            num_kv_heads: those of keys and values, where no shape tells them either.
+            options: see the constructor.
+
+        Raises:
+            OptionError: tensors or options that are not those of the layout.
+            ShapeError: shapes that do not fit the counts.
+        """
+        described = registry.layout(layout)
+        canonical = in_layouts.canonical_of(
+            state, described, options, heads=num_heads, kv_heads=num_kv_heads
+        )
+        layer = cls(**in_layouts.options_of(canonical, described.function, options))
+        own = in_layouts.own_layout(layer)
+        layer.load_state_dict(own.pack(in_layouts.in_own_order(canonical, layer)))
+        return layer
+
+    def to_layout(self, target: str | Layout) -> dict[str, Tensor]:
+        """The weights in another layout, in memory of their own.
+
+        Raises:
+            OptionError: the layout has no place for one of them.
+            ShapeError: heads that it cannot hold.
+        """
+        canonical = in_layouts.canonical_state(self, self.state_dict())
+        width = {} if self.rotary is None else {"rotary_width": self.rotary.width_in(self.head_dim)}
+        return registry.layout(target).pack(canonical, **width)
 
     def cache(self, *, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for ``length`` tokens of each of ``batch`` sequences.

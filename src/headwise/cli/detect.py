@@ -1,0 +1,139 @@
+"""``headwise detect``: which layout stored weights are in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headwise.cli.checkpoints import Counts, Heads, KvHeads, RotaryWidth
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headwise.cli.checkpoints import Opened
+    from headwise.layouts.detect import Candidate, Detection
+
+LENGTH = 48  # tokens that a model is asked with
+
+
+def detect(
+    place: Annotated[
+        Path, typer.Argument(show_default=False, help="A file of weights, or a folder with them.")
+    ],
+    *,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="The same weights elsewhere: values decide.", show_default=False),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL_DIR",
+            help="A model that runs with the same weights: what it computes decides.",
+            show_default=False,
+        ),
+    ] = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    rotary_width: RotaryWidth = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """Say which layout weights are in, with the reasons, or which ones they may be in.
+
+    Names and shapes often leave several; then a reference or a model that
+    runs decides. It is never guessed. Exit status: 0 one layout, 1 none, 2 several.
+    """
+    given = {"heads": heads, "kv_heads": kv_heads, "rotary_width": rotary_width}
+    raise typer.Exit(_detect(place, reference, against, given, as_json=as_json))
+
+
+def _detect(
+    place: Path, reference: Path | None, against: Path | None, given: Counts, *, as_json: bool
+) -> int:
+    from headwise.cli.ending import aside
+    from headwise.cli.progress import on_a_bar
+
+    with on_a_bar(aside(), "loading torch"):
+        from rich.console import Console
+
+        from headwise.cli.checkpoints import opened
+
+        asked = opened(place, given)
+        found = asked.detection()
+        if reference is not None:
+            found = _by_values(asked, found, opened(reference, given))
+        if against is not None:
+            found = _by_behaviour(asked, found, against)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(_as_json(found), ensure_ascii=False))
+    else:
+        _show(place, found, Console(highlight=False, soft_wrap=True))
+    return 0 if found.layout else min(2, len(found.candidates) + 1)
+
+
+def _by_values(asked: Opened, found: Detection, other: Opened) -> Detection:
+    from headwise.layouts.evidence import by_values
+
+    return by_values(found, asked.source, other.detection(), other.source)
+
+
+def _by_behaviour(asked: Opened, found: Detection, folder: Path) -> Detection:
+    import torch
+
+    from headwise.huggingface.folder import load
+    from headwise.layouts.config import read_config
+    from headwise.scanning.behaviour import by_behaviour
+
+    stored = load(folder)
+    length = min(LENGTH, stored.positions or LENGTH)
+    ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    config = read_config(folder)
+    return by_behaviour(found, asked.source, stored.model, stored.inputs(ids), config)
+
+
+def _show(place: Path, found: Detection, console: Console) -> None:
+    if found.layout is not None:
+        group = found.candidates[0]
+        console.print(f"{place} is in the layout {group[0].layout.name}", markup=False)
+        _print_reasons(group[0], console)
+        if len(group) > 1:
+            same = ", ".join(one.layout.name for one in group[1:])
+            console.print(f"  the same here: {same}", markup=False)
+    elif found.candidates:
+        console.print(
+            f"{place} may be in {len(found.candidates)} layouts, which names and shapes cannot "
+            "tell apart:",
+            markup=False,
+        )
+        for group in found.candidates:
+            console.print("  " + " = ".join(one.layout.name for one in group), markup=False)
+            _print_reasons(group[0], console, indent="    ")
+        console.print(
+            "It is undecidable without a reference (--reference, the same weights elsewhere) or a "
+            "forward check (--against, a model that runs).",
+            markup=False,
+        )
+    else:
+        console.print(f"{place} holds no attention that the catalogue knows", markup=False)
+    for name, why in found.refuted.items():
+        console.print(f"  not {name}: {why}", markup=False)
+
+
+def _print_reasons(one: Candidate, console: Console, indent: str = "  ") -> None:
+    for reason in one.reasons:
+        console.print(f"{indent}{reason}", markup=False)
+
+
+def _as_json(found: Detection) -> dict[str, Any]:
+    return {
+        "layout": found.layout.name if found.layout else None,
+        "candidates": [
+            [{"layout": one.layout.name, "reasons": one.reasons} for one in group]
+            for group in found.candidates
+        ],
+        "refuted": dict(found.refuted),
+    }

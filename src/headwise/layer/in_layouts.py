@@ -1,0 +1,107 @@
+"""A layer made of the weights of any layout, and its own weights in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from headwise.errors import OptionError
+from headwise.layer.parts import Parts
+from headwise.layouts import rotation
+from headwise.layouts.canonical import State
+from headwise.layouts.function import Function
+from headwise.layouts.layout import Layout
+from headwise.layouts.registry import layout
+from headwise.positions import Alibi
+
+# What a layout may say of the function, and which option of the layer it is.
+_OPTIONS = ("rotary", "qk_norm", "softcap", "window", "score_bias")
+
+
+def canonical_of(
+    state: Mapping[str, Tensor], source: Layout, options: Mapping[str, Any], **known: int | None
+) -> State:
+    """The canonical tensors, once more in pairs where the layer's rotation wants neighbours."""
+    rotary, given = options.get("rotary"), {k: n for k, n in known.items() if n is not None}
+    if rotary is not None and rotary.width is not None:
+        given["rotary_width"] = rotary.width
+    return source.unpack(state, **given)
+
+
+def options_of(canonical: State, function: Function, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a layer that holds these tensors and computes this function.
+
+    Raises:
+        OptionError: the layout says otherwise than ``given``, or leaves open what is not given.
+    """
+    _require_said(function, given)
+    wq, wk, wo = (canonical[name] for name in ("wq", "wk", "wo"))
+    (heads, head_dim, embed_dim), source_dim = wq.shape, wk.shape[2]
+    options: dict[str, Any] = {
+        "embed_dim": embed_dim,
+        "num_heads": heads,
+        "num_kv_heads": wk.shape[0],
+        "head_dim": head_dim,
+        "value_dim": wo.shape[1],
+        "out_dim": wo.shape[2],
+        "sink": "sink" in canonical,
+        "dtype": wq.dtype,
+        "device": wq.device,
+    }
+    options |= {f"{name}_bias": f"b{name[0]}" in canonical for name in ("q", "k", "v", "out")}
+    if source_dim != embed_dim:
+        options["source_dim"] = source_dim
+    if function.scale == "1":
+        options["scale"] = 1.0
+    elif function.scale == "1/head_dim":
+        options["scale"] = 1 / head_dim
+    if function.score_bias == "alibi":
+        options["score_bias"] = Alibi()
+    return options | dict(given)
+
+
+def _require_said(function: Function, given: Mapping[str, Any]) -> None:
+    if function.scale is None and "scale" not in given:
+        raise OptionError(
+            saw="no scale",
+            needed="scale, which the layout leaves to the model's config",
+            do="give scale=None for 1/sqrt(head_dim), or the number",
+        )
+    for name in _OPTIONS:
+        said, option = getattr(function, name), given.get(name)
+        if said == "none" and option is not None:
+            raise OptionError(
+                saw=f"{name}={option!r}",
+                needed=f"no {name}: the layout says that there is none",
+                do=f"leave {name} out, or name the layout that the weights are really in",
+            )
+        if said not in (None, "none", "alibi") and option is None:
+            raise OptionError(
+                saw=f"no {name}",
+                needed=f"{name}, which the layout says there is: {said}; its numbers are in the "
+                "model's config",
+                do=f"give {name}=...",
+            )
+
+
+def own_layout(layer: Parts) -> Layout:
+    """The layout of the layer's own tensors."""
+    norm = layer.qk_norm
+    return layout("headwise-width-norm" if norm and norm.over == "width" else "headwise")
+
+
+def in_own_order(canonical: State, layer: Parts) -> State:
+    """Canonical tensors with head_dim in the order of the layer's rotation."""
+    if layer.rotary is None or layer.rotary.pairing == "half-split":
+        return canonical
+    return rotation.neighbours(canonical, width=layer.rotary.width_in(layer.head_dim))
+
+
+def canonical_state(layer: Parts, state: Mapping[str, Tensor]) -> State:
+    """The canonical tensors of a layer, whose state_dict is given."""
+    canonical = own_layout(layer).unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
+    if layer.rotary is None or layer.rotary.pairing == "half-split":
+        return canonical
+    return rotation.halves(canonical, width=layer.rotary.width_in(layer.head_dim))

@@ -1,0 +1,68 @@
+"""The canonical form: one matrix for each head, as in the paper, and no fused axis.
+
+    wq (heads, head_dim, embed_dim)       bq (heads, head_dim)
+    wk (kv_heads, head_dim, source_dim)   bk (kv_heads, head_dim)
+    wv (kv_heads, value_dim, source_dim)  bv (kv_heads, value_dim)
+    wo (heads, value_dim, out_dim)        bo (out_dim)
+
+Head h attends with wq[h] @ x, and reads kv head h // (heads / kv_heads). Where queries and keys are
+rotated, the two numbers that are rotated together stand half of the rotated width apart. Vaswani et
+al. 2017, section 3.2.2, has the transposes of these matrices.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+# tensor -> its axes; a layout may say an axis by a wider name, where it has no other.
+AXES: dict[str, tuple[str, ...]] = {
+    "wq": ("heads", "head_dim", "embed_dim"),
+    "wk": ("kv_heads", "head_dim", "source_dim"),
+    "wv": ("kv_heads", "value_dim", "source_dim"),
+    "wo": ("heads", "value_dim", "out_dim"),
+    "bq": ("heads", "head_dim"),
+    "bk": ("kv_heads", "head_dim"),
+    "bv": ("kv_heads", "value_dim"),
+    "bo": ("out_dim",),
+    # a learned logit that takes weight and gives nothing
+    "sink": ("heads",),
+    # one more key and value, which every query may attend to
+    "extra_k": ("kv_heads", "head_dim"),
+    "extra_v": ("kv_heads", "value_dim"),
+    # norms of queries and keys: the same for every head, or each with its own
+    "q_norm": ("head_dim",),
+    "k_norm": ("head_dim",),
+    "q_norm_bias": ("head_dim",),
+    "k_norm_bias": ("head_dim",),
+    "q_norms": ("heads", "head_dim"),
+    "k_norms": ("kv_heads", "head_dim"),
+    "q_norms_bias": ("heads", "head_dim"),
+    "k_norms_bias": ("kv_heads", "head_dim"),
+    # added to the scores by distance, a row for each bucket of distances
+    "distances": ("buckets", "heads"),
+    # a gate of each head's outputs
+    "wg": ("heads", "value_dim", "embed_dim"),
+    "bg": ("heads", "value_dim"),
+}
+WIDER = {
+    "kv_heads": "heads",
+    "value_dim": "head_dim",
+    "source_dim": "embed_dim",
+    "out_dim": "embed_dim",
+}
+BIASES = ("bq", "bk", "bv", "bo")
+NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
+# Those that a module of any layout may lack; of several layers one may hold the distances of all.
+OPTIONAL = (*BIASES, "bg", *(f"{norm}_bias" for norm in NORMS), "distances")
+# Those whose head_dim is rotated, so that it has an order.
+ROTATED = (
+    "wq",
+    "wk",
+    "bq",
+    "bk",
+    "extra_k",
+    *NORMS,
+    *(f"{norm}_bias" for norm in NORMS),
+)

@@ -1,0 +1,279 @@
+"""Decoders that fuse queries, keys and values: GPT-2, GPT-NeoX, Falcon, and what came of them."""
+
+from __future__ import annotations
+
+from headwise.layouts.forms import by_group, by_head, fused, head_norms, out, outside, stacked
+from headwise.layouts.function import Function
+from headwise.layouts.layout import Layout
+
+_HALVES = Function(rotary="half-split")
+_TRANSFORMERS = "transformers, models/"
+_NO_CLASS = "transformers has no class for it: its code lies beside the weights"
+_MASKS = ("bias", "masked_bias")
+_ANGLES = ("rotary_emb.inv_freq",)
+
+# One kv head, written as an axis: it is then told from a layout with more of them.
+_ONE_KV_HEAD = {"kv_heads": 1}
+
+_NEOX_OUTSIDE = outside(
+    {
+        "tokens": "gpt_neox.embed_in.weight",
+        "norm_1": "gpt_neox.layers.{layer}.input_layernorm.weight",
+        "norm_1_bias": "gpt_neox.layers.{layer}.input_layernorm.bias",
+        "norm_2": "gpt_neox.layers.{layer}.post_attention_layernorm.weight",
+        "norm_2_bias": "gpt_neox.layers.{layer}.post_attention_layernorm.bias",
+        "up": "gpt_neox.layers.{layer}.mlp.dense_h_to_4h.weight",
+        "up_bias": "gpt_neox.layers.{layer}.mlp.dense_h_to_4h.bias",
+        "down": "gpt_neox.layers.{layer}.mlp.dense_4h_to_h.weight",
+        "down_bias": "gpt_neox.layers.{layer}.mlp.dense_4h_to_h.bias",
+        "final_norm": "gpt_neox.final_layer_norm.weight",
+        "final_norm_bias": "gpt_neox.final_layer_norm.bias",
+        "unembedding": "embed_out.weight",
+    }
+)
+
+_GPT = (
+    Layout(
+        name="gpt2",
+        tensors=stacked("c_attn", columns=True) | out("c_proj", columns=True),
+        where={"self": "h.{layer}.attn."},
+        outside=outside(
+            {
+                "tokens": "wte.weight",
+                "positions": "wpe.weight",
+                "norm_1": "h.{layer}.ln_1.weight",
+                "norm_1_bias": "h.{layer}.ln_1.bias",
+                "norm_2": "h.{layer}.ln_2.weight",
+                "norm_2_bias": "h.{layer}.ln_2.bias",
+                "up": "h.{layer}.mlp.c_fc.weight",
+                "up_bias": "h.{layer}.mlp.c_fc.bias",
+                "down": "h.{layer}.mlp.c_proj.weight",
+                "down_bias": "h.{layer}.mlp.c_proj.bias",
+                "final_norm": "ln_f.weight",
+                "final_norm_bias": "ln_f.bias",
+                "unembedding": "lm_head.weight",
+            },
+            columns=True,
+        ),
+        beside=_MASKS,
+        source=f"{_TRANSFORMERS}gpt2/modeling_gpt2.py",
+        note="all matrices are stored for x @ weight; c_proj is square, so that a transpose left "
+        "out raises no error. GPT and ImageGPT have the same. With "
+        "scale_attn_by_inverse_layer_idx the scale is smaller by the layer's number from 1",
+    ),
+    Layout(
+        name="jais",
+        tensors=stacked("c_attn", columns=True) | out("c_proj", columns=True),
+        where={"self": "h.{layer}.attn."},
+        beside=_MASKS,
+        function=Function(scale="1/head_dim", score_bias="alibi"),
+        source="vllm, vllm/model_executor/models/jais.py",
+        unchecked=_NO_CLASS,
+        note="the names of GPT-2",
+    ),
+    Layout(
+        name="codegen",
+        tensors=fused(
+            "qkv_proj",
+            "(shard [wq: shard_heads head_dim | wv: shard_heads head_dim "
+            "| wk: shard_heads head_dim])",
+            bias=False,
+        )
+        | out("out_proj", bias=False),
+        where={"self": "h.{layer}.attn."},
+        beside=("causal_mask", *_MASKS),
+        splits={"heads": ("shard", "shard_heads")},
+        fixed={"shard": 4},
+        function=Function(rotary="interleaved"),
+        source=f"{_TRANSFORMERS}codegen/modeling_codegen.py",
+        note="four shards, as it was trained on; in each all queries, all values, all keys. The "
+        "first rotary_dim channels of a head are rotated",
+    ),
+    Layout(
+        name="gpt-bigcode-mqa",
+        tensors=stacked("c_attn", kv_heads="kv_heads") | out("c_proj"),
+        where={"self": "h.{layer}.attn."},
+        beside=_MASKS,
+        fixed=_ONE_KV_HEAD,
+        source=f"{_TRANSFORMERS}gpt_bigcode/modeling_gpt_bigcode.py",
+        note="the names of GPT-2, but matrices as torch's linear layer stores them: SantaCoder, "
+        "StarCoder",
+    ),
+    Layout(
+        name="gpt-bigcode-mha",
+        tensors=by_head("c_attn") | out("c_proj"),
+        where={"self": "h.{layer}.attn."},
+        beside=_MASKS,
+        source=f"{_TRANSFORMERS}gpt_bigcode/modeling_gpt_bigcode.py",
+        note="with multi_query false; the shapes are those of nanogpt, the order is not",
+    ),
+    Layout(
+        name="qwen1",
+        tensors=stacked("c_attn") | out("c_proj", bias=False),
+        where={"self": "h.{layer}.attn."},
+        beside=(*_MASKS, *_ANGLES),
+        function=_HALVES,
+        source="vllm, vllm/model_executor/models/qwen.py",
+        unchecked=_NO_CLASS,
+        note="beyond its training length queries are scaled by the logarithm of their position",
+    ),
+)
+
+_NEOX = (
+    Layout(
+        name="neox",
+        tensors=by_head("query_key_value") | out("dense"),
+        where={"self": "gpt_neox.layers.{layer}.attention."},
+        outside=_NEOX_OUTSIDE,
+        beside=(*_MASKS, *_ANGLES),
+        function=_HALVES,
+        source=f"{_TRANSFORMERS}gpt_neox/modeling_gpt_neox.py",
+        note="Pythia. The first quarter of a head is rotated, or what rotary_pct says",
+    ),
+    Layout(
+        name="neox-split",
+        tensors={
+            "query.weight": "wq: (heads head_dim) embed_dim",
+            "key.weight": "wk: (heads head_dim) embed_dim",
+            "value.weight": "wv: (heads head_dim) embed_dim",
+            "query.bias": "bq: (heads head_dim)",
+            "key.bias": "bk: (heads head_dim)",
+            "value.bias": "bv: (heads head_dim)",
+        }
+        | out("dense"),
+        where={"self": "gpt_neox.layers.{layer}.attention."},
+        outside=_NEOX_OUTSIDE,
+        beside=(*_MASKS, *_ANGLES),
+        function=_HALVES,
+        source="headwise: GPT-NeoX with its fused layer taken apart",
+        unchecked="no package runs it",
+        note="for code that wants one matrix for each projection; all else keeps its name",
+    ),
+    Layout(
+        name="bloom",
+        tensors=by_head("query_key_value") | out("dense"),
+        where={"self": "h.{layer}.self_attention."},
+        function=Function(score_bias="alibi"),
+        source=f"{_TRANSFORMERS}bloom/modeling_bloom.py",
+        note="the module adds the residual to its output",
+    ),
+    Layout(
+        name="persimmon",
+        tensors=by_head("query_key_value")
+        | out("dense")
+        | head_norms("q_layernorm", "k_layernorm", bias=True),
+        where={"self": "model.layers.{layer}.self_attn."},
+        beside=_ANGLES,
+        function=Function(rotary="half-split", qk_norm="layer over head, before rotary"),
+        source=f"{_TRANSFORMERS}persimmon/modeling_persimmon.py",
+        note="Fuyu's decoder too. Half of a head is rotated",
+    ),
+    Layout(
+        name="chatglm-6b",
+        tensors=by_head("query_key_value") | out("dense"),
+        where={"self": "layers.{layer}.attention."},
+        beside=_ANGLES,
+        function=Function(rotary="half-split in each half of the head", axes="length batch width"),
+        source="THUDM/ChatGLM-6B, modeling_chatglm.py",
+        unchecked=_NO_CLASS,
+        note="a head is two halves, the first rotated by the place in the text, the second by the "
+        "place in the block that is generated; the scale and its inverse are applied in two steps",
+    ),
+)
+
+_GROUPED = (
+    Layout(
+        name="falcon-rw",
+        tensors=by_head("query_key_value") | out("dense"),
+        where={"self": "h.{layer}.self_attention."},
+        function=Function(score_bias="alibi before the scale"),
+        source=f"{_TRANSFORMERS}falcon/modeling_falcon.py",
+        note="with multi_query and new_decoder_architecture false. The scores are "
+        "(q.k + bias) / sqrt(head_dim), the slopes in bfloat16",
+    ),
+    Layout(
+        name="falcon-7b",
+        tensors=stacked("query_key_value", kv_heads="kv_heads") | out("dense"),
+        where={"self": "h.{layer}.self_attention."},
+        beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
+        fixed=_ONE_KV_HEAD,
+        function=_HALVES,
+        source=f"{_TRANSFORMERS}falcon/modeling_falcon.py",
+        note="with multi_query; its config may name other kv heads, which do not count",
+    ),
+    Layout(
+        name="falcon-40b",
+        tensors=by_group("query_key_value") | out("dense"),
+        where={"self": "h.{layer}.self_attention."},
+        beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
+        function=_HALVES,
+        source=f"{_TRANSFORMERS}falcon/modeling_falcon.py",
+        note="with new_decoder_architecture: Falcon 40B, 180B, and Falcon 2",
+    ),
+    Layout(
+        name="internlm2",
+        tensors=by_group("wqkv") | out("wo"),
+        where={"self": "model.layers.{layer}.attention."},
+        beside=_ANGLES,
+        function=_HALVES,
+        source="vllm, vllm/model_executor/models/internlm2.py",
+        unchecked=_NO_CLASS,
+    ),
+    Layout(
+        name="mpt",
+        tensors=stacked("Wqkv", bias=False) | out("out_proj", bias=False),
+        where={"self": "blocks.{layer}.attn."},
+        function=Function(score_bias="alibi", clip=None),
+        source=f"{_TRANSFORMERS}mpt/modeling_mpt.py",
+        note="clip_qkv, where the config has it, clamps queries, keys and values",
+    ),
+    Layout(
+        name="dbrx",
+        tensors=stacked("Wqkv", kv_heads="kv_heads", bias=False) | out("out_proj", bias=False),
+        where={"self": "blocks.{layer}.norm_attn_norm.attn."},
+        function=Function(rotary="half-split", clip=None),
+        source=f"{_TRANSFORMERS}dbrx/modeling_dbrx.py",
+        note="clip_qkv, where the config has it, clamps queries, keys and values",
+    ),
+    Layout(
+        name="phi3",
+        tensors=stacked("qkv_proj", kv_heads="kv_heads", bias=False) | out("o_proj", bias=False),
+        where={"self": "model.layers.{layer}.self_attn."},
+        beside=_ANGLES,
+        function=Function(rotary="half-split", window=None),
+        source=f"{_TRANSFORMERS}phi3/modeling_phi3.py",
+        note="Phi-4 too; a part of a head is rotated where partial_rotary_factor says so",
+    ),
+    Layout(
+        name="chatglm2",
+        tensors=stacked("query_key_value", kv_heads="kv_heads") | out("dense"),
+        where={"self": "encoder.layers.{layer}.self_attention."},
+        function=Function(rotary="interleaved"),
+        source="vllm, vllm/model_executor/models/chatglm.py",
+        unchecked=_NO_CLASS,
+        note="ChatGLM3, CodeGeeX2 and GLM-4's first files too. Half of a head is rotated; kv_heads "
+        "is multi_query_group_num",
+    ),
+    Layout(
+        name="baichuan",
+        tensors=stacked("W_pack", bias=False) | out("o_proj", bias=False),
+        where={"self": "model.layers.{layer}.self_attn."},
+        beside=_ANGLES,
+        function=Function(rotary=None, score_bias=None),
+        source="vllm, vllm/model_executor/models/baichuan.py",
+        unchecked=_NO_CLASS,
+        note="the 7B models rotate, half-split; the 13B models have ALiBi",
+    ),
+    Layout(
+        name="olmo-native",
+        tensors=stacked("att_proj", kv_heads="kv_heads") | out("attn_out"),
+        where={"self": "blocks.{layer}."},
+        beside=("attn_norm.*", "ff_norm.*", "ff_proj.*", "ff_out.*"),
+        function=Function(rotary="half-split", clip=None),
+        source="allenai/OLMo, olmo/model.py",
+        unchecked="its package is no dependency",
+        note="clip_qkv, where the config has it, clamps queries, keys and values",
+    ),
+)
+
+LAYOUTS = (*_GPT, *_NEOX, *_GROUPED)

@@ -1,0 +1,144 @@
+"""Encoders of text and of speech, by the names in their files."""
+
+from __future__ import annotations
+
+from headwise.layouts.forms import by_head, out, outside, separate, stacked
+from headwise.layouts.function import Function
+from headwise.layouts.layout import Layout
+
+_BERT = outside(
+    {
+        "tokens": "embeddings.word_embeddings.weight",
+        "positions": "embeddings.position_embeddings.weight",
+        "token_types": "embeddings.token_type_embeddings.weight",
+        "embed_norm": "embeddings.LayerNorm.weight",
+        "embed_norm_bias": "embeddings.LayerNorm.bias",
+        "norm_1": "encoder.layer.{layer}.attention.output.LayerNorm.weight",
+        "norm_1_bias": "encoder.layer.{layer}.attention.output.LayerNorm.bias",
+        "norm_2": "encoder.layer.{layer}.output.LayerNorm.weight",
+        "norm_2_bias": "encoder.layer.{layer}.output.LayerNorm.bias",
+        "up": "encoder.layer.{layer}.intermediate.dense.weight",
+        "up_bias": "encoder.layer.{layer}.intermediate.dense.bias",
+        "down": "encoder.layer.{layer}.output.dense.weight",
+        "down_bias": "encoder.layer.{layer}.output.dense.bias",
+        "pooler": "pooler.dense.weight",
+        "pooler_bias": "pooler.dense.bias",
+    }
+)
+_SEPARATE = separate("self.query", "self.key", "self.value", kv_heads="heads") | out("output.dense")
+_WHERE = {"self": "encoder.layer.{layer}.attention."}
+_NORM = ("output.LayerNorm.*",)  # behind the residual; in old files its parts are gamma and beta
+
+LAYOUTS = (
+    Layout(
+        name="bert",
+        tensors=_SEPARATE,
+        where=_WHERE | {"cross": "encoder.layer.{layer}.crossattention."},
+        outside=_BERT,
+        beside=(*_NORM, "self.distance_embedding.weight"),
+        function=Function(mask="added"),
+        source="transformers, models/bert/modeling_bert.py",
+        note="RoBERTa, ELECTRA, MiniLM and most that came of BERT. The norm of each block follows "
+        "it, as in nn.TransformerEncoder with norm_first=False",
+    ),
+    Layout(
+        name="esm",
+        tensors=_SEPARATE,
+        where=_WHERE,
+        beside=("self.rotary_embeddings.inv_freq", "LayerNorm.*"),
+        function=Function(rotary="half-split", mask="added"),
+        source="transformers, models/esm/modeling_esm.py",
+        note="ESM-2: BERT's names, and queries and keys are rotated",
+    ),
+    Layout(
+        name="deberta",
+        tensors={
+            "self.in_proj.weight": by_head("")[".weight"],
+            "self.q_bias": "bq: (heads head_dim)",
+            "self.v_bias": "bv: (heads head_dim)",
+            **out("output.dense"),
+        },
+        where=_WHERE,
+        outside=_BERT,
+        beside=(*_NORM, "self.pos_proj.weight", "self.pos_q_proj.*"),
+        function=Function(scale=None, score_bias=None, mask="True attends"),
+        source="transformers, models/deberta/modeling_deberta.py",
+        note="DeBERTa v1. With pos_att_type the scale is 1/sqrt((1 + its length) head_dim), and "
+        "terms of the distance are added, whose projections are passed on as they are",
+    ),
+    Layout(
+        name="deberta-v2",
+        tensors=separate("self.query_proj", "self.key_proj", "self.value_proj", kv_heads="heads")
+        | out("output.dense"),
+        where=_WHERE,
+        outside=_BERT,
+        beside=(*_NORM, "self.pos_key_proj.*", "self.pos_query_proj.*"),
+        function=Function(scale=None, score_bias=None, mask="True attends"),
+        source="transformers, models/deberta_v2/modeling_deberta_v2.py",
+        note="DeBERTa v2 and v3; the scale and the terms of the distance are as in v1",
+    ),
+    Layout(
+        name="modernbert",
+        tensors=stacked("Wqkv") | out("Wo"),
+        where={"self": "layers.{layer}.attn."},
+        outside=outside(
+            {
+                "tokens": "embeddings.tok_embeddings.weight",
+                "norm_1": "layers.{layer}.attn_norm.weight",
+                "norm_2": "layers.{layer}.mlp_norm.weight",
+                "down": "layers.{layer}.mlp.Wo.weight",
+                "final_norm": "final_norm.weight",
+            }
+        ),
+        beside=("rotary_emb.*",),
+        function=Function(rotary="half-split", window=None),
+        source="transformers, models/modernbert/modeling_modernbert.py",
+        note="most layers see a window to both sides; theta differs between them and the others",
+    ),
+    Layout(
+        name="xlnet",
+        tensors={
+            "q": "wq: embed_dim heads head_dim",
+            "k": "wk: embed_dim heads head_dim",
+            "v": "wv: embed_dim heads head_dim",
+            "o": "wo: out_dim heads head_dim",
+        },
+        where={"self": "layer.{layer}.rel_attn."},
+        beside=("r", "r_w_bias", "r_r_bias", "r_s_bias", "seg_embed", "layer_norm.*"),
+        function=Function(score_bias="relative keys", mask="True hides", axes="length batch width"),
+        source="transformers, models/xlnet/modeling_xlnet.py",
+        note="all matrices, o among them, are (width, heads, head_dim). Keys of the distances and "
+        "biases of the queries are passed on as they are; the check has them at 0",
+    ),
+    Layout(
+        name="conformer",
+        tensors=separate("linear_q", "linear_k", "linear_v", kv_heads="heads") | out("linear_out"),
+        where={"self": "encoder.layers.{layer}.self_attn."},
+        beside=("linear_pos.weight", "pos_bias_u", "pos_bias_v", "distance_embedding.weight"),
+        function=Function(rotary=None, score_bias=None, mask="added"),
+        source="transformers, models/wav2vec2_conformer/modeling_wav2vec2_conformer.py",
+        note="Wav2Vec2-Conformer and Wav2Vec2-BERT; ESPnet and NeMo use the names as well. What "
+        "belongs to relative positions is passed on as it is",
+    ),
+    Layout(
+        name="wav2vec2",
+        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("out_proj"),
+        where={"self": "encoder.layers.{layer}.attention."},
+        outside=outside(
+            {
+                "norm_1": "encoder.layers.{layer}.layer_norm.weight",
+                "norm_1_bias": "encoder.layers.{layer}.layer_norm.bias",
+                "norm_2": "encoder.layers.{layer}.final_layer_norm.weight",
+                "norm_2_bias": "encoder.layers.{layer}.final_layer_norm.bias",
+                "up": "encoder.layers.{layer}.feed_forward.intermediate_dense.weight",
+                "up_bias": "encoder.layers.{layer}.feed_forward.intermediate_dense.bias",
+                "down": "encoder.layers.{layer}.feed_forward.output_dense.weight",
+                "down_bias": "encoder.layers.{layer}.feed_forward.output_dense.bias",
+            }
+        ),
+        beside=("gru_rel_pos_*", "rel_attn_embed.weight"),
+        function=Function(mask="added"),
+        source="transformers, models/wav2vec2/modeling_wav2vec2.py",
+        note="HuBERT and UniSpeech as well",
+    ),
+)

@@ -1,0 +1,136 @@
+"""Formats and engines of inference: GGUF, CTranslate2, vLLM and MLX."""
+
+from __future__ import annotations
+
+from headwise.layouts.forms import head_norms, out, outside, separate, stacked
+from headwise.layouts.function import Function
+from headwise.layouts.layout import Layout
+
+_GATE_AND_UP = "([gate: hidden_dim | up: hidden_dim]) embed_dim"
+_BLOCK = "blk.{layer}."
+_GGUF = outside(
+    {
+        "tokens": "token_embd.weight",
+        "positions": "position_embd.weight",
+        "norm_1": _BLOCK + "attn_norm.weight",
+        "norm_1_bias": _BLOCK + "attn_norm.bias",
+        "norm_2": _BLOCK + "ffn_norm.weight",
+        "norm_2_bias": _BLOCK + "ffn_norm.bias",
+        "gate": _BLOCK + "ffn_gate.weight",
+        "up": _BLOCK + "ffn_up.weight",
+        "up_bias": _BLOCK + "ffn_up.bias",
+        "down": _BLOCK + "ffn_down.weight",
+        "down_bias": _BLOCK + "ffn_down.bias",
+        "final_norm": "output_norm.weight",
+        "final_norm_bias": "output_norm.bias",
+        "unembedding": "output.weight",
+    }
+)
+# A block's tensors have one prefix: those of attention, and all others.
+_BESIDE = ("ffn_*", "attn_norm*", "post_*", "layer_output_norm*")
+_GGUF_SEPARATE = separate("attn_q", "attn_k", "attn_v") | out("attn_output")
+_READ = (
+    "tensors in floating point, with their axes as numpy has them: a GGUF file lists them reversed"
+)
+_LLAMA_CPP = "ggml-org/llama.cpp, convert_hf_to_gguf.py"
+_BY_HAND = "no package runs one layer of it by itself"
+
+LAYOUTS = (
+    Layout(
+        name="gguf-llama",
+        tensors=_GGUF_SEPARATE,
+        where={"self": _BLOCK},
+        outside=_GGUF,
+        beside=_BESIDE,
+        function=Function(rotary="interleaved"),
+        source=_LLAMA_CPP,
+        note="GGUF of the architecture llama, and of those that llama.cpp turns as it does: rows "
+        f"of queries and keys are not in Hugging Face's order; {_READ}",
+    ),
+    Layout(
+        name="gguf-qwen2",
+        tensors=_GGUF_SEPARATE
+        | head_norms("attn_q_norm", "attn_k_norm")
+        | {"attn_sinks.weight": "sink: heads"},
+        optional=("sink",),
+        where={"self": _BLOCK},
+        outside=_GGUF,
+        beside=_BESIDE,
+        function=Function(rotary="half-split", qk_norm=None, softcap=None, window=None),
+        source=_LLAMA_CPP,
+        note="GGUF of architectures whose rows are kept as Hugging Face has them: qwen2, qwen3, "
+        "gemma, starcoder2, gpt-oss. Names and shapes are those of gguf-llama: the field "
+        f"general.architecture tells; {_READ}",
+    ),
+    Layout(
+        name="gguf-fused",
+        tensors=stacked("attn_qkv", kv_heads="kv_heads") | out("attn_output"),
+        where={"self": _BLOCK},
+        outside=_GGUF,
+        beside=_BESIDE,
+        function=Function(rotary=None, score_bias=None, window=None),
+        source=_LLAMA_CPP,
+        note="GGUF of gpt2, phi3, bloom, falcon and gptneox: queries, keys and values one after "
+        f"the other, whatever order they were fused in before; {_READ}",
+    ),
+    Layout(
+        name="ctranslate2",
+        tensors={
+            name.replace(".", "/"): pattern
+            for name, pattern in (
+                stacked("linear_0", kv_heads="kv_heads") | out("linear_1")
+            ).items()
+        },
+        where={
+            "self": "decoder/layer_{layer}/self_attention/",
+            "encoder": "encoder/layer_{layer}/self_attention/",
+        },
+        beside=("*layer_norm/*", "*_norm/*"),
+        function=Function(scale=None, rotary=None, score_bias=None, qk_norm=None, window=None),
+        source="OpenNMT/CTranslate2, python/ctranslate2/specs/attention_spec.py",
+        unchecked=_BY_HAND,
+        note="self-attention of a model.bin; missing biases are filled with zeros. Rows of GPT-J, "
+        "CodeGen and Meta's Llama are re-ordered to half-split",
+    ),
+    Layout(
+        name="vllm",
+        tensors=stacked("qkv_proj", kv_heads="kv_heads")
+        | out("o_proj")
+        | head_norms("q_norm", "k_norm"),
+        where={"self": "model.layers.{layer}.self_attn."},
+        outside=outside(
+            {
+                "tokens": "model.embed_tokens.weight",
+                "norm_1": "model.layers.{layer}.input_layernorm.weight",
+                "norm_2": "model.layers.{layer}.post_attention_layernorm.weight",
+                "down": "model.layers.{layer}.mlp.down_proj.weight",
+                "final_norm": "model.norm.weight",
+                "unembedding": "lm_head.weight",
+            }
+        )
+        | {"model.layers.{layer}.mlp.gate_up_proj.weight": _GATE_AND_UP},
+        function=Function(rotary=None, softcap=None, qk_norm=None, window=None),
+        source="vllm-project/vllm, vllm/model_executor/layers/linear.py, QKVParallelLinear",
+        unchecked="its modules run on a GPU only",
+        note="as vLLM and SGLang hold a Llama in memory, in one tensor-parallel rank; each of "
+        "several has rows of its own heads",
+    ),
+    Layout(
+        name="mlx",
+        tensors={
+            "query_proj.weight": "wq: (heads head_dim) embed_dim",
+            "key_proj.weight": "wk: (heads head_dim) source_dim",
+            "value_proj.weight": "wv: (heads value_dim) source_dim",
+            "out_proj.weight": "wo: out_dim (heads value_dim)",
+            "query_proj.bias": "bq: (heads head_dim)",
+            "key_proj.bias": "bk: (heads head_dim)",
+            "value_proj.bias": "bv: (heads value_dim)",
+            "out_proj.bias": "bo: out_dim",
+        },
+        where={"self": "layers.{layer}.attention."},
+        function=Function(mask="added"),
+        source="ml-explore/mlx, python/mlx/nn/layers/transformer.py",
+        note="mlx.nn.MultiHeadAttention; the language models of mlx-lm keep the names and the "
+        "order of Hugging Face. Tested on request: pip install headwise[libraries]",
+    ),
+)

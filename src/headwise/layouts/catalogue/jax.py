@@ -1,0 +1,233 @@
+"""Libraries of JAX, and Keras, whose layers stand in the same tradition: inputs come first.
+
+A tree of parameters is written flat: with dots, as `flatten_dict(sep=".")` and Hugging Face's
+exports do, or with slashes where the library itself names a tensor so.
+"""
+
+from __future__ import annotations
+
+from headwise.layouts.forms import outside
+from headwise.layouts.function import Function
+from headwise.layouts.layout import Layout
+
+_CALLED = Function(mask="True attends")
+_ON_REQUEST = "tested on request: pip install headwise[jax]"
+_BERT = "encoder.layer.{layer}."
+_MAXTEXT = "decoder.layers_{layer}."
+
+
+def _heads_apart(
+    *, kv_heads: str = "heads", value_dim: str = "head_dim", mark: str = "."
+) -> dict[str, str]:
+    """Kernels of three axes, as of an einsum: (inputs, heads, head_dim), and back."""
+    found = {
+        "query.kernel": "wq: embed_dim heads head_dim",
+        "key.kernel": f"wk: source_dim {kv_heads} head_dim",
+        "value.kernel": f"wv: source_dim {kv_heads} {value_dim}",
+        "query.bias": "bq: heads head_dim",
+        "key.bias": f"bk: {kv_heads} head_dim",
+        "value.bias": f"bv: {kv_heads} {value_dim}",
+        "out.kernel": f"wo: heads {value_dim} out_dim",
+        "out.bias": "bo: out_dim",
+    }
+    if mark == ".":
+        return found
+    return {
+        name.replace("out.", "attention_output.").replace(".", mark): pattern
+        for name, pattern in found.items()
+    }
+
+
+LAYOUTS = (
+    Layout(
+        name="flax",
+        tensors=_heads_apart()
+        | {"query_ln.scale": "q_norm: head_dim", "key_ln.scale": "k_norm: head_dim"},
+        function=Function(mask="True attends", qk_norm=None),
+        source="google/flax, flax/linen/attention.py and flax/nnx/nn/attention.py",
+        note="MultiHeadDotProductAttention of Linen, MultiHeadAttention of NNX; Big Vision and "
+        f"Scenic use it. {_ON_REQUEST}",
+    ),
+    Layout(
+        name="flax-bert",
+        tensors={
+            "self.query.kernel": "wq: embed_dim (heads head_dim)",
+            "self.key.kernel": "wk: source_dim (heads head_dim)",
+            "self.value.kernel": "wv: source_dim (heads head_dim)",
+            "self.query.bias": "bq: (heads head_dim)",
+            "self.key.bias": "bk: (heads head_dim)",
+            "self.value.bias": "bv: (heads head_dim)",
+            "output.dense.kernel": "wo: (heads head_dim) out_dim",
+            "output.dense.bias": "bo: out_dim",
+        },
+        where={"self": _BERT + "attention."},
+        outside=outside(
+            {
+                "tokens": "embeddings.word_embeddings.embedding",
+                "positions": "embeddings.position_embeddings.embedding",
+                "token_types": "embeddings.token_type_embeddings.embedding",
+                "embed_norm": "embeddings.LayerNorm.scale",
+                "embed_norm_bias": "embeddings.LayerNorm.bias",
+                "norm_1": _BERT + "attention.output.LayerNorm.scale",
+                "norm_1_bias": _BERT + "attention.output.LayerNorm.bias",
+                "norm_2": _BERT + "output.LayerNorm.scale",
+                "norm_2_bias": _BERT + "output.LayerNorm.bias",
+                "up": _BERT + "intermediate.dense.kernel",
+                "up_bias": _BERT + "intermediate.dense.bias",
+                "down": _BERT + "output.dense.kernel",
+                "down_bias": _BERT + "output.dense.bias",
+                "pooler": "pooler.dense.kernel",
+                "pooler_bias": "pooler.dense.bias",
+            },
+            columns=True,
+        ),
+        function=Function(mask="True attends"),
+        source="transformers 4, models/bert/modeling_flax_bert.py",
+        unchecked="transformers 5 has no models in Flax",
+        note="RoBERTa, ELECTRA and other encoders too; flax_model.msgpack, flattened, or its "
+        "export to safetensors",
+    ),
+    Layout(
+        name="flax-gpt2",
+        tensors={
+            "c_attn.kernel": "([wq: heads head_dim | wk: heads head_dim | wv: heads head_dim]) "
+            "embed_dim",
+            "c_attn.bias": "([bq: heads head_dim | bk: heads head_dim | bv: heads head_dim])",
+            "c_proj.kernel": "wo: out_dim (heads head_dim)",
+            "c_proj.bias": "bo: out_dim",
+        },
+        where={"self": "h.{layer}.attn."},
+        outside=outside(
+            {
+                "tokens": "wte.embedding",
+                "positions": "wpe.embedding",
+                "norm_1": "h.{layer}.ln_1.scale",
+                "norm_1_bias": "h.{layer}.ln_1.bias",
+                "norm_2": "h.{layer}.ln_2.scale",
+                "norm_2_bias": "h.{layer}.ln_2.bias",
+                "up": "h.{layer}.mlp.c_fc.kernel",
+                "up_bias": "h.{layer}.mlp.c_fc.bias",
+                "down": "h.{layer}.mlp.c_proj.kernel",
+                "down_bias": "h.{layer}.mlp.c_proj.bias",
+                "final_norm": "ln_f.scale",
+                "final_norm_bias": "ln_f.bias",
+            }
+        ),
+        function=Function(mask="True attends"),
+        source="transformers 4, models/gpt2/modeling_flax_gpt2.py, FlaxConv1D",
+        unchecked="transformers 5 has no models in Flax",
+        note="kernels here are stored as torch stores a linear layer, against the habit of Flax "
+        "and against gpt2 itself",
+    ),
+    Layout(
+        name="keras",
+        tensors=_heads_apart(value_dim="value_dim", mark="/"),
+        function=_CALLED,
+        source="keras-team/keras, keras/src/layers/attention/multi_head_attention.py",
+        note="MultiHeadAttention, names as in variable.path behind the layer's own; its key_dim is "
+        f"that of one head. {_ON_REQUEST}",
+    ),
+    Layout(
+        name="keras-gqa",
+        tensors=_heads_apart(kv_heads="kv_heads", mark="/"),
+        function=_CALLED,
+        source="keras-team/keras, keras/src/layers/attention/grouped_query_attention.py",
+        note=f"GroupQueryAttention; names as in keras. {_ON_REQUEST}",
+    ),
+    Layout(
+        name="maxtext",
+        tensors=_heads_apart(kv_heads="kv_heads"),
+        where={"self": _MAXTEXT + "self_attention."},
+        outside=outside(
+            {
+                "norm_1": _MAXTEXT + "pre_self_attention_layer_norm.scale",
+                "norm_2": _MAXTEXT + "post_self_attention_layer_norm.scale",
+                "gate": _MAXTEXT + "mlp.wi_0.kernel",
+                "up": _MAXTEXT + "mlp.wi_1.kernel",
+                "down": _MAXTEXT + "mlp.wo.kernel",
+                "tokens": "token_embedder.embedding",
+                "final_norm": "decoder.decoder_norm.scale",
+            },
+            columns=True,
+        )
+        | {"decoder.logits_dense.kernel": "unembedding: embed_dim vocabulary"},
+        function=Function(scale="1", rotary="interleaved"),
+        source="AI-Hypercomputer/maxtext, src/MaxText/utils/ckpt_conversion/utils/param_mapping.py",
+        unchecked="its layers are built only within its own configuration and device mesh",
+        note="Llama, layers not scanned. 1 / sqrt(head_dim) is multiplied into the query kernel, "
+        "which no conversion undoes without rounding: the scale of what reads the result must be 1",
+    ),
+    Layout(
+        name="t5x",
+        tensors={
+            "query.kernel": "wq: embed_dim (heads head_dim)",
+            "key.kernel": "wk: source_dim (heads head_dim)",
+            "value.kernel": "wv: source_dim (heads head_dim)",
+            "out.kernel": "wo: (heads head_dim) out_dim",
+        },
+        where={
+            "encoder": "encoder.layers_{layer}.attention.",
+            "decoder": "decoder.layers_{layer}.self_attention.",
+            "cross": "decoder.layers_{layer}.encoder_decoder_attention.",
+        },
+        function=Function(scale="1", score_bias=None),
+        source="google-research/t5x, t5x/examples/t5/layers.py",
+        unchecked="it is not released as a package",
+        note="layers not scanned. One table of distances, relpos_bias.rel_embedding, of axes "
+        "(heads buckets), serves all layers and stands outside of them",
+    ),
+    Layout(
+        name="haiku",
+        tensors={
+            "query/w": "wq: embed_dim (heads head_dim)",
+            "key/w": "wk: source_dim (heads head_dim)",
+            "value/w": "wv: source_dim (heads value_dim)",
+            "linear/w": "wo: (heads value_dim) out_dim",
+            "query/b": "bq: (heads head_dim)",
+            "key/b": "bk: (heads head_dim)",
+            "value/b": "bv: (heads value_dim)",
+            "linear/b": "bo: out_dim",
+        },
+        function=_CALLED,
+        source="google-deepmind/dm-haiku, haiku/_src/attention.py",
+        note=f"haiku.MultiHeadAttention: a module's name and its parameter's. {_ON_REQUEST}",
+    ),
+    Layout(
+        name="equinox",
+        tensors={
+            "query_proj.weight": "wq: (heads head_dim) embed_dim",
+            "key_proj.weight": "wk: (heads head_dim) source_dim",
+            "value_proj.weight": "wv: (heads value_dim) source_dim",
+            "output_proj.weight": "wo: out_dim (heads value_dim)",
+            "query_proj.bias": "bq: (heads head_dim)",
+            "key_proj.bias": "bk: (heads head_dim)",
+            "value_proj.bias": "bv: (heads value_dim)",
+            "output_proj.bias": "bo: out_dim",
+        },
+        function=Function(mask="True attends", axes="length width"),
+        source="patrick-kidger/equinox, equinox/nn/_attention.py",
+        note=f"equinox.nn.MultiheadAttention, of one sequence at a time. {_ON_REQUEST}",
+    ),
+    Layout(
+        name="levanter",
+        tensors={
+            "q_proj.weight": "wq: kv_heads group head_dim embed_dim",
+            "k_proj.weight": "wk: kv_heads head_dim embed_dim",
+            "v_proj.weight": "wv: kv_heads head_dim embed_dim",
+            "o_proj.weight": "wo: out_dim heads head_dim",
+            "q_proj.bias": "bq: kv_heads group head_dim",
+            "k_proj.bias": "bk: kv_heads head_dim",
+            "v_proj.bias": "bv: kv_heads head_dim",
+            "o_proj.bias": "bo: out_dim",
+            "q_norm.weight": "q_norm: head_dim",
+            "k_norm.weight": "k_norm: head_dim",
+        },
+        function=Function(
+            scale=None, rotary="half-split", softcap=None, qk_norm=None, mask="True attends"
+        ),
+        source="stanford-crfm/levanter, src/levanter/layers/attention.py",
+        unchecked="it needs releases of JAX and Haliax that do not install beside the others",
+        note="one layer's arrays of Haliax, whose axes have these names; layers are stacked in its "
+        "own checkpoints, and its exports have the layout of Hugging Face",
+    ),
+)

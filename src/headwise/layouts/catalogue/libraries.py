@@ -1,0 +1,377 @@
+"""Libraries of PyTorch: for interpreting, for training, and for building models of parts."""
+
+from __future__ import annotations
+
+from headwise.layouts.forms import by_group, head_norms, out, outside, separate, stacked
+from headwise.layouts.function import Function
+from headwise.layouts.layout import Layout
+
+_ON_REQUEST = "tested on request: pip install headwise[libraries]"
+_IN_ITS_OWN = "tested on request, in an environment of its own"
+_NOT_RELEASED = "no release of it has this layout yet"
+
+
+def _lens(k: str = "") -> dict[str, str]:
+    """HookedTransformer's: an axis for each name; GQA's keys and values have an underscore."""
+    kv_heads = "kv_heads" if k else "heads"
+    return {
+        "W_Q": "wq: heads embed_dim head_dim",
+        f"{k}W_K": f"wk: {kv_heads} embed_dim head_dim",
+        f"{k}W_V": f"wv: {kv_heads} embed_dim head_dim",
+        "W_O": "wo: heads head_dim out_dim",
+        "b_Q": "bq: heads head_dim",
+        f"{k}b_K": f"bk: {kv_heads} head_dim",
+        f"{k}b_V": f"bv: {kv_heads} head_dim",
+        "b_O": "bo: out_dim",
+        "q_norm.w": "q_norm: head_dim",
+        "k_norm.w": "k_norm: head_dim",
+        "sinks": "sink: heads",
+    }
+
+
+_LENS_BLOCK = "blocks.{layer}."
+_LENS_BESIDE = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+_LENS_BLOCKS = outside(
+    {
+        "norm_1": _LENS_BLOCK + "ln1.w",
+        "norm_1_bias": _LENS_BLOCK + "ln1.b",
+        "norm_2": _LENS_BLOCK + "ln2.w",
+        "norm_2_bias": _LENS_BLOCK + "ln2.b",
+        "gate": _LENS_BLOCK + "mlp.W_gate",
+        "up": _LENS_BLOCK + "mlp.W_in",
+        "up_bias": _LENS_BLOCK + "mlp.b_in",
+        "down": _LENS_BLOCK + "mlp.W_out",
+        "down_bias": _LENS_BLOCK + "mlp.b_out",
+    },
+    columns=True,
+)
+_LENS_DECODER = (
+    _LENS_BLOCKS
+    | outside(
+        {
+            "tokens": "embed.W_E",
+            "positions": "pos_embed.W_pos",
+            "final_norm": "ln_final.w",
+            "final_norm_bias": "ln_final.b",
+        }
+    )
+    | {"unembed.W_U": "unembedding: embed_dim vocabulary"}
+)
+_LENS_ENCODER = _LENS_BLOCKS | outside(
+    {
+        "tokens": "embed.embed.W_E",
+        "positions": "embed.pos_embed.W_pos",
+        "token_types": "embed.token_type_embed.W_token_type",
+        "embed_norm": "embed.ln.w",
+        "embed_norm_bias": "embed.ln.b",
+        "pooler": "pooler.W",
+        "pooler_bias": "pooler.b",
+    },
+    columns=True,
+)
+_LENS_SOURCE = "TransformerLens 3, transformer_lens/components/abstract_attention.py"
+_LENS_FUNCTION = Function(
+    scale=None, rotary=None, score_bias=None, softcap=None, qk_norm=None, window=None
+)
+_AS_IT_WAS = (
+    "only as loaded by from_pretrained_no_processing: otherwise norms and biases are folded into "
+    "the weights, and the writing weights are centred. attn_scale is what scores are divided by"
+)
+_FLASH_SOURCE = "Dao-AILab/flash-attention, flash_attn/modules/mha.py"
+_FLASH_UNCHECKED = "it is built against CUDA"
+_FLASH_BLOCK = "transformer.layers.{layer}."
+_FLASH_DECODER = {
+    "tokens": "transformer.embeddings.word_embeddings.weight",
+    "positions": "transformer.embeddings.position_embeddings.weight",
+    "norm_1": _FLASH_BLOCK + "norm1.weight",
+    "norm_1_bias": _FLASH_BLOCK + "norm1.bias",
+    "norm_2": _FLASH_BLOCK + "norm2.weight",
+    "norm_2_bias": _FLASH_BLOCK + "norm2.bias",
+    "down": _FLASH_BLOCK + "mlp.fc2.weight",
+    "down_bias": _FLASH_BLOCK + "mlp.fc2.bias",
+    "final_norm": "transformer.ln_f.weight",
+    "final_norm_bias": "transformer.ln_f.bias",
+    "unembedding": "lm_head.weight",
+}
+_FLASH_BERT_BLOCK = "encoder.layers.{layer}."
+_META = outside(
+    {
+        "tokens": "tok_embeddings.weight",
+        "norm_1": "layers.{layer}.attention_norm.weight",
+        "norm_2": "layers.{layer}.ffn_norm.weight",
+        "gate": "layers.{layer}.feed_forward.w1.weight",
+        "up": "layers.{layer}.feed_forward.w3.weight",
+        "down": "layers.{layer}.feed_forward.w2.weight",
+        "final_norm": "norm.weight",
+        "unembedding": "output.weight",
+    }
+)
+
+
+_FLASH_CROSS = {
+    "Wq.weight": "wq: (heads head_dim) embed_dim",
+    "Wkv.weight": "([wk: kv_heads head_dim | wv: kv_heads head_dim]) source_dim",
+    "Wq.bias": "bq: (heads head_dim)",
+    "Wkv.bias": "([bk: kv_heads head_dim | bv: kv_heads head_dim])",
+}
+_FLASH_GPT = {"self": _FLASH_BLOCK + "mixer."}
+_FLASH_ATTN = (
+    Layout(
+        name="flash-attn",
+        tensors=stacked("Wqkv", kv_heads="kv_heads") | out("out_proj"),
+        where=_FLASH_GPT,
+        outside=outside(
+            _FLASH_DECODER
+            | {
+                "up": _FLASH_BLOCK + "mlp.fc1.weight",
+                "up_bias": _FLASH_BLOCK + "mlp.fc1.bias",
+            }
+        ),
+        beside=("rotary_emb.*",),
+        function=Function(rotary=None, score_bias=None, softcap=None, window=None),
+        source=f"{_FLASH_SOURCE} and flash_attn/models/gpt.py",
+        unchecked=_FLASH_UNCHECKED,
+        note="MHA, in its GPT-2, GPT-NeoX and OPT; rotary is half-split unless "
+        "rotary_emb_interleaved is set",
+    ),
+    Layout(
+        name="flash-attn-llama",
+        tensors=stacked("Wqkv", kv_heads="kv_heads") | out("out_proj"),
+        where=_FLASH_GPT,
+        outside=outside(_FLASH_DECODER)
+        | {
+            _FLASH_BLOCK + "mlp.fc1.weight": "([up: hidden_dim | gate: hidden_dim]) embed_dim",
+        },
+        beside=("rotary_emb.*",),
+        function=Function(rotary="interleaved", window=None),
+        source=f"{_FLASH_SOURCE} and flash_attn/models/llama.py",
+        unchecked=_FLASH_UNCHECKED,
+        note="MHA with rotary_emb_interleaved, in its Llama; the MLP fuses up before gate",
+    ),
+    Layout(
+        name="flash-attn-bert",
+        tensors=stacked("Wqkv") | out("out_proj"),
+        where={"self": _FLASH_BERT_BLOCK + "mixer."},
+        outside=outside(
+            {
+                "tokens": "embeddings.word_embeddings.weight",
+                "positions": "embeddings.position_embeddings.weight",
+                "token_types": "embeddings.token_type_embeddings.weight",
+                "embed_norm": "emb_ln.weight",
+                "embed_norm_bias": "emb_ln.bias",
+                "norm_1": _FLASH_BERT_BLOCK + "norm1.weight",
+                "norm_1_bias": _FLASH_BERT_BLOCK + "norm1.bias",
+                "norm_2": _FLASH_BERT_BLOCK + "norm2.weight",
+                "norm_2_bias": _FLASH_BERT_BLOCK + "norm2.bias",
+                "up": _FLASH_BERT_BLOCK + "mlp.fc1.weight",
+                "up_bias": _FLASH_BERT_BLOCK + "mlp.fc1.bias",
+                "down": _FLASH_BERT_BLOCK + "mlp.fc2.weight",
+                "down_bias": _FLASH_BERT_BLOCK + "mlp.fc2.bias",
+                "pooler": "pooler.dense.weight",
+                "pooler_bias": "pooler.dense.bias",
+            }
+        ),
+        source=f"{_FLASH_SOURCE} and flash_attn/models/bert.py",
+        unchecked=_FLASH_UNCHECKED,
+        note="MHA, in its BERT",
+    ),
+    Layout(
+        name="flash-attn-cross",
+        tensors=_FLASH_CROSS | out("out_proj"),
+        beside=("rotary_emb.*",),
+        function=Function(rotary=None, score_bias=None, softcap=None, window=None),
+        source=_FLASH_SOURCE,
+        unchecked=_FLASH_UNCHECKED,
+        note="MHA with cross_attn=True",
+    ),
+)
+
+
+def _x_transformers(*, rotary: str) -> Layout:
+    return Layout(
+        name="x-transformers" if rotary == "none" else "x-transformers-rotary",
+        tensors={
+            "to_q.weight": "wq: (group kv_heads head_dim) embed_dim",
+            "to_k.weight": "wk: (kv_heads head_dim) source_dim",
+            "to_v.weight": "wv: (kv_heads value_dim) source_dim",
+            "to_out.weight": "wo: out_dim (group kv_heads value_dim)",
+            "mem_k": "extra_k: kv_heads () head_dim",
+            "mem_v": "extra_v: kv_heads () value_dim",
+            "attend.head_attn_sink": "sink: (group kv_heads)",
+        },
+        optional=("extra_k", "extra_v", "sink"),
+        function=Function(rotary=rotary, mask="True attends"),
+        source="lucidrains/x-transformers, x_transformers/x_transformers.py and attend.py",
+        note="query head h reads kv head h % kv_heads, against everyone's h // group. Layers are "
+        "numbered with those of the MLP between them, so a module's place is not told. mem_k and "
+        "mem_v are num_mem_kv=1"
+        + ("" if rotary == "none" else "; with rotary_pos_emb=True, of which inv_freq is a buffer"),
+    )
+
+
+def _torchtune(*, rotary: str) -> Layout:
+    return Layout(
+        name="torchtune" if rotary == "interleaved" else "torchtune-qwen2",
+        tensors=separate("q_proj", "k_proj", "v_proj")
+        | out("output_proj")
+        | {"q_norm.scale": "q_norm: head_dim", "k_norm.scale": "k_norm: head_dim"},
+        where={"self": "layers.{layer}.attn."},
+        outside=outside(
+            {
+                "tokens": "tok_embeddings.weight",
+                "norm_1": "layers.{layer}.sa_norm.scale",
+                "norm_2": "layers.{layer}.mlp_norm.scale",
+                "gate": "layers.{layer}.mlp.w1.weight",
+                "up": "layers.{layer}.mlp.w3.weight",
+                "down": "layers.{layer}.mlp.w2.weight",
+                "final_norm": "norm.scale",
+                "unembedding": "output.weight",
+            }
+        ),
+        beside=("kv_cache.*", "pos_embeddings.*"),
+        function=Function(rotary=rotary, qk_norm=None, mask="True attends"),
+        source="pytorch/torchtune, torchtune/modules/attention.py",
+        note=(
+            "of Llama, Mistral and Gemma; the names say q_proj, the order is Meta's. "
+            if rotary == "interleaved"
+            else "of Qwen 2 and 3: names and shapes are those of torchtune, the order is another. "
+        )
+        + _IN_ITS_OWN,
+    )
+
+
+def _litgpt(*, legacy: bool) -> Layout:
+    block = "transformer.h.{layer}."
+    fuse = by_group("attn") if legacy else stacked("qkv", kv_heads="kv_heads")
+    return Layout(
+        name="litgpt-legacy" if legacy else "litgpt",
+        tensors=fuse | out("proj") | head_norms("norm_q", "norm_k"),
+        where={"self": block + "attn."},
+        outside=outside(
+            {
+                "tokens": "transformer.wte.weight",
+                "norm_1": block + "norm_1.weight",
+                "norm_1_bias": block + "norm_1.bias",
+                "norm_2": block + "norm_2.weight",
+                "norm_2_bias": block + "norm_2.bias",
+                "gate": block + "mlp.fc_1.weight",
+                "up": block + "mlp.fc_2.weight",
+                "down": block + "mlp.proj.weight",
+                "final_norm": "transformer.ln_f.weight",
+                "final_norm_bias": "transformer.ln_f.bias",
+                "unembedding": "lm_head.weight",
+            }
+        ),
+        beside=("kv_cache.*",),
+        function=Function(rotary="half-split", softcap=None, qk_norm=None, window=None),
+        source="Lightning-AI/litgpt, litgpt/model.py, CausalSelfAttention",
+        note=(
+            "before the layer was called qkv: each kv head with the queries that read it. "
+            if legacy
+            else "models with a gated MLP, such as Llama, and without rope_interleave. "
+        )
+        + _IN_ITS_OWN,
+    )
+
+
+LAYOUTS = (
+    Layout(
+        name="transformer-lens",
+        tensors=_lens(),
+        where={"self": _LENS_BLOCK + "attn."},
+        outside=_LENS_DECODER,
+        beside=_LENS_BESIDE,
+        optional=("sink",),
+        function=_LENS_FUNCTION,
+        source=_LENS_SOURCE,
+        note=f"HookedTransformer, {_AS_IT_WAS}. {_IN_ITS_OWN}",
+    ),
+    Layout(
+        name="transformer-lens-gqa",
+        tensors=_lens("_"),
+        where={"self": _LENS_BLOCK + "attn."},
+        outside=_LENS_DECODER,
+        beside=_LENS_BESIDE,
+        optional=("sink",),
+        function=_LENS_FUNCTION,
+        source="TransformerLens 3, transformer_lens/components/grouped_query_attention.py",
+        note=f"HookedTransformer with n_key_value_heads, {_AS_IT_WAS}. {_IN_ITS_OWN}",
+    ),
+    Layout(
+        name="transformer-lens-encoder",
+        tensors=_lens(),
+        where={"self": _LENS_BLOCK + "attn."},
+        outside=_LENS_ENCODER,
+        beside=_LENS_BESIDE,
+        optional=("sink",),
+        function=Function(scale=None, qk_norm=None),
+        source="TransformerLens 3, transformer_lens/HookedEncoder.py",
+        note="HookedEncoder, which is BERT: its norms stand behind attention and MLP. "
+        + _IN_ITS_OWN,
+    ),
+    _x_transformers(rotary="none"),
+    _x_transformers(rotary="interleaved"),
+    *_FLASH_ATTN,
+    Layout(
+        name="diffusers",
+        tensors={
+            "to_q.weight": "wq: (heads head_dim) embed_dim",
+            "to_k.weight": "wk: (kv_heads head_dim) source_dim",
+            "to_v.weight": "wv: (kv_heads head_dim) source_dim",
+            "to_q.bias": "bq: (heads head_dim)",
+            "to_k.bias": "bk: (kv_heads head_dim)",
+            "to_v.bias": "bv: (kv_heads head_dim)",
+        }
+        | out("to_out.0")
+        | head_norms("norm_q", "norm_k", bias=True),
+        where={
+            "self": "transformer_blocks.{layer}.attn1.",
+            "cross": "transformer_blocks.{layer}.attn2.",
+        },
+        function=Function(rotary=None, qk_norm=None, mask="added"),
+        source="huggingface/diffusers, src/diffusers/models/attention_processor.py",
+        note=f"of U-Nets and of transformers with cross-attention. {_ON_REQUEST}",
+    ),
+    *(
+        Layout(
+            name=f"curated-transformers{kind}",
+            tensors=tensors | out("output"),
+            where={"self": "layers.{layer}.mha."},
+            beside=("rotary_embeds.*",),
+            function=Function(rotary=None, score_bias=None, mask="True attends"),
+            source="explosion/curated-transformers, curated_transformers/layers/attention.py",
+            note=f"SelfAttention with {spoken}; rotary is half-split. {_ON_REQUEST}",
+        )
+        for kind, tensors, spoken in (
+            ("", separate("query", "key", "value"), "QkvMode.SEPARATE"),
+            ("-stacked", stacked("input", kv_heads="kv_heads"), "QkvSplitGroupedByHead"),
+            ("-grouped", by_group("input"), "QkvSplitGroupedByKVHeads, or MERGED_SPLIT_BEFORE"),
+        )
+    ),
+    _torchtune(rotary="interleaved"),
+    _torchtune(rotary="half-split"),
+    Layout(
+        name="torchtitan",
+        tensors=separate("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv")
+        | out("wo")
+        | head_norms("q_norm", "k_norm"),
+        where={"self": "layers.{layer}.attention."},
+        outside=_META,
+        function=Function(rotary="interleaved", qk_norm=None),
+        source="pytorch/torchtitan, torchtitan/models/common/attention.py",
+        unchecked=_NOT_RELEASED,
+        note="of Llama 3, as it is today; before, its files were in llama-meta's layout",
+    ),
+    Layout(
+        name="gpt-fast",
+        tensors=stacked("wqkv", kv_heads="kv_heads", bias=False) | out("wo", bias=False),
+        where={"self": "layers.{layer}.attention."},
+        outside=_META,
+        beside=("kv_cache.*",),
+        function=Function(rotary="interleaved", mask="True attends"),
+        source="pytorch-labs/gpt-fast, model.py",
+        unchecked="it is a script, not a package",
+    ),
+    _litgpt(legacy=False),
+    _litgpt(legacy=True),
+)

@@ -1,0 +1,257 @@
+"""Frameworks that train in parallel: Megatron, and what follows or feeds it.
+
+Their tensors are those of one process that holds the whole model. A share of one of several
+tensor-parallel processes is a slice of rows, and is joined by the framework's own tools first.
+"""
+
+from __future__ import annotations
+
+from headwise.layouts.forms import (
+    by_group,
+    by_head,
+    fused,
+    head_norms,
+    out,
+    outside,
+    separate,
+    stacked,
+)
+from headwise.layouts.function import Function
+from headwise.layouts.layout import Layout
+
+_MEGATRON = Function(
+    rotary=None, qk_norm=None, window=None, mask="True hides", axes="length batch width"
+)
+# Megatron-LM 1 to 3: positions are learned, and nothing is normalised.
+_LEGACY = Function(mask="True hides", axes="length batch width")
+_TRANSFORMER_ENGINE = Function(rotary=None, qk_norm=None, window=None, mask="True hides", axes=None)
+_GATE_AND_UP = "([gate: hidden_dim | up: hidden_dim]) embed_dim"
+_STATE = ("*_extra_state",)
+_NEEDS_A_GPU = "its modules run on a GPU of NVIDIA's only"
+_NEEDS_A_CLUSTER = "its layers are built only within its own parallel runtime"
+_MAY_TURN = "Rotary is half-split unless rotary_interleaved is set."
+_ON_REQUEST = "Tested on request: pip install headwise[libraries]"
+_OUTSIDE_OF_MEGATRON = outside(
+    {
+        "tokens": "embedding.word_embeddings.weight",
+        "positions": "embedding.position_embeddings.weight",
+        "norm_1": "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
+        "norm_1_bias": "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_bias",
+        "norm_2": "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
+        "norm_2_bias": "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_bias",
+        "down": "decoder.layers.{layer}.mlp.linear_fc2.weight",
+        "down_bias": "decoder.layers.{layer}.mlp.linear_fc2.bias",
+        "final_norm": "decoder.final_layernorm.weight",
+        "final_norm_bias": "decoder.final_layernorm.bias",
+        "unembedding": "output_layer.weight",
+    }
+)
+_GATED_MLP = {"decoder.layers.{layer}.mlp.linear_fc1.weight": _GATE_AND_UP}
+_PLAIN_MLP = outside(
+    {
+        "up": "decoder.layers.{layer}.mlp.linear_fc1.weight",
+        "up_bias": "decoder.layers.{layer}.mlp.linear_fc1.bias",
+    }
+)
+_MEGATRON_OUT = out("linear_proj")
+_MEGATRON_NORMS = head_norms("q_layernorm", "k_layernorm", bias=True)
+_SELF = {"self": "decoder.layers.{layer}.self_attention."}
+_CORE = "NVIDIA/Megatron-LM, megatron/core/transformer/attention.py"
+_VERSIONS = "NVIDIA/Megatron-LM, megatron/checkpointing.py, fix_query_key_value_ordering"
+
+
+_GROUPED = by_group("linear_qkv") | _MEGATRON_OUT | _MEGATRON_NORMS
+_MEGATRON_CORE = (
+    Layout(
+        name="megatron",
+        tensors=_GROUPED,
+        where=_SELF,
+        outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
+        beside=_STATE,
+        function=_MEGATRON,
+        source=_CORE,
+        note="of Megatron core, for models with a gated MLP such as Llama; NeMo fuses the same "
+        f"way. {_MAY_TURN} {_ON_REQUEST}",
+    ),
+    Layout(
+        name="megatron-gpt",
+        tensors=_GROUPED,
+        where=_SELF,
+        outside=_OUTSIDE_OF_MEGATRON | _PLAIN_MLP,
+        beside=_STATE,
+        function=_MEGATRON,
+        source=_CORE,
+        note="of Megatron core, for models with an MLP of two matrices such as GPT. "
+        f"{_MAY_TURN} {_ON_REQUEST}",
+    ),
+    Layout(
+        name="megatron-gated",
+        tensors=fused(
+            "linear_qkv",
+            "(kv_heads [wq: group head_dim | wg: group head_dim | wk: head_dim | wv: head_dim])",
+            bias=False,
+        )
+        | _MEGATRON_OUT
+        | _MEGATRON_NORMS,
+        where=_SELF,
+        outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
+        beside=_STATE,
+        function=_MEGATRON,
+        source=f"{_CORE}, attention_output_gate",
+        unchecked="headwise has no layer with such gates to run beside it",
+        note="each head's outputs are multiplied by the sigmoid of a gate of their own",
+    ),
+    Layout(
+        name="megatron-cross",
+        tensors={
+            "linear_q.weight": "wq: (heads head_dim) embed_dim",
+            "linear_kv.weight": "(kv_heads [wk: head_dim | wv: head_dim]) source_dim",
+            "linear_q.bias": "bq: (heads head_dim)",
+            "linear_kv.bias": "(kv_heads [bk: head_dim | bv: head_dim])",
+        }
+        | _MEGATRON_OUT,
+        where={"cross": "decoder.layers.{layer}.cross_attention."},
+        beside=_STATE,
+        function=_MEGATRON,
+        source=_CORE,
+        note="of Megatron core, beside megatron or megatron-gpt. " + _ON_REQUEST,
+    ),
+)
+
+
+def _legacy() -> tuple[Layout, ...]:
+    """The three orders that Megatron-LM fused in, by its checkpoint_version."""
+    orders = {
+        "v0": ("transformer.layers.{layer}.attention.", stacked("query_key_value")),
+        "v1": (
+            "transformer.layers.{layer}.attention.",
+            fused("query_key_value", "(heads head_dim [wq: | wk: | wv: ])"),
+        ),
+        "v2": ("encoder.layers.{layer}.self_attention.", by_head("query_key_value")),
+    }
+    spoken = {"v0": "0", "v1": "1.0", "v2": "2.0 and later"}
+    return tuple(
+        Layout(
+            name=f"megatron-{version}",
+            tensors=tensors | out("dense"),
+            where={"self": place},
+            beside=_STATE,
+            function=_LEGACY,
+            source=_VERSIONS,
+            unchecked="the versions that wrote it do not run with today's torch",
+            note=f"of Megatron-LM before its core, checkpoint_version {spoken[version]}: the file "
+            "says it, names and shapes do not. The module is called attention within transformer "
+            "in older files, self_attention within encoder in newer ones",
+        )
+        for version, (place, tensors) in orders.items()
+    )
+
+
+_TE_SOURCE = (
+    "NVIDIA/TransformerEngine, transformer_engine/pytorch/attention/multi_head_attention.py"
+)
+_TE_REST = out("proj") | head_norms("q_norm", "k_norm", bias=True)
+_TE_LAYER = "layers.{layer}."
+_ENGINE = (
+    Layout(
+        name="transformer-engine",
+        tensors=by_group("qkv") | _TE_REST,
+        source=_TE_SOURCE,
+        note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=True; "
+        "rotary is half-split unless rotary_pos_interleaved is set",
+        beside=_STATE,
+        function=_TRANSFORMER_ENGINE,
+        unchecked=_NEEDS_A_GPU,
+    ),
+    Layout(
+        name="transformer-engine-stacked",
+        tensors=stacked("qkv", kv_heads="kv_heads") | _TE_REST,
+        source=_TE_SOURCE,
+        note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=False; "
+        "same names and shapes as transformer-engine",
+        beside=_STATE,
+        function=_TRANSFORMER_ENGINE,
+        unchecked=_NEEDS_A_GPU,
+    ),
+    Layout(
+        name="transformer-engine-separate",
+        tensors={
+            name.replace("qkv.q.", "qkv.query_")
+            .replace("qkv.k.", "qkv.key_")
+            .replace("qkv.v.", "qkv.value_"): pattern
+            for name, pattern in separate("qkv.q", "qkv.k", "qkv.v").items()
+        }
+        | _TE_REST,
+        source=_TE_SOURCE,
+        note="MultiheadAttention with fuse_qkv_params=False, as it is by default",
+        beside=_STATE,
+        function=_TRANSFORMER_ENGINE,
+        unchecked=_NEEDS_A_GPU,
+    ),
+    Layout(
+        name="transformer-engine-layer",
+        tensors=by_group("layernorm_qkv") | _TE_REST,
+        where={"self": _TE_LAYER + "self_attention."},
+        outside=outside(
+            {
+                "norm_1": _TE_LAYER + "self_attention.layernorm_qkv.layer_norm_weight",
+                "norm_1_bias": _TE_LAYER + "self_attention.layernorm_qkv.layer_norm_bias",
+                "norm_2": _TE_LAYER + "layernorm_mlp.layer_norm_weight",
+                "norm_2_bias": _TE_LAYER + "layernorm_mlp.layer_norm_bias",
+                "down": _TE_LAYER + "layernorm_mlp.fc2_weight",
+                "down_bias": _TE_LAYER + "layernorm_mlp.fc2_bias",
+            }
+        )
+        | {_TE_LAYER + "layernorm_mlp.fc1_weight": _GATE_AND_UP},
+        source="NVIDIA/TransformerEngine, transformer_engine/pytorch/transformer.py",
+        note="TransformerLayer with fuse_qkv_params=True and activation swiglu",
+        beside=_STATE,
+        function=_TRANSFORMER_ENGINE,
+        unchecked=_NEEDS_A_GPU,
+    ),
+)
+
+
+def _nanotron(pairing: str) -> Layout:
+    within = "model.decoder.{layer}.pp_block."
+    interleaved = pairing == "interleaved"
+    return Layout(
+        name="nanotron-interleaved" if interleaved else "nanotron",
+        tensors=stacked("qkv_proj", kv_heads="kv_heads", bias=False) | out("o_proj", bias=False),
+        where={"self": within + "attn."},
+        outside=outside(
+            {
+                "tokens": "model.token_position_embeddings.pp_block.token_embedding.weight",
+                "norm_1": within + "input_layernorm.weight",
+                "norm_2": within + "post_attention_layernorm.weight",
+                "down": within + "mlp.down_proj.weight",
+                "final_norm": "model.final_layer_norm.pp_block.weight",
+                "unembedding": "model.lm_head.pp_block.weight",
+            }
+        )
+        | {within + "mlp.gate_up_proj.weight": _GATE_AND_UP},
+        beside=("*inv_freq", "*freqs_cis"),
+        function=Function(rotary=pairing),
+        source="huggingface/nanotron, src/nanotron/models/llama.py",
+        unchecked=_NEEDS_A_CLUSTER,
+        note=f"with rope_interleaved={interleaved} in its config; names and shapes do not tell",
+    )
+
+
+LAYOUTS = (
+    *_MEGATRON_CORE,
+    *_legacy(),
+    *_ENGINE,
+    Layout(
+        name="neox-gqa",
+        tensors=stacked("query_key_value", kv_heads="kv_heads") | out("dense"),
+        beside=("*inv_freq",),
+        function=Function(rotary="half-split", axes="length batch width", mask="True hides"),
+        source="EleutherAI/gpt-neox, megatron/model/transformer.py, gqa_project",
+        unchecked=_NEEDS_A_CLUSTER,
+        note="GPT-NeoX's own files with num_kv_heads; without it they are fused as in neox. Layers "
+        "are numbered with what stands before them, so a module's place is not told",
+    ),
+    _nanotron("half-split"),
+    _nanotron("interleaved"),
+)

@@ -1,0 +1,104 @@
+"""Multi-head attention as it is taught: the paper, its code, and what people learn it from."""
+
+from __future__ import annotations
+
+from headwise.layouts.forms import out, outside, separate, stacked
+from headwise.layouts.function import Function
+from headwise.layouts.layout import Layout
+
+LAYOUTS = (
+    Layout(
+        name="per-head",
+        tensors={
+            "wq": "wq: heads head_dim embed_dim",
+            "wk": "wk: kv_heads head_dim source_dim",
+            "wv": "wv: kv_heads value_dim source_dim",
+            "wo": "wo: (heads value_dim) out_dim",
+            "bq": "bq: heads head_dim",
+            "bk": "bk: kv_heads head_dim",
+            "bv": "bv: kv_heads value_dim",
+            "bo": "bo: out_dim",
+        },
+        source="Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2",
+        note="one matrix for each head: the transposes of the paper's W_i^Q, W_i^K and W_i^V, and "
+        "its W^O. The paper has no biases",
+    ),
+    Layout(
+        name="tensor2tensor",
+        tensors={
+            "q/kernel": "wq: embed_dim (heads head_dim)",
+            "k/kernel": "wk: source_dim (heads head_dim)",
+            "v/kernel": "wv: source_dim (heads value_dim)",
+            "output_transform/kernel": "wo: (heads value_dim) out_dim",
+        },
+        where={
+            "encoder": "transformer/body/encoder/layer_{layer}/self_attention/multihead_attention/",
+            "decoder": "transformer/body/decoder/layer_{layer}/self_attention/multihead_attention/",
+            "cross": "transformer/body/decoder/layer_{layer}/encdec_attention/multihead_attention/",
+        },
+        function=Function(mask="added"),
+        source="tensorflow/tensor2tensor, tensor2tensor/layers/common_attention.py",
+        note="the paper's own code; TensorFlow's kernels are (in, out), and there are no biases",
+    ),
+    Layout(
+        name="annotated",
+        tensors=separate("linears.0", "linears.1", "linears.2", kv_heads="heads")
+        | out("linears.3"),
+        where={
+            "encoder": "encoder.layers.{layer}.self_attn.",
+            "decoder": "decoder.layers.{layer}.self_attn.",
+            "cross": "decoder.layers.{layer}.src_attn.",
+        },
+        function=Function(mask="True attends"),
+        source="harvardnlp/annotated-transformer, the_annotated_transformer.py",
+    ),
+    Layout(
+        name="einops",
+        tensors={
+            "w_qs.weight": "wq: (heads head_dim) embed_dim",
+            "w_ks.weight": "wk: (heads head_dim) source_dim",
+            "w_vs.weight": "wv: (heads value_dim) source_dim",
+            "fc.weight": "wo: out_dim (heads value_dim)",
+            "w_qs.bias": "bq: (heads head_dim)",
+            "w_ks.bias": "bk: (heads head_dim)",
+            "w_vs.bias": "bv: (heads value_dim)",
+            "fc.bias": "bo: out_dim",
+        },
+        where={
+            "encoder": "encoder.layer_stack.{layer}.slf_attn.",
+            "decoder": "decoder.layer_stack.{layer}.slf_attn.",
+            "cross": "decoder.layer_stack.{layer}.enc_attn.",
+        },
+        beside=("layer_norm.*",),
+        source="arogozhnikov/einops, docs/pytorch-examples.html",
+        note="the example of einops' page, before and after; jadore801120's "
+        "attention-is-all-you-need-pytorch, which it rewrites, has the same names and no biases. "
+        "Both end with a residual and layer_norm, which are not attention",
+    ),
+    Layout(
+        name="nanogpt",
+        tensors=stacked("c_attn") | out("c_proj"),
+        where={"self": "h.{layer}.attn."},
+        outside=outside(
+            {
+                "tokens": "wte.weight",
+                "positions": "wpe.weight",
+                "norm_1": "h.{layer}.ln_1.weight",
+                "norm_1_bias": "h.{layer}.ln_1.bias",
+                "norm_2": "h.{layer}.ln_2.weight",
+                "norm_2_bias": "h.{layer}.ln_2.bias",
+                "up": "h.{layer}.mlp.c_fc.weight",
+                "up_bias": "h.{layer}.mlp.c_fc.bias",
+                "down": "h.{layer}.mlp.c_proj.weight",
+                "down_bias": "h.{layer}.mlp.c_proj.bias",
+                "final_norm": "ln_f.weight",
+                "final_norm_bias": "ln_f.bias",
+                "unembedding": "lm_head.weight",
+            }
+        ),
+        beside=("bias",),
+        source="karpathy/nanoGPT, model.py; karpathy/minGPT, mingpt/model.py",
+        note="GPT-2's names for nn.Linear, whose matrices are the transposes of GPT-2's. Square "
+        "ones, c_proj, look the same either way. `attn.bias` is a causal mask",
+    ),
+)

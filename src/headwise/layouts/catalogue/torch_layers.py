@@ -1,0 +1,124 @@
+"""torch's own layers, and those that took over their names."""
+
+from __future__ import annotations
+
+from headwise.layouts.forms import out, outside, separate, stacked
+from headwise.layouts.function import Function
+from headwise.layouts.layout import Layout
+
+_OUT = out("out_proj")
+_PACKED = {
+    "in_proj_weight": stacked("")[".weight"],
+    "in_proj_bias": stacked("")[".bias"],
+    **_OUT,
+}
+# add_bias_kv=True: one more key and value, after the projection.
+_EXTRA = {
+    "bias_k": "extra_k: () () (heads head_dim)",
+    "bias_v": "extra_v: () () (heads head_dim)",
+}
+_WHERE = {"self": "layers.{layer}.self_attn.", "cross": "layers.{layer}.multihead_attn."}
+_LAYER = outside(
+    {
+        "norm_1": "layers.{layer}.norm1.weight",
+        "norm_1_bias": "layers.{layer}.norm1.bias",
+        "norm_2": "layers.{layer}.norm2.weight",
+        "norm_2_bias": "layers.{layer}.norm2.bias",
+        "up": "layers.{layer}.linear1.weight",
+        "up_bias": "layers.{layer}.linear1.bias",
+        "down": "layers.{layer}.linear2.weight",
+        "down_bias": "layers.{layer}.linear2.bias",
+    }
+)
+_CALLED = Function(mask="True hides", axes=None)
+_ABOUT_EXTRA = (
+    "bias_k and bias_v, of add_bias_kv=True, are one more key and value behind the others"
+)
+
+LAYOUTS = (
+    Layout(
+        name="torch-packed",
+        tensors=_PACKED | _EXTRA,
+        where=_WHERE,
+        outside=_LAYER,
+        function=_CALLED,
+        optional=("extra_k", "extra_v"),
+        source="torch, torch/nn/modules/activation.py and transformer.py",
+        note="nn.MultiheadAttention, and nn.TransformerEncoder around it; batch_first tells the "
+        f"order of axes. {_ABOUT_EXTRA}. add_zero_attn=True is in no tensor",
+    ),
+    Layout(
+        name="torch-separate",
+        tensors={
+            "q_proj_weight": "wq: (heads head_dim) embed_dim",
+            "k_proj_weight": "wk: (heads head_dim) source_dim",
+            "v_proj_weight": "wv: (heads head_dim) source_dim",
+            "in_proj_bias": _PACKED["in_proj_bias"],
+            **_OUT,
+            **_EXTRA,
+        },
+        where=_WHERE,
+        outside=_LAYER,
+        function=_CALLED,
+        optional=("extra_k", "extra_v"),
+        source="torch, torch/nn/modules/activation.py",
+        note="nn.MultiheadAttention with another width of keys and values: parameters of their own "
+        "without `.weight`, and one fused bias. Keys and values must come from one source",
+    ),
+    Layout(
+        name="torch-quantizable",
+        tensors=separate("linear_Q", "linear_K", "linear_V", kv_heads="heads") | _OUT | _EXTRA,
+        where=_WHERE,
+        outside=_LAYER,
+        beside=("in_proj_weight", "in_proj_bias"),
+        function=_CALLED,
+        optional=("extra_k", "extra_v"),
+        source="torch, torch/ao/nn/quantizable/modules/activation.py",
+        note="holds in_proj_weight and in_proj_bias as well, and uses neither. With "
+        "batch_first=True torch 2.13 puts batch and length together in the wrong order",
+    ),
+    Layout(
+        name="fairseq",
+        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | _OUT | _EXTRA,
+        where={
+            "encoder": "encoder.layers.{layer}.self_attn.",
+            "decoder": "decoder.layers.{layer}.self_attn.",
+            "cross": "decoder.layers.{layer}.encoder_attn.",
+        },
+        function=Function(mask="True hides", axes="length batch width"),
+        optional=("extra_k", "extra_v"),
+        source="facebookresearch/fairseq, fairseq/modules/multihead_attention.py",
+        unchecked="fairseq is not among the packages of the tests",
+        note=f"{_ABOUT_EXTRA}. Files from before 2019 are torch-packed",
+    ),
+    Layout(
+        name="clip-openai",
+        tensors=_PACKED,
+        where={"self": "transformer.resblocks.{layer}.attn."},
+        outside=outside(
+            {
+                "norm_1": "transformer.resblocks.{layer}.ln_1.weight",
+                "norm_1_bias": "transformer.resblocks.{layer}.ln_1.bias",
+                "norm_2": "transformer.resblocks.{layer}.ln_2.weight",
+                "norm_2_bias": "transformer.resblocks.{layer}.ln_2.bias",
+                "up": "transformer.resblocks.{layer}.mlp.c_fc.weight",
+                "up_bias": "transformer.resblocks.{layer}.mlp.c_fc.bias",
+                "down": "transformer.resblocks.{layer}.mlp.c_proj.weight",
+                "down_bias": "transformer.resblocks.{layer}.mlp.c_proj.bias",
+            }
+        ),
+        function=Function(mask="added", axes="length batch width"),
+        source="openai/CLIP, clip/model.py",
+        note="nn.MultiheadAttention; open_clip has the same names",
+    ),
+    Layout(
+        name="clip-attnpool",
+        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("c_proj"),
+        where={"self": "attnpool."},
+        beside=("positional_embedding",),
+        function=Function(axes="length batch width"),
+        source="openai/CLIP, clip/model.py",
+        note="the last layer of CLIP's ResNets: the mean is the only query, and the output has "
+        "another width",
+    ),
+)

@@ -1,0 +1,149 @@
+"""Encoders of images, by the names in their files."""
+
+from __future__ import annotations
+
+from headwise.layouts.forms import Tensors, out, outside, separate, stacked
+from headwise.layouts.function import Function
+from headwise.layouts.layout import Layout
+
+
+def _layer(prefix: str, norms: tuple[str, str], up: str, down: str) -> Tensors:
+    """The norms and the MLP of a layer."""
+    names = {"norm_1": norms[0], "norm_2": norms[1], "up": up, "down": down}
+    stored = {name: f"{prefix}{place}.weight" for name, place in names.items()}
+    biases = {f"{name}_bias": f"{prefix}{place}.bias" for name, place in names.items()}
+    return outside(stored | biases)
+
+
+_TIMM = _layer("blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2")
+_VIT = _layer(
+    "encoder.layer.{layer}.",
+    ("layernorm_before", "layernorm_after"),
+    "intermediate.dense",
+    "output.dense",
+)
+_VIT_WHERE = {"self": "encoder.layer.{layer}.attention."}
+_CLIP = _layer("encoder.layers.{layer}.", ("layer_norm1", "layer_norm2"), "mlp.fc1", "mlp.fc2")
+
+LAYOUTS = (
+    Layout(
+        name="vit",
+        tensors=separate("attention.query", "attention.key", "attention.value", kv_heads="heads")
+        | out("output.dense"),
+        where=_VIT_WHERE,
+        outside=_VIT,
+        beside=("attention.relative_position_bias.*",),
+        function=Function(score_bias=None),
+        source="transformers, models/vit/modeling_vit.py and conversion_mapping.py",
+        note="DeiT, DINOv2, BEiT and others, as their files are; since transformers 5 the modules "
+        "say q_proj, k_proj, v_proj and o_proj. BEiT has no bias of keys",
+    ),
+    Layout(
+        name="vit-timm",
+        tensors=stacked("qkv") | out("proj"),
+        where={"self": "blocks.{layer}.attn."},
+        outside=_TIMM,
+        beside=("rel_pos_h", "rel_pos_w"),
+        source="huggingface/pytorch-image-models, timm/layers/attention.py",
+        note="timm, and the published code of DINO, DINOv2, MAE and SAM. The check runs VitDet of "
+        "transformers, which has these tensors; timm's q_norm and k_norm are not described",
+    ),
+    Layout(
+        name="vitdet",
+        tensors=stacked("qkv") | out("proj"),
+        where=_VIT_WHERE,
+        outside=_layer("encoder.layer.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"),
+        beside=("rel_pos_h", "rel_pos_w"),
+        function=Function(score_bias=None),
+        source="transformers, models/vitdet/modeling_vitdet.py",
+    ),
+    Layout(
+        name="beit",
+        tensors={
+            "qkv.weight": stacked("")[".weight"],
+            "q_bias": "bq: (heads head_dim)",
+            "v_bias": "bv: (heads head_dim)",
+            **out("proj"),
+        },
+        where={"self": "blocks.{layer}.attn."},
+        outside=_TIMM,
+        beside=("k_bias", "relative_position_bias_table", "relative_position_index"),
+        function=Function(score_bias=None),
+        source="microsoft/unilm, beit/modeling_finetune.py",
+        unchecked="timm is not among the packages of the tests; its 1.0.31 was run once, by hand",
+        note="BEiT, EVA and VideoMAE as published, and timm's eva: no bias of keys, and those of "
+        "queries and values by themselves. k_bias is a buffer of zeros",
+    ),
+    Layout(
+        name="videomae",
+        tensors={
+            **separate(
+                "attention.query", "attention.key", "attention.value", biases="", kv_heads="heads"
+            ),
+            "attention.q_bias": "bq: (heads head_dim)",
+            "attention.v_bias": "bv: (heads head_dim)",
+            **out("output.dense"),
+        },
+        where=_VIT_WHERE,
+        outside=_VIT,
+        source="transformers, models/videomae/modeling_videomae.py and conversion_mapping.py",
+    ),
+    Layout(
+        name="swin",
+        tensors=separate("self.query", "self.key", "self.value", kv_heads="heads")
+        | out("output.dense")
+        | {"self.relative_position_bias_table": "distances: buckets heads"},
+        where={"self": "encoder.layers.{stage}.blocks.{layer}.attention."},
+        outside=_layer(
+            "encoder.layers.{stage}.blocks.{layer}.",
+            ("layernorm_before", "layernorm_after"),
+            "intermediate.dense",
+            "output.dense",
+        ),
+        beside=("self.relative_position_index",),
+        function=Function(score_bias="by place in the window", mask="added"),
+        source="transformers, models/swin/modeling_swin.py and conversion_mapping.py",
+        note="stages have different numbers of heads: give head_dim, which they share",
+    ),
+    Layout(
+        name="swin-microsoft",
+        tensors=stacked("qkv")
+        | out("proj")
+        | {"relative_position_bias_table": "distances: buckets heads"},
+        where={"self": "layers.{stage}.blocks.{layer}.attn."},
+        outside=_layer("layers.{stage}.blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"),
+        beside=("relative_position_index",),
+        function=Function(score_bias="by place in the window", mask="added"),
+        source="microsoft/Swin-Transformer, models/swin_transformer.py; timm has the same",
+        unchecked="timm is not among the packages of the tests; its 1.0.31 was run once, by hand",
+        note="stages have different numbers of heads: give head_dim, which they share",
+    ),
+    Layout(
+        name="dinov3",
+        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("o_proj"),
+        where={"self": "layer.{layer}.attention."},
+        outside=_layer("layer.{layer}.", ("norm1", "norm2"), "mlp.up_proj", "mlp.down_proj"),
+        function=Function(rotary="half-split"),
+        source="transformers, models/dinov3_vit/modeling_dinov3_vit.py",
+        note="half of the angles are of a patch's row and half of its column, and the first tokens "
+        "have none; the check rotates by place. Keys have no bias",
+    ),
+    Layout(
+        name="clip",
+        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("out_proj"),
+        where={"self": "encoder.layers.{layer}.self_attn."},
+        outside=_CLIP,
+        function=Function(mask="added"),
+        source="transformers, models/clip/modeling_clip.py",
+        note="SigLIP as well. The text and the image part are two models in one file, text_model "
+        "and vision_model",
+    ),
+    Layout(
+        name="blip",
+        tensors=stacked("qkv") | out("projection"),
+        where={"self": "encoder.layers.{layer}.self_attn."},
+        outside=_CLIP,
+        source="transformers, models/blip/modeling_blip.py",
+        note="the image part of BLIP, BLIP-2 and InstructBLIP",
+    ),
+)

@@ -1,0 +1,108 @@
+"""The index of a checkpoint in several files: which tensor is in which."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from headwise.errors import CheckpointError
+from headwise.layouts.checkpoint.header import once
+
+SUFFIX = ".index.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """What the file says, checked as far as it can be without the others."""
+
+    path: Path
+    weight_map: dict[str, str]
+    metadata: dict[str, Any]
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that it names, in the order of their names."""
+        return [self.path.parent / name for name in sorted(set(self.weight_map.values()))]
+
+
+def read(path: Path) -> Index:
+    """Read an index.
+
+    Raises:
+        CheckpointError: it is none, or names files that are missing or lie elsewhere.
+        OSError: it cannot be opened.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise _refused(path, f"which is no JSON: {error}") from error
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _refused(path, "without a weight_map of names")
+    metadata = found.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise _refused(path, f"whose metadata is a {type(metadata).__name__}")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_name(file):
+            raise _refused(
+                path, f"which has {name!r} in {file!r}: not the name of a file beside it"
+            )
+    index = Index(path, weight_map, metadata)
+    for shard in index.files:
+        require_inside(shard, path.parent)
+    return index
+
+
+def require_inside(file: Path, folder: Path) -> None:
+    """Refuse what is no file, or a link out of the folder.
+
+    The cache of a model hub is made of links: a folder snapshots/<revision> into the blobs beside
+    it. Those are followed.
+
+    Raises:
+        CheckpointError: see above.
+    """
+    if not file.is_file():
+        missing = "is no file" if file.exists() else "is not there"
+        raise _refused(folder, f"whose {file.name} {missing}")
+    home, real = folder.resolve(), file.resolve()
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(real.is_relative_to(one) for one in homes):
+        raise _refused(folder, f"whose {file.name} is a link to {real}, outside of it")
+
+
+def require_agreement(index: Index, found: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the files hold what the index says, and nothing else.
+
+    Args:
+        index: says which tensor is in which file.
+        found: the same, as the files have it.
+    """
+    for name, file in index.weight_map.items():
+        if found.get(name) != file:
+            where = f"it is in {found[name]}" if name in found else "it is not there"
+            raise _refused(index.path, f"which has {name} in {file}: {where}")
+    if more := sorted(found.keys() - index.weight_map.keys()):
+        raise _refused(index.path, f"which lacks {more[0]} of {found[more[0]]}")
+
+
+def encode(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:
+    """The bytes of an index."""
+    about = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
+    return (json.dumps(about, indent=2, sort_keys=True) + "\n").encode("ascii")
+
+
+def _is_name(file: str) -> bool:
+    name = PurePosixPath(file).name
+    return bool(name) and file == name and name != ".." and not {"\\", "\0"} & set(file)
+
+
+def _refused(path: Path, saw: str) -> CheckpointError:
+    return CheckpointError(
+        saw=f"{path}, {saw[:300]}",
+        needed="a folder that holds the whole checkpoint: every file of its index, and no other",
+        do="copy or download it again; or name one file of it",
+    )

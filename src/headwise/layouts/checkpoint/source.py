@@ -1,0 +1,196 @@
+"""A checkpoint as one: a file, an index with its files, or a folder with one checkpoint in it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torch import Tensor
+
+from headwise.errors import CheckpointError
+from headwise.layouts.checkpoint import index as indexes
+from headwise.layouts.checkpoint import safetensors_file, torch_file
+from headwise.layouts.checkpoint.index import Index
+from headwise.layouts.checkpoint.safetensors_file import SafetensorsFile
+from headwise.layouts.checkpoint.stored import Stored
+from headwise.layouts.checkpoint.torch_file import TorchFile
+
+SAFETENSORS, TORCH = ".safetensors", (".bin", ".pt", ".pth")
+# The first that a folder has is its checkpoint.
+PATTERNS = (
+    f"*{SAFETENSORS}{indexes.SUFFIX}",
+    f"*{SAFETENSORS}",
+    f"*.bin{indexes.SUFFIX}",
+    "pytorch_model*.bin",
+    "consolidated*.pth",
+    *(f"*{suffix}" for suffix in TORCH),
+)
+Shard = SafetensorsFile | TorchFile
+State = tuple[int, int, int]  # size, time of the last change, number on the disk
+
+
+@dataclass(frozen=True, eq=False)
+class Source(Mapping[str, Tensor]):
+    """Names, shapes and dtypes of a checkpoint; a tensor is mapped when it is asked for.
+
+    Attributes:
+        path: as it was named.
+        shards: its files.
+        headers: name -> shape, dtype and file.
+        index: where there is one.
+        states: of the files as they were opened.
+    """
+
+    path: Path
+    shards: tuple[Shard, ...]
+    headers: dict[str, Stored]
+    index: Index | None
+    states: dict[Path, State]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._shards[self.headers[name].file].tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.headers)
+
+    def __len__(self) -> int:
+        return len(self.headers)
+
+    @cached_property
+    def _shards(self) -> dict[Path, Shard]:
+        return {shard.path: shard for shard in self.shards}
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are."""
+        return self.shards[0].path.parent
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is more than one named file."""
+        return self.path.is_dir() or self.index is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(stored.nbytes for stored in self.headers.values())
+
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError where a file is not as it was when it was opened."""
+        for path, before in self.states.items():
+            if not path.is_file() or _state(path) != before:
+                raise CheckpointError(
+                    saw=f"{path}, which changed while it was read",
+                    needed="a checkpoint that nobody writes to",
+                    do="ask again when it is finished",
+                )
+
+    def digest(self) -> str:
+        """What a later run knows it by: its files, their times, and all that their heads say."""
+        found = hashlib.sha256()
+        for path, state in self.states.items():
+            found.update(f"{path.absolute()} {state}\n".encode("utf-8", "surrogateescape"))
+        for shard in self.shards:
+            found.update(repr((shard.path.name, shard.headers, shard.metadata)).encode("utf-8"))
+        return found.hexdigest()
+
+
+def open_source(path: Path) -> Source:
+    """Read the heads of a checkpoint's files, and no tensor.
+
+    Raises:
+        CheckpointError: it is not there, damaged, or no checkpoint.
+    """
+    try:
+        return _opened(path)
+    except OSError as error:
+        raise CheckpointError(
+            saw=f"{error.filename or path}, which cannot be read: {error.strerror or error}",
+            needed="files that you may read",
+            do="look at their names and permissions",
+        ) from error
+
+
+def _opened(path: Path) -> Source:
+    files = _files(path)
+    index = None
+    if len(files) == 1 and files[0].name.endswith(indexes.SUFFIX):
+        index = indexes.read(files[0])
+        files = index.files
+    elif path.is_dir():
+        for file in files:
+            indexes.require_inside(file, path)
+    states = {file: _state(file) for file in [*files, *([index.path] if index else [])]}
+    shards = tuple(_read(file) for file in files)
+    headers = _apart(shards)
+    if index is not None:
+        indexes.require_agreement(index, {name: x.file.name for name, x in headers.items()})
+    return Source(path, shards, headers, index, states)
+
+
+def _files(path: Path) -> list[Path]:
+    """The one file, or those of a folder that are its checkpoint."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        what = "is neither a file nor a folder" if path.exists() else "is not there"
+        raise _no_checkpoint(path, what)
+    for pattern in PATTERNS:
+        found = sorted(file for file in path.glob(pattern) if not file.name.startswith("."))
+        if not found:
+            continue
+        if pattern.endswith(indexes.SUFFIX):
+            _require_alone(path, found)
+        return found
+    there = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
+    raise _no_checkpoint(path, f"holds no weights: {there}")
+
+
+def _require_alone(folder: Path, found: list[Path]) -> None:
+    """An index beside another, or beside a file of its own name, are two checkpoints."""
+    whole = [folder / file.name.removesuffix(indexes.SUFFIX) for file in found]
+    both = [*found, *(file for file in whole if file.is_file())]
+    if len(both) > 1:
+        raise CheckpointError(
+            saw=f"{folder}, which holds {', '.join(file.name for file in both)}",
+            needed="one checkpoint",
+            do=f"name one of them: {both[0]}",
+        )
+
+
+def _read(file: Path) -> Shard:
+    if file.suffix == SAFETENSORS:
+        return safetensors_file.read(file)
+    if file.suffix in TORCH:
+        return torch_file.read(file)
+    raise _no_checkpoint(file, f"ends in {file.suffix or 'nothing'}")
+
+
+def _apart(shards: Iterable[Shard]) -> dict[str, Stored]:
+    headers: dict[str, Stored] = {}
+    for shard in shards:
+        if twice := sorted(headers.keys() & shard.headers.keys()):
+            raise CheckpointError(
+                saw=f"{twice[0]}, in {headers[twice[0]].file} and in {shard.path.name}",
+                needed="every tensor once",
+                do="name one file, if these are two checkpoints; if they are one model cut up for "
+                "several devices, merge it first",
+            )
+        headers |= shard.headers
+    return headers
+
+
+def _state(path: Path) -> State:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _no_checkpoint(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        saw=f"{path}, which {what}",
+        needed=f"a checkpoint: {SAFETENSORS}, {', '.join(TORCH)}, an index, or a folder with one",
+        do="name a file or a folder on this machine; nothing is downloaded",
+    )

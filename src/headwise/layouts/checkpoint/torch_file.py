@@ -1,0 +1,109 @@
+"""A file that torch.save wrote. Nothing in it is executed: torch unpickles weights only."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import CheckpointError
+from headwise.layouts.checkpoint.header import METADATA, NAMES
+from headwise.layouts.checkpoint.stored import Stored
+
+# What torch's reader raises at bytes that are none of its own.
+_BROKEN = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class TorchFile:
+    """Its tensors, mapped."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    headers: dict[str, Stored]
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as it was saved, which may be a view of another."""
+        return self.tensors[name]
+
+
+def read(path: Path) -> TorchFile:
+    """Open a file; one in torch's format of before 2020 is read into memory.
+
+    Raises:
+        CheckpointError: it is damaged, needs code to be executed, or holds more than tensors.
+        OSError: it cannot be opened.
+    """
+    found = _loaded(path)
+    if not isinstance(found, Mapping) or not found:
+        raise _no_state(path, f"a {type(found).__name__}")
+    for name, value in found.items():
+        if not _is_name(name) or not _is_plain(value):
+            raise _no_state(path, f"{name!r}, a {_kind(value)}")
+    headers = {name: Stored(tuple(x.shape), x.dtype, path) for name, x in found.items()}
+    return TorchFile(path, dict(found), headers)
+
+
+def _loaded(path: Path) -> Any:
+    with path.open("rb") as file:  # whether it is there is not torch's to say
+        is_zip = file.read(4) == b"PK\3\4"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except _BROKEN as error:
+        lines = str(error).strip().splitlines()
+        raise CheckpointError(
+            saw=f"{path}, which torch does not open as weights alone: {' '.join(lines)[:200]}",
+            needed="a whole file that torch.save wrote, of tensors and nothing that has to be run",
+            do="copy it again; or save its state_dict() as safetensors where you trust it",
+        ) from error
+
+
+def _is_name(name: Any) -> bool:
+    """Whether safetensors can call a tensor so."""
+    if not isinstance(name, str) or name == METADATA:
+        return False
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)  # halves of a character
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor as safetensors has them."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_quantized
+        and value.device.type == "cpu"
+        and value.dtype in NAMES
+    )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} tensor in {value.layout} on {value.device}"
+    return type(value).__name__
+
+
+def _no_state(path: Path, saw: str) -> CheckpointError:
+    return CheckpointError(
+        saw=f"{path}, which holds {saw}",
+        needed="a state_dict: names and dense tensors, and nothing else",
+        do="save the part that is one by itself: torch.save(torch.load(...)['model'], ...)",
+    )

@@ -1,0 +1,299 @@
+"""`Layout`: how an implementation stores the weights of attention, in one description."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwise.errors import OptionError, ShapeError
+from headwise.layouts import rotation
+from headwise.layouts.canonical import AXES, BIASES, NORMS, OPTIONAL, State
+from headwise.layouts.function import Function
+from headwise.layouts.moving import GROUPED, Splits, atoms, canonical_shape, pack, unpack
+from headwise.layouts.pattern import Pattern, parse
+from headwise.layouts.sizes import Sizes, solve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One layout. Both directions follow from it; see docs/layouts.md for how to write one.
+
+    Attributes:
+        name: in kebab case.
+        tensors: stored name within the module -> pattern (`headwise.layouts.pattern`).
+        source: the paper, or the file of which project, that it was read from.
+        where: role -> the module's place in a checkpoint, with {layer} for its number; the roles
+            are "self", "encoder", "decoder" and "cross".
+        outside: stored name -> pattern of tensors outside of attention, for layouts that hold
+            whole models; {layer} as in ``where``.
+        beside: names within the module, or patterns such as "*.inv_freq", of tensors that hold no
+            weights of attention: a mask, a table of angles, a norm after it. They are passed on.
+        optional: canonical tensors that a module may lack, beside biases and distances, and norms
+            where the function does not say that there are any.
+        splits: canonical axes that patterns write by several names, beside heads by
+            kv_heads and group.
+        fixed: sizes that the layout itself sets.
+        function: what is in no tensor.
+        unchecked: why no test runs the real implementation; "" where one does.
+        note: what else a reader must know.
+    """
+
+    name: str
+    tensors: Mapping[str, str]
+    source: str
+    where: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    splits: Splits = field(default_factory=dict)
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    function: Function = field(default_factory=Function)
+    unchecked: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be read later: OptionError says which pattern, and why."""
+        seen: dict[str, str] = {}
+        for name, pattern in self.patterns.items():
+            for tensor in pattern.tensors:
+                if tensor not in AXES or tensor in seen:
+                    raise OptionError(
+                        saw=f"{tensor} in {name} of {self.name}"
+                        + (f", and in {seen[tensor]}" if tensor in seen else ""),
+                        needed=f"each tensor once, of {', '.join(AXES)}",
+                        do="write the pattern anew; docs/layouts.md tells what each tensor is",
+                    )
+                seen[tensor] = name
+                atoms(tensor, pattern.names_of(tensor), self.all_splits)
+        for text in self.outside.values():
+            parse(text)
+
+    @property
+    def patterns(self) -> dict[str, Pattern]:
+        """The parsed patterns of the tensors of attention."""
+        return {name: parse(text) for name, text in self.tensors.items()}
+
+    def sizes(self, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, int]) -> Sizes:
+        """What every axis measures, from the shapes of stored tensors and what is known.
+
+        Raises:
+            ShapeError, OptionError: see `headwise.layouts.sizes.solve`; and where a known count
+                has no name here, or contradicts what an axis is written by.
+        """
+        patterns = self.patterns
+        found = {name: (patterns[name], tuple(shape)) for name, shape in shapes.items()}
+        sizes = self._solved(found, known)
+        for tensor, shape in self.canonical_shapes(shapes, sizes).items():
+            for axis, size in zip(AXES[tensor], shape, strict=True):
+                if known.get(axis, size) != size:
+                    raise ShapeError(
+                        saw=f"{axis} {known[axis]}",
+                        needed=f"{axis} {size}: so {self.name} stores {tensor} here",
+                        do="give the counts that the model has, or the layout that it is in",
+                    )
+        return sizes
+
+    def unpack(self, stored: Mapping[str, Tensor], **known: int) -> State:
+        """The canonical form of a module's tensors.
+
+        Args:
+            stored: by their names within the module.
+            known: heads, and what else no shape tells: kv_heads, or the rotary_width of heads that
+                are rotated in part.
+
+        Raises:
+            OptionError: tensors are missing, or are none of this layout's.
+            ShapeError: shapes that do not fit.
+        """
+        self.require_whole(stored)
+        sizes = self.sizes({name: tensor.shape for name, tensor in stored.items()}, known)
+        return self.read(stored, sizes)
+
+    def pack(self, canonical: Mapping[str, Tensor], **known: int) -> State:
+        """The stored tensors of a module.
+
+        A bias that is not there is +0 where it is fused with others; one that has no place is left
+        out only if all of it is +0.
+
+        Args:
+            canonical: see `headwise.layouts.canonical`.
+            known: the rotary_width of heads that are rotated in part.
+
+        Raises:
+            OptionError: a tensor that has no place here, or is missing.
+            ShapeError: heads that this layout cannot hold.
+        """
+        self.require_whole(
+            {
+                name: pattern
+                for name, pattern in self.patterns.items()
+                if not canonical.keys().isdisjoint(pattern.tensors)
+            }
+        )
+        shapes = {name: tuple(tensor.shape) for name, tensor in canonical.items()}
+        return self.write(canonical, self.canonical_sizes(shapes, known))
+
+    def read(self, stored: Mapping[str, Tensor], sizes: Sizes) -> State:
+        """The canonical tensors of some of the stored ones."""
+        patterns = self.patterns
+        canonical: State = {}
+        for name, tensor in stored.items():
+            canonical |= unpack(patterns[name], tensor, sizes, self.all_splits)
+        if self.function.rotary == "interleaved":
+            return rotation.halves(canonical, width=rotary_width(sizes))
+        return canonical
+
+    def write(self, canonical: Mapping[str, Tensor], sizes: Sizes) -> State:
+        """The stored tensors that some of the canonical ones make up."""
+        state = dict(canonical)
+        if self.function.rotary == "interleaved":
+            state = rotation.neighbours(state, width=rotary_width(sizes))
+        self._require_places(
+            name
+            for name in state.keys() - self.holds
+            if not (name in BIASES and is_positive_zero(state[name]))
+        )
+        return {
+            name: pack(pattern, self._filled(name, pattern, state, sizes), sizes, self.all_splits)
+            for name, pattern in self.patterns.items()
+            if any(tensor in state for tensor in pattern.tensors)
+        }
+
+    def canonical_sizes(
+        self, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, int]
+    ) -> Sizes:
+        """What every axis measures, from the shapes of canonical tensors.
+
+        Raises:
+            ShapeError: tensors that contradict each other, or that this layout cannot hold.
+        """
+        found = {
+            name: (parse(f"{name}: {' '.join(AXES[name])}"), shape)
+            for name, shape in shapes.items()
+        }
+        return self._solved(found, known)
+
+    def _solved(
+        self, shapes: Mapping[str, tuple[Pattern, tuple[int, ...]]], known: Mapping[str, int]
+    ) -> Sizes:
+        own = {name for pattern in self.patterns.values() for name in pattern.names()}
+        own |= {name for whole, parts in self.all_splits.items() for name in (whole, *parts)}
+        named = {*own, "rotary_width", *(axis for axes in AXES.values() for axis in axes)}
+        if known.keys() - named:
+            raise OptionError(
+                saw=f"a count of {', '.join(sorted(known.keys() - named))}",
+                needed=f"counts of {', '.join(sorted(named))}",
+                do="give heads, and kv_heads where they are fewer",
+            )
+        for name, size in self.fixed.items():
+            if known.get(name, size) != size:
+                raise ShapeError(
+                    saw=f"{name} {known[name]}",
+                    needed=f"{name} {size}: {self.name} has no other",
+                    do="give the counts that the model has, or the layout that it is in",
+                )
+        sizes = solve(shapes, {**known, **self.fixed}, self.all_splits)
+        if self.function.rotary == "interleaved":
+            rotary_width(sizes)  # refused here, before anything is moved
+        return sizes
+
+    def require_fit(self, shapes: Mapping[str, tuple[int, ...]], sizes: Sizes) -> None:
+        """Raise unless canonical tensors of these shapes can be written; a bias may be +0."""
+        for name, pattern in self.patterns.items():
+            if shapes.keys().isdisjoint(pattern.tensors):
+                continue
+            for tensor, fitting in self.canonical_shapes([name], sizes).items():
+                if shapes.get(tensor, fitting) != fitting:
+                    raise ShapeError(
+                        saw=f"{tensor} of shape {shapes[tensor]}",
+                        needed=f"{fitting}, for {name} of {self.name}",
+                        do="choose a layout that has these axes apart: headwise layouts lists them",
+                    )
+        self._require_places(shapes.keys() - {*BIASES})
+
+    def canonical_shapes(self, stored: Iterable[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """The shapes of the canonical tensors that the stored tensors of these names hold."""
+        patterns = self.patterns
+        return {
+            tensor: canonical_shape(patterns[name], tensor, sizes, self.all_splits)
+            for name in stored
+            for tensor in patterns[name].tensors
+        }
+
+    @property
+    def all_splits(self) -> Splits:
+        """``splits``, with that of heads into kv_heads and group unless it says another."""
+        return {**GROUPED, **self.splits}
+
+    @property
+    def holds(self) -> set[str]:
+        """The canonical tensors that have a place here."""
+        return {tensor for pattern in self.patterns.values() for tensor in pattern.tensors}
+
+    def _require_places(self, tensors: Iterable[str]) -> None:
+        placeless = sorted({*tensors} - self.holds)
+        if placeless:
+            raise OptionError(
+                saw=f"{', '.join(placeless)}, which {self.name} has no tensor for",
+                needed=f"tensors among {', '.join(sorted(self.holds))}",
+                do="choose a layout that holds it; headwise layouts lists them",
+            )
+
+    @property
+    def required(self) -> set[str]:
+        """The stored tensors that every module has."""
+        may_lack = {*OPTIONAL, *self.optional, *(NORMS if self.function.qk_norm is None else ())}
+        return {
+            n for n, pattern in self.patterns.items() if not may_lack.issuperset(pattern.tensors)
+        }
+
+    def require_whole(self, stored: Mapping[str, object]) -> None:
+        """Raise OptionError unless these are the tensors of one module of this layout."""
+        patterns = self.patterns
+        unknown = sorted(stored.keys() - patterns.keys())
+        missing = sorted(self.required - stored.keys())
+        if unknown or missing:
+            raise OptionError(
+                saw=f"{len(stored)} tensors: unknown are {unknown}, missing are {missing}",
+                needed=f"those of {self.name}: {', '.join(patterns)}",
+                do="give the tensors of one attention module, or name the layout they are in",
+            )
+
+    def _filled(self, name: str, pattern: Pattern, state: State, sizes: Sizes) -> State:
+        """``state`` with zeros for the biases that this tensor is fused of and that are absent."""
+        absent = [tensor for tensor in pattern.tensors if tensor not in state]
+        if not absent:
+            return state
+        if not all(tensor in BIASES for tensor in absent):
+            raise OptionError(
+                saw=f"no {', '.join(absent)}",
+                needed=f"all that {name} of {self.name} is fused of: {', '.join(pattern.tensors)}",
+                do="give the whole module",
+            )
+        like = next(state[tensor] for tensor in pattern.tensors if tensor in state)
+        shapes = self.canonical_shapes([name], sizes)
+        return state | {tensor: like.new_zeros(shapes[tensor]) for tensor in absent}
+
+
+def rotary_width(sizes: Mapping[str, int]) -> int:
+    """How many channels of a head are rotated: all of them, unless it is known.
+
+    Raises:
+        ShapeError: they are no pairs, or more than there are.
+    """
+    width = sizes.get("rotary_width", sizes["head_dim"])
+    if width % 2 or width > sizes["head_dim"]:
+        raise ShapeError(
+            saw=f"a rotary_width of {width} in a head_dim of {sizes['head_dim']}",
+            needed="an even number of channels, at most all: two of them turn together",
+            do="give the rotary_width that the model's config says",
+        )
+    return width
+
+
+def is_positive_zero(x: Tensor) -> bool:
+    """Whether every bit is 0: a negative zero is something."""
+    return not bool(x.contiguous().view(torch.uint8).any())

@@ -1,0 +1,127 @@
+"""Layouts side by side as an SVG picture, which brings its own light and dark card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from headwise.layouts.drawing import Cell, pairs, short, sizes_for, strips
+from headwise.layouts.layout import Layout
+
+ROW = 7  # pixels of one row
+BAND, GAP, LEFT, TOP = 128, 44, 40, 58
+_LEAST = 11  # pixels of a band that has room for its name
+
+_STYLE = """
+.card { fill: #ffffff; stroke: #e3e1db }
+text { font: 11px sans-serif; fill: #1d2126 }
+.title { font-weight: bold; font-size: 12px }
+.soft { fill: #5d656e; font-size: 10px }
+.start { text-anchor: end }
+.band { stroke: #ffffff; fill-opacity: 0.3 }
+.odd { fill-opacity: 0.5 }
+.q { fill: #1b716d } .k { fill: #c2571a } .v { fill: #5b4b9e } .o { fill: #b0306a }
+.other { fill: #8a7a00 }
+.arc { fill: none; stroke: #1d2126; stroke-width: 1.2 }
+@media (prefers-color-scheme: dark) {
+  .card { fill: #16191d; stroke: #31363c }
+  text { fill: #e8e6e1 }
+  .soft { fill: #a3abb3 }
+  .band { stroke: #16191d; fill-opacity: 0.45 }
+  .odd { fill-opacity: 0.7 }
+  .q { fill: #3fa7a1 } .k { fill: #e08347 } .v { fill: #8f7fd6 } .o { fill: #dd6a9c }
+  .other { fill: #c4b23a }
+  .arc { stroke: #e8e6e1 }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One column of a picture: a title, a line below it, and bands from top to bottom."""
+
+    title: str
+    about: str
+    cells: Sequence[Cell]
+
+    @property
+    def rows(self) -> int:
+        """How many the bands have together."""
+        return self.cells[-1].start + self.cells[-1].length
+
+
+def panel_of(layout: Layout, tensor: str, about: str, **given: int) -> Panel:
+    """The axis of one stored tensor that is shared out among heads."""
+    found = strips(layout, sizes_for(layout, given))[tensor]
+    return Panel(layout.name, about, next(strip.cells for strip in found if strip.cells))
+
+
+def bands(panels: Sequence[Panel], *, says: str) -> str:
+    """Panels side by side.
+
+    Args:
+        panels: the columns.
+        says: what is to be seen, for those who do not see it.
+    """
+    drawn = [
+        line for at, panel in enumerate(panels) for line in _panel(panel, LEFT + at * (BAND + GAP))
+    ]
+    height = TOP + ROW * max(panel.rows for panel in panels) + 18
+    return _svg(drawn, LEFT + len(panels) * (BAND + GAP), height, says)
+
+
+def turning(head_dim: int, *, says: str) -> str:
+    """The rows of one head, and the two orders in which two of them are rotated together."""
+    drawn, row = [], 2 * _LEAST
+    for at, rotary in enumerate(("half-split", "interleaved")):
+        x = LEFT + at * (BAND + 2 * GAP)
+        drawn += _titles(x, rotary, "rows of one head")
+        for channel in range(head_dim):
+            y = TOP + row * channel
+            drawn.append(_band(x, y, row, "q", odd=False))
+            drawn.append(f'<text x="{x + 8}" y="{y + row / 2 + 4:g}">{channel}</text>')
+        for a, b in pairs(rotary, head_dim):
+            first, second = (TOP + row * (n + 0.5) for n in (a, b))
+            out = x + BAND + 8 * (b - a)
+            drawn.append(
+                f'<path class="arc" d="M {x + BAND} {first:g} '
+                f'C {out} {first:g} {out} {second:g} {x + BAND} {second:g}"/>'
+            )
+    return _svg(drawn, LEFT + 2 * (BAND + 2 * GAP), TOP + row * head_dim + 18, says)
+
+
+def _panel(panel: Panel, x: int) -> Iterable[str]:
+    yield from _titles(x, panel.title, panel.about)
+    for cell in panel.cells:
+        y, height = TOP + ROW * cell.start, ROW * cell.length
+        tensor, heads = cell.owners[0]
+        yield _band(x, y, height, short(tensor), odd=bool(heads[0] % 2))
+        if height >= _LEAST:
+            middle = y + height / 2 + 4
+            yield f'<text x="{x + 8}" y="{middle:g}">{escape(cell.name)}</text>'
+            yield f'<text class="soft start" x="{x - 6}" y="{y + 10}">{cell.start}</text>'
+
+
+def _titles(x: int, title: str, about: str) -> list[str]:
+    return [
+        f'<text class="title" x="{x}" y="24">{escape(title)}</text>',
+        f'<text class="soft" x="{x}" y="42">{escape(about)}</text>',
+    ]
+
+
+def _band(x: int, y: int, height: int, kind: str, *, odd: bool) -> str:
+    kinds = f"band {kind if kind in 'qkvo' else 'other'}{' odd' if odd else ''}"
+    return f'<rect class="{kinds}" x="{x}" y="{y}" width="{BAND}" height="{height}"/>'
+
+
+def _svg(drawn: Iterable[str], width: int, height: int, says: str) -> str:
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{escape(says)}">',
+        f"<style>{_STYLE}</style>",
+        f'<rect class="card" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>',
+        *drawn,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,77 @@
+"""Whether two layouts are the same, and whether two sets of canonical tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from headwise.layouts.canonical import AXES, State
+from headwise.layouts.layout import Layout, is_positive_zero
+from headwise.layouts.sizes import Sizes
+
+# Compared as whole numbers: NaNs are then equal to themselves, and -0 is not 0.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NARROW = {"embed_dim": 2, "source_dim": 2, "out_dim": 3}
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and the same bits."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    x, y = (t.contiguous().view(_BITS[t.element_size()]) for t in (a, b))
+    return torch.equal(x, y)
+
+
+def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+    """The canonical tensors that two modules do not share; a bias of +0 may be absent."""
+    found = []
+    for name in AXES:
+        x, y = a.get(name), b.get(name)
+        if x is not None and y is not None:
+            if not same_bytes(x, y):
+                found.append(name)
+        elif (alone := y if x is None else x) is not None and not is_positive_zero(alone):
+            found.append(name)
+    return found
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Some tensors read as those of one layout. ``names``: full name -> name within the module."""
+
+    layout: Layout
+    names: Mapping[str, str]
+    sizes: Sizes
+
+    def numbered(self) -> State:
+        """Tensors of a narrower model, each with its entries numbered from 1."""
+        narrow = self.sizes | {name: n for name, n in _NARROW.items() if name in self.sizes}
+        patterns = self.layout.patterns
+        shapes = {name: patterns[local].shape(narrow) for name, local in self.names.items()}
+        return {name: torch.arange(1, prod(n) + 1).reshape(n) for name, n in shapes.items()}
+
+    def read(self, stored: State) -> State:
+        """Their canonical form."""
+        known = {k: self.sizes[k] for k in ("heads", "kv_heads", "rotary_width") if k in self.sizes}
+        return self.layout.unpack({self.names[name]: x for name, x in stored.items()}, **known)
+
+
+def is_same(one: Reading, other: Reading) -> bool:
+    """Whether two readings of the same tensors are the same map, and the same is said of them."""
+    return one.layout.function.is_same(other.layout.function) and is_same_map(one, other)
+
+
+def is_same_map(one: Reading, other: Reading) -> bool:
+    """Whether two readings of the same tensors give the same matrices.
+
+    With one kv head, or as many as heads, many layouts are the same. The entries of a small
+    example are numbered, and read as both.
+    """
+    first, second = one.numbered(), other.numbered()
+    if {name: x.shape for name, x in first.items()} != {n: x.shape for n, x in second.items()}:
+        return False
+    return not differing(one.read(first), other.read(first))

@@ -1,0 +1,184 @@
+"""``headwise convert``: what it prints, what it reads from the config, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from headwise.cli.convert import convert
+from headwise.errors import CheckpointError, HeadwiseError, OptionError
+from headwise.layouts.checkpoint.stream import Stream
+from tests.layouts.checkpoint import llamas
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return llamas.in_files(tmp_path / "a")
+
+
+def invoke(*arguments: object) -> Any:
+    app = typer.Typer()
+    app.command()(convert)
+    return CliRunner(env={"COLUMNS": "80"}).invoke(app, [str(part) for part in arguments])
+
+
+def run(*arguments: object) -> tuple[str, str]:
+    """Standard output and standard error of a run that succeeds."""
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.exception
+    return done.stdout, done.stderr
+
+
+def refused(*arguments: object) -> HeadwiseError:
+    done = invoke(*arguments)
+    assert isinstance(done.exception, HeadwiseError), done.exception
+    return done.exception
+
+
+def test_what_it_prints_and_writes(folder: Path, tmp_path: Path) -> None:
+    out, err = run(folder, tmp_path / "b", "--to", "llama-meta")
+    *lines, time, target = out.splitlines()
+    assert lines == [
+        "21 tensors: 8 rewritten, moved back and compared byte for byte; 13 copied.",
+        "Not copied, since they go with llama: config.json.",
+    ]
+    assert time.endswith(" s, 0.00 GB. The weights:")
+    assert target == str(tmp_path / "b")
+    assert f"{folder}: llama -> llama-meta" in err
+    expected = llamas.in_metas(llamas.weights())
+    llamas.assert_same(llamas.read(tmp_path / "b"), expected)
+
+
+def test_counts_and_layouts_that_are_given(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "b", "--from", "llama", "--to", "llama-meta")
+    counts = ("--heads", 6, "--kv-heads", 2)
+    out, _ = run(tmp_path / "b", tmp_path / "c", "--from", "llama-meta", "--to", "llama", *counts)
+    assert "Not copied" not in out
+    llamas.assert_same(llamas.read(tmp_path / "c"), llamas.weights())
+
+
+def test_a_root_that_is_given(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "b", "--to", "llama-meta", "--root", "text.")
+    expected = {f"text.{n}": x for n, x in llamas.in_metas(llamas.weights()).items()}
+    llamas.assert_same(llamas.read(tmp_path / "b"), expected)
+
+
+def test_many_files_that_are_not_copied(folder: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "merges.txt", "vocab.json"):
+        (folder / name).touch()
+    out, _ = run(folder, tmp_path / "b", "--to", "llama-meta")
+    assert "go with llama: config.json, merges.txt, tokenizer.json and 1 more." in out
+
+
+def test_a_run_that_was_interrupted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    command = (folder, tmp_path / "b", "--to", "llama-meta")
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "run", stop)
+        done = invoke(*command)
+    assert done.exit_code
+    begun = tmp_path / ".b.headwise-part"
+    assert f"{begun} holds what is done; asked again, it goes on from there." in done.stderr
+    assert begun.is_dir()
+    assert run(*command)[0].splitlines()[0] == (
+        "An earlier run had begun it; what it had done was kept."
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "run", stop)
+        invoke(folder, tmp_path / "c", "--to", "llama-meta")
+    os.utime(folder / "model-00001-of-00003.safetensors", ns=(1, 1))
+    assert run(folder, tmp_path / "c", "--to", "llama-meta")[0].splitlines()[0] == (
+        "An earlier run had begun with other files or counts; this one started anew."
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "saw"),
+    [
+        (("--to", "lama"), "a layout named 'lama'"),
+        (("--from", "lama", "--to", "llama"), "a layout named 'lama'"),
+        (("--to", "llama-meta", "--heads", 3), "heads 3, where the config in "),
+        (("--to", "llama-meta", "--kv-heads", 0), "kv_heads 0"),
+        (("--to", "llama-meta", "--accept", "pairing"), "accept pairing"),
+        (("--to", "gpt2"), "llama and gpt2 use the same weights differently"),
+    ],
+)
+def test_options_that_are_refused(
+    folder: Path, tmp_path: Path, options: tuple[object, ...], saw: str
+) -> None:
+    error = refused(folder, tmp_path / "b", *options)
+    assert isinstance(error, OptionError)
+    assert saw in error.saw
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "config", ["{", "[]", '{"num_attention_heads": "6"}', '{"num_attention_heads": -6}', "{}"]
+)
+def test_a_config_that_says_nothing_of_use(folder: Path, tmp_path: Path, config: str) -> None:
+    (folder / "config.json").write_text(config)
+    refused(folder, tmp_path / "b", "--from", "llama", "--to", "llama-meta")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_no_config_and_no_counts(folder: Path, tmp_path: Path) -> None:
+    (folder / "config.json").unlink()
+    error = refused(folder, tmp_path / "b", "--from", "llama", "--to", "llama-meta")
+    assert "heads" in error.needed
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_layout_that_the_files_leave_open(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+    error = refused(folder, tmp_path / "b", "--to", "llama-meta")
+    assert "--from" in error.do
+
+
+def test_a_function_that_differs_and_is_accepted(folder: Path, tmp_path: Path) -> None:
+    save_file({"x": llamas.weights()["lm_head.weight"]}, tmp_path / "b.safetensors")
+    error = refused(tmp_path / "b.safetensors", tmp_path / "c.safetensors", "--to", "llama")
+    assert "no attention that the catalogue knows" in error.saw
+    error = refused(folder, tmp_path / "d", "--to", "gpt2")
+    fields = error.do.rpartition("accept ")[2].split(", ")
+    accepted = [part for name in fields for part in ("--accept", name)]
+    assert "differently" not in refused_or_done(folder, tmp_path / "d", "--to", "gpt2", *accepted)
+
+
+def refused_or_done(*arguments: object) -> str:
+    done = invoke(*arguments)
+    return str(done.exception or "")
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    error = refused(tmp_path / "missing", tmp_path / "b", "--to", "llama")
+    assert isinstance(error, CheckpointError)
+    assert "is not there" in error.saw
+
+
+def test_the_command_ends_in_three_lines_and_status_1(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "headwise", "convert", str(tmp_path), "b", "--to", "llama"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert lines[0] == f"headwise: {tmp_path}, which holds no weights: nothing"
+    assert [line.split()[0] for line in lines[1:]] == ["needed:", "do:"]

@@ -1,0 +1,103 @@
+"""``headwise detect``: one layout, several, or none, and what decides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import typer
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from headwise.cli.detect import detect
+from headwise.layouts.convert import convert
+
+
+def run(*arguments: object) -> Any:
+    app = typer.Typer()
+    app.command()(detect)
+    return CliRunner(env={"COLUMNS": "80"}).invoke(app, [str(part) for part in arguments])
+
+
+@pytest.fixture(scope="module")
+def cohere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose names are Llama's, and whose rotation is not."""
+    folder = tmp_path_factory.mktemp("cohere")
+    torch.manual_seed(0)
+    config = transformers.CohereConfig(
+        vocab_size=99,
+        hidden_size=48,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    model = transformers.CohereForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def bare(cohere: Path, tmp_path: Path) -> Path:
+    """Its weights without its config."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((cohere / "model.safetensors").read_bytes())
+    return path
+
+
+def test_the_config_decides(cohere: Path) -> None:
+    done = run(cohere)
+    assert done.exit_code == 0
+    first, *lines = done.stdout.splitlines()
+    assert first == f"{cohere} is in the layout cohere"
+    assert "  shapes: they fit with heads 6, kv_heads 2, head_dim 8, embed_dim 48" in lines
+    assert "  not llama: the config says cohere" in lines
+
+
+def test_names_and_shapes_alone_leave_several(bare: Path) -> None:
+    done = run(bare, "--heads", 6)
+    assert done.exit_code == 2
+    assert "which names and shapes cannot tell apart" in done.stdout
+    assert "undecidable without a reference" in done.stdout
+    named = {line.strip() for line in done.stdout.splitlines() if line.startswith("  ")}
+    assert any("cohere" in line for line in named)
+    assert any("llama" in line for line in named)
+
+
+def test_a_model_that_runs_decides(bare: Path, cohere: Path) -> None:
+    done = run(bare, "--heads", 6, "--against", cohere, "--json")
+    assert done.exit_code == 0, done.exception
+    found = json.loads(done.stdout)
+    assert "cohere" in {one["layout"] for one in found["candidates"][0]}
+    assert "scores are others than the model's" in found["refuted"]["llama"]
+
+
+def test_the_same_weights_elsewhere_decide(bare: Path, tmp_path: Path) -> None:
+    known = {"heads": 6, "kv_heads": 2}
+    state = load_file(bare)
+    # As LLaMA's own code stores them, rows of pairs side by side: known by its names alone.
+    meta = convert(state, "cohere", "llama-meta", **known)
+    save_file(meta, tmp_path / "meta.safetensors")
+    done = run(bare, "--heads", 6, "--reference", tmp_path / "meta.safetensors", "--json")
+    found = json.loads(done.stdout)
+    left = {one["layout"] for group in found["candidates"] for one in group}
+    assert "cohere" in left
+    assert "llama" not in left
+    assert "wq, wk are not the reference's" in found["refuted"]["llama"]
+
+
+def test_no_attention_at_all(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(3, 4)}, tmp_path / "a.safetensors")
+    done = run(tmp_path / "a.safetensors")
+    assert done.exit_code == 1
+    assert "holds no attention that the catalogue knows" in done.stdout

@@ -1,0 +1,128 @@
+"""detect: on one file of every entry of the catalogue, right or honestly undecidable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headwise.errors import HeadwiseError, OptionError
+from headwise.layouts.canonical import State
+from headwise.layouts.detect import Detection, detect
+from headwise.layouts.evidence import by_values
+from headwise.layouts.layout import Layout
+from headwise.layouts.registry import layout, layouts
+from headwise.layouts.sameness import differing
+from tests.layouts.examples import ROTARY_WIDTH, example, known_of
+
+NAMES = sorted(layouts())
+LAYERS = 2
+
+
+def stored(of: Layout, canonical: list[State]) -> State:
+    """A checkpoint with some layers, at the first place that the layout knows."""
+    found: State = {}
+    for number, state in enumerate(canonical):
+        template = next(iter(of.where.values()), "blocks.{layer}.attention.")
+        prefix = template.format_map({"layer": number, **dict.fromkeys(SLOTS, 0)})
+        width = {"rotary_width": ROTARY_WIDTH} if of.function.rotary else {}
+        found |= {prefix + name: x for name, x in of.pack(state, **width).items()}
+    return found
+
+
+SLOTS = ("stage", "block", "half")
+
+
+def file_of(of: Layout) -> tuple[State, list[State]]:
+    is_numbered = "{" in next(iter(of.where.values()), "{layer}")
+    canonical = [example(of, seed=seed) for seed in range(LAYERS if is_numbered else 1)]
+    return stored(of, canonical), canonical
+
+
+def names_of(found: Detection) -> list[set[str]]:
+    return [{one.layout.name for one in group} for group in found.candidates]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_counted", [True, False], ids=["counts", "no-counts"])
+def test_right_or_undecidable(name: str, is_counted: bool) -> None:
+    file, canonical = file_of(layout(name))
+    found = detect(file, **(known_of(layout(name)) if is_counted else {}))
+    assert any(name in group for group in names_of(found))
+    if found.layout is not None:
+        assert name in names_of(found)[0]
+    for group in found.candidates:
+        assert len(group[0].modules) == len(canonical)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reference_leaves_what_reads_the_same(name: str) -> None:
+    of = layout(name)
+    file, canonical = file_of(of)
+    known = known_of(of)
+    found = detect(file, **known)
+    try:
+        reference = stored(layout("headwise"), canonical)
+    except HeadwiseError:
+        pytest.skip("holds what headwise.Attention has no parameter for")
+    other = detect(reference, said="headwise", **known)
+    decided = by_values(found, file, other, reference)
+    assert any(name in group for group in names_of(decided))
+    for group in decided.candidates:
+        for one in group:
+            for number, state in enumerate(canonical):
+                reading = one.reading(number)
+                read = reading.read({key: file[key] for key in reading.names})
+                assert not differing(read, state)
+
+
+def test_the_first_head_is_not_enough() -> None:
+    """Rows of [q, k, v] and of each head's q, k, v begin alike."""
+    of, other = layout("torch-packed"), layout("deberta")
+    state = {name: x for name, x in example(of).items() if name in other.holds}
+    packed = of.pack(state)["in_proj_weight"]
+    by_head = other.pack(state)["self.in_proj.weight"]
+    head_dim = state["wq"].shape[1]
+    assert torch.equal(packed[:head_dim], by_head[:head_dim])
+    assert not torch.equal(packed, by_head)
+
+
+def test_a_reference_of_other_weights_refutes_everything() -> None:
+    of = layout("gpt2")
+    file, _ = file_of(of)
+    other = stored(layout("headwise"), [example(of, seed=9) for _ in range(LAYERS)])
+    found = detect(file, **known_of(of))
+    decided = by_values(found, file, detect(other, said="headwise", heads=12), other)
+    assert decided.layout is None
+    assert not decided.candidates
+    assert "are not the reference's" in decided.refuted["gpt2"]
+
+
+def test_the_config_decides_among_those_that_fit() -> None:
+    file, _ = file_of(layout("cohere"))
+    known = known_of(layout("cohere"))
+    assert len(detect(file, **known).candidates) > 1
+    found = detect(file, said="cohere", **known)
+    assert found.require().name == "cohere"
+    assert found.refuted["llama"] == "the config says cohere"
+
+
+def test_a_config_that_does_not_fit_decides_nothing() -> None:
+    file, _ = file_of(layout("cohere"))
+    known = known_of(layout("cohere"))
+    assert names_of(detect(file, said="gpt2", **known)) == names_of(detect(file, **known))
+
+
+def test_several_are_refused_with_their_names() -> None:
+    file, _ = file_of(layout("cohere"))
+    with pytest.raises(OptionError, match=r"may be in \d+ layouts: .*cohere"):
+        detect(file, **known_of(layout("cohere"))).require()
+
+
+def test_none_is_said() -> None:
+    with pytest.raises(OptionError, match="no attention that the catalogue knows"):
+        detect({"weight": torch.zeros(3, 4)}).require()
+
+
+def test_heads_that_do_not_fit_leave_no_candidate() -> None:
+    file, _ = file_of(layout("gpt2"))
+    assert not detect(file, heads=7).candidates

@@ -1,0 +1,91 @@
+"""Places: where the modules of a checkpoint stand, by names alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from headwise.layouts.layout import Layout
+from headwise.layouts.places import Place, modules_of, outside, slots
+from headwise.layouts.registry import published
+
+PUBLISHED = {one.name: one for family in published().values() for one in family}
+PLACED = sorted(name for name, one in PUBLISHED.items() if one.where)
+ONE = Layout(
+    name="one",
+    tensors={"q": "wq: (heads head_dim) embed_dim", "o": "wo: out_dim (heads head_dim)"},
+    where={"self": "h.{layer}.attn.", "cross": "h.{layer}.cross."},
+    outside={"h.{layer}.norm": "norm: embed_dim", "emb": "emb: vocabulary embed_dim"},
+    source="here",
+)
+
+
+def test_modules_with_their_roots_roles_and_numbers() -> None:
+    names = ["emb", *(f"a.h.{n}.{m}.{t}" for n in (0, 10) for m in ("attn", "cross") for t in "qo")]
+    found = modules_of(ONE, names)
+    assert [module.place for module in found] == [
+        Place("a.", role, (("layer", str(n)),)) for n in (0, 10) for role in ("self", "cross")
+    ]
+    assert found[1].tensors == {"a.h.0.cross.q": "q", "a.h.0.cross.o": "o"}
+    assert found[1].place.within("{layer}/x.") == "a.0/x."
+    assert found[1].place.under("b.").within("{layer}.") == "b.0."
+
+
+def test_what_stands_within_and_is_none_of_it_is_beside() -> None:
+    (module,) = modules_of(ONE, ["h.0.attn.q", "h.0.attn.o", "h.0.attn.mask", "h.0.norm"])
+    assert module.beside == ("h.0.attn.mask",)
+
+
+@pytest.mark.parametrize("name", ["xh.0.attn.q", "h.x.attn.q", "h.0.attnq", "h.0.attn"])
+def test_names_that_only_look_alike_are_none(name: str) -> None:
+    assert modules_of(ONE, [name]) == []
+
+
+def test_a_module_elsewhere_is_found_by_its_tensors_if_it_is_whole() -> None:
+    (module,) = modules_of(ONE, ["x.y.q", "x.y.o", "x.y.other", "z.q"])
+    assert (module.prefix, module.place.role) == ("x.y.", "")
+    assert module.beside == ("x.y.other",)
+    (bare,) = modules_of(ONE, ["q", "o"])
+    assert (bare.prefix, bare.tensors) == ("", {"q": "q", "o": "o"})
+
+
+def test_outside() -> None:
+    assert outside(ONE, "a.h.7.norm", ["a."]) == (
+        "h.{layer}.norm",
+        Place("a.", "h.{layer}.norm", (("layer", "7"),)),
+    )
+    assert outside(ONE, "b.h.7.norm", ["a."]) is None
+    assert outside(ONE, "a.h.7.norm.more", ["a."]) is None
+
+
+@pytest.mark.parametrize("root", ["", "some.model."])
+@pytest.mark.parametrize("name", PLACED)
+def test_every_layout_finds_its_own_modules(name: str, root: str) -> None:
+    one = PUBLISHED[name]
+    numbers = {"layer": "11", "stage": "2"}
+    for role, template in one.where.items():
+        assert slots(template) <= numbers.keys()
+        prefix = root + template.format(**numbers)
+        (module,) = modules_of(one, [prefix + local for local in one.tensors])
+        assert (module.prefix, module.place.role, module.place.root) == (prefix, role, root)
+        assert list(module.tensors.values()) == list(one.tensors)
+        assert module.beside == ()
+        assert module.place.within(template) == prefix
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_every_layout_finds_a_module_elsewhere(name: str) -> None:
+    one = PUBLISHED[name]
+    for prefix in ("", "else.where."):
+        (module,) = modules_of(one, [prefix + local for local in one.tensors])
+        assert module.prefix == prefix
+        assert list(module.tensors.values()) == list(one.tensors)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_every_layout_finds_what_is_outside(name: str) -> None:
+    one = PUBLISHED[name]
+    for template in one.outside:
+        numbers = dict.fromkeys(slots(template), "3")
+        found = outside(one, "root." + template.format(**numbers), ["root."])
+        assert found is not None
+        assert found[0] == template

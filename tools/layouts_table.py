@@ -1,0 +1,109 @@
+"""``python -m tools.layouts_table``: the catalogue and its pictures, written into docs/."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from headwise.layouts.canonical import BIASES
+from headwise.layouts.function import CALLING
+from headwise.layouts.layout import Layout
+from headwise.layouts.picture import bands, panel_of, turning
+from headwise.layouts.registry import layout, published
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "layouts.md"
+IMAGES = DOCS / "images" / "layouts"
+BEGIN, END = "<!-- the catalogue -->", "<!-- end of the catalogue -->"
+
+
+def table() -> str:
+    """Every published layout, a table for each family."""
+    return "\n".join(_rows())
+
+
+def _rows() -> Iterator[str]:
+    known = [one for family in published().values() for one in family]
+    checked = sum(not one.unchecked for one in known)
+    yield f"{len(known)} layouts, {checked} of them checked."
+    for heading, family in published().items():
+        yield f"\n**{heading.rstrip('.')}**\n"
+        yield "| name | tensors | in no tensor | source, and what else to know |"
+        yield "| --- | --- | --- | --- |"
+        for one in family:
+            name = f"`{one.name}`" + ("" if one.unchecked else ", checked")
+            cells = (name, _tensors(one), _function(one), _about(one))
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _tensors(one: Layout) -> str:
+    required, patterns = one.required, one.patterns
+    return "<br>".join(
+        f"`{name}`: `{text}`{'' if name in required else ', if any'}"
+        for name, text in one.tensors.items()
+        if not {*BIASES}.issuperset(patterns[name].tensors)
+    )
+
+
+def _function(one: Layout) -> str:
+    said = {f.name: getattr(one.function, f.name) for f in fields(one.function)}
+    usual = {"scale": "1/sqrt(head_dim)"}
+    found = [
+        f"{name.replace('_', ' ')}: {value or 'by config'}"
+        for name, value in said.items()
+        if name not in CALLING and value not in ("none", usual.get(name, ""))
+    ]
+    return "<br>".join(found)
+
+
+def _about(one: Layout) -> str:
+    described = f"*Not checked: {one.unchecked}.*" if one.unchecked else ""
+    return "<br>".join(part for part in (one.source, one.note, described) if part)
+
+
+def pictures() -> dict[str, str]:
+    """File name -> SVG."""
+    fused = [
+        panel_of(layout("nanogpt"), "c_attn.weight", "all q, all k, all v", heads=4),
+        panel_of(layout("neox"), "query_key_value.weight", "head by head", heads=4),
+        panel_of(layout("megatron-v1"), "query_key_value.weight", "row by row", heads=4),
+    ]
+    grouped = [
+        panel_of(layout("phi3"), "qkv_proj.weight", "all q, all k, all v"),
+        panel_of(layout("falcon-40b"), "query_key_value.weight", "kv head by kv head"),
+    ]
+    return {
+        "fused.svg": bands(
+            fused,
+            says="Three layouts of one tensor of 48 rows, 4 heads of 4 channels. nanogpt: the rows "
+            "of q0 to q3, then k0 to k3, then v0 to v3. neox: q0, k0, v0, then q1, k1, v1, and so "
+            "on. megatron-v1: one row of q0, one of k0, one of v0, and again.",
+        ),
+        "grouped.svg": bands(
+            grouped,
+            says="Two layouts of one tensor of 32 rows, 4 query and 2 kv heads of 4 channels. "
+            "phi3: q0 to q3, k0, k1, v0, v1. falcon-40b: q0, q1, k0, v0, then q2, q3, k1, v1.",
+        ),
+        "pairing.svg": turning(
+            8,
+            says="The 8 rows of one head. Half-split: rows 0 and 4, 1 and 5, 2 and 6, 3 and 7 are "
+            "rotated together. Interleaved: rows 0 and 1, 2 and 3, 4 and 5, 6 and 7.",
+        ),
+    }
+
+
+def with_table(page: str) -> str:
+    """The page with the catalogue of today."""
+    pattern = re.compile(f"(?<={BEGIN}\n).*(?={END})", re.S)
+    found, count = pattern.subn(lambda _: f"\n{table()}\n\n", page)
+    assert count == 1, f"{PAGE.name} holds the place of the catalogue {count} times"
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text("utf-8")), "utf-8")
+    IMAGES.mkdir(exist_ok=True)
+    for name, picture in pictures().items():
+        IMAGES.joinpath(name).write_text(picture, "utf-8")
