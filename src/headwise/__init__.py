@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from headwise.errors import HeadwiseError as HeadwiseError
     from headwise.huggingface import register_huggingface as register_huggingface
     from headwise.layer.attention import Attention as Attention
+    from headwise.layouts.convert import convert as convert
+    from headwise.layouts.layout import Layout as Layout
     from headwise.masks import Mask as Mask
     from headwise.matrix import AttentionMatrix as AttentionMatrix
     from headwise.positions.rotary import Rotary as Rotary
@@ -28,10 +30,12 @@ _HOME = {
     "AttentionMatrix": "headwise.matrix",
     "Budget": "headwise.budget",
     "HeadwiseError": "headwise.errors",
+    "Layout": "headwise.layouts.layout",
     "Mask": "headwise.masks",
     "MultiheadAttention": "headwise.drop_in.layer",
     "Rotary": "headwise.positions.rotary",
     "ScoreBias": "headwise.score_bias",
+    "convert": "headwise.layouts.convert",
     "register_huggingface": "headwise.huggingface",
     "scan": "headwise.scanning.scan",
     "upgrade": "headwise.drop_in.upgrade",
@@ -42,10 +46,12 @@ __all__ = [
     "AttentionMatrix",
     "Budget",
     "HeadwiseError",
+    "Layout",
     "Mask",
     "MultiheadAttention",
     "Rotary",
     "ScoreBias",
+    "convert",
     "register_huggingface",
     "scan",
     "upgrade",

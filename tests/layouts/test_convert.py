@@ -14,7 +14,9 @@ from headwise.errors import OptionError, ShapeError
 from headwise.layouts.convert import RoundTripError, convert
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
+from headwise.layouts.registry import layout
 from headwise.layouts.sameness import same_bytes
+from tests.layouts.examples import example
 from tests.layouts.test_plan import APART, FUSED
 
 BY_HEAD = Layout(
@@ -212,3 +214,31 @@ def test_same_bytes() -> None:
     assert not same_bytes(x, torch.tensor([-0.0, float("nan")]))
     assert not same_bytes(x, x.double())
     assert not same_bytes(x, x[None])
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("gptj", "phi"), ("neox", "gguf-llama"), ("gptj", "codegen")]
+)
+def test_heads_that_turn_in_part_need_the_number(source: str, target: str) -> None:
+    """Moved whole, the channels that do not turn would change places, and no shape would tell."""
+    one = layout(source)
+    state = one.pack(
+        {name: x for name, x in example(one).items() if not name.startswith("b")}, rotary_width=6
+    )
+    with pytest.raises(
+        OptionError, match="whose heads may be rotated in part, and no rotary_width"
+    ):
+        convert(state, source, target, heads=12)
+
+
+def test_channels_that_do_not_turn_stay() -> None:
+    one = layout("gptj")
+    state = one.pack(
+        {name: x for name, x in example(one).items() if not name.startswith("b")}, rotary_width=6
+    )
+    made = convert(state, "gptj", "phi", heads=12, rotary_width=6)
+    before, after = (
+        x.unflatten(0, (12, 10)) for x in (state["q_proj.weight"], made["q_proj.weight"])
+    )
+    assert torch.equal(after[:, 6:], before[:, 6:])
+    assert torch.equal(after[:, :6], before[:, [0, 2, 4, 1, 3, 5]])

@@ -74,10 +74,11 @@ def test_a_row_that_is_changed_changes_the_head_that_is_drawn_there(name: str) -
     for stored_name, found in strips(one, sizes).items():
         for strip in found:
             for cell in {(at, cell) for at, cell in enumerate(strip.cells) if at in (0, 1, 4)}:
-                stored = one.pack(canonical)
+                stored = one.pack(canonical, rotary_width=sizes["head_dim"])
                 rows = stored[stored_name].narrow(strip.axis, cell[1].start, cell[1].length)
                 rows.fill_(1.0)
-                seen = one.unpack(stored, heads=sizes["heads"], kv_heads=sizes["kv_heads"])
+                known = {name: sizes[name] for name in ("heads", "kv_heads")}
+                seen = one.unpack(stored, **known, rotary_width=sizes["head_dim"])
                 changed = {
                     (tensor, head)
                     for tensor, x in seen.items()

@@ -71,7 +71,8 @@ def deberta(kind: str, name: str) -> Real:
     x = inputs(40)
     outputs = in_two(within(model, "layer.1.attention"), x, attention_mask=EVERYWHERE)
     # The root of head_dim is taken in float32.
-    return Real(written(model, name, layer=1), x, outputs, HEADS, unit=SINGLE)
+    options = HEADS | {"scale": None}
+    return Real(written(model, name, layer=1), x, outputs, options, unit=SINGLE)
 
 
 def modernbert() -> Real:

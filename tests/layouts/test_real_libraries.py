@@ -4,12 +4,18 @@ x-transformers and transformers are in the development environment. The others a
 
     pip install -e ".[dev,libraries]" && python -m pytest tests/layouts/test_real_libraries.py
 
-Three want an environment of their own: "transformer-lens>=3,<4", torchtune with "torchao<0.16", and
-litgpt, which asks for an older torch than it needs: it is installed with --no-deps, with lightning.
+Four want an environment of their own: "transformer-lens>=3,<4"; torchtune with "torchao<0.16";
+litgpt, which asks for an older torch than it needs, with --no-deps and lightning; and flash-attn
+without its kernels: FLASH_ATTENTION_FORCE_BUILD=TRUE, FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE,
+pip install --no-build-isolation --no-deps flash-attn.
 """
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,7 +101,7 @@ def gguf(config: str, processor: Any) -> Real:
         read = processor.process(rows, name=f"blk.0.{local}").weights[:, 0]
         state[local] = torch.empty_like(tensor)
         state[local][read] = tensor
-    return Real(state, real.x, real.outputs, real.options, real.mask, real.unit)
+    return replace(real, state=state)
 
 
 def gguf_fused() -> Real:
@@ -109,7 +115,7 @@ def gguf_fused() -> Real:
         # What the reader does to it is its own inverse.
         read = processor.process(tensor.numpy(), name=f"blk.0.{local}").weights
         state[local] = torch.from_numpy(read.copy())
-    return Real(state, real.x, real.outputs, real.options, real.mask, real.unit)
+    return replace(real, state=state)
 
 
 def lens(**options: Any) -> nn.Module:
@@ -136,7 +142,7 @@ def lens(**options: Any) -> nn.Module:
 def of_lens(layer: nn.Module, options: dict[str, Any], mask: Mask | None, unit: float) -> Real:
     x = inputs(40)
     state = weights_of(layer, without=("mask", "IGNORE", "rotary_"))
-    return Real(state, x, layer(x, x, x), options, mask, unit)
+    return Real(state, x, layer(x, x, x), options | {"scale": None}, mask, unit)
 
 
 def transformer_lens() -> Real:
@@ -186,6 +192,56 @@ def curated(*, mode: str, split: str) -> Real:
     outputs, _ = layer(x, everything, use_causal_mask=True)
     state = weights_of(layer, without=("rotary_embeds",))
     return Real(state, x, outputs, TURNED, Mask.causal(), SINGLE)
+
+
+def flash_module(name: str) -> ModuleType:
+    """A module of flash-attn, without the extension for GPUs, which is not called here."""
+    if find_spec("flash_attn") is not None:
+        sys.modules.setdefault("flash_attn_2_cuda", ModuleType("flash_attn_2_cuda"))
+    return pytest.importorskip(f"flash_attn.{name}")
+
+
+def flash_layer(**options: Any) -> nn.Module:
+    layer: nn.Module = flash_module("modules.mha").MHA(120, 12, use_flash_attn=False, **options)
+    layer = layer.double().eval()
+    sharpen(layer)
+    return layer
+
+
+@torch.no_grad()
+def flash_attn() -> Real:
+    layer, x = flash_layer(num_heads_kv=3, causal=True), inputs(120)
+    return Real(weights_of(layer), x, layer(x), GROUPS, Mask.causal())
+
+
+@torch.no_grad()
+def flash_attn_bert() -> Real:
+    layer, x = flash_layer(), inputs(120)
+    return Real(weights_of(layer), x, layer(x), HEADS)
+
+
+@torch.no_grad()
+def flash_attn_cross() -> Real:
+    layer, x, source = (
+        flash_layer(num_heads_kv=3, cross_attn=True),
+        inputs(120),
+        inputs(120, seed=2),
+    )
+    return Real(weights_of(layer), x, layer(x, x_kv=source), GROUPS, source=source)
+
+
+def flash_attn_llama() -> Real:
+    """Hugging Face's module, and its weights as flash-attn's own converter turns them."""
+    converter = flash_module("models.llama")
+    model = model_of("LlamaConfig", **(DIVIDED | angles()))
+    real = captured(model, "layers.0.self_attn", options=TURNED)
+    whole = {f"model.{name}": x for name, x in model.state_dict().items()}
+    whole["lm_head.weight"] = whole["model.embed_tokens.weight"]
+    config = SimpleNamespace(n_layer=1, n_head=12, n_embd=120, tie_word_embeddings=False)
+    made = converter.remap_state_dict_hf_llama(whole, config)
+    place = "transformer.layers.0.mixer."
+    state = {n.removeprefix(place): x for n, x in made.items() if n.startswith(place)}
+    return replace(real, state=state)
 
 
 @torch.no_grad()
@@ -280,6 +336,10 @@ CASES = {
     "transformer-lens": transformer_lens,
     "transformer-lens-gqa": transformer_lens_gqa,
     "transformer-lens-encoder": transformer_lens_encoder,
+    "flash-attn": flash_attn,
+    "flash-attn-bert": flash_attn_bert,
+    "flash-attn-cross": flash_attn_cross,
+    "flash-attn-llama": flash_attn_llama,
     "diffusers": diffusers,
     "curated-transformers": lambda: curated(mode="SEPARATE", split="QkvSplitGroupedByHead"),
     "curated-transformers-stacked": lambda: curated(

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from headwise.layouts.convert import convert
 from headwise.layouts.sameness import same_bytes
-from tests.layouts.captured import GROUPED, VOCABULARY, WHOLE
+from tests.layouts.captured import DIVIDED, GROUPED, VOCABULARY, WHOLE
 from tests.layouts.real import sharpen
+from tests.layouts.test_real_libraries import flash_module
 
 # What these libraries warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -100,8 +101,23 @@ def llama_in_torchtune() -> tuple[State, State, str, str]:
     return state, theirs, "llama", "torchtune"
 
 
+def llama_in_flash_attn() -> tuple[State, State, str, str]:
+    converter = flash_module("models.llama")
+    state = model_of("LlamaForCausalLM", **DIVIDED).state_dict()
+    config = SimpleNamespace(n_layer=LAYERS, n_head=12, n_embd=120, tie_word_embeddings=False)
+    return state, converter.remap_state_dict_hf_llama(state, config), "llama", "flash-attn-llama"
+
+
 @pytest.mark.parametrize(
-    "case", [gpt2_in_lens, bert_in_lens, llama_in_lens, llama_in_litgpt, llama_in_torchtune]
+    "case",
+    [
+        gpt2_in_lens,
+        bert_in_lens,
+        llama_in_lens,
+        llama_in_litgpt,
+        llama_in_torchtune,
+        llama_in_flash_attn,
+    ],
 )
 def test_the_same_tensors(case: Callable[[], tuple[State, State, str, str]]) -> None:
     state, theirs, source, target = case()
@@ -112,3 +128,28 @@ def test_the_same_tensors(case: Callable[[], tuple[State, State, str, str]]) -> 
     back = convert(theirs, target, source, **known)
     assert back.keys() == state.keys()
     assert [name for name in state if not same_bytes(back[name], state[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("target", "fused", "order"),
+    [
+        ("megatron", "decoder.layers.0.mlp.linear_fc1.weight", ("gate", "up")),
+        ("flash-attn-llama", "transformer.layers.0.mlp.fc1.weight", ("up", "gate")),
+    ],
+)
+def test_an_mlp_is_fused_and_taken_apart(target: str, fused: str, order: tuple[str, str]) -> None:
+    rows = {"q": (120, 40), "k": (30, 40), "v": (30, 40), "o": (40, 120)}
+    shapes = {f"self_attn.{name}_proj.weight": shape for name, shape in rows.items()}
+    shapes |= {f"mlp.{name}_proj.weight": (56, 40) for name in ("gate", "up")}
+    state = {f"model.layers.0.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    made = convert(state, "llama", target, heads=12, kv_heads=3)
+    wanted = torch.cat([state[f"model.layers.0.mlp.{name}_proj.weight"] for name in order])
+    assert same_bytes(made[fused], wanted)
+    back = convert(made, target, "llama", heads=12, kv_heads=3)
+    assert back.keys() == state.keys()
+    assert [name for name in state if not same_bytes(back[name], state[name])] == []
+    # Half of it has no place of its own there: it is passed on.
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    half = convert({n: x for n, x in state.items() if n != gate}, "llama", target, heads=12)
+    assert fused not in half
+    assert "model.layers.0.mlp.up_proj.weight" in half

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.layouts.canonical import AXES, WIDER
-from headwise.layouts.function import CALLING
-from headwise.layouts.layout import Layout, rotary_width
+from headwise.layouts.function import CALLING, PAIRINGS
+from headwise.layouts.layout import Layout
 from headwise.layouts.moving import atoms
 from headwise.layouts.sizes import Sizes
 
@@ -35,7 +35,12 @@ EXAMPLE: Sizes = {
 WIDTH = 76  # of the text
 MOST_LINES = 12  # for one axis
 _SHORT = {"wq": "q", "wk": "k", "wv": "v", "wo": "o", "bq": "q", "bk": "k", "bv": "v"}
-_WORDS = {"score_bias": "score bias", "qk_norm": "norm of q and k", "mask": "its own mask"}
+_WORDS = {
+    "rotary_width": "rotary width",
+    "score_bias": "score bias",
+    "qk_norm": "norm of q and k",
+    "mask": "its own mask",
+}
 _PER_HEAD, _WITHIN = {"heads", "kv_heads"}, {"head_dim", "value_dim"}
 _MOST = 1 << 20  # heads of a tensor, and channels of a head
 
@@ -131,7 +136,7 @@ def strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[Strip, ...]]:
     }
     stored = layout.write(
         {tensor: _said(tensor, narrow) for tensor in layout.holds},
-        layout.canonical_sizes(_shapes(layout, narrow), _width(sizes)),
+        sizes=layout.canonical_sizes(_shapes(layout, narrow), _width(sizes)),
     )
     return {
         name: tuple(_strip(stored[name], axis, length) for axis, length in enumerate(shape))
@@ -162,13 +167,16 @@ def draw(layout: Layout, **given: int) -> str:
 def function_lines(layout: Layout, sizes: Sizes) -> list[str]:
     """What is in no tensor, a line for each thing that is said, or left to the config."""
     said = {field.name: getattr(layout.function, field.name) for field in fields(layout.function)}
+    if layout.function.rotary not in PAIRINGS or said["rotary_width"]:
+        del said["rotary_width"]  # heads turn whole, or not at all
     lines = [
         f"{_WORDS.get(name, name)}: {value}"
         for name, value in said.items()
         if value not in (None, "none")
     ]
-    if layout.function.rotary in ("half-split", "interleaved"):
-        lines.append(_pairs(layout.function.rotary, rotary_width(sizes)))
+    if layout.function.rotary in PAIRINGS:
+        width = sizes.get("rotary_width", sizes["head_dim"])
+        lines.append(_pairs(layout.function.rotary, width))
     left = [_WORDS.get(n, n) for n, value in said.items() if value is None and n not in CALLING]
     return lines + ([f"left to the model's config: {', '.join(left)}"] if left else [])
 
@@ -190,7 +198,8 @@ def _shapes(layout: Layout, sizes: Mapping[str, int]) -> dict[str, tuple[int, ..
 
 
 def _width(sizes: Mapping[str, int]) -> Sizes:
-    return {name: n for name, n in sizes.items() if name == "rotary_width"}
+    """As it is known; as if heads turned whole where it is not."""
+    return {"rotary_width": sizes.get("rotary_width", sizes["head_dim"])}
 
 
 _NAMES = tuple(AXES)

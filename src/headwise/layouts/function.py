@@ -20,6 +20,7 @@ class Function:
     Attributes:
         scale: the factor of q.k, such as "1/sqrt(head_dim)", "1" or "1/head_dim".
         rotary: "none", or which two channels turn together, "half-split" or "interleaved".
+        rotary_width: how many channels of a head turn: "head_dim", all of them.
         score_bias: "none", "alibi", "alibi before the scale", "t5", or what else is added.
         softcap: "none" or "tanh".
         qk_norm: "none", or what is normalised how, such as "rms over head, before rotary".
@@ -31,6 +32,7 @@ class Function:
 
     scale: str | None = "1/sqrt(head_dim)"
     rotary: str | None = "none"
+    rotary_width: str | None = "head_dim"
     score_bias: str | None = "none"
     softcap: str | None = "none"
     qk_norm: str | None = "none"

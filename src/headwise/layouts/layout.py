@@ -110,7 +110,7 @@ class Layout:
         """
         self.require_whole(stored)
         sizes = self.sizes({name: tensor.shape for name, tensor in stored.items()}, known)
-        return self.read(stored, sizes)
+        return self.read(stored, sizes=sizes)
 
     def pack(self, canonical: Mapping[str, Tensor], **known: int) -> State:
         """The stored tensors of a module.
@@ -134,23 +134,23 @@ class Layout:
             }
         )
         shapes = {name: tuple(tensor.shape) for name, tensor in canonical.items()}
-        return self.write(canonical, self.canonical_sizes(shapes, known))
+        return self.write(canonical, sizes=self.canonical_sizes(shapes, known))
 
-    def read(self, stored: Mapping[str, Tensor], sizes: Sizes) -> State:
+    def read(self, stored: Mapping[str, Tensor], *, sizes: Sizes) -> State:
         """The canonical tensors of some of the stored ones."""
         patterns = self.patterns
         canonical: State = {}
         for name, tensor in stored.items():
             canonical |= unpack(patterns[name], tensor, sizes, self.all_splits)
         if self.function.rotary == "interleaved":
-            return rotation.halves(canonical, width=rotary_width(sizes))
+            return rotation.halves(canonical, width=self.rotary_width(sizes))
         return canonical
 
-    def write(self, canonical: Mapping[str, Tensor], sizes: Sizes) -> State:
+    def write(self, canonical: Mapping[str, Tensor], *, sizes: Sizes) -> State:
         """The stored tensors that some of the canonical ones make up."""
         state = dict(canonical)
         if self.function.rotary == "interleaved":
-            state = rotation.neighbours(state, width=rotary_width(sizes))
+            state = rotation.neighbours(state, width=self.rotary_width(sizes))
         self._require_places(
             name
             for name in state.keys() - self.holds
@@ -196,9 +196,32 @@ class Layout:
                     do="give the counts that the model has, or the layout that it is in",
                 )
         sizes = solve(shapes, {**known, **self.fixed}, self.all_splits)
-        if self.function.rotary == "interleaved":
-            rotary_width(sizes)  # refused here, before anything is moved
+        if self.function.rotary == "interleaved" and "rotary_width" in sizes:
+            self.rotary_width(sizes)  # refused here, before anything is moved
         return sizes
+
+    def rotary_width(self, sizes: Sizes) -> int:
+        """How many channels of a head are rotated.
+
+        Raises:
+            OptionError: not all of them, and the number is not known.
+            ShapeError: they are no pairs, or more than there are.
+        """
+        head_dim = sizes["head_dim"]
+        if self.function.rotary_width is None and "rotary_width" not in sizes:
+            raise OptionError(
+                saw=f"{self.name}, whose heads may be rotated in part, and no rotary_width",
+                needed="how many channels of a head turn: only they change places",
+                do=f"give rotary_width: rotary_dim in the model's config, or {head_dim} for all",
+            )
+        width = sizes.get("rotary_width", head_dim)
+        if width % 2 or width > head_dim:
+            raise ShapeError(
+                saw=f"a rotary_width of {width} in a head_dim of {head_dim}",
+                needed="an even number of channels, at most all: two of them turn together",
+                do="give the rotary_width that the model's config says",
+            )
+        return width
 
     def require_fit(self, shapes: Mapping[str, tuple[int, ...]], sizes: Sizes) -> None:
         """Raise unless canonical tensors of these shapes can be written; a bias may be +0."""
@@ -276,22 +299,6 @@ class Layout:
         like = next(state[tensor] for tensor in pattern.tensors if tensor in state)
         shapes = self.canonical_shapes([name], sizes)
         return state | {tensor: like.new_zeros(shapes[tensor]) for tensor in absent}
-
-
-def rotary_width(sizes: Mapping[str, int]) -> int:
-    """How many channels of a head are rotated: all of them, unless it is known.
-
-    Raises:
-        ShapeError: they are no pairs, or more than there are.
-    """
-    width = sizes.get("rotary_width", sizes["head_dim"])
-    if width % 2 or width > sizes["head_dim"]:
-        raise ShapeError(
-            saw=f"a rotary_width of {width} in a head_dim of {sizes['head_dim']}",
-            needed="an even number of channels, at most all: two of them turn together",
-            do="give the rotary_width that the model's config says",
-        )
-    return width
 
 
 def is_positive_zero(x: Tensor) -> bool:

@@ -94,12 +94,13 @@ class Inside:
 
     def read(self, stored: Mapping[str, Tensor]) -> State:
         """Canonical tensors of stored ones."""
-        return self.layout.read({self.names[name]: x for name, x in stored.items()}, self.sizes)
+        local = {self.names[name]: x for name, x in stored.items()}
+        return self.layout.read(local, sizes=self.sizes)
 
     def write(self, canonical: Mapping[str, Tensor]) -> State:
         """Stored tensors of canonical ones; only those that have a name here."""
         full = {local: name for name, local in self.names.items()}
-        made = self.layout.write(canonical, self.sizes)
+        made = self.layout.write(canonical, sizes=self.sizes)
         return {full[local]: x for local, x in made.items() if local in full}
 
 
@@ -229,6 +230,9 @@ def _module_steps(
     kept = {name: n for name, n in sizes.items() if name == "rotary_width"}
     target_sizes = target.canonical_sizes(shapes, kept)
     target.require_fit(shapes, target_sizes)
+    if {"interleaved"} & {source.function.rotary, target.function.rotary}:
+        for either in (source, target):
+            either.rotary_width(sizes)  # the pairs of one, the share of either
     written = {
         local: pattern
         for local, pattern in target.patterns.items()

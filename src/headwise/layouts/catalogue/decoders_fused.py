@@ -7,6 +7,7 @@ from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 
 _HALVES = Function(rotary="half-split")
+_SHARE = Function(rotary="half-split", rotary_width=None)
 _TRANSFORMERS = "transformers, models/"
 _NO_CLASS = "transformers has no class for it: its code lies beside the weights"
 _MASKS = ("bias", "masked_bias")
@@ -84,7 +85,7 @@ _GPT = (
         beside=("causal_mask", *_MASKS),
         splits={"heads": ("shard", "shard_heads")},
         fixed={"shard": 4},
-        function=Function(rotary="interleaved"),
+        function=Function(rotary_width=None, rotary="interleaved"),
         source=f"{_TRANSFORMERS}codegen/modeling_codegen.py",
         note="four shards, as it was trained on; in each all queries, all values, all keys. The "
         "first rotary_dim channels of a head are rotated",
@@ -126,7 +127,7 @@ _NEOX = (
         where={"self": "gpt_neox.layers.{layer}.attention."},
         outside=_NEOX_OUTSIDE,
         beside=(*_MASKS, *_ANGLES),
-        function=_HALVES,
+        function=_SHARE,
         source=f"{_TRANSFORMERS}gpt_neox/modeling_gpt_neox.py",
         note="Pythia. The first quarter of a head is rotated, or what rotary_pct says",
     ),
@@ -144,7 +145,7 @@ _NEOX = (
         where={"self": "gpt_neox.layers.{layer}.attention."},
         outside=_NEOX_OUTSIDE,
         beside=(*_MASKS, *_ANGLES),
-        function=_HALVES,
+        function=_SHARE,
         source="headwise: GPT-NeoX with its fused layer taken apart",
         unchecked="no package runs it",
         note="for code that wants one matrix for each projection; all else keeps its name",
@@ -164,7 +165,9 @@ _NEOX = (
         | head_norms("q_layernorm", "k_layernorm", bias=True),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
-        function=Function(rotary="half-split", qk_norm="layer over head, before rotary"),
+        function=Function(
+            rotary_width=None, rotary="half-split", qk_norm="layer over head, before rotary"
+        ),
         source=f"{_TRANSFORMERS}persimmon/modeling_persimmon.py",
         note="Fuyu's decoder too. Half of a head is rotated",
     ),
@@ -240,7 +243,7 @@ _GROUPED = (
         tensors=stacked("qkv_proj", kv_heads="kv_heads", bias=False) | out("o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
-        function=Function(rotary="half-split", window=None),
+        function=Function(rotary_width=None, rotary="half-split", window=None),
         source=f"{_TRANSFORMERS}phi3/modeling_phi3.py",
         note="Phi-4 too; a part of a head is rotated where partial_rotary_factor says so",
     ),
@@ -248,7 +251,7 @@ _GROUPED = (
         name="chatglm2",
         tensors=stacked("query_key_value", kv_heads="kv_heads") | out("dense"),
         where={"self": "encoder.layers.{layer}.self_attention."},
-        function=Function(rotary="interleaved"),
+        function=Function(rotary_width=None, rotary="interleaved"),
         source="vllm, vllm/model_executor/models/chatglm.py",
         unchecked=_NO_CLASS,
         note="ChatGLM3, CodeGeeX2 and GLM-4's first files too. Half of a head is rotated; kv_heads "

@@ -78,7 +78,6 @@ _AS_IT_WAS = (
     "the weights, and the writing weights are centred. attn_scale is what scores are divided by"
 )
 _FLASH_SOURCE = "Dao-AILab/flash-attention, flash_attn/modules/mha.py"
-_FLASH_UNCHECKED = "it is built against CUDA"
 _FLASH_BLOCK = "transformer.layers.{layer}."
 _FLASH_DECODER = {
     "tokens": "transformer.embeddings.word_embeddings.weight",
@@ -130,9 +129,8 @@ _FLASH_ATTN = (
         beside=("rotary_emb.*",),
         function=Function(rotary=None, score_bias=None, softcap=None, window=None),
         source=f"{_FLASH_SOURCE} and flash_attn/models/gpt.py",
-        unchecked=_FLASH_UNCHECKED,
         note="MHA, in its GPT-2, GPT-NeoX and OPT; rotary is half-split unless "
-        "rotary_emb_interleaved is set",
+        "rotary_emb_interleaved is set. " + _IN_ITS_OWN,
     ),
     Layout(
         name="flash-attn-llama",
@@ -145,8 +143,8 @@ _FLASH_ATTN = (
         beside=("rotary_emb.*",),
         function=Function(rotary="interleaved", window=None),
         source=f"{_FLASH_SOURCE} and flash_attn/models/llama.py",
-        unchecked=_FLASH_UNCHECKED,
-        note="MHA with rotary_emb_interleaved, in its Llama; the MLP fuses up before gate",
+        note="MHA with rotary_emb_interleaved, in its Llama; the MLP fuses up before gate. "
+        + _IN_ITS_OWN,
     ),
     Layout(
         name="flash-attn-bert",
@@ -172,8 +170,7 @@ _FLASH_ATTN = (
             }
         ),
         source=f"{_FLASH_SOURCE} and flash_attn/models/bert.py",
-        unchecked=_FLASH_UNCHECKED,
-        note="MHA, in its BERT",
+        note="MHA, in its BERT. " + _IN_ITS_OWN,
     ),
     Layout(
         name="flash-attn-cross",
@@ -181,8 +178,7 @@ _FLASH_ATTN = (
         beside=("rotary_emb.*",),
         function=Function(rotary=None, score_bias=None, softcap=None, window=None),
         source=_FLASH_SOURCE,
-        unchecked=_FLASH_UNCHECKED,
-        note="MHA with cross_attn=True",
+        note="MHA with cross_attn=True. " + _IN_ITS_OWN,
     ),
 )
 
@@ -200,7 +196,11 @@ def _x_transformers(*, rotary: str) -> Layout:
             "attend.head_attn_sink": "sink: (group kv_heads)",
         },
         optional=("extra_k", "extra_v", "sink"),
-        function=Function(rotary=rotary, mask="True attends"),
+        function=Function(
+            rotary=rotary,
+            rotary_width="head_dim" if rotary == "none" else None,
+            mask="True attends",
+        ),
         source="lucidrains/x-transformers, x_transformers/x_transformers.py and attend.py",
         note="query head h reads kv head h % kv_heads, against everyone's h // group. Layers are "
         "numbered with those of the MLP between them, so a module's place is not told. mem_k and "

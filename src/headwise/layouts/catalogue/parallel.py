@@ -246,7 +246,9 @@ LAYOUTS = (
         name="neox-gqa",
         tensors=stacked("query_key_value", kv_heads="kv_heads") | out("dense"),
         beside=("*inv_freq",),
-        function=Function(rotary="half-split", axes="length batch width", mask="True hides"),
+        function=Function(
+            rotary_width=None, rotary="half-split", axes="length batch width", mask="True hides"
+        ),
         source="EleutherAI/gpt-neox, megatron/model/transformer.py, gqa_project",
         unchecked=_NEEDS_A_CLUSTER,
         note="GPT-NeoX's own files with num_kv_heads; without it they are fused as in neox. Layers "

@@ -42,6 +42,8 @@ class Stream:
         with ExitStack() as stack:
             sure = stack.enter_context(_Sure(self._working))
             for number, (step, size) in enumerate(zip(steps, sizes, strict=True)):
+                for later in steps[number + 1 : number + 2]:
+                    self._fetch(later, stack)
                 if number not in self._working.done:
                     self._step(step, stack)
                     waiting, unsure = [*waiting, number], unsure + size
@@ -63,18 +65,28 @@ class Stream:
             file, offset = self._made.place(name)
             moving_bytes.write(self._working.handle(file.name), tensor, offset)
 
+    def _fetch(self, step: Step, stack: ExitStack) -> None:
+        """Let the disk read what a step needs while another one is at work."""
+        for stored in (self._source.headers[name] for name in step.inputs):
+            if stored.offset is not None and stored.nbytes and hasattr(os, "posix_fadvise"):
+                handle = self._handle(stored.file, stack)
+                os.posix_fadvise(handle, stored.offset, stored.nbytes, os.POSIX_FADV_WILLNEED)
+
+    def _handle(self, file: Path, stack: ExitStack) -> int:
+        if file not in self._handles:
+            self._handles[file] = os.open(file, os.O_RDONLY)
+            stack.callback(os.close, self._handles[file])
+        return self._handles[file]
+
     def _copied(self, step: Step, stack: ExitStack) -> bool:
         """Copy from file to file where the tensor lies in one as it is."""
         [given], [name] = step.inputs, step.outputs
         stored = self._source.headers[given]
         if stored.offset is None:
             return False
-        if stored.file not in self._handles:
-            self._handles[stored.file] = os.open(stored.file, os.O_RDONLY)
-            stack.callback(os.close, self._handles[stored.file])
         file, offset = self._made.place(name)
         moving_bytes.copy(
-            self._handles[stored.file],
+            self._handle(stored.file, stack),
             stored.offset,
             self._working.handle(file.name),
             offset,
