@@ -14,7 +14,7 @@ from headwise.layouts.canonical import State
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
-from headwise.positions import Alibi
+from headwise.positions import Alibi, T5Bias
 
 # What a layout may say of the function, and which option of the layer it is.
 _OPTIONS = ("rotary", "qk_norm", "softcap", "window", "score_bias")
@@ -37,6 +37,12 @@ def options_of(canonical: State, function: Function, given: Mapping[str, Any]) -
         OptionError: the layout says otherwise than ``given``, or leaves open what is not given.
     """
     _require_said(function, given)
+    if isinstance(given.get("score_bias"), T5Bias) and "distances" not in canonical:
+        raise OptionError(
+            saw="no table of distances",
+            needed="one for the score_bias: T5 has it in its first layer, for all of them",
+            do="put the first layer's table among the tensors of this one",
+        )
     wq, wk, wo = (canonical[name] for name in ("wq", "wk", "wo"))
     (heads, head_dim, embed_dim), source_dim = wq.shape, wk.shape[2]
     options: dict[str, Any] = {
@@ -71,7 +77,8 @@ def _require_said(function: Function, given: Mapping[str, Any]) -> None:
         )
     for name in _OPTIONS:
         said, option = getattr(function, name), given.get(name)
-        if said == "none" and option is not None:
+        bounds_no_left = name == "window" and option is not None and option[0] is None
+        if said == "none" and option is not None and not bounds_no_left:
             raise OptionError(
                 saw=f"{name}={option!r}",
                 needed=f"no {name}: the layout says that there is none",

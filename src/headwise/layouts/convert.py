@@ -28,8 +28,9 @@ def convert(
 ) -> dict[str, Tensor]:
     """The tensors of a module, or of a whole model, in another layout.
 
-    Every tensor of attention is moved back and compared byte for byte. What is not attention is
-    passed on as it is, under the name that the target has for it if both layouts know it.
+    Every tensor that is rewritten is moved back and compared byte for byte. What is stored in the
+    same way in both, or is not attention, is copied, under the name that the target has for it if
+    both layouts know it. The result shares no memory with ``state``.
 
     Args:
         state: name -> tensor; as from ``state_dict()`` or a file.
@@ -46,7 +47,8 @@ def convert(
     """
     made: dict[str, Tensor] = {}
     for step in plan(state, layout(source), layout(target), accept=accept, root=root, **known):
-        made |= run(step, {name: state[name] for name in step.inputs})
+        found = run(step, {name: state[name] for name in step.inputs})
+        made |= {name: x.clone() for name, x in found.items()} if step.is_copy else found
     return made
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwise.errors import DTypeError, OptionError
 from headwise.layouts import moving
-from headwise.layouts.canonical import State
+from headwise.layouts.canonical import ROTATED, State
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import Pattern, parse
 from headwise.layouts.places import Module, Numbers, Place, modules_of, outside, slots
@@ -252,6 +252,9 @@ def _module_steps(
     for locals_in, locals_out in _components(stored, written):
         inputs = tuple(name for name, local in module.tensors.items() if local in locals_in)
         outputs = {prefix + local: written[local].shape(target_sizes) for local in locals_out}
+        if _is_kept(source, target, locals_in, locals_out):
+            steps.append(copy(inputs[0], next(iter(outputs)), headers[inputs[0]]))
+            continue
         steps.append(
             Step(
                 inputs,
@@ -261,6 +264,22 @@ def _module_steps(
             )
         )
     return steps
+
+
+def _is_kept(source: Layout, target: Layout, stored: list[str], written: list[str]) -> bool:
+    """Whether one tensor is stored in both in the same way, by one name or another."""
+    if len(stored) != 1 or len(written) != 1:
+        return False
+    mine, theirs = source.patterns[stored[0]], target.patterns[written[0]]
+    is_turned = source.function.rotary != target.function.rotary and "interleaved" in (
+        source.function.rotary,
+        target.function.rotary,
+    )
+    return (
+        (mine.axes, mine.tensors) == (theirs.axes, theirs.tensors)
+        and source.all_splits == target.all_splits
+        and not (is_turned and not {*ROTATED}.isdisjoint(mine.tensors))
+    )
 
 
 def _prefix(module: Module, target: Layout, root: str | None) -> str:

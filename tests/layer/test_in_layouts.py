@@ -1,0 +1,125 @@
+"""`Attention.from_layout` and `.to_layout`: what is read, what must be said, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from headwise import Attention, Mask, Rotary
+from headwise.errors import OptionError
+from headwise.layouts.layout import Layout
+from headwise.layouts.registry import layout
+from headwise.positions import Alibi, T5Bias
+from headwise.qk_norm import QKNorm
+
+SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 10, "value_dim": 7, "out_dim": 44}
+ROTARY = Rotary(theta=300.0, width=6)
+
+
+def made(**options: Any) -> Attention:
+    layer = Attention(40, 6, **{**SIZES, **options}).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return layer
+
+
+def x() -> torch.Tensor:
+    return torch.randn(3, 24, 40, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"q_bias": False, "v_bias": False},
+        {"k_bias": False, "out_bias": False, "sink": True},
+        {"rotary": ROTARY},
+        {"rotary": Rotary(theta=300.0, width=6, pairing="interleaved"), "qk_norm": QKNorm()},
+        {"qk_norm": QKNorm(over="width"), "softcap": 5.0, "scale": 0.2},
+        {"score_bias": T5Bias(buckets=8, max_distance=16)},
+        {"score_bias": Alibi(), "window": (5, 0)},
+    ],
+    ids=str,
+)
+def test_a_layer_of_its_own_layout_is_the_layer(options: dict[str, Any]) -> None:
+    layer = made(**options)
+    name = "headwise-width-norm" if "width" in str(options.get("qk_norm")) else "headwise"
+    kept = {k: v for k, v in options.items() if not k.endswith("_bias") or k == "score_bias"}
+    again = Attention.from_layout(
+        layer.to_layout(name),
+        layout=name,
+        num_heads=6,
+        num_kv_heads=2,
+        **{"scale": None, **{k: v for k, v in kept.items() if k != "sink"}},
+    )
+    assert again.state_dict().keys() == layer.state_dict().keys()
+    given = x()
+    assert torch.equal(again(given), layer(given))
+
+
+def test_both_pairings_of_one_checkpoint_are_one_function() -> None:
+    """Rows are in the order of the layer's own pairing, whatever the file's is."""
+    plain = {"q_bias": False, "k_bias": False, "v_bias": False, "out_bias": False, "value_dim": 10}
+    layer = made(rotary=ROTARY, **plain)
+    given = x()
+    for name in ("llama", "llama-meta"):
+        for pairing in ("half-split", "interleaved"):
+            rotary = Rotary(theta=300.0, width=6, pairing=pairing)
+            again = Attention.from_layout(
+                layer.to_layout(name), layout=name, num_heads=6, rotary=rotary
+            )
+            mask = Mask.causal()
+            torch.testing.assert_close(again(given, mask=mask), layer(given, mask=mask))
+    assert not torch.equal(
+        layer.to_layout("llama")["q_proj.weight"], layer.to_layout("llama-meta")["wq.weight"]
+    )
+
+
+def test_what_the_layout_says_is_set() -> None:
+    state = {n: torch.randn(40, 40) for n in ("q.weight", "k.weight", "v.weight", "o.weight")}
+    state["relative_attention_bias.weight"] = torch.randn(32, 4)
+    layer = Attention.from_layout(state, layout="t5", num_heads=4, score_bias=T5Bias())
+    assert layer.scale == 1.0
+
+
+def test_the_table_that_another_layer_has() -> None:
+    state = {n: torch.randn(40, 40) for n in ("q.weight", "k.weight", "v.weight", "o.weight")}
+    with pytest.raises(OptionError, match="no table of distances"):
+        Attention.from_layout(state, layout="t5", num_heads=4, score_bias=T5Bias())
+
+
+def refused(of: str | Layout, **options: Any) -> OptionError:
+    packed = layout(of).pack(
+        {
+            "wq": torch.randn(4, 10, 40),
+            "wk": torch.randn(4, 10, 40),
+            "wv": torch.randn(4, 10, 40),
+            "wo": torch.randn(4, 10, 40),
+        }
+    )
+    with pytest.raises(OptionError) as error:
+        Attention.from_layout(packed, layout=of, num_heads=4, **options)
+    return error.value
+
+
+def test_a_rotation_that_the_layout_has_must_be_given() -> None:
+    assert refused("llama").saw == "no rotary"
+
+
+def test_an_option_that_the_layout_excludes() -> None:
+    error = refused("gpt2", rotary=Rotary())
+    assert error.needed == "no rotary: the layout says that there is none"
+
+
+def test_a_scale_that_the_layout_leaves_open() -> None:
+    assert refused("granite", rotary=Rotary()).saw == "no scale"
+
+
+def test_the_weights_are_not_shared() -> None:
+    layer = made()
+    stored = layer.to_layout("headwise")
+    stored["q_proj.weight"].zero_()
+    assert layer.q_proj.weight.abs().max() > 0
