@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 from headwise.layouts.canonical import BIASES
-from headwise.layouts.function import CALLING
+from headwise.layouts.function import CALLING, Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.picture import bands, panel_of, turning
 from headwise.layouts.registry import layout, published
@@ -30,37 +29,35 @@ def _rows() -> Iterator[str]:
     yield f"{len(known)} layouts, {checked} of them checked."
     for heading, family in published().items():
         yield f"\n**{heading.rstrip('.')}**\n"
-        yield "| name | tensors | in no tensor | source, and what else to know |"
-        yield "| --- | --- | --- | --- |"
+        yield "| name | its tensors; what is in none of them; source, and what else to know |"
+        yield "| --- | --- |"
         for one in family:
-            name = f"`{one.name}`" + ("" if one.unchecked else ", checked")
-            cells = (name, _tensors(one), _function(one), _about(one))
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+            name = f"`{one.name}`" + ("" if one.unchecked else "<br>checked")
+            lines = "<br>".join([*_tensors(one), *_function(one), *_about(one)])
+            yield f"| {name} | {lines.replace('|', '&#124;')} |"
 
 
-def _tensors(one: Layout) -> str:
+def _tensors(one: Layout) -> Iterator[str]:
     required, patterns = one.required, one.patterns
-    return "<br>".join(
-        f"`{name}`: `{text}`{'' if name in required else ', if any'}"
-        for name, text in one.tensors.items()
-        if not {*BIASES}.issuperset(patterns[name].tensors)
-    )
+    for name, text in one.tensors.items():
+        if not {*BIASES}.issuperset(patterns[name].tensors):
+            # Of code in a table GitHub wants the bars escaped, and mkdocs shows what escapes them.
+            yield f"`{name}`: <code>{text}</code>{'' if name in required else ', if any'}"
 
 
-def _function(one: Layout) -> str:
-    said = {f.name: getattr(one.function, f.name) for f in fields(one.function)}
-    usual = {"scale": "1/sqrt(head_dim)"}
+def _function(one: Layout) -> list[str]:
+    usual = vars(Function())
     found = [
         f"{name.replace('_', ' ')}: {value or 'by config'}"
-        for name, value in said.items()
-        if name not in CALLING and value not in ("none", usual.get(name, ""))
+        for name, value in vars(one.function).items()
+        if name not in CALLING and value != usual[name]
     ]
-    return "<br>".join(found)
+    return [f"*{'; '.join(found)}*"] if found else []
 
 
-def _about(one: Layout) -> str:
-    described = f"*Not checked: {one.unchecked}.*" if one.unchecked else ""
-    return "<br>".join(part for part in (one.source, one.note, described) if part)
+def _about(one: Layout) -> list[str]:
+    described = f"Not checked: {one.unchecked}." if one.unchecked else ""
+    return [part for part in (one.source, one.note, described) if part]
 
 
 def pictures() -> dict[str, str]:

@@ -43,6 +43,7 @@ SUITE = [
     "tests/test_watching.py",
     "tests/heads",
     "tests/scanning",
+    "tests/layouts",
     "-m",
     "not slow",
 ]

@@ -9,20 +9,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-import typer
-from typer.testing import CliRunner
 
-from headwise.cli.scan import work
-from headwise.cli.scan.command import scan
 from headwise.errors import HeadwiseError
 from headwise.models import minilm
+from headwise.pages.telling import RULE, most_telling, standing_out
 from headwise.scanning import machine
 from headwise.scanning.head_scan import HeadScan
+from tests.cli.scan_command import refused, run
 from tests.huggingface.stored import TEXT, bert, gpt2, stored
 from tests.pages.html import Tree
 from tests.test_door import HEAVY, loaded_by
@@ -43,27 +40,6 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def invoke(*arguments: object) -> Any:
-    app = typer.Typer()
-    app.command()(scan)
-    return CliRunner(env={"COLUMNS": "80"}).invoke(app, [str(part) for part in arguments])
-
-
-def run(*arguments: object) -> tuple[str, str]:
-    """Standard output and standard error of a run that succeeds."""
-    done = invoke(*arguments)
-    assert done.exit_code == 0, done.exception
-    return done.stdout, done.stderr
-
-
-def refused(*arguments: object) -> HeadwiseError:
-    """The error of a run that writes no page."""
-    done = invoke(*arguments)
-    assert isinstance(done.exception, HeadwiseError), done.exception
-    assert not Path("headwise-scan/index.html").exists()
-    return done.exception
 
 
 # ---- what it prints and writes -----------------------------------------------------------------
@@ -88,15 +64,51 @@ def test_the_pictures_and_the_words_are_the_scans(model: Path, text: Path) -> No
     out, _ = run(model, "--text", text, "--out", "kept")
     found = HeadScan.load("kept/scan.safetensors")
     lines = out.splitlines()
-    values = found["relative_entropy"]
-    place = next(n for n, line in enumerate(lines) if line.startswith("How widely it looks"))
-    for layer in range(2):
+    drawn = most_telling(found)[0]
+    place = next(n for n, line in enumerate(lines) if line.startswith(drawn.label))
+    for layer, row in enumerate(drawn.rows):
         cells = lines[place + 2 + layer].split()[:7]
-        assert cells == [str(layer), *(f"{100 * x:.0f}" for x in values[layer].tolist())]
-    top = found.top("relative_entropy", 1)[0]
-    row = next(line for line in lines if "looks most widely" in line)
+        assert cells == [str(layer), *(drawn.scale.short(value) for value in row)]
+    said = " ".join(out.split())
+    told = [line.split()[:2] for line in lines if re.match(r" +\d +\d +[a-z]", line)]
+    assert told == [[str(one.head.layer_index), str(one.head.head)] for one in standing_out(found)]
+    rest = len(found.scalars) - len(most_telling(found))
+    assert f"On the page are {rest} more numbers of each head and a map of every head." in said
+
+
+def test_the_heads_that_stand_out_are_a_table() -> None:
+    out, _ = run("--demo", "--length", 65, "--stats", "previous_token", "--out", "kept")
+    top = HeadScan.load("kept/scan.safetensors").top("previous_token", 1)[0]
+    row = next(
+        line for line in out.splitlines() if "on the token before" in line and "puts" in line
+    )
     assert row.split()[:2] == [str(top.layer_index), str(top.head)]
-    assert f"looks most widely: {100 * top.value:.0f} %" in row
+    assert f"puts {100 * top.value:.0f} % of its weight on the token before" in row
+    assert "On the page" not in out  # one number, and it is drawn
+    lines = out.splitlines()
+    assert lines[-1] == str(Path.cwd() / "kept")
+    files = re.fullmatch(r"The scan is kept in (.*), (.*) and (.*), with a file .*:", lines[-2])
+    assert files is not None
+    assert {path.name for path in Path("kept").iterdir()} == set(files.groups())
+
+
+def test_where_no_head_stands_out_the_terminal_says_so(tmp_path: Path) -> None:
+    alike = gpt2()
+    with torch.no_grad():
+        for name, weights in alike.named_parameters():
+            if "c_attn" in name:
+                weights.zero_()  # every head looks at all it may see, evenly
+    out, _ = run(stored(tmp_path / "alike", alike, with_tokenizer=False), "--random-repeats")
+    assert f"No head stands out. {RULE}" in " ".join(out.split())
+
+
+def test_what_cannot_be_printed_does_not_reach_the_terminal(model: Path) -> None:
+    Path("a\x1b[31m.txt").write_text(TEXT, "utf-8")
+    out, err = run(model, "--text", "a\x1b[31m.txt", "--stats", "entropy")
+    page = Path("headwise-scan/index.html").read_text("utf-8")
+    assert "\x1b" not in out + err + page
+    assert "a\\x1b[31m.txt, all 24 tokens" in page
+    assert "a\\x1b[31m.txt, all 24 tokens" in " ".join(out.split())
 
 
 def test_what_is_kept(model: Path, text: Path) -> None:
@@ -152,6 +164,7 @@ def test_the_model_that_ships(tmp_path: Path) -> None:
     out, _ = run("--demo", "--length", 65, "--stats", "previous_token,induction,map")
     assert "tiny: Tiny, 2.7 million parameters" in out
     assert "32 random tokens and the same 32 again" in out
+    assert r"Separators: “.”, “\n”." in " ".join(out.split())
 
 
 def test_real_minilm() -> None:
@@ -162,70 +175,6 @@ def test_real_minilm() -> None:
     out, _ = run(folder, "--length", 64, "--stats", "previous_token,map")
     assert "6 layers of 12 heads" in " ".join(out.split())
     assert "on the token before" in out
-
-
-# ---- a corpus ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    words = TEXT.split()
-    for n in range(3):
-        (folder / f"{n}.txt").write_text(" ".join(words[n : n + 9]), "utf-8")
-    return folder
-
-
-def everything_in(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def test_an_interrupted_corpus_goes_on(
-    model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, _ = run(model, "--text", texts, "--out", "whole", "--json")
-    assert json.loads(whole)["read"]["sequences"] == 3
-    real, seen = work.scan, []
-
-    def interrupted(*args: Any, **kwargs: Any) -> HeadScan:
-        seen.append(kwargs["progress"])
-        if len(seen) == 4:  # the trial, the first two texts, the third
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(work, "scan", interrupted)
-    assert invoke(model, "--text", texts, "--out", "again").exit_code != 0
-    assert len(everything_in(Path("again"))) == 2
-    seen.clear()
-    monkeypatch.setattr(work, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
-    again, _ = run(model, "--text", texts, "--out", "again", "--json")
-    assert len(seen) == 2  # the trial, and the third text
-    assert everything_in(Path("again")) == everything_in(Path("whole"))
-    assert json.loads(again)["heads"] == json.loads(whole)["heads"]
-
-
-def test_a_corpus_needs_a_folder(model: Path, texts: Path, text: Path) -> None:
-    assert refused(model, "--text", texts).saw == "several texts, and no --out"
-    assert refused(model, "--text", text, "--text", text).saw == "several texts, and no --out"
-
-
-def test_a_folder_of_another_scan(model: Path, text: Path) -> None:
-    run(model, "--text", text, "--out", "kept", "--page", "p.html")
-    before = everything_in(Path("kept"))
-    error = refused(model, "--text", text, "--out", "kept", "--length", 7)
-    assert "other content" in error.saw
-    assert (
-        "other statistics"
-        in refused(model, "--text", text, "--out", "kept", "--stats", "entropy").saw
-    )
-    assert everything_in(Path("kept")) == before
-    run(model, "--text", text, "--out", "kept", "--page", "p.html")  # the same again
-    assert everything_in(Path("kept")) == before
 
 
 # ---- what is refused ---------------------------------------------------------------------------
@@ -254,6 +203,13 @@ def test_refusals(arguments: list[str], saw: str) -> None:
     assert len(str(error).splitlines()) == 3
 
 
+def test_a_misspelt_option_is_answered_in_options() -> None:
+    error = refused("--demo", "--stats", "entropy,previous_tokn")
+    assert (error.saw, error.do) == ("--stats 'previous_tokn'", "--stats previous_token")
+    assert refused("--demo", "--stats", "zzz").do == "choose from these"
+    assert "=" not in refused("--demo", "--layers", "7").do  # no Python
+
+
 @pytest.mark.parametrize(
     ("content", "saw"),
     [("", "which is empty"), ("  \n", "which is empty"), ("cat", "a text of one token")],
@@ -276,13 +232,15 @@ def test_a_text_that_is_no_text(model: Path) -> None:
         ("2 5 60", "tokens from 2 to 60"),
         ("2 -5", "tokens from -5 to 2"),
         ("2 cat", "'cat'"),
-        ("2", "with 1 tokens"),
+        ("2", "with 1 token"),
         ("", "with 0 tokens"),
     ],
 )
 def test_tokens_that_are_none_of_the_models(model: Path, content: str, saw: str) -> None:
     Path("ids.txt").write_text(content, "utf-8")
-    assert saw in refused(model, "--tokens", "ids.txt").saw
+    said = refused(model, "--tokens", "ids.txt").saw
+    assert saw in said
+    assert not said.endswith("1 tokens")
 
 
 def test_more_than_the_model_has_positions_for(model: Path, text: Path) -> None:

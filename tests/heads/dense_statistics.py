@@ -180,10 +180,10 @@ def offset_profile(seen: Seen) -> Tensor:
 def most_received(seen: Seen) -> Tensor:
     rows = seen.real_queries[:, None, :, None]
     viewers = (seen.allowed & rows).sum(2)
-    share = (seen.weights * rows).sum(2) / viewers
+    received = (seen.weights * rows).sum(2)
     found: list[list[tuple[float, int, int]]] = [[] for _ in range(seen.heads)]
     for b, h, k in (seen.real[:, None] & (viewers > 0)).nonzero().tolist():
-        found[h].append((-share[b, h, k].item(), k - seen.first(b), int(seen.tokens[b, k])))
+        found[h].append((-received[b, h, k].item(), k - seen.first(b), int(seen.tokens[b, k])))
     return table([[(k, t, -minus) for minus, k, t in sorted(own)[:RANKS]] for own in found], seen)
 
 

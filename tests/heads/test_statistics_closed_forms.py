@@ -85,7 +85,28 @@ def test_what_keys_receive_of_even_weights() -> None:
     found = read("most_received", even(mask=Mask.causal()))
     assert_is(found[..., 0], torch.arange(8))
     assert_is(found[..., 1], -1.0)  # no tokens are known
-    assert_is(found[..., 2], torch.stack([(1 / (I[k:] + 1)).mean() for k in range(8)]))
+    assert_is(found[..., 2], torch.stack([(1 / (I[k:] + 1)).sum() for k in range(8)]))
+
+
+def test_the_last_key_does_not_win_by_the_one_query_that_sees_it() -> None:
+    # Each query gives half to the first key and half to its own, the first query all to itself.
+    halves = torch.full((LENGTH, LENGTH), -CERTAIN, dtype=torch.float64).fill_diagonal_(0.0)
+    halves[:, 0] = 0.0
+    q = torch.eye(LENGTH, dtype=torch.float64)[None, None]
+    matrix = AttentionMatrix(q, halves.mT[None, None], mask=Mask.causal(), scale=1.0)
+    found = read("most_received", matrix)[0]
+    assert_is(found[:, 0], torch.arange(8))  # of equal ones the earlier is first
+    assert_is(found[:, 2], torch.tensor([(LENGTH + 1) / 2, *[0.5] * 7], dtype=torch.float64))
+
+
+def test_a_key_of_a_short_sequence_does_not_win_by_its_few_queries() -> None:
+    (one,) = named(["most_received"])
+    short, long = (
+        sweep(Observation(matrix=m, sequences=Sequences.of(m)), [one])["most_received"]
+        for m in (even(mask=Mask.causal(), length=2), even(mask=Mask.causal()))
+    )
+    for order in ([short, long], [long, short]):
+        assert torch.equal(one.result(one.merge(order)), one.result(long))
 
 
 def test_the_map_of_even_weights() -> None:

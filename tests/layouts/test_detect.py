@@ -126,3 +126,15 @@ def test_none_is_said() -> None:
 def test_heads_that_do_not_fit_leave_no_candidate() -> None:
     file, _ = file_of(layout("gpt2"))
     assert not detect(file, heads=7).candidates
+
+
+def test_a_reference_with_another_last_head_refutes() -> None:
+    of = layout("gpt2")
+    file, canonical = file_of(of)
+    canonical[-1]["wv"] = canonical[-1]["wv"].clone()
+    canonical[-1]["wv"][-1] += 1
+    other = stored(layout("headwise"), canonical)
+    found = detect(file, **known_of(of))
+    decided = by_values(found, file, detect(other, said="headwise", heads=12), other)
+    assert not decided.candidates
+    assert decided.refuted["gpt2"] == "h.1.attn.: wv are not the reference's"

@@ -8,6 +8,7 @@ import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_nothing_is_loaded_from_outside(shown: ScanReport) -> None:
 
 def test_every_number_of_every_picture(page: Element, scan: HeadScan) -> None:
     tables = {t.attributes["data-statistic"]: t for t in page.all("table", class_="grid")}
-    assert set(tables) == set(scan.scalars)
+    assert set(tables) == set(scan.scalars) - {"within_64", "within_256"}  # of 37 tokens
     for name, table in tables.items():
         titles = [cell.attributes["title"] for cell in table.all("td")]
         values = scan[name].flatten().tolist()
@@ -58,7 +59,7 @@ def test_every_number_of_every_picture(page: Element, scan: HeadScan) -> None:
 def test_every_statistic_is_explained_beside_its_picture(page: Element, scan: HeadScan) -> None:
     (section,) = page.all("section", id="numbers")
     explained = section.all("details")
-    assert len(explained) == len(scan.scalars)
+    assert len(explained) == len(scan.scalars) - 2
     for details in explained:
         definition = scan.definition(details.all("code")[0].text)
         said = [part.text for part in details.all("dd")]
@@ -134,6 +135,105 @@ def test_what_all_heads_have_alike_is_not_told() -> None:
     assert telling.standing_out(alone) == []
     assert "Heads that stand out" not in render(report(alone))
     assert "What 1 attention head of made-up looks at" in Tree(render(report(alone))).root.text
+
+
+def with_values(name: str, values: list[float], **changes: Any) -> HeadScan:
+    """A layer of heads that differ in one number alone."""
+    scan = made_up(layers=1, heads=len(values), names=[name])
+    sums = {"sum": torch.tensor(values).double(), "count": torch.ones(len(values)).double()}
+    layer = replace(scan.layer_scans[0], summaries={name: sums})
+    return replace(scan, layer_scans=(layer,), **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        # A model that was never trained: one head has the most, and it says nothing.
+        ("effective_keys", [26.0, 29.3, 33.0, 28.8, 29.2], []),
+        ("previous_token", [0.45, 0.46, 0.44, 0.45, 0.47], []),
+        # Twice the middle head's, though of next to no weight; and 5 points more, though not twice.
+        ("previous_token", [0.02, 0.021, 0.02, 0.02, 0.06], []),
+        ("previous_token", [0.80, 0.81, 0.82, 0.83, 0.90], []),
+        (
+            "previous_token",
+            [0.03, 0.03, 0.03, 0.03, 0.09],
+            ["puts 9 % of its weight on the token before"],
+        ),
+        ("distance", [10.0, 10.0, 11.0, 11.0, 21.9], []),
+        (
+            "distance",
+            [10.0, 10.0, 11.0, 11.0, 22.0],
+            ["looks furthest: 22.0 tokens away on average"],
+        ),
+        (
+            "effective_keys",
+            [1.04, 10.0, 10.0, 12.0, 24.0],
+            [
+                "looks most widely: at about 24 of 37 tokens",
+                "looks most narrowly: at about 1.0 of 37 tokens",
+            ],
+        ),
+        ("logsumexp", [-8.0, -8.0, -8.0, -7.0, -6.0], []),
+    ],
+)
+def test_only_what_is_clearly_apart_from_the_middle_head_is_told(
+    name: str, values: list[float], told: list[str]
+) -> None:
+    scan = with_values(name, values)
+    assert [one.says for one in telling.standing_out(scan)] == told
+    html = render(report(scan))
+    assert ("No head stands out." in html) == (told == [])
+    assert telling.RULE in Tree(html).root.text
+
+
+def test_of_several_texts_no_one_length_is_named() -> None:
+    several = with_values("effective_keys", [2.0, 2.0, 2.0, 12.0], sequences=3)
+    (one,) = telling.standing_out(several)
+    assert one.says == "looks most widely: at about 12 tokens"
+    assert one.middle == "about 2.0 tokens"
+
+
+def test_what_a_token_receives_is_a_sum(page: Element, shown: ScanReport) -> None:
+    rows = [row.text for table in page.all("table", class_="received") for row in table.all("tr")]
+    given = [one for card in cards(shown) for one in card.received]
+    assert rows == [f"{weight:.1f}{name}, token {place}" for name, place, weight in given]
+
+
+def test_a_token_that_cannot_be_printed_is_escaped(scan: HeadScan) -> None:
+    html = render(report(scan, name_of=lambda token: f"\x17\x1b[{token}\u202e\n"))
+    assert "\\x17\\x1b[" in html
+    assert {char for char in html if not char.isprintable()} == {"\n"}
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("\x17", "\\x17"),
+        ("\n\t", "\\n\\t"),
+        ("\x85\u202e\U000e0001", "\\x85\\u202e\\U000e0001"),
+        (" ", "␣"),
+        (" the", " the"),
+        ("é “ü” \\", "é “ü” \\"),
+        ("", ""),
+    ],
+)
+def test_everything_is_visible(text: str, seen: str) -> None:
+    assert telling.visible(text) == seen
+
+
+def test_what_has_nothing_to_show_has_no_picture_but_a_reason(scan: HeadScan) -> None:
+    assert telling.unpictured(scan) == {
+        "nothing is further away in 37 tokens": ["within_64", "within_256"]
+    }
+    at_most = with_values("within_16", [0.9, 0.5, 0.1], tokens=17)
+    assert telling.pictured(at_most) == []  # the first and the last are 16 apart
+    assert [one.name for one in telling.pictured(replace(at_most, tokens=18))] == ["within_16"]
+    same = with_values("first_token", [0.301, 0.3, 0.2999])
+    assert telling.unpictured(same) == {"every head has 30 %": ["first_token"]}
+    root = Tree(render(report(same))).root
+    assert root.all("table", class_="grid") == []
+    assert "first_token (every head has 30 %)" in root.text
+    assert len(root.all("table", id="table")[0].all("th")) == 2  # the table still has it
 
 
 # ---- other scans --------------------------------------------------------------------------------

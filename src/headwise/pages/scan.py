@@ -120,7 +120,10 @@ def render(report: ScanReport) -> str:
     return environment.get_template("scan.html").render(
         report=report,
         scan=scan,
-        shown=telling.in_order(scan),
+        shown=telling.pictured(scan),
+        unpictured=telling.unpictured(scan),
+        columns=telling.in_order(scan),
+        rule=telling.RULE,
         cards=cards(report),
         maps=maps(scan),
         with_numbers=max(layer.num_heads for layer in scan.layer_scans) <= MOST_NUMBERS,
@@ -197,12 +200,13 @@ def _around(profile: Tensor) -> list[tuple[int, float]]:
 
 
 def _received(rows: Tensor, name_of: Callable[[int], str] | None) -> list[tuple[str, int, float]]:
-    """(how it is written, its place, its share) of the keys that receive most."""
+    """(how it is written, its place, what it receives) of the keys that receive most."""
     found = []
-    for key, token, share in rows.tolist()[:4]:
-        if key == key:
+    for key, token, weight in rows.tolist()[:4]:
+        if weight > 0:
             known = name_of is not None and token >= 0
-            found.append((name_of(int(token)) if known and name_of else "", int(key), share))
+            name = telling.visible(name_of(int(token))) if known and name_of else ""
+            found.append((name, int(key), weight))
     return found
 
 

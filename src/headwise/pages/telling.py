@@ -14,7 +14,7 @@ from headwise.scanning.head_scan import HeadScan, HeadValue
 
 # name -> (what a picture of it is headed, what the head with most of it does)
 _WORDS = {
-    "relative_entropy": ("How widely it looks", "looks most widely: {} of even weight"),
+    "effective_keys": ("How many tokens it looks at", "looks most widely: at {}"),
     "previous_token": ("Weight on the token before", "puts {} of its weight on the token before"),
     "induction": (
         "Weight on what came next last time",
@@ -42,10 +42,13 @@ _WORDS = {
     "logsumexp": ("How large its scores are, logsumexp", "has the largest scores: {}"),
     "score_range": ("How far its scores lie apart", "has scores furthest apart: {}"),
     "effective_rank": ("Directions it writes in", "writes in most directions: {}"),
+    "relative_entropy": (
+        "How even its weights are",
+        "has the most even weights: {} of the largest entropy that it could have",
+    ),
     "entropy": ("Entropy", "has the highest entropy: {}"),
     "maximum": ("Its largest weight", "is surest of one token: {} of its weight"),
-    "effective_keys": ("Keys it looks at, by entropy", "looks at most keys: {}"),
-    "participation": ("Keys it looks at, by squares", "looks at most keys: {}"),
+    "participation": ("Tokens it looks at, by squares", "looks at most tokens: {}"),
     "within_16": ("Weight at most 16 tokens away", "keeps {} of its weight within 16 tokens"),
     "within_64": ("Weight at most 64 tokens away", "keeps {} of its weight within 64 tokens"),
     "within_256": ("Weight at most 256 tokens away", "keeps {} of its weight within 256 tokens"),
@@ -60,13 +63,22 @@ _TOLD = (
     "special",
     "sink",
     "copying",
-    "relative_entropy",
+    "effective_keys",
     "distance",
     "relative_contribution",
 )
+WIDTH, NARROWEST = "effective_keys", "looks most narrowly: at {}"
 MOST_PICTURES = 6
 # A head that gives less of its weight than this to anything does not stand out by it.
 WORTH_TELLING = 0.05
+# A head stands out by what it has so many times as much of as the middle head, or so many times
+# less. Among heads that are alike some head has the most too, and that says nothing of it.
+APART = 2
+RULE = (
+    "A head stands out by what it has most of, if that is at least twice what the middle head has, "
+    "and for shares 5 per cent points more; and by looking at the fewest tokens, if these are at "
+    "most half as many as those of the middle head."
+)
 
 
 @dataclass(frozen=True)
@@ -137,6 +149,24 @@ class Shown:
             return False
         return self.scale.kind != "weight" or max(real) >= WORTH_TELLING
 
+    @property
+    def is_same(self) -> bool:
+        """Whether there are heads to compare, and its picture would show the same for each."""
+        real = [value for row in self.rows for value in row if value == value]
+        return len(real) > 1 and any(
+            len({digits(value) for value in real}) == 1 for digits in (self.scale.short, self.long)
+        )
+
+    def is_apart(self, value: float) -> bool:
+        """Whether a head with so much has clearly more than the middle head; see `RULE`."""
+        more = value - self.middle
+        worth = 0.0 if self.scale.kind == "range" else WORTH_TELLING
+        return more >= max(worth, (APART - 1) * abs(self.middle)) and more > 0
+
+    def is_below(self, value: float) -> bool:
+        """Whether a head with so much has clearly less than the middle head; see `RULE`."""
+        return 0 < APART * value <= self.middle
+
     def long(self, value: float) -> str:
         """As in a sentence: ``87 %``, ``5.41 nats``."""
         if self.scale.kind != "range":
@@ -170,9 +200,31 @@ def in_order(scan: HeadScan) -> list[Shown]:
     return [shown(scan, name) for name in [*known, *(n for n in scan.scalars if n not in known)]]
 
 
+def pictured(scan: HeadScan) -> list[Shown]:
+    """Those whose pictures have something to show; `unpictured` has the others."""
+    return [one for one in in_order(scan) if _nothing_to_show(scan, one) is None]
+
+
+def unpictured(scan: HeadScan) -> dict[str, list[str]]:
+    """Why there is no picture -> the statistics, as for those that were not measured."""
+    reasons: dict[str, list[str]] = {}
+    for one in in_order(scan):
+        if (reason := _nothing_to_show(scan, one)) is not None:
+            reasons.setdefault(reason, []).append(one.name)
+    return reasons
+
+
+def _nothing_to_show(scan: HeadScan, one: Shown) -> str | None:
+    reach = next(s.reach for s in scan.statistics if s.definition.name == one.name)
+    if one.name.startswith("within_") and reach >= scan.tokens - 1:
+        # Of several texts the longest is not known, but they are no longer than all together.
+        return f"nothing is further away in {scan.tokens:,} tokens"
+    return f"every head has {one.long(one.middle)}" if one.is_same else None
+
+
 def most_telling(scan: HeadScan) -> list[Shown]:
     """A few in which heads differ: what a terminal shows."""
-    return _different(one for one in in_order(scan) if one.is_telling)[:MOST_PICTURES]
+    return _different(one for one in pictured(scan) if one.is_telling)[:MOST_PICTURES]
 
 
 @dataclass(frozen=True)
@@ -186,15 +238,17 @@ class StandingOut:
 
 
 def standing_out(scan: HeadScan) -> list[StandingOut]:
-    """The head with most of each telling statistic, and the one that looks most narrowly."""
+    """Heads far from the middle one: with most of a telling statistic, or looking most narrowly."""
     told = [name for name in _TOLD if name in scan.scalars] or list(scan.scalars)
     found = []
     for one in _different(one for one in (shown(scan, name) for name in told) if one.is_telling):
         top = scan.top(one.name, 1)[0]
-        found.append(_says(one, top, _phrase(one.name)))
-        if one.name == "relative_entropy":
+        if one.is_apart(top.value):
+            found.append(_says(scan, one, top, _phrase(one.name)))
+        if one.name == WIDTH:
             low = scan.top(one.name, 1, lowest=True)[0]
-            found.append(_says(one, low, "looks most narrowly: {} of even weight"))
+            if one.is_below(low.value):
+                found.append(_says(scan, one, low, NARROWEST))
     return found
 
 
@@ -212,8 +266,17 @@ def _digits(one: Shown) -> list[list[str]]:
     return [["" if value != value else one.scale.short(value) for value in r] for r in one.rows]
 
 
-def _says(one: Shown, head: HeadValue, phrase: str) -> StandingOut:
-    return StandingOut(one.name, head, phrase.format(one.long(head.value)), one.long(one.middle))
+def _says(scan: HeadScan, one: Shown, head: HeadValue, phrase: str) -> StandingOut:
+    value, middle = one.long(head.value), one.long(one.middle)
+    if one.name == WIDTH:
+        value, middle = (f"about {_tokens(count)} tokens" for count in (head.value, one.middle))
+        if scan.sequences == 1:
+            value = f"about {_tokens(head.value)} of {scan.tokens:,} tokens"
+    return StandingOut(one.name, head, phrase.format(value), middle)
+
+
+def _tokens(count: float) -> str:
+    return f"{count:.1f}" if count < 9.95 else f"{count:,.0f}"
 
 
 def _label(name: str) -> str:
@@ -227,3 +290,15 @@ def _phrase(name: str) -> str:
 
 def _minus(text: str) -> str:
     return text.replace("-", "−")
+
+
+def visible(text: str) -> str:
+    """Text in which nothing is unseen: what cannot be printed is escaped, mere spaces are drawn.
+
+    A control character would otherwise reach the reader's terminal, and do there what it does.
+    """
+    if text and not text.strip(" "):
+        return "␣" * len(text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )

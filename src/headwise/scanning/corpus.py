@@ -157,15 +157,16 @@ class _Folder:
             raise _refused(path, "a scan that no run over documents wrote", "parts of such a run")
         if saved["name"] != document["name"]:
             raise _refused(path, f"made from {saved['name']!r}", f"one of {document['name']!r}")
+        # First, since it may be why the content is another: a length that cuts it, for one.
+        before, now = saved["made_with"], document["made_with"]
+        if other := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
+            raise _refused(path, f"made with other {other[0]}", f"the {other[0]} given now")
         if saved["digest"] != document["digest"]:
             raise _refused(
                 path,
                 f"made from other content of {saved['name']!r}: {saved['digest'][:16]}",
                 f"one of the content given now, {document['digest'][:16]}",
             )
-        before, now = saved["made_with"], document["made_with"]
-        if other := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
-            raise _refused(path, f"made with other {other[0]}", f"one of the {other[0]} given now")
 
 
 def _refused(path: Path, saw: str, needed: str) -> OptionError:

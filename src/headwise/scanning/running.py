@@ -41,7 +41,7 @@ def require_layers(found: bool, patterns: tuple[str, ...] | None, seen: list[str
         raise OptionError(
             saw=f"layers {list(patterns or ())}",
             needed=f"among {seen}: the layers whose attention was seen",
-            do='name some of them, or use a pattern: layers=["*"]',
+            do='name some of them, or give a pattern such as "*"',
         )
 
 

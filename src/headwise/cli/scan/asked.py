@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from headwise.errors import OptionError
+
+TABLE = "table.csv"  # in the folder that keeps a scan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,7 @@ class Asked:
         )
 
     def require_sense(self) -> None:
-        """Raise OptionError if options contradict each other or one is missing."""
+        """Raise OptionError if options contradict each other, or one is missing or misspelt."""
         if (self.model_dir is None) != self.demo:
             raise OptionError(
                 saw="no MODEL_DIR" if not self.demo else f"{self.model_dir} and --demo",
@@ -70,3 +73,19 @@ class Asked:
                 needed="a folder to write into",
                 do="name another",
             )
+        self._require_statistics()
+
+    def _require_statistics(self) -> None:
+        if self.stats is None:
+            return
+        from headwise.heads.statistics.catalogue import STANDARD
+
+        known = [statistic.definition.name for statistic in STANDARD]
+        for name in self.stats:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                raise OptionError(
+                    saw=f"--stats {name!r}",
+                    needed=f"of {', '.join(known)}",
+                    do=f"--stats {near[0]}" if near else "choose from these",
+                )

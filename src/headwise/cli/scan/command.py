@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from headwise.pages.scan import ScanReport
 
 PAGE = Path("headwise-scan/index.html")
+INTERRUPTED = 130  # the exit status of what Ctrl-C ended: 128 and the number of the signal
 
 
 ModelDir = Annotated[
@@ -104,11 +105,13 @@ def scan(
 def _scan(asked: Asked, *, as_json: bool) -> None:
     import time
 
-    from headwise.cli.ending import end
+    from headwise.cli.ending import aside, end
 
     start = time.perf_counter()
     report = report_of(asked)
-    from headwise.cli.scan.heads import show
+    from rich.console import Console
+
+    from headwise.cli.scan.heads import show, show_kept
     from headwise.pages.scan import save
 
     end(
@@ -117,21 +120,38 @@ def _scan(asked: Asked, *, as_json: bool) -> None:
         show=lambda terminal: show(report, terminal),
         as_json=report.as_json if as_json else None,
     )
+    if asked.out is not None:
+        show_kept(asked.out, aside() if as_json else Console(highlight=False))
 
 
 def report_of(asked: Asked) -> ScanReport:
-    """Do the scan; the estimate and how far it is are told beside standard output."""
+    """Do the scan; the estimate and how far it is are told beside standard output.
+
+    Raises:
+        typer.Exit: with status 130, after a line on what is kept, if the user interrupts.
+    """
     from headwise.cli.ending import aside
     from headwise.cli.progress import on_a_bar
 
     console = aside()
-    with on_a_bar(console, "loading the model"):
-        from headwise.cli.scan.work import prepare
+    left = "Interrupted before anything was read."
+    try:
+        with on_a_bar(console, "loading the model"):
+            from headwise.cli.scan.work import prepare
 
-        work = prepare(asked)
-    console.print(f"{work.what}: {work.estimate}, by estimate.", markup=False)
-    with on_a_bar(console, "reading") as progress:
-        return work.run(progress)
+            work = prepare(asked)
+        console.print(f"{work.what}: {work.estimate}, by estimate.", markup=False)
+        if said := work.begins_with:
+            console.print(said, markup=False)
+        with on_a_bar(console, "reading") as progress:
+            try:
+                return work.run(progress)
+            except KeyboardInterrupt:
+                left = work.when_interrupted
+                raise
+    except KeyboardInterrupt:
+        console.print(left, markup=False)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _split(given: list[str] | None) -> tuple[str, ...] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich import box
 from rich.columns import Columns
 from rich.console import Console, RenderableType
@@ -9,9 +11,11 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from headwise.cli.scan.asked import TABLE
 from headwise.pages.pictures import css, ink
-from headwise.pages.scan import ScanReport
-from headwise.pages.telling import Shown, most_telling, standing_out
+from headwise.pages.scan import MAP, ScanReport
+from headwise.pages.telling import RULE, Shown, most_telling, standing_out
+from headwise.scanning.corpus import PARTS, SCAN
 
 MOST_ROWS = 48  # layers of one picture
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -33,10 +37,39 @@ def show(report: ScanReport, console: Console) -> None:
         )
         drawn: list[RenderableType] = [picture(one, console.width) for one in pictures]
         console.print(Columns(drawn, padding=(0, GAP)))
+    if rest := _on_the_page_alone(report, len(pictures)):
+        _say(console, rest)
     if table := _stand_out(report):
         console.print(table)
+    elif report.num_heads > 1:
+        _say(console, f"No head stands out. {RULE}")
     for reason, names in report.missing.items():
         _say(console, f"Not measured: {', '.join(names)} ({reason}).", "dim")
+
+
+def show_kept(folder: Path, console: Console) -> None:
+    """Where the scan is kept, and in which files."""
+    files = f"{SCAN}, {TABLE} and {PARTS}, with a file for each text"
+    console.print(
+        f"The scan is kept in {files}:",
+        str(folder.absolute()),
+        sep="\n",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _on_the_page_alone(report: ScanReport, pictures: int) -> str:
+    """What the terminal leaves out."""
+    rest = len(report.scan.scalars) - pictures
+    maps = MAP in report.scan.measured
+    left_out = [f"{rest} more number{'s' if rest > 1 else ''} of each head"] if rest else []
+    left_out += ["a map of every head"] if maps else []
+    if not left_out:
+        return ""
+    verb = "is" if len(left_out) == 1 and (maps or rest == 1) else "are"
+    chosen = f"{pictures} of {len(report.scan.scalars)} numbers are drawn here. " if rest else ""
+    return f"{chosen}On the page {verb} {' and '.join(left_out)}."
 
 
 def picture(one: Shown, width: int) -> Text:

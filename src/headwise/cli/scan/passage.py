@@ -103,7 +103,7 @@ def stored_tokens(subject: Subject, file: Path, length: int | None) -> Passage:
     whole = [] if words == [""] else [int(word) for word in words]
     if len(whole) < 2:
         raise OptionError(
-            saw=f"{file}, with {len(whole)} tokens",
+            saw=f"{file}, with {len(whole)} token{'' if len(whole) == 1 else 's'}",
             needed="two tokens or more: a token alone can only look at itself",
             do="write more token ids into the file",
         )

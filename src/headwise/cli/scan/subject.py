@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
+from headwise.pages.telling import visible
 
 MOST_NAMES = 6  # of special tokens: some models have hundreds
 
@@ -59,8 +60,8 @@ class Subject:
     @property
     def chosen(self) -> str:
         """Which tokens count as separators and as special, in a sentence."""
-        separators = ", ".join(_visible(name) for name in self.separators)
-        specials = ", ".join(_visible(self.name(token)) for token in self.specials[:MOST_NAMES])
+        separators = ", ".join(_quoted(name) for name in self.separators)
+        specials = ", ".join(_quoted(self.name(token)) for token in self.specials[:MOST_NAMES])
         if len(self.specials) > MOST_NAMES:
             specials += f" and {len(self.specials) - MOST_NAMES} more"
         said = [f"Separators: {separators}."] if separators else []
@@ -146,8 +147,8 @@ def of_tiny() -> Subject:
     )
 
 
-def _visible(name: str) -> str:
-    shown = name.encode("unicode_escape").decode() if name.isascii() else name
+def _quoted(name: str) -> str:
+    shown = visible(name)
     return f"“{shown}”" if len(shown) < 3 else shown
 
 

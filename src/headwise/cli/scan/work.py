@@ -12,15 +12,16 @@ from importlib import metadata
 import torch
 
 from headwise.cli.scan import passage
-from headwise.cli.scan.asked import Asked
+from headwise.cli.scan.asked import TABLE, Asked
 from headwise.cli.scan.passage import Passage
 from headwise.cli.scan.subject import Subject, of_folder, of_tiny
 from headwise.errors import HeadwiseError, OptionError
 from headwise.heads.statistics import catalogue
 from headwise.heads.statistics.statistic import Statistic
 from headwise.pages.scan import ScanReport
+from headwise.pages.telling import visible
 from headwise.scanning import machine
-from headwise.scanning.corpus import scan_corpus
+from headwise.scanning.corpus import PARTS, SUFFIX, scan_corpus
 from headwise.scanning.estimate import Estimate, calls_of, estimate, require_memory
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan import scan
@@ -43,16 +44,44 @@ class Work:
     @property
     def what(self) -> str:
         """Which model reads what, in a line."""
-        return f"{self.subject.title} reads {self._read()}"
+        return visible(f"{self.subject.title} reads {self._read()}")
+
+    @property
+    def kept(self) -> int:
+        """How many of the texts are in the folder already; 0 without a folder."""
+        if self.asked.out is None:
+            return 0
+        return len(list((self.asked.out / PARTS).glob(f"[0-9]*-*{SUFFIX}")))
+
+    @property
+    def begins_with(self) -> str:
+        """What is in the folder already, in a line; nothing where nothing is."""
+        texts = _texts(len(self.passages))
+        if not self.kept:
+            return ""
+        if self.kept >= len(self.passages):
+            done = "The text is" if len(self.passages) == 1 else f"All {texts} are"
+            return f"{done} in {self.asked.out} already; nothing is read again."
+        return f"{self.kept} of {texts} are in {self.asked.out} already."
+
+    @property
+    def when_interrupted(self) -> str:
+        """What is left of a run that was stopped, in a line."""
+        if self.asked.out is None:
+            return "Interrupted; nothing is kept without --out."
+        return (
+            f"Interrupted; {self.kept} of {_texts(len(self.passages))} are kept in "
+            f"{self.asked.out}; the same command goes on from there."
+        )
 
     def run(self, progress: Progress) -> ScanReport:
         """Scan, keep the scan where that was asked for, and report."""
         found = self._kept(progress) if self.asked.out else self._scanned(progress)
         return ScanReport(
             scan=found,
-            title=self.subject.title,
+            title=visible(self.subject.title),
             about=self.subject.about,
-            read=self._read(),
+            read=visible(self._read()),
             chosen=self.subject.chosen,
             notes=self.subject.notes,
             name_of=self.subject.name_of,
@@ -72,14 +101,15 @@ class Work:
             self.asked.out,
             made_with={
                 "weights": self.subject.model.state_dict(),
-                "statistics": names,
-                "layers": self.asked.layer_patterns,
+                "statistics (--stats)": names,
+                "layers (--layers)": self.asked.layer_patterns,
+                "length (--length)": self.asked.length,
                 "separators": sorted(self.subject.separators.values()),
                 "specials": sorted(self.subject.specials),
             },
             progress=steps.document,
         )
-        write_whole(self.asked.out / "table.csv", _csv(found))
+        write_whole(self.asked.out / TABLE, _csv(found))
         return found
 
     def _scan_one(self, ids: torch.Tensor, steps: _Steps) -> HeadScan:
@@ -207,6 +237,10 @@ def _refusing(subject: Subject, count: int) -> Iterator[None]:
             needed="a model that reads tokens and nothing else",
             do="call headwise.scan(model, inputs) from Python with what it reads",
         ) from error
+
+
+def _texts(count: int) -> str:
+    return f"{count:,} text" + ("" if count == 1 else "s")
 
 
 def _csv(found: HeadScan) -> str:

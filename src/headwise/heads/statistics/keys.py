@@ -13,7 +13,7 @@ from headwise.heads.statistics.statistic import Definition, RowMean, Statistic, 
 from headwise.heads.statistics.tile import WeightTile
 
 RANKS = 8  # how many keys are kept
-NO_SHARE = -1.0  # the share of a rank that no key has
+NOTHING = -1.0  # the weight of a rank that no key has
 
 
 class FirstToken(RowMean):
@@ -59,18 +59,20 @@ class SinkShare(RowMean):
 
 
 class MostReceived(Statistic):
-    """The keys that receive most from the queries that may see them."""
+    """The keys that receive most from all queries together."""
 
+    # A sum, not a mean over the queries that see the key: under a causal mask the last key is seen
+    # by one query alone, and any weight of that one would be the largest mean.
     definition = Definition(
         name="most_received",
-        formula="α[k] = Σᵢ A[i, k] / the number of queries i that may attend to key k; the 8 "
-        "largest of all keys of all sequences. Fields: k, counted from the first key that is no "
-        "padding; its token, −1 where it is not known; α[k]",
-        unit="share of the weight, 0 to 1",
+        formula="α[k] = Σᵢ A[i, k] over all queries i of the sequence; the 8 largest of all keys "
+        "of all sequences. Fields: k, counted from the first key that is no padding; its token, "
+        "−1 where it is not known; α[k]",
+        unit="queries that give all of their weight, from 0 to the number of queries",
         excluded="padded queries and keys, and keys that no query may attend to; a key that few "
-        "queries see is a mean over these few",
-        source="importance score of a key: Gu et al. 2024, arXiv:2410.10781, equation of "
-        "section 3; Xiao et al. 2023, arXiv:2309.17453",
+        "queries see receives at most 1 from each of them",
+        source="accumulated attention of a key: Zhang et al. 2023, arXiv:2306.14048; over the "
+        "number of queries that see it: Gu et al. 2024, arXiv:2410.10781, section 3",
         axes=("rank", "field"),
     )
 
@@ -85,15 +87,15 @@ class MostReceived(Statistic):
         gathered[tile.batches, tile.heads, tile.columns] += tile.by_cell[1].double().sum(2)
 
     def finish(self, gathered: Tensor, observation: Observation) -> Summary:
-        """The largest shares of this call."""
+        """The largest sums of this call."""
         known = observation.sequences
-        share = (gathered / observation.seen_by).masked_fill(observation.seen_by == 0, NO_SHARE)
-        share = share.masked_fill(~known.real_keys[:, None], NO_SHARE)
-        batch, heads, keys = share.shape
-        index = torch.arange(keys, device=share.device) - observation.first_key[:, None]
+        received = gathered.masked_fill(observation.seen_by == 0, NOTHING)
+        received = received.masked_fill(~known.real_keys[:, None], NOTHING)
+        batch, heads, keys = received.shape
+        index = torch.arange(keys, device=received.device) - observation.first_key[:, None]
         token = torch.full_like(index, -1) if known.tokens is None else known.tokens
         return _largest(
-            share.transpose(0, 1).reshape(heads, batch * keys).cpu(),
+            received.transpose(0, 1).reshape(heads, batch * keys).cpu(),
             index.reshape(1, -1).expand(heads, -1).cpu(),
             token.long().reshape(1, -1).expand(heads, -1).cpu(),
         )
@@ -104,25 +106,25 @@ class MostReceived(Statistic):
         return _largest(*together)
 
     def result(self, summary: Summary) -> Tensor:
-        """(heads, rank, field): key, token, share; NaN where there are fewer keys."""
-        return fields(summary["share"], summary["key"], summary["token"])
+        """(heads, rank, field): key, token, what it receives; NaN where there are fewer keys."""
+        return fields(summary["received"], summary["key"], summary["token"])
 
 
-def _largest(share: Tensor, key: Tensor, token: Tensor) -> Summary:
-    """The first by share; of equal ones the earlier key, then the smaller token."""
-    parts = {"share": share, "key": key, "token": token}
-    for name, descending in (("token", False), ("key", False), ("share", True)):
+def _largest(received: Tensor, key: Tensor, token: Tensor) -> Summary:
+    """The first by weight; of equal ones the earlier key, then the smaller token."""
+    parts = {"received": received, "key": key, "token": token}
+    for name, descending in (("token", False), ("key", False), ("received", True)):
         order = parts[name].argsort(dim=1, stable=True, descending=descending)
         parts = {name: part.gather(1, order) for name, part in parts.items()}
-    short = max(0, RANKS - share.shape[1])
-    nothing = {"share": NO_SHARE, "key": -1, "token": -1}
+    short = max(0, RANKS - received.shape[1])
+    nothing = {"received": NOTHING, "key": -1, "token": -1}
     return {
         name: torch.nn.functional.pad(part[:, :RANKS], (0, short), value=nothing[name])
         for name, part in parts.items()
     }
 
 
-def fields(share: Tensor, key: Tensor, token: Tensor) -> Tensor:
-    """(..., rank, field) of key, token and share; NaN where the share is none."""
-    found = torch.stack([key.double(), token.double(), share], -1)
-    return found.masked_fill((share < 0)[..., None], torch.nan)
+def fields(weight: Tensor, key: Tensor, token: Tensor) -> Tensor:
+    """(..., rank, field) of key, token and weight; NaN where there is no such key."""
+    found = torch.stack([key.double(), token.double(), weight], -1)
+    return found.masked_fill((weight < 0)[..., None], torch.nan)

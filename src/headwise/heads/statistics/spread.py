@@ -34,7 +34,7 @@ class RelativeEntropy(RowMean):
         name="relative_entropy",
         formula="mean over queries i of H[i] / ln n[i], for the n[i] keys that i may attend to; "
         "a sink counts as one of them",
-        unit="share of even weight, 0 to 1",
+        unit="share of the entropy of even weights, 0 to 1",
         excluded="padded queries, and those with one key or none, which have no choice",
         source="Zhai et al. 2023, arXiv:2303.06296, whose entropy is divided by its largest value",
     )

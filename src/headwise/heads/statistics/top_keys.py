@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.heads.statistics.keys import NO_SHARE, RANKS, fields
+from headwise.heads.statistics.keys import NOTHING, RANKS, fields
 from headwise.heads.statistics.observation import Observation
 from headwise.heads.statistics.statistic import Definition, Statistic, Summary
 from headwise.heads.statistics.tile import WeightTile
@@ -57,7 +57,7 @@ class TopKeys(Statistic):
                 for query in self.queries
             ],
             found={
-                "share": torch.full(size, NO_SHARE, dtype=torch.float64),
+                "share": torch.full(size, NOTHING, dtype=torch.float64),
                 "key": torch.full(size, -1),
                 "token": torch.full(size, -1),
                 "seen": torch.full(size[:1], float(some), dtype=torch.float64),
@@ -94,7 +94,7 @@ def _keep(chosen: _Chosen, tile: WeightTile, *, nth: int, row: int) -> None:
     share, place = share[:, :RANKS].cpu(), place[:, :RANKS].cpu() + tile.columns.start
     some, at = share > 0, (tile.heads, nth, slice(0, share.shape[1]))
     first = int(tile.observation.first_key[chosen.sequence])
-    found["share"][at] = share.double().masked_fill(~some, NO_SHARE)
+    found["share"][at] = share.double().masked_fill(~some, NOTHING)
     found["key"][at] = (place - first).masked_fill(~some, -1)
     if known.tokens is not None:
         tokens = known.tokens[chosen.sequence].long().cpu()[place]

@@ -1,0 +1,123 @@
+"""``headwise scan --out``: what is kept, what goes on after an interruption, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise.cli.scan import work
+from headwise.scanning.head_scan import HeadScan
+from tests.cli.scan_command import invoke, refused, run
+from tests.huggingface.stored import TEXT, bert, stored
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stored(tmp_path_factory.mktemp("models") / "small-bert", bert())
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "cats.txt"
+    path.write_text(TEXT, "utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    words = TEXT.split()
+    for n in range(3):
+        (folder / f"{n}.txt").write_text(" ".join(words[n : n + 9]), "utf-8")
+    return folder
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_an_interrupted_corpus_goes_on(
+    model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = run(model, "--text", texts, "--out", "whole", "--json")
+    assert json.loads(whole)["read"]["sequences"] == 3
+    real, seen = work.scan, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> HeadScan:
+        seen.append(kwargs["progress"])
+        if len(seen) == 4:  # the trial, the first two texts, the third
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(work, "scan", interrupted)
+    stopped = invoke(model, "--text", texts, "--out", "again")
+    assert stopped.exit_code == 130
+    assert stopped.stderr.splitlines()[-1] == (
+        "Interrupted; 2 of 3 texts are kept in again; the same command goes on from there."
+    )
+    assert stopped.stdout == ""
+    assert len(everything_in(Path("again"))) == 2
+    seen.clear()
+    monkeypatch.setattr(work, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
+    again, err = run(model, "--text", texts, "--out", "again", "--json")
+    assert len(seen) == 2  # the trial, and the third text
+    assert "2 of 3 texts are in again already." in err
+    assert everything_in(Path("again")) == everything_in(Path("whole"))
+    assert json.loads(again)["heads"] == json.loads(whole)["heads"]
+    _, err = run(model, "--text", texts, "--out", "again", "--json")
+    assert "All 3 texts are in again already; nothing is read again." in err
+    assert len(seen) == 3  # the trial
+
+
+@pytest.mark.parametrize(
+    ("stage", "line"),
+    [
+        ("prepare", "Interrupted before anything was read."),
+        ("run", "Interrupted; nothing is kept without --out."),
+    ],
+)
+def test_an_interruption_is_a_line_and_a_status(
+    model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, stage: str, line: str
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work if stage == "prepare" else work.Work, stage, interrupted)
+    stopped = invoke(model, "--text", text)
+    assert stopped.exit_code == 130
+    assert stopped.stderr.splitlines()[-1] == line
+    assert not Path("headwise-scan/index.html").exists()
+
+
+def test_a_corpus_needs_a_folder(model: Path, texts: Path, text: Path) -> None:
+    assert refused(model, "--text", texts).saw == "several texts, and no --out"
+    assert refused(model, "--text", text, "--text", text).saw == "several texts, and no --out"
+
+
+def test_a_folder_of_another_scan(model: Path, text: Path) -> None:
+    run(model, "--text", text, "--out", "kept", "--page", "p.html")
+    before = everything_in(Path("kept"))
+    error = refused(model, "--text", text, "--out", "kept", "--length", 7)
+    assert error.saw.endswith("made with other length (--length)")
+    error = refused(model, "--text", text, "--out", "kept", "--stats", "entropy")
+    assert error.saw.endswith("made with other statistics (--stats)")
+    whole = text.read_text("utf-8")
+    text.write_text(whole.replace("cat", "dog"), "utf-8")
+    assert "other content of 'cats.txt'" in refused(model, "--text", text, "--out", "kept").saw
+    text.write_text(whole, "utf-8")
+    assert everything_in(Path("kept")) == before
+    run(model, "--text", text, "--out", "kept", "--page", "p.html")  # the same again
+    assert everything_in(Path("kept")) == before
