@@ -49,7 +49,9 @@ def pack(
         for tensor in pattern.tensors
     ]
     if pattern.fused is None:
-        return parts[0].clone(memory_format=torch.contiguous_format)
+        [tensor] = pattern.tensors
+        is_own = not _shares(parts[0], canonical[tensor])
+        return parts[0] if is_own else parts[0].clone(memory_format=torch.contiguous_format)
     axis, at = pattern.axes[pattern.fused], pattern.fused
     require_one_dtype({tensor: canonical[tensor].dtype for tensor in pattern.tensors})
     opened = [
@@ -111,6 +113,10 @@ def _to_canonical(
     opened = part.reshape([sizes[name] for name in names])
     order = [names.index(name) for group in groups for name in group]
     return opened.permute(order).reshape([product(group, sizes) for group in groups])
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _from_canonical(

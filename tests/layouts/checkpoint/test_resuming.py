@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -237,10 +238,12 @@ def test_a_step_is_noted_only_after_its_bytes_are_on_the_disk(
         def __init__(self, _count: int) -> None:
             pass
 
-        def submit(self, work: Any, *given: Any) -> Any:
-            work(*given)
+        def submit(self, work: Any, *given: Any) -> Future[Any]:
+            done: Future[Any] = Future()
+            done.set_result(work(*given))
+            return done
 
-        def shutdown(self) -> None:
+        def shutdown(self, **_: Any) -> None:
             pass
 
     monkeypatch.setattr(os, "pwrite", write)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -39,13 +40,13 @@ class Stream:
         sizes = [self._size(step) for step in steps]
         total, done, unsure = sum(sizes), 0, 0
         waiting: list[int] = []
-        with ExitStack() as stack:
-            sure = stack.enter_context(_Sure(self._working))
+        # The files are closed last: until then the copies read from them.
+        with ExitStack() as stack, _Sure(self._working) as sure:
             for number, (step, size) in enumerate(zip(steps, sizes, strict=True)):
                 for later in steps[number + 1 : number + 2]:
                     self._fetch(later, stack)
                 if number not in self._working.done:
-                    self._step(step, stack)
+                    self._step(step, stack, sure)
                     waiting, unsure = [*waiting, number], unsure + size
                 if unsure >= EVERY:
                     sure.of(waiting)
@@ -55,13 +56,15 @@ class Stream:
             progress("waiting for the disk", total, total)
             sure.of(waiting)
 
-    def _step(self, step: Step, stack: ExitStack) -> None:
-        if step.is_copy and self._copied(step, stack):
+    def _step(self, step: Step, stack: ExitStack, sure: _Sure) -> None:
+        stored = self._source.headers[step.inputs[0]]
+        if step.is_copy and stored.offset is not None:
+            # From file to file, where the tensor lies in one as it is.
+            sure.copy(partial(self._copy, step, self._handle(stored.file, stack)))
             return
         made = convert.run(step, {name: self._source[name] for name in step.inputs})
         for name, tensor in made.items():
-            dtype = self._source.headers[step.inputs[0]].dtype
-            assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), dtype)
+            assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), stored.dtype)
             file, offset = self._made.place(name)
             moving_bytes.write(self._working.handle(file.name), tensor, offset)
 
@@ -78,22 +81,19 @@ class Stream:
             stack.callback(os.close, self._handles[file])
         return self._handles[file]
 
-    def _copied(self, step: Step, stack: ExitStack) -> bool:
-        """Copy from file to file where the tensor lies in one as it is."""
+    def _copy(self, step: Step, handle: int) -> None:
         [given], [name] = step.inputs, step.outputs
         stored = self._source.headers[given]
-        if stored.offset is None:
-            return False
+        assert stored.offset is not None
         file, offset = self._made.place(name)
         moving_bytes.copy(
-            self._handle(stored.file, stack),
+            handle,
             stored.offset,
             self._working.handle(file.name),
             offset,
             stored.nbytes,
             path=stored.file,
         )
-        return True
 
     def _size(self, step: Step) -> int:
         return sum(self._source.headers[name].nbytes for name in step.inputs)
@@ -103,18 +103,29 @@ class Stream:
 
 
 class _Sure:
-    """Makes sure of what is written while the next steps are at work."""
+    """Copies, and makes sure of what is written, while the next steps are at work."""
 
     def __init__(self, working: Working) -> None:
         self._working = working
-        self._pool = ThreadPoolExecutor(1)
+        self._copier, self._flusher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._copies: list[Future[None]] = []
         self._pending: Future[None] | None = None
 
+    def copy(self, work: Callable[[], None]) -> None:
+        """Ask for a copy, which the kernel makes by itself."""
+        self._copies.append(self._copier.submit(work))
+
     def of(self, steps: list[int]) -> None:
-        """Wait for what was asked before, and ask for these."""
+        """Wait for what was asked before, and ask for these, with the copies among them."""
         if self._pending is not None:
             self._pending.result()
-        self._pending = self._pool.submit(self._working.flush, steps)
+        copies, self._copies = self._copies, []
+        self._pending = self._flusher.submit(self._flush, steps, copies)
+
+    def _flush(self, steps: list[int], copies: list[Future[None]]) -> None:
+        for copy in copies:
+            copy.result()
+        self._working.flush(steps)
 
     def __enter__(self) -> _Sure:
         return self
@@ -125,6 +136,7 @@ class _Sure:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pool.shutdown()
+        self._copier.shutdown(cancel_futures=kind is not None)
+        self._flusher.shutdown(cancel_futures=kind is not None)
         if kind is None and self._pending is not None:
             self._pending.result()

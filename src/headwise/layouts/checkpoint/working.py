@@ -66,6 +66,7 @@ class Working:
         """See that all that was written is on the disk, and note that these steps are done."""
         for handle in self._handles.values():
             os.fsync(handle)
+            _forget(handle)
         self._journal.add(steps)
 
     def finish(self, *, is_folder: bool) -> None:
@@ -151,6 +152,12 @@ def _taken(folder: Path) -> int:
     if not folder.is_dir():
         return 0
     return sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+
+
+def _forget(handle: int) -> None:
+    """Nobody reads it soon: memory is left to those who need it."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _sync(path: Path) -> None:
