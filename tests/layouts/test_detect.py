@@ -138,3 +138,14 @@ def test_a_reference_with_another_last_head_refutes() -> None:
     decided = by_values(found, file, detect(other, said="headwise", heads=12), other)
     assert not decided.candidates
     assert decided.refuted["gpt2"] == "h.1.attn.: wv are not the reference's"
+
+
+def test_the_share_that_turns_is_found_by_values() -> None:
+    of = layout("gptj")
+    file, canonical = file_of(of)  # of which ROTARY_WIDTH of 10 channels turn
+    plain = [{n: x for n, x in one.items() if not n.startswith("b")} for one in canonical]
+    other = stored(layout("llama"), plain)
+    found = detect(file, heads=12)
+    decided = by_values(found, file, detect(other, said="llama", heads=12, kv_heads=12), other)
+    (one,) = [one for group in decided.candidates for one in group if one.layout.name == "gptj"]
+    assert one.sizes["rotary_width"] == ROTARY_WIDTH

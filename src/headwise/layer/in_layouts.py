@@ -25,8 +25,10 @@ def canonical_of(
 ) -> State:
     """The canonical tensors, once more in pairs where the layer's rotation wants neighbours."""
     rotary, given = options.get("rotary"), {k: n for k, n in known.items() if n is not None}
-    if rotary is not None and rotary.width is not None:
-        given["rotary_width"] = rotary.width
+    if rotary is not None:
+        source.require_whole(state)
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        given["rotary_width"] = rotary.width or source.sizes(shapes, given)["head_dim"]
     return source.unpack(state, **given)
 
 

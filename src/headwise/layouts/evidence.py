@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -19,7 +20,8 @@ def by_values(
 ) -> Detection:
     """The candidates whose canonical tensors are the reference's, all rows of all modules.
 
-    The first head is often the same in several layouts; the others are not.
+    The first head is often the same in several layouts; the others are not. Where heads turn in
+    part, and nobody said how much of them, every even number is tried.
 
     Args:
         detection: of the checkpoint in question.
@@ -29,15 +31,27 @@ def by_values(
         other: its tensors.
     """
     kept, refuted = [], dict(detection.refuted)
-    known = [group[0] for group in reference.candidates]
+    known = [one for group in reference.candidates for one in _in_widths(group[0])]
     for group in detection.candidates:
-        reasons = [_disagreement(group[0], state, one, other) for one in known]
-        if any(reason is None for reason in reasons):
-            kept.append(group)
+        read = _in_widths(group[0])
+        reasons = [_disagreement(one, state, two, other) for one in read for two in known]
+        if None in reasons:
+            found = read[reasons.index(None) // len(known)]
+            kept.append((found, *group[1:]))
         else:
             why = reasons[0] if reasons else "the reference has no attention that is known"
             refuted |= {one.layout.name: str(why) for one in group}
     return decided(kept, refuted)
+
+
+def _in_widths(one: Candidate) -> list[Candidate]:
+    """A candidate with every rotary_width that it may have; all of the head comes first."""
+    function, head_dim = one.layout.function, one.sizes["head_dim"]
+    is_open = function.rotary == "interleaved" and function.rotary_width is None
+    if not is_open or "rotary_width" in one.sizes:
+        return [one]
+    widths = range(head_dim - head_dim % 2, 0, -2)
+    return [replace(one, sizes={**one.sizes, "rotary_width": width}) for width in widths]
 
 
 def _disagreement(
