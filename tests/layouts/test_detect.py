@@ -7,7 +7,7 @@ import torch
 
 from headwise.errors import HeadwiseError, OptionError
 from headwise.layouts.canonical import State
-from headwise.layouts.detect import Detection, detect
+from headwise.layouts.detect import Candidate, Detection, detect, heads_of
 from headwise.layouts.evidence import by_values
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout, layouts
@@ -42,6 +42,11 @@ def names_of(found: Detection) -> list[set[str]]:
     return [{one.layout.name for one in group} for group in found.candidates]
 
 
+def candidate(name: str, found: Detection) -> Candidate:
+    (one,) = [one for group in found.candidates for one in group if one.layout.name == name]
+    return one
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("is_counted", [True, False], ids=["counts", "no-counts"])
 def test_right_or_undecidable(name: str, is_counted: bool) -> None:
@@ -70,7 +75,7 @@ def test_a_reference_leaves_what_reads_the_same(name: str) -> None:
     for group in decided.candidates:
         for one in group:
             for number, state in enumerate(canonical):
-                reading = one.reading(number)
+                reading = one.reading(one.fits[0], module=number)
                 read = reading.read({key: file[key] for key in reading.names})
                 assert not differing(read, state)
 
@@ -147,5 +152,25 @@ def test_the_share_that_turns_is_found_by_values() -> None:
     other = stored(layout("llama"), plain)
     found = detect(file, heads=12)
     decided = by_values(found, file, detect(other, said="llama", heads=12, kv_heads=12), other)
-    (one,) = [one for group in decided.candidates for one in group if one.layout.name == "gptj"]
-    assert one.sizes["rotary_width"] == ROTARY_WIDTH
+    assert candidate("gptj", decided).fits[0]["rotary_width"] == ROTARY_WIDTH
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [("neox", 12), ("falcon-40b", 3), ("gpt2", 12)])
+def test_values_decide_where_nobody_said_how_many_heads(name: str, kv_heads: int) -> None:
+    """Other numbers fit the shapes as well, and come first."""
+    of = layout(name)
+    file, canonical = file_of(of)
+    other = stored(layout("headwise"), canonical)
+    found = detect(file)
+    assert len(candidate(name, found).fits) > 1
+    reference = detect(other, said="headwise", heads=12, kv_heads=kv_heads)
+    decided = by_values(found, file, reference, other)
+    assert [heads_of(fit) for fit in candidate(name, decided).fits] == [(12, kv_heads)]
+
+
+def test_layouts_that_are_the_same_for_some_heads_stay_apart() -> None:
+    """Grouped rows read as [query, key, value] of each head: so they are, with a kv head each."""
+    file, _ = file_of(layout("falcon-40b"))
+    mine = {"megatron", "neox-gqa", "falcon-40b"}
+    for group in names_of(detect(file, heads=12)):
+        assert not (group & mine and group & {"falcon-7b", "falcon-rw", "bloom"})

@@ -7,14 +7,14 @@ never a guess: names and shapes of two layouts often coincide, and so do the fir
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.layout import Layout
 from headwise.layouts.places import Module, modules_of
 from headwise.layouts.plan import Header, strays
 from headwise.layouts.registry import layouts
-from headwise.layouts.sameness import Reading, is_same, is_same_map
+from headwise.layouts.sameness import Reading, is_same_map
 from headwise.layouts.sizes import Sizes
 
 NAMED = 3  # tensors, as an example
@@ -28,18 +28,32 @@ class Candidate:
     Attributes:
         layout: which.
         modules: of attention, in the file's order.
-        sizes: of the first module; with any heads that fit where nobody said how many.
+        fits: the sizes of the first module; several where nobody said how many heads there are.
         reasons: for it, in words.
     """
 
     layout: Layout
     modules: tuple[Module, ...]
-    sizes: Sizes
+    fits: tuple[Sizes, ...]
     reasons: tuple[str, ...]
 
-    def reading(self, module: int = 0) -> Reading:
-        """How one of the modules is read."""
-        return Reading(self.layout, self.modules[module].tensors, self.sizes)
+    def narrowed(self, sizes: Sizes) -> Candidate:
+        """The same, once it is known which sizes it has: those of a layout of the same map."""
+        width = {name: n for name, n in sizes.items() if name == "rotary_width"}
+        fitting = (fit | width for fit in self.fits if heads_of(fit) == heads_of(sizes))
+        return replace(self, fits=tuple(fitting))
+
+    def reading(self, sizes: Sizes, *, module: int = 0) -> Reading:
+        """How one of the modules is read, if it has these sizes."""
+        return Reading(self.layout, self.modules[module].tensors, sizes)
+
+    def is_same_map(self, other: Candidate) -> bool:
+        """Whether both give the same matrices, whatever the number of heads turns out to be."""
+        mine, theirs = ({heads_of(fit): fit for fit in one.fits} for one in (self, other))
+        return mine.keys() == theirs.keys() and all(
+            is_same_map(self.reading(fit), other.reading(theirs[heads]))
+            for heads, fit in mine.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -106,8 +120,8 @@ def decided(kept: Iterable[tuple[Candidate, ...]], refuted: Mapping[str, str]) -
     groups: list[tuple[Candidate, ...]] = []
     for group in kept:
         for number, other in enumerate(groups):
-            one, two = other[0].reading(), group[0].reading()
-            if not one.layout.function.conflicts(two.layout.function) and is_same_map(one, two):
+            one, two = other[0], group[0]
+            if not one.layout.function.conflicts(two.layout.function) and one.is_same_map(two):
                 groups[number] = (*other, *group)
                 break
         else:
@@ -121,9 +135,9 @@ def _candidates(headers: Mapping[str, Header], known: Mapping[str, int]) -> list
         modules = modules_of(layout, headers)
         if not modules or any(_is_other(module, layout) for module in modules):
             continue
-        sizes = _sizes(layout, modules[0], headers, known)
-        if sizes is not None:
-            found.append(Candidate(layout, tuple(modules), sizes, _reasons(modules, sizes, known)))
+        fits = tuple(_fits(layout, modules[0], headers, known))
+        if fits:
+            found.append(Candidate(layout, tuple(modules), fits, _reasons(modules, fits)))
     return found
 
 
@@ -136,37 +150,47 @@ def _is_other(module: Module, layout: Layout) -> bool:
     return bool(strays(module, layout))
 
 
-def _sizes(
+def _fits(
     layout: Layout, module: Module, headers: Mapping[str, Header], known: Mapping[str, int]
-) -> Sizes | None:
-    """The sizes of a module; with the first heads that fit where they are not known."""
+) -> Iterator[Sizes]:
+    """The sizes that a module may have: where not enough is known, with every number of heads."""
     shapes = {local: tuple(headers[name].shape) for name, local in module.tensors.items()}
-    for counts in _counts(known):
-        try:
-            return layout.sizes(shapes, counts)
-        except (OptionError, ShapeError):
-            continue
-    return None
-
-
-def _counts(known: Mapping[str, int]) -> Iterator[Mapping[str, int]]:
-    """What is known, and where that is not enough, every number of heads and of kv_heads."""
-    yield known
+    own = {name for pattern in layout.patterns.values() for name in pattern.names()}
+    if (sizes := _solved(layout, shapes, known)) is not None:
+        yield sizes
+        return
     for heads in [known["heads"]] if "heads" in known else range(2, MOST_HEADS + 1):
-        with_heads = {**known, "heads": heads}
-        yield with_heads
-        if "kv_heads" not in known:
-            divisors = (n for n in range(heads, 0, -1) if heads % n == 0)
-            yield from ({**with_heads, "kv_heads": kv_heads} for kv_heads in divisors)
+        counts = {**known, "heads": heads}
+        if (sizes := _solved(layout, shapes, counts)) is not None:
+            yield sizes
+        elif "kv_heads" in own and "kv_heads" not in known:
+            divisors = (n for n in range(1, heads + 1) if heads % n == 0)
+            tried = (_solved(layout, shapes, {**counts, "kv_heads": n}) for n in divisors)
+            yield from (sizes for sizes in tried if sizes is not None)
 
 
-def _reasons(modules: Iterable[Module], sizes: Sizes, known: Mapping[str, int]) -> tuple[str, ...]:
-    modules = list(modules)
+def _solved(
+    layout: Layout, shapes: Mapping[str, tuple[int, ...]], counts: Mapping[str, int]
+) -> Sizes | None:
+    try:
+        return layout.sizes(shapes, counts)
+    except (OptionError, ShapeError):
+        return None
+
+
+def heads_of(sizes: Sizes) -> tuple[int, int]:
+    """Query heads, and those of keys and values."""
+    heads = sizes["heads"]
+    return heads, sizes.get("kv_heads", heads)
+
+
+def _reasons(modules: Iterable[Module], fits: tuple[Sizes, ...]) -> tuple[str, ...]:
+    modules, sizes = list(modules), fits[0]
     shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
     fitting = ", ".join(f"{name} {sizes[name]}" for name in shown if name in sizes)
     names = ", ".join(list(modules[0].tensors)[:NAMED])
     more = " ..." if len(modules[0].tensors) > NAMED else ""
-    doubt = "" if "heads" in known else " (the heads are not known; other numbers fit too)"
+    doubt = f" (and {len(fits) - 1} more: the heads are not known)" if len(fits) > 1 else ""
     return (
         f"names: {len(modules)} modules with {names}{more}",
         f"shapes: they fit with {fitting}{doubt}",
@@ -178,7 +202,8 @@ def _grouped(found: Iterable[Candidate]) -> list[tuple[Candidate, ...]]:
     groups: list[list[Candidate]] = []
     for one in found:
         for group in groups:
-            if is_same(group[0].reading(), one.reading()):
+            first = group[0]
+            if first.layout.function.is_same(one.layout.function) and first.is_same_map(one):
                 group.append(one)
                 break
         else:

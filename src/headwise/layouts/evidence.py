@@ -8,8 +8,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from headwise.layouts.canonical import State
-from headwise.layouts.detect import Candidate, Detection, decided
+from headwise.layouts.detect import Candidate, Detection, decided, heads_of
 from headwise.layouts.sameness import differing
+from headwise.layouts.sizes import Sizes
 
 
 def by_values(
@@ -20,8 +21,8 @@ def by_values(
 ) -> Detection:
     """The candidates whose canonical tensors are the reference's, all rows of all modules.
 
-    The first head is often the same in several layouts; the others are not. Where heads turn in
-    part, and nobody said how much of them, every even number is tried.
+    The first head is often the same in several layouts; the others are not. Where nobody said how
+    many heads there are, or how much of them turns, every number that fits is tried.
 
     Args:
         detection: of the checkpoint in question.
@@ -31,27 +32,53 @@ def by_values(
         other: its tensors.
     """
     kept, refuted = [], dict(detection.refuted)
-    known = [one for group in reference.candidates for one in _in_widths(group[0])]
+    known = [one for group in reference.candidates for one in _one_by_one(group[0])]
     for group in detection.candidates:
-        read = _in_widths(group[0])
-        reasons = [_disagreement(one, state, two, other) for one in read for two in known]
-        if None in reasons:
-            found = read[reasons.index(None) // len(known)]
-            kept.append((found, *group[1:]))
+        found = _agreeing(_one_by_one(group[0]), state, known, other)
+        if isinstance(found, Candidate):
+            kept.append(tuple(one.narrowed(found.fits[0]) for one in group))
         else:
-            why = reasons[0] if reasons else "the reference has no attention that is known"
-            refuted |= {one.layout.name: str(why) for one in group}
+            refuted |= {one.layout.name: found for one in group}
     return decided(kept, refuted)
 
 
-def _in_widths(one: Candidate) -> list[Candidate]:
-    """A candidate with every rotary_width that it may have; all of the head comes first."""
-    function, head_dim = one.layout.function, one.sizes["head_dim"]
+def _agreeing(
+    read: list[Candidate],
+    state: Mapping[str, Tensor],
+    known: list[Candidate],
+    other: Mapping[str, Tensor],
+) -> Candidate | str:
+    """The first of the readings that one of the reference's agrees with; else why none does."""
+    if not known:
+        return "the reference has no attention that is known"
+    why = "no number of heads fits both it and the reference"
+    pairs = [(one, two) for one in read for two in known if _heads(one) == _heads(two)]
+    for number, (one, two) in enumerate(pairs):
+        found = _disagreement(one, state, two, other)
+        if found is None:
+            return one
+        why = why if number else found
+    return why
+
+
+def _heads(one: Candidate) -> tuple[int, int]:
+    return heads_of(one.fits[0])
+
+
+def _one_by_one(one: Candidate) -> list[Candidate]:
+    """A candidate for each of its sizes, and for every rotary_width that it may have."""
+    return [
+        replace(one, fits=(sizes | width,)) for sizes in one.fits for width in _widths(one, sizes)
+    ]
+
+
+def _widths(one: Candidate, sizes: Sizes) -> list[Sizes]:
+    """All of the head comes first."""
+    function, head_dim = one.layout.function, sizes["head_dim"]
     is_open = function.rotary == "interleaved" and function.rotary_width is None
-    if not is_open or "rotary_width" in one.sizes:
-        return [one]
-    widths = range(head_dim - head_dim % 2, 0, -2)
-    return [replace(one, sizes={**one.sizes, "rotary_width": width}) for width in widths]
+    if not is_open or "rotary_width" in sizes:
+        return [{}]
+    return [{"rotary_width": width} for width in range(head_dim - head_dim % 2, 0, -2)]
 
 
 def _disagreement(
@@ -68,5 +95,5 @@ def _disagreement(
 
 
 def _canonical(one: Candidate, number: int, state: Mapping[str, Tensor]) -> State:
-    reading = one.reading(number)
+    reading = one.reading(one.fits[0], module=number)
     return reading.read({name: state[name] for name in reading.names})

@@ -65,11 +65,6 @@ class Reading:
         return self.layout.unpack({self.names[name]: x for name, x in stored.items()}, **known)
 
 
-def is_same(one: Reading, other: Reading) -> bool:
-    """Whether two readings of the same tensors are the same map, and the same is said of them."""
-    return one.layout.function.is_same(other.layout.function) and is_same_map(one, other)
-
-
 def is_same_map(one: Reading, other: Reading) -> bool:
     """Whether two readings of the same tensors give the same matrices.
 

@@ -18,6 +18,8 @@ from headwise.errors import HeadwiseError, OptionError
 from headwise.layer.attention import Attention
 from headwise.layer.of_config import options_of
 from headwise.layouts.detect import Candidate, Detection, decided
+from headwise.layouts.layout import Layout
+from headwise.layouts.sizes import Sizes
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.reaching import reached
 from headwise.scanning.running import evaluating
@@ -64,10 +66,15 @@ def by_behaviour(
     seen = _seen(model, inputs)
     kept, refuted = [], dict(detection.refuted)
     for group in detection.candidates:
-        why = _disagreement(group[0], state, seen, config)
-        if why is None:
-            kept.append(group)
-        refuted |= {} if why is None else {one.layout.name: why for one in group}
+        reasons = {
+            number: _disagreement(group[0], sizes, state, seen, config)
+            for number, sizes in enumerate(group[0].fits)
+        }
+        found = [group[0].fits[number] for number, why in reasons.items() if why is None]
+        if found:
+            kept.append(tuple(one.narrowed(found[0]) for one in group))
+        else:
+            refuted |= {one.layout.name: str(reasons[0]) for one in group}
     return decided(kept, refuted)
 
 
@@ -122,7 +129,11 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _disagreement(
-    candidate: Candidate, state: Mapping[str, Tensor], seen: list[Seen], config: Mapping[str, Any]
+    candidate: Candidate,
+    sizes: Sizes,
+    state: Mapping[str, Tensor],
+    seen: list[Seen],
+    config: Mapping[str, Any],
 ) -> str | None:
     """What the first layer that differs differs in; None where all of them agree."""
     if len(candidate.modules) != len(seen):
@@ -130,7 +141,7 @@ def _disagreement(
     for module, layer_seen in zip(candidate.modules, seen, strict=True):
         stored = {local: state[name] for name, local in module.tensors.items()}
         try:
-            layer = _layer(candidate, stored, config)
+            layer = _layer(candidate.layout, sizes, stored, config)
         except HeadwiseError as error:
             return f"no layer can be made: {error.saw}"
         part = _part(layer, layer_seen)
@@ -140,14 +151,14 @@ def _disagreement(
 
 
 def _layer(
-    candidate: Candidate, stored: Mapping[str, Tensor], config: Mapping[str, Any]
+    layout: Layout, sizes: Sizes, stored: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> Attention:
     return Attention.from_layout(
         {name: x.double() for name, x in stored.items()},
-        layout=candidate.layout,
-        num_heads=candidate.sizes["heads"],
-        num_kv_heads=candidate.sizes.get("kv_heads"),
-        **options_of(config, candidate.layout.function),
+        layout=layout,
+        num_heads=sizes["heads"],
+        num_kv_heads=sizes.get("kv_heads"),
+        **options_of(config, layout.function),
     )
 
 
