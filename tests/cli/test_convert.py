@@ -7,41 +7,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from headwise.cli.convert import convert
-from headwise.errors import CheckpointError, HeadwiseError, OptionError
+from headwise.errors import CheckpointError, OptionError
 from headwise.layouts.checkpoint.stream import Stream
+from tests.cli.alone import Alone
 from tests.layouts.checkpoint import llamas
+
+CONVERT = Alone(convert)
+invoke, run, refused = CONVERT.invoke, CONVERT.run, CONVERT.refused
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return llamas.in_files(tmp_path / "a")
-
-
-def invoke(*arguments: object) -> Any:
-    app = typer.Typer()
-    app.command()(convert)
-    return CliRunner(env={"COLUMNS": "80"}).invoke(app, [str(part) for part in arguments])
-
-
-def run(*arguments: object) -> tuple[str, str]:
-    """Standard output and standard error of a run that succeeds."""
-    done = invoke(*arguments)
-    assert done.exit_code == 0, done.exception
-    return done.stdout, done.stderr
-
-
-def refused(*arguments: object) -> HeadwiseError:
-    done = invoke(*arguments)
-    assert isinstance(done.exception, HeadwiseError), done.exception
-    return done.exception
 
 
 def test_what_it_prints_and_writes(folder: Path, tmp_path: Path) -> None:

@@ -8,11 +8,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from headwise.cli.demo import demo
 from headwise.cli.scan import command
@@ -23,8 +20,12 @@ from headwise.models import minilm
 from headwise.pages.scan import ScanReport
 from headwise.studies import first_look as study
 from headwise.studies.first_look import FirstLook
+from tests.cli.alone import Alone
 from tests.looks import random_look, with_distinct_checks
 from tests.pages.html import Tree
+
+DEMO = Alone(demo)
+invoke, run = DEMO.invoke, DEMO.run
 
 SCAN_TITLE, LOOK_TITLE = (
     "What 32 attention heads of tiny look at",
@@ -75,19 +76,6 @@ def shown(monkeypatch: pytest.MonkeyPatch, result: FirstLook) -> Callable[[First
 def no_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the package that holds the trained encoder."""
     monkeypatch.setattr(minilm, "MODULE", "a_module_that_is_not_there")
-
-
-def invoke(*arguments: str) -> Any:
-    alone = typer.Typer()
-    alone.command()(demo)
-    return CliRunner(env={"COLUMNS": "80"}).invoke(alone, arguments)
-
-
-def run(*arguments: str) -> tuple[str, str]:
-    """Standard output and standard error of a run that succeeds."""
-    done = invoke(*arguments)
-    assert done.exit_code == 0, done.exception
-    return done.stdout, done.stderr
 
 
 def title(page: Path) -> str:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-import typer
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from headwise.cli.detect import detect
 from headwise.layouts.convert import convert
+from tests.cli.alone import Alone
 
-
-def run(*arguments: object) -> Any:
-    app = typer.Typer()
-    app.command()(detect)
-    return CliRunner(env={"COLUMNS": "80"}).invoke(app, [str(part) for part in arguments])
+run = Alone(detect).invoke
 
 
 @pytest.fixture(scope="module")

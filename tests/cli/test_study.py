@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from headwise.cli.study import study
 from headwise.errors import OptionError
@@ -18,10 +16,13 @@ from headwise.studies import catalogue
 from headwise.studies import study as studies
 from headwise.studies.encoder import Fallback
 from headwise.studies.study import LeftOut, Study
+from tests.cli.alone import Alone
 from tests.pages.html import Tree
 from tests.studies.answers import answer, made_up
 
 Show = Callable[[Study], None]
+STUDY = Alone(study)
+run = STUDY.run
 
 
 @pytest.fixture
@@ -37,20 +38,6 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Show:
 
     show(made_up())
     return show
-
-
-def app() -> typer.Typer:
-    """The command alone."""
-    alone = typer.Typer()
-    alone.command()(study)
-    return alone
-
-
-def run(*arguments: str) -> tuple[str, str]:
-    """Standard output and standard error of a run that succeeds."""
-    done = CliRunner(env={"COLUMNS": "80"}).invoke(app(), arguments)
-    assert done.exit_code == 0, done.exception
-    return done.stdout, done.stderr
 
 
 def test_questions_verdicts_and_the_path_of_the_page(shown: Show, tmp_path: Path) -> None:
@@ -110,7 +97,7 @@ def test_the_fallback_is_announced(shown: Show, tmp_path: Path) -> None:
 
 
 def test_a_folder_is_refused_before_the_work(shown: Show, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app(), ["--out", str(tmp_path)])
+    done = STUDY.invoke("--out", tmp_path)
     assert isinstance(done.exception, OptionError)
 
 

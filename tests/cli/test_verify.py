@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import typer
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from headwise.cli.verify import verify
 from headwise.errors import OptionError
 from headwise.layouts.convert import convert
+from tests.cli.alone import Alone
 from tests.layouts.checkpoint import llamas
 
-
-def run(*arguments: object) -> Any:
-    app = typer.Typer()
-    app.command()(verify)
-    return CliRunner(env={"COLUMNS": "80"}).invoke(app, [str(part) for part in arguments])
+run = Alone(verify).invoke
 
 
 @pytest.fixture
