@@ -69,7 +69,7 @@ def test_names_and_shapes_alone_leave_several(bare: Path) -> None:
 
 
 def test_a_model_that_runs_decides(bare: Path, cohere: Path) -> None:
-    done = run(bare, "--heads", 6, "--against", cohere, "--json")
+    done = run(bare, "--against", cohere, "--json")
     assert done.exit_code == 0, done.exception
     found = json.loads(done.stdout)
     assert "cohere" in {one["layout"] for one in found["candidates"][0]}
@@ -88,6 +88,19 @@ def test_the_same_weights_elsewhere_decide(bare: Path, tmp_path: Path) -> None:
     assert "cohere" in left
     assert "llama" not in left
     assert "wq, wk are not the reference's" in found["refuted"]["llama"]
+
+
+def test_a_reference_with_a_config_tells_the_counts(bare: Path, cohere: Path) -> None:
+    done = run(bare, "--reference", cohere, "--json")
+    assert {"cohere"} <= {one["layout"] for one in json.loads(done.stdout)["candidates"][0]}
+
+
+def test_other_weights_leave_no_layout(bare: Path, tmp_path: Path) -> None:
+    other = {name: x + 1 for name, x in load_file(bare).items()}
+    save_file(other, tmp_path / "other.safetensors")
+    done = run(bare, "--heads", 6, "--reference", tmp_path / "other.safetensors")
+    assert done.exit_code == 1
+    assert done.stdout.startswith(f"{bare} is in none of the layouts that its names and shapes fit")
 
 
 def test_no_attention_at_all(tmp_path: Path) -> None:

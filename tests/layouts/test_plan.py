@@ -223,6 +223,11 @@ def test_another_function_is_refused_unless_it_is_accepted(function: Function, n
     assert plan(model(), APART, other, heads=6, accept=[accepted])
 
 
+def test_what_is_accepted_is_a_field() -> None:
+    with pytest.raises(OptionError, match="accept scales"):
+        plan(model(), APART, FUSED, heads=6, accept=["scales"])
+
+
 def test_the_config_may_decide_and_pairings_are_no_conflict() -> None:
     for function in (Function(rotary="interleaved"), Function(rotary=None, scale=None)):
         assert ROPE.conflicts(function) == {}

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 
+from headwise.errors import OptionError
 from headwise.layouts.config import counts_of, layout_of
 from headwise.layouts.detect import Detection, detect
 from headwise.scanning.behaviour import by_behaviour
@@ -16,18 +17,46 @@ from headwise.scanning.behaviour import by_behaviour
 SMALL = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 WIDE = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2}
 GROUPED = {**WIDE, "num_key_value_heads": 2, "intermediate_size": 64}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA_3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def turned(**said: Any) -> dict[str, Any]:
+    return {**GROUPED, "rope_parameters": {"rope_theta": 300.0, **said}}
+
+
+# Class -> options; a word after the dash tells two of a class apart.
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama": {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    "Llama": turned(rope_type="default"),
+    "Llama-linear": turned(rope_type="linear", factor=2.0),
+    "Llama-3": turned(**LLAMA_3),
+    "Llama-yarn": turned(**YARN),
     "Cohere": GROUPED,
+    "Cohere2": {**GROUPED, **WINDOWS},
+    "SmolLM3": {**GROUPED, "no_rope_layers": [1, 0]},
     "Granite": {**GROUPED, "attention_multiplier": 0.3},
+    "Gemma2": {**GROUPED, "head_dim": 10, "query_pre_attn_scalar": 7},
+    "Gemma3Text": {**GROUPED, **WINDOWS, "head_dim": 10},
+    "Qwen3": {**GROUPED, "head_dim": 10},
+    "Olmo2": GROUPED,
+    "Phi": {**GROUPED, "partial_rotary_factor": 0.5},
+    "Phi3": GROUPED,
     "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2},
     "GPTNeoX": {**WIDE, "intermediate_size": 64},
+    "GPTNeoX-part": {**WIDE, "intermediate_size": 64, "rotary_pct": 0.5},
+    "Falcon-40b": {**WIDE, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "Falcon-rw": {**WIDE, "multi_query": False, "alibi": True},
+    "ModernBert": {**WIDE, **WINDOWS, "intermediate_size": 64},
     "Bert": {**WIDE, "intermediate_size": 64},
 }
+# What the config of these does not name.
+OTHERS = {"SmolLM3": "llama", "ModernBert": "modernbert"}
 
 
 def model_of(kind: str) -> tuple[nn.Module, dict[str, Any]]:
-    config = getattr(transformers, f"{kind}Config")(**MODELS[kind], **SMALL)
+    kind, options = kind.split("-")[0], {**MODELS[kind], **SMALL}
+    config = getattr(transformers, f"{kind}Config")(**options)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}Model")(config).eval()
     with torch.no_grad():
@@ -40,9 +69,9 @@ def names_of(found: Detection) -> list[set[str]]:
     return [{one.layout.name for one in group} for group in found.candidates]
 
 
-def asked(kind: str) -> tuple[Detection, Detection, str | None]:
+def asked(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Detection, Detection, str | None]:
     model, config = model_of(kind)
-    state = model.state_dict()
+    state = model.to(dtype).state_dict()
     before = detect(state, **counts_of(config))
     inputs = {"input_ids": torch.randint(99, (2, 40))}
     return before, by_behaviour(before, state, model, inputs, config), layout_of(config)
@@ -51,19 +80,50 @@ def asked(kind: str) -> tuple[Detection, Detection, str | None]:
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_right_one_stays(kind: str) -> None:
     before, after, name = asked(kind)
-    assert any(name in group for group in names_of(after))
+    assert any((name or OTHERS[kind]) in group for group in names_of(after))
     assert len(after.candidates) <= len(before.candidates)
     assert not after.refuted.keys() & {n for group in names_of(after) for n in group}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["Llama-yarn", "Gemma3Text", "GPT2"])
+def test_rounding_is_no_difference(kind: str, dtype: torch.dtype) -> None:
+    before, after, name = asked(kind, dtype)
+    assert any(name in group for group in names_of(after))
+    assert after.refuted
+    assert len(after.candidates) < len(before.candidates)
+
+
+def test_a_rotation_without_a_counterpart_refutes_nothing() -> None:
+    model, config = model_of("Llama")
+    config["rope_parameters"] = {"rope_type": "longrope", "factor": 2.0}
+    found = detect(model.state_dict(), **counts_of(config))
+    inputs = {"input_ids": torch.randint(99, (1, 40))}
+    with pytest.raises(OptionError, match="a rotation scaled by 'longrope'"):
+        by_behaviour(found, model.state_dict(), model, inputs, config)
+
+
 @pytest.mark.parametrize(
     ("kind", "wrong"),
-    [("Llama", "cohere"), ("Cohere", "llama"), ("GPT2", "jais"), ("Granite", "cohere")],
+    [
+        ("Llama", "cohere"),
+        ("Cohere", "llama"),
+        ("GPT2", "jais"),
+        ("Granite", "cohere"),
+        ("Gemma3Text", "qwen3"),
+    ],
 )
 def test_a_wrong_one_goes_with_the_reason(kind: str, wrong: str) -> None:
     before, after, _ = asked(kind)
     assert any(wrong in group for group in names_of(before))
     assert "scores are others than the model's" in after.refuted[wrong]
+
+
+def test_a_softcap_is_seen() -> None:
+    """Weights, rotation and scale agree, and the scores before it."""
+    _, after, _ = asked("Gemma2")
+    assert after.require().name == "gemma2"
+    assert "softcaps are others than the model's" in after.refuted["granite"]
 
 
 def test_other_weights_leave_nothing() -> None:

@@ -57,8 +57,8 @@ def convert(
 ) -> None:
     """Store the weights of a model in another layout, without loss.
 
-    Every tensor of attention is moved back and compared byte for byte. A run
-    that was interrupted goes on where it was when it is asked for again.
+    Every tensor that is rewritten is moved back and compared byte for byte.
+    A run that was interrupted goes on where it was when it is asked for again.
     """
     given = {"heads": heads, "kv_heads": kv_heads, "rotary_width": rotary_width}
     _convert(source, target, (from_, to), given, root=root, accept=tuple(accept or ()))

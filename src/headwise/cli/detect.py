@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headwise.cli.checkpoints import Opened
+    from headwise.huggingface.folder import StoredModel
     from headwise.layouts.detect import Candidate, Detection
 
 LENGTH = 48  # tokens that a model is asked with
@@ -61,11 +62,9 @@ def _detect(
         from headwise.cli.checkpoints import opened
 
         asked = opened(place, given)
-        found = asked.detection()
-        if reference is not None:
-            found = _by_values(asked, found, opened(reference, given))
-        if against is not None:
-            found = _by_behaviour(asked, found, against)
+        other = None if reference is None else opened(reference, given)
+        stored = None if against is None else _loaded(against)
+        found = _found(asked, other, stored)
     if as_json:
         import json
 
@@ -75,24 +74,34 @@ def _detect(
     return 0 if found.layout else min(2, len(found.candidates) + 1)
 
 
-def _by_values(asked: Opened, found: Detection, other: Opened) -> Detection:
+def _loaded(folder: Path) -> StoredModel:
+    from headwise.huggingface.folder import load
+
+    return load(folder)
+
+
+def _found(asked: Opened, other: Opened | None, stored: StoredModel | None) -> Detection:
+    """The same weights have the same counts: what is known of one is known of all."""
+    from headwise.layouts.config import counts_of
     from headwise.layouts.evidence import by_values
 
-    return by_values(found, asked.source, other.detection(), other.source)
+    shared = dict(counts_of(stored.config)) if stored else {}
+    shared |= other.known if other else {}
+    found = asked.detection(**shared)
+    if other is not None:
+        theirs = other.detection(**{**shared, **asked.known})
+        found = by_values(found, asked.source, theirs, other.source)
+    return found if stored is None else _by_behaviour(asked, found, stored)
 
 
-def _by_behaviour(asked: Opened, found: Detection, folder: Path) -> Detection:
+def _by_behaviour(asked: Opened, found: Detection, stored: StoredModel) -> Detection:
     import torch
 
-    from headwise.huggingface.folder import load
-    from headwise.layouts.config import read_config
     from headwise.scanning.behaviour import by_behaviour
 
-    stored = load(folder)
     length = min(LENGTH, stored.positions or LENGTH)
     ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-    config = read_config(folder)
-    return by_behaviour(found, asked.source, stored.model, stored.inputs(ids), config)
+    return by_behaviour(found, asked.source, stored.model, stored.inputs(ids), stored.config)
 
 
 def _show(place: Path, found: Detection, console: Console) -> None:
@@ -115,6 +124,11 @@ def _show(place: Path, found: Detection, console: Console) -> None:
         console.print(
             "It is undecidable without a reference (--reference, the same weights elsewhere) or a "
             "forward check (--against, a model that runs).",
+            markup=False,
+        )
+    elif found.refuted:
+        console.print(
+            f"{place} is in none of the layouts that its names and shapes fit: another model?",
             markup=False,
         )
     else:

@@ -13,7 +13,7 @@ import inspect
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,7 @@ class StoredModel:
 
     Attributes:
         model: in eval mode, in the dtype of its file, with the attention of its configuration.
+        config: its configuration, as transformers completes it.
         tokenizer: None where there is none.
         vocabulary: how many tokens the model knows.
         positions: the longest input that it is made for; None where it does not say.
@@ -87,6 +88,7 @@ class StoredModel:
     """
 
     model: nn.Module
+    config: Mapping[str, Any]
     tokenizer: StoredTokenizer | None
     vocabulary: int
     positions: int | None
@@ -156,6 +158,7 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
     begin = getattr(config, "bos_token_id", None)
     return StoredModel(
         model=model.eval(),
+        config=config.to_dict(),
         tokenizer=tokenizer,
         vocabulary=_vocabulary(model),
         positions=_positions(model),

@@ -23,7 +23,7 @@ _OPTIONS = ("rotary", "qk_norm", "softcap", "window", "score_bias")
 def canonical_of(
     state: Mapping[str, Tensor], source: Layout, options: Mapping[str, Any], **known: int | None
 ) -> State:
-    """The canonical tensors, once more in pairs where the layer's rotation wants neighbours."""
+    """The canonical tensors of a module; of the heads, as much is rotated as ``rotary`` says."""
     rotary, given = options.get("rotary"), {k: n for k, n in known.items() if n is not None}
     if rotary is not None:
         source.require_whole(state)

@@ -5,12 +5,14 @@ The names are those of transformers (modeling_rope_utils.py and the models' conf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from headwise.errors import OptionError
-from headwise.layouts.config import counts_of
+from headwise.layouts.config import Config, counts_of, rotation_of, text_of, turns
 from headwise.layouts.function import Function
+from headwise.layouts.layout import Layout
 from headwise.positions import (
     LinearScaling,
     Llama3Scaling,
@@ -19,27 +21,36 @@ from headwise.positions import (
     T5Bias,
     YarnScaling,
 )
-from headwise.positions.rotary import Pairing
 from headwise.qk_norm import QKNorm
 
-Config = Mapping[str, Any]
 _EPS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "norm_eps")
 
 
-def options_of(config: Config, function: Function) -> dict[str, Any]:
+def in_layer(layout: Layout, config: Config, number: int) -> Layout:
+    """The layout as one layer has it: some models rotate in some of their layers only."""
+    said, rotary = turns(config, number), layout.function.rotary
+    if said is False:
+        rotary = "none"
+    elif said and rotary is None:
+        rotary = "half-split"
+    return replace(layout, function=replace(layout.function, rotary=rotary))
+
+
+def options_of(config: Config, function: Function, *, layer: int) -> dict[str, Any]:
     """The options of `Attention.from_layout` that the layout leaves to the config.
 
     Args:
         config: as in config.json.
-        function: of the layout that the weights are in.
+        function: of the layout that the weights are in, as that layer has it.
+        layer: which one, from 0.
 
     Raises:
         OptionError: a scaling of the rotation that there is no counterpart for.
     """
-    config = config.get("text_config") or config
+    config = text_of(config)
     found: dict[str, Any] = {}
     if function.rotary not in (None, "none"):
-        found["rotary"] = _rotary(config)
+        found["rotary"] = _rotary(config, layer)
     if function.scale is None:
         found |= _scale(config)
     if function.softcap != "none" and config.get("attn_logit_softcapping"):
@@ -55,17 +66,13 @@ def options_of(config: Config, function: Function) -> dict[str, Any]:
     return found
 
 
-def _rotary(config: Config, pairing: Pairing = "half-split") -> Rotary:
-    said = config.get("rope_parameters") or {}
-    nested = said.get("full_attention")  # one for each kind of layer
-    said = nested if isinstance(nested, dict) else said
+def _rotary(config: Config, layer: int) -> Rotary:
+    said = rotation_of(config, layer)
     theta = said.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base")
-    scaling = said or config.get("rope_scaling") or {}
     return Rotary(
         theta=float(theta or 10_000.0),
         width=counts_of(config).get("rotary_width"),
-        pairing=pairing,
-        scaling=_scaling(scaling, config),
+        scaling=_scaling(said, config),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.layer.attention import Attention
-from headwise.layer.of_config import options_of
+from headwise.layer.of_config import in_layer, options_of
 from headwise.layouts.layout import Layout
 from headwise.layouts.places import modules_of
 
@@ -74,15 +74,16 @@ def outputs_of_both(
 def _layers(
     state: Mapping[str, Tensor], layout: Layout, config: Mapping[str, Any], known: Mapping[str, int]
 ) -> Iterator[tuple[str, Attention]]:
-    options = options_of(config, layout.function)
-    rotary = options.get("rotary")
-    if rotary is not None and layout.function.rotary == "interleaved":
-        options["rotary"] = replace(rotary, pairing="interleaved")
-    for module in modules_of(layout, state):
+    for number, module in enumerate(modules_of(layout, state)):
+        described = in_layer(layout, config, number)
+        options = options_of(config, described.function, layer=number)
+        rotary = options.get("rotary")
+        if rotary is not None and described.function.rotary == "interleaved":
+            options["rotary"] = replace(rotary, pairing="interleaved")
         stored = {local: state[name].double() for name, local in module.tensors.items()}
         layer = Attention.from_layout(
             stored,
-            layout=layout,
+            layout=described,
             num_heads=known["heads"],
             num_kv_heads=known.get("kv_heads"),
             **options,

@@ -20,6 +20,9 @@ _NAMES = {
     "rotary_width": ("rotary_dim",),
 }
 _SHARES = ("partial_rotary_factor", "rotary_pct")  # of head_dim that is rotated
+_ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
+
+_ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # and not where all is seen
 
 # model_type -> the layout of its files, where names and shapes leave several.
 _LAYOUTS = {
@@ -75,7 +78,7 @@ def read_config(place: Path) -> Config:
 
 def counts_of(config: Config) -> Sizes:
     """heads, kv_heads, head_dim and rotary_width, as far as they are said."""
-    config = config.get("text_config") or config
+    config = text_of(config)
     found = {
         size: next((config[name] for name in names if _is_count(config.get(name))), None)
         for size, names in _NAMES.items()
@@ -95,6 +98,36 @@ def counts_of(config: Config) -> Sizes:
     return counts
 
 
+def text_of(config: Config) -> Config:
+    """The part that describes the language model, where there is one beside others."""
+    inner: Config | None = config.get("text_config")
+    return inner or config
+
+
+def rotation_of(config: Config, layer: int) -> Config:
+    """What is said of the rotation in one layer; empty where nothing is, or not in one place."""
+    config = text_of(config)
+    said: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kinds = config.get("layer_types") or ()
+    inner = said.get(kinds[layer] if layer < len(kinds) else "full_attention")
+    return inner if isinstance(inner, dict) else said
+
+
+def turns(config: Config, layer: int) -> bool | None:
+    """Whether a layer rotates queries and keys; None where the config does not say.
+
+    The rules are those of transformers: SmolLM3 and Llama 4 list the layers, Cohere 2 and
+    EXAONE 4 rotate those with a window.
+    """
+    config = text_of(config)
+    if listed := config.get("no_rope_layers"):
+        return bool(listed[layer])  # 1 where the layer does rotate, whatever the name says
+    kinds = config.get("layer_types") or ()
+    if config.get("model_type") in _ROTATE_IN_WINDOWS and config.get("sliding_window") and kinds:
+        return bool(kinds[layer] == "sliding_attention")
+    return True if any(config.get(name) for name in _ROTATIONS) else None
+
+
 def layout_of(config: Config) -> str | None:
     """The name of the layout that files of this model have; None where it is not known."""
     kind = config.get("model_type")
@@ -108,10 +141,10 @@ def layout_of(config: Config) -> str | None:
 
 
 def _share(config: Config) -> float | None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rotation = rotation_of(config, 0)
     for name in _SHARES:
-        share = config.get(name, rope.get(name) if isinstance(rope, dict) else None)
-        if isinstance(share, (int, float)) and 0 < share < 1:
+        share = config.get(name, rotation.get(name))
+        if isinstance(share, (int, float)) and 0 < share <= 1:
             return float(share)
     return None
 

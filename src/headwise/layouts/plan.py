@@ -7,7 +7,7 @@ another one only where they are fused on one side.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
 
@@ -17,11 +17,13 @@ from torch import Tensor
 from headwise.errors import DTypeError, OptionError
 from headwise.layouts import moving
 from headwise.layouts.canonical import ROTATED, State
+from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import Pattern, parse
 from headwise.layouts.places import Module, Numbers, Place, modules_of, outside, slots
 from headwise.layouts.sizes import Sizes, solve
 
+FIELDS = {field.name for field in fields(Function)}
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -175,6 +177,12 @@ def plan(
 def require_same_function(source: Layout, target: Layout, accept: Iterable[str]) -> None:
     """Raise OptionError where both layouts say how weights are used, and differ."""
     conflicts, accepted = source.function.conflicts(target.function), {*accept}
+    if unknown := sorted(accepted - FIELDS):
+        raise OptionError(
+            saw=f"accept {', '.join(unknown)}",
+            needed=f"names among {', '.join(sorted(FIELDS))}",
+            do="give none first: what differs is then said, and by which name it is accepted",
+        )
     left = {name: both for name, both in conflicts.items() if name not in accepted}
     if left:
         said = "; ".join(
@@ -230,7 +238,7 @@ def _module_steps(
     kept = {name: n for name, n in sizes.items() if name == "rotary_width"}
     target_sizes = target.canonical_sizes(shapes, kept)
     target.require_fit(shapes, target_sizes)
-    if {"interleaved"} & {source.function.rotary, target.function.rotary}:
+    if "interleaved" in (source.function.rotary, target.function.rotary):
         for either in (source, target):
             either.rotary_width(sizes)  # the pairs of one, the share of either
     written = {
@@ -271,10 +279,8 @@ def _is_kept(source: Layout, target: Layout, stored: list[str], written: list[st
     if len(stored) != 1 or len(written) != 1:
         return False
     mine, theirs = source.patterns[stored[0]], target.patterns[written[0]]
-    is_turned = source.function.rotary != target.function.rotary and "interleaved" in (
-        source.function.rotary,
-        target.function.rotary,
-    )
+    pairings = {source.function.rotary, target.function.rotary}
+    is_turned = len(pairings) == 2 and "interleaved" in pairings
     return (
         (mine.axes, mine.tensors) == (theirs.axes, theirs.tensors)
         and source.all_splits == target.all_splits

@@ -8,18 +8,23 @@ inputs, computes the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headwise.budget import Budget
 from headwise.errors import HeadwiseError, OptionError
+from headwise.functional import share_heads, split_heads
 from headwise.layer.attention import Attention
-from headwise.layer.of_config import options_of
+from headwise.layer.of_config import in_layer, options_of
 from headwise.layouts.detect import Candidate, Detection, decided
+from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.sizes import Sizes
+from headwise.matrix import AttentionMatrix
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.reaching import reached
 from headwise.scanning.running import evaluating
@@ -27,21 +32,21 @@ from headwise.scanning.running import evaluating
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """One attention call, in float64.
+    """One attention call.
 
     Attributes:
         x: what its module was given.
-        scores: scale * q.k, before masks.
-        values: what is attended to.
+        scores: scale * q.k in float64, before masks and softcaps.
+        values: what is attended to, in float64.
         out_proj: each head's part of the output projection; None where it was not found.
-        unit: the unit roundoff of what the model computed in.
+        is_capped: whether the scores have a softcap.
     """
 
     x: Tensor
     scores: Tensor
     values: Tensor
     out_proj: Tensor | None
-    unit: float
+    is_capped: bool
 
 
 def by_behaviour(
@@ -61,7 +66,8 @@ def by_behaviour(
         config: of the model: the numbers of rotations and norms.
 
     Raises:
-        OptionError: no attention of the model was seen, or not in as many layers.
+        OptionError: no attention of the model was seen, or the config says of its rotation what
+            has no counterpart here.
     """
     seen = _seen(model, inputs)
     kept, refuted = [], dict(detection.refuted)
@@ -94,11 +100,11 @@ def _seen(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Seen]:
         x = given[call.module]
         found.append(
             Seen(
-                x.double(),
-                _scores(call.matrix.q, call.matrix.k, call.matrix.scale),
+                x,
+                _scores(call.matrix),
                 call.values.double(),
-                None if call.out_proj is None else call.out_proj.double(),
-                torch.finfo(x.dtype).eps,
+                call.out_proj,
+                call.matrix.softcap is not None,
             )
         )
 
@@ -123,11 +129,6 @@ def _seen(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Seen]:
     return found
 
 
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    q, k = q.double(), k.double()
-    return scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-
-
 def _disagreement(
     candidate: Candidate,
     sizes: Sizes,
@@ -138,45 +139,69 @@ def _disagreement(
     """What the first layer that differs differs in; None where all of them agree."""
     if len(candidate.modules) != len(seen):
         return f"it has {len(candidate.modules)} modules, the model {len(seen)} layers"
-    for module, layer_seen in zip(candidate.modules, seen, strict=True):
-        stored = {local: state[name] for name, local in module.tensors.items()}
+    for number, (module, layer_seen) in enumerate(zip(candidate.modules, seen, strict=True)):
+        layout = _asked(candidate.layout, config, number)
+        options = options_of(config, layout.function, layer=number)
+        stored = {local: state[name].double() for name, local in module.tensors.items()}
         try:
-            layer = _layer(candidate.layout, sizes, stored, config)
+            layer = _layer(layout, sizes, stored, options)
         except HeadwiseError as error:
             return f"no layer can be made: {error.saw}"
-        part = _part(layer, layer_seen)
+        part = _part(layer, candidate.layout.function, layer_seen)
         if part is not None:
             return f"{module.prefix}: {part} are others than the model's"
     return None
 
 
+def _asked(layout: Layout, config: Mapping[str, Any], number: int) -> Layout:
+    """The layout as one layer has it, less what is done to scores that are there."""
+    layout = in_layer(layout, config, number)
+    bare = replace(layout.function, score_bias="none", softcap="none", window="none", clip="none")
+    return replace(layout, function=bare)
+
+
 def _layer(
-    layout: Layout, sizes: Sizes, stored: Mapping[str, Tensor], config: Mapping[str, Any]
+    layout: Layout, sizes: Sizes, stored: Mapping[str, Tensor], options: Mapping[str, Any]
 ) -> Attention:
     return Attention.from_layout(
-        {name: x.double() for name, x in stored.items()},
+        stored,
         layout=layout,
         num_heads=sizes["heads"],
         num_kv_heads=sizes.get("kv_heads"),
-        **options_of(config, layout.function),
+        **options,
     )
 
 
 @torch.no_grad()
-def _part(layer: Attention, seen: Seen) -> str | None:
+def _part(layer: Attention, said: Function, seen: Seen) -> str | None:
     """Which part of a layer differs by more than rounding in the model's own dtype."""
-    matrix = layer.matrix(seen.x)
-    scores = _scores(matrix.q, matrix.k, matrix.scale)
-    values = layer.v_proj(seen.x).unflatten(-1, (layer.num_kv_heads, -1)).transpose(1, 2)
-    pairs = {"scores": (scores, seen.scores), "values": (values, seen.values)}
+    if said.softcap is not None and (said.softcap != "none") != seen.is_capped:
+        return "softcaps"
     if seen.out_proj is not None:
         heads = layer.out_proj.weight.mT.unflatten(0, (layer.num_heads, layer.value_dim))
-        pairs["output projections"] = (heads, seen.out_proj)
-    terms = layer.embed_dim + layer.head_dim
-    for name, (ours, theirs) in pairs.items():
-        if ours.shape != theirs.shape:
-            return name
-        # Sums of `terms` products of numbers as large as the largest: n u of the largest result.
-        if float((ours - theirs).abs().max()) > 4 * terms * seen.unit * float(theirs.abs().max()):
-            return name
+        if not torch.equal(heads.to(seen.out_proj.dtype), seen.out_proj):
+            return "output projections"
+    # transformers rotates and normalises in float32, also where all else is float64.
+    x = seen.x.float() if seen.x.dtype == torch.float64 else seen.x
+    rounded = deepcopy(layer).to(x.dtype)
+
+    def in_dtype_of(x: Tensor) -> Attention:
+        return layer if x.dtype == torch.float64 else rounded
+
+    def scores(x: Tensor) -> Tensor:
+        return _scores(in_dtype_of(x).matrix(x))
+
+    def values(x: Tensor) -> Tensor:
+        found = split_heads(in_dtype_of(x).v_proj(x), heads=layer.num_kv_heads)
+        return share_heads(found, heads=seen.values.shape[1])  # some models repeat theirs first
+
+    for ours, theirs in ((scores, seen.scores), (values, seen.values)):
+        budget = Budget.of(ours, x)
+        if budget.exact.shape != theirs.shape or not budget.check(theirs):
+            return ours.__name__
     return None
+
+
+def _scores(matrix: AttentionMatrix) -> Tensor:
+    q, k = matrix.q.double(), matrix.k.double()
+    return matrix.scale * q @ share_heads(k, heads=q.shape[1]).mT

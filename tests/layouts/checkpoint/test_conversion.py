@@ -223,9 +223,3 @@ def test_a_bias_without_a_place_is_refused_first(tmp_path: Path) -> None:
 
 def _attention(state: llamas.State) -> llamas.State:
     return {name: x for name, x in state.items() if ".attention.w" in name}
-
-
-def test_what_is_accepted_is_a_field(tmp_path: Path) -> None:
-    source = llamas.one_file(tmp_path / "a.safetensors")
-    with pytest.raises(OptionError, match="accept scales"):
-        llamas.to_meta(source, tmp_path / "b.safetensors", accept=["scales"])

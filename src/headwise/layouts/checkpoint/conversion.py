@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from headwise.errors import CheckpointError, HeadwiseError, OptionError
+from headwise.errors import CheckpointError, HeadwiseError
 from headwise.layouts import convert
 from headwise.layouts.checkpoint.source import SAFETENSORS, Source
 from headwise.layouts.checkpoint.stream import Progress, Stream
 from headwise.layouts.checkpoint.target import Outline, outline
 from headwise.layouts.checkpoint.working import Working, require_free
-from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.plan import Step, plan
 from headwise.layouts.registry import layout
@@ -77,7 +76,6 @@ def convert_checkpoint(
     target, accept = target.absolute(), tuple(accept)
     stored, wanted = layout(source_layout), layout(target_layout)
     _require_place(source, target)
-    _require_fields(accept)
     steps = plan(source.headers, stored, wanted, accept=accept, root=root, **known)
     made = outline(source, steps)
     asked = (metadata.version("headwise"), stored, wanted, accept, root, sorted(known.items()))
@@ -138,16 +136,6 @@ def _require_place(source: Source, target: Path) -> None:
             saw=f"the target {target.name}",
             needed=f"the name of {what}, as the source is one",
             do=str(target.with_suffix("" if source.is_folder else SAFETENSORS)),
-        )
-
-
-def _require_fields(accept: Iterable[str]) -> None:
-    known = [field.name for field in fields(Function)]
-    if unknown := [name for name in accept if name not in known]:
-        raise OptionError(
-            saw=f"accept {', '.join(unknown)}",
-            needed=f"names among {', '.join(known)}",
-            do="give none first: what differs is then said, and by which name it is accepted",
         )
 
 

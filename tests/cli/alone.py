@@ -1,0 +1,36 @@
+"""One command as a test calls it, on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+from headwise.errors import HeadwiseError
+
+
+class Alone:
+    """A command without the others."""
+
+    def __init__(self, command: Callable[..., None]) -> None:
+        self._app = typer.Typer()
+        self._app.command()(command)
+
+    def invoke(self, *arguments: object) -> Any:
+        """What typer's runner gives."""
+        runner = CliRunner(env={"COLUMNS": "80"})
+        return runner.invoke(self._app, [str(part) for part in arguments])
+
+    def run(self, *arguments: object) -> tuple[str, str]:
+        """Standard output and standard error of a run that succeeds."""
+        done = self.invoke(*arguments)
+        assert done.exit_code == 0, done.exception
+        return done.stdout, done.stderr
+
+    def refused(self, *arguments: object) -> HeadwiseError:
+        """The error of a run that is refused."""
+        done = self.invoke(*arguments)
+        assert isinstance(done.exception, HeadwiseError), done.exception
+        return done.exception
