@@ -17,7 +17,7 @@ from headwise.layouts.checkpoint.target import Outline
 from headwise.layouts.checkpoint.working import Working
 from headwise.layouts.plan import Step
 
-EVERY = 256 * 2**20  # bytes after which what is written is made sure of
+EVERY = 256 * 2**20  # bytes after which what is written is put through to the disk
 Progress = Callable[[str, int, int], None]
 
 
@@ -41,26 +41,26 @@ class Stream:
         total, done, unsure = sum(sizes), 0, 0
         waiting: list[int] = []
         # The files are closed last: until then the copies read from them.
-        with ExitStack() as stack, _Sure(self._working) as sure:
+        with ExitStack() as stack, _Disk(self._working) as disk:
             for number, (step, size) in enumerate(zip(steps, sizes, strict=True)):
                 for later in steps[number + 1 : number + 2]:
                     self._fetch(later, stack)
                 if number not in self._working.done:
-                    self._step(step, stack, sure)
+                    self._step(step, stack, disk)
                     waiting, unsure = [*waiting, number], unsure + size
                 if unsure >= EVERY:
-                    sure.of(waiting)
+                    disk.flush(waiting)
                     waiting, unsure = [], 0
                 done += size
                 progress(self._file(step), done, total)
             progress("waiting for the disk", total, total)
-            sure.of(waiting)
+            disk.flush(waiting)
 
-    def _step(self, step: Step, stack: ExitStack, sure: _Sure) -> None:
+    def _step(self, step: Step, stack: ExitStack, disk: _Disk) -> None:
         stored = self._source.headers[step.inputs[0]]
         if step.is_copy and stored.offset is not None:
             # From file to file, where the tensor lies in one as it is.
-            sure.copy(partial(self._copy, step, self._handle(stored.file, stack)))
+            disk.copy(partial(self._copy, step, self._handle(stored.file, stack)))
             return
         made = convert.run(step, {name: self._source[name] for name in step.inputs})
         for name, tensor in made.items():
@@ -102,8 +102,8 @@ class Stream:
         return next((self._made.place(name)[0].name for name in step.outputs), "")
 
 
-class _Sure:
-    """Copies, and makes sure of what is written, while the next steps are at work."""
+class _Disk:
+    """What is copied, and what is written through, while the next steps are at work."""
 
     def __init__(self, working: Working) -> None:
         self._working = working
@@ -115,19 +115,19 @@ class _Sure:
         """Ask for a copy, which the kernel makes by itself."""
         self._copies.append(self._copier.submit(work))
 
-    def of(self, steps: list[int]) -> None:
-        """Wait for what was asked before, and ask for these, with the copies among them."""
+    def flush(self, steps: list[int]) -> None:
+        """Wait for what was asked before, and have these written through, copies among them."""
         if self._pending is not None:
             self._pending.result()
         copies, self._copies = self._copies, []
-        self._pending = self._flusher.submit(self._flush, steps, copies)
+        self._pending = self._flusher.submit(self._made_sure, steps, copies)
 
-    def _flush(self, steps: list[int], copies: list[Future[None]]) -> None:
+    def _made_sure(self, steps: list[int], copies: list[Future[None]]) -> None:
         for copy in copies:
             copy.result()
         self._working.flush(steps)
 
-    def __enter__(self) -> _Sure:
+    def __enter__(self) -> _Disk:
         return self
 
     def __exit__(
