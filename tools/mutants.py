@@ -44,10 +44,9 @@ SUITE = [
     "tests/heads",
     "tests/scanning",
     "tests/layouts",
-    "-m",
-    "not slow",
 ]
 
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "not slow"]
 SURVIVED = "**SURVIVED**"
 AT_ONCE = 2
 
@@ -63,6 +62,12 @@ class Mutant:
     name: str
     breaks: str
     diff: str
+
+    def suite(self) -> list[str]:
+        """The suite, with the tests of the broken room first: they notice soonest."""
+        broken = {Path(name).relative_to("src/headwise").parts[0] for name, _ in _hunks(self.diff)}
+        own = {f"tests/{room}" for room in broken} | {f"tests/test_{room}" for room in broken}
+        return sorted(SUITE, key=lambda place: place not in own)
 
     @classmethod
     def read(cls, path: Path) -> Mutant:
@@ -133,7 +138,7 @@ def run_suite(
         # PYTHONPATH comes before an editable install; tests/conftest.py refuses any other source.
         source = {"PYTHONPATH": str(copy), "HEADWISE_EXPECTED_SOURCE": str(copy)}
         return subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *SUITE, *options],
+            [*PYTEST, *(mutant.suite() if mutant else SUITE), *options],
             cwd=ROOT,
             env=os.environ | source,
             capture_output=True,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,9 +33,10 @@ def test_what_it_prints_and_writes(folder: Path, tmp_path: Path) -> None:
     *lines, time, target = out.splitlines()
     assert lines == [
         "21 tensors: 4 rewritten, moved back and compared byte for byte; 17 copied.",
+        "Read with heads 6, kv_heads 2, head_dim 10 (config.json).",
         "Not copied, since they go with llama: config.json.",
     ]
-    assert time.endswith(" s, 0.00 GB. The weights:")
+    assert re.fullmatch(r"\d+\.\d s, 0\.1 MB\. The weights:", time)
     assert target == str(tmp_path / "b")
     assert f"{folder}: llama -> llama-meta" in err
     expected = llamas.in_metas(llamas.weights())
@@ -45,6 +48,7 @@ def test_counts_and_layouts_that_are_given(folder: Path, tmp_path: Path) -> None
     counts = ("--heads", 6, "--kv-heads", 2)
     out, _ = run(tmp_path / "b", tmp_path / "c", "--from", "llama-meta", "--to", "llama", *counts)
     assert "Not copied" not in out
+    assert "Read with heads 6, kv_heads 2 (given)." in out.splitlines()
     llamas.assert_same(llamas.read(tmp_path / "c"), llamas.weights())
 
 
@@ -120,6 +124,8 @@ def test_no_config_and_no_counts(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     error = refused(folder, tmp_path / "b", "--from", "llama", "--to", "llama-meta")
     assert "heads" in error.needed
+    assert error.do.startswith("give --kv-heads: ")
+    assert error.do.endswith("config.json calls it num_key_value_heads")
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -129,21 +135,57 @@ def test_a_layout_that_the_files_leave_open(folder: Path, tmp_path: Path) -> Non
     (folder / "config.json").write_text(json.dumps(config))
     error = refused(folder, tmp_path / "b", "--to", "llama-meta")
     assert "--from" in error.do
+    assert error.saw.startswith(f"{folder}, which may be in ")
+
+
+def test_a_layout_that_the_config_contradicts(folder: Path, tmp_path: Path) -> None:
+    error = refused(folder, tmp_path / "b", "--from", "cohere", "--to", "llama-meta")
+    assert isinstance(error, OptionError)
+    assert error.saw == f"--from cohere, where in {folder} the config says llama"
+    assert os.listdir(tmp_path) == ["a"]
+    # The same map, with another config that says nothing of its names.
+    run(folder, tmp_path / "b", "--to", "llama-meta")
+    shutil.copy(folder / "config.json", tmp_path / "b")
+    run(tmp_path / "b", tmp_path / "c", "--from", "llama-meta", "--to", "llama")
+
+
+def test_counts_that_fit_no_layout(tmp_path: Path) -> None:
+    save_file(llamas.weights(), tmp_path / "a.safetensors")
+    counts = ("--heads", 7, "--kv-heads", 2)
+    error = refused(tmp_path / "a.safetensors", tmp_path / "b", "--to", "neox", *counts)
+    assert error.saw == "heads 7, kv_heads 2"
+    assert "by its names it is in " in error.needed
+    assert "llama" in error.needed
+
+
+def test_names_that_are_kept_are_said(folder: Path, tmp_path: Path) -> None:
+    out, _ = run(folder, tmp_path / "c", "--to", "cohere")
+    (line,) = [line for line in out.splitlines() if "were kept" in line]
+    assert line == (
+        "Names that were kept, since cohere has no others (13): model.embed_tokens.weight, "
+        "model.layers.{n}.mlp.gate_proj.weight, model.layers.{n}.mlp.up_proj.weight, "
+        "model.layers.{n}.input_layernorm.weight ..."
+    )
+
+
+def test_files_that_fit_the_result_as_well(folder: Path, tmp_path: Path) -> None:
+    out, _ = run(folder, tmp_path / "b", "--to", "llama", "--root", "text.")
+    assert "Not copied, though they fit as well: config.json." in out.splitlines()
 
 
 def test_a_function_that_differs_and_is_accepted(folder: Path, tmp_path: Path) -> None:
-    save_file({"x": llamas.weights()["lm_head.weight"]}, tmp_path / "b.safetensors")
-    error = refused(tmp_path / "b.safetensors", tmp_path / "c.safetensors", "--to", "llama")
-    assert "no attention that the catalogue knows" in error.saw
-    error = refused(folder, tmp_path / "d", "--to", "gpt2")
-    fields = error.do.rpartition("accept ")[2].split(", ")
-    accepted = [part for name in fields for part in ("--accept", name)]
-    assert "differently" not in refused_or_done(folder, tmp_path / "d", "--to", "gpt2", *accepted)
+    error = refused(folder, tmp_path / "b", "--to", "maxtext")
+    assert error.do.endswith("told so: --accept scale")
+    out, _ = run(folder, tmp_path / "b", "--to", "maxtext", "--accept", "scale")
+    assert "Accepted: scale, 1/sqrt(head_dim) in llama, 1 in maxtext." in out.splitlines()
 
 
-def refused_or_done(*arguments: object) -> str:
-    done = invoke(*arguments)
-    return str(done.exception or "")
+def test_a_file_without_attention(tmp_path: Path) -> None:
+    place = tmp_path / "b.safetensors"
+    save_file({"x": llamas.weights()["lm_head.weight"]}, place)
+    error = refused(place, tmp_path / "c.safetensors", "--to", "llama")
+    assert error.saw == f"{place}, which holds no attention that the catalogue knows"
+    assert "undecidable" not in error.needed
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:

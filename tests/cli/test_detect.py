@@ -14,7 +14,8 @@ from headwise.cli.detect import detect
 from headwise.layouts.convert import convert
 from tests.cli.alone import Alone
 
-run = Alone(detect).invoke
+COMMAND = Alone(detect)
+run = COMMAND.invoke
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_the_config_decides(cohere: Path) -> None:
     done = run(cohere)
     assert done.exit_code == 0
     first, *lines = done.stdout.splitlines()
-    assert first == f"{cohere} is in the layout cohere"
+    assert first.startswith(f"{cohere} is in the layout cohere")
     assert "  shapes: they fit with heads 6, kv_heads 2, head_dim 8, embed_dim 48" in lines
     assert "  not llama: the config says cohere" in lines
 
@@ -108,3 +109,36 @@ def test_no_attention_at_all(tmp_path: Path) -> None:
     done = run(tmp_path / "a.safetensors")
     assert done.exit_code == 1
     assert "holds no attention that the catalogue knows" in done.stdout
+
+
+def test_numbers_of_heads_that_nobody_says(bare: Path) -> None:
+    done = run(bare)
+    assert "shapes: they fit with embed_dim 48; heads: no tensor tells, and " in done.stdout
+    found = json.loads(run(bare, "--json").stdout)
+    sizes = found["candidates"][0][0]["sizes"]
+    assert sizes["embed_dim"] == 48
+    assert {3, 6} <= set(sizes["heads"])
+    found = json.loads(run(bare, "--heads", 6, "--json").stdout)
+    assert {one["sizes"]["heads"] for group in found["candidates"] for one in group} == {6}
+
+
+def test_counts_that_fit_no_layout(bare: Path) -> None:
+    error = COMMAND.refused(bare, "--heads", 7)
+    assert error.saw == "heads 7"
+    assert "llama" in error.needed
+
+
+def test_counts_that_the_model_contradicts(bare: Path, cohere: Path) -> None:
+    error = COMMAND.refused(bare, "--heads", 4, "--against", cohere)
+    assert error.saw == f"heads 4, where the config in {cohere} says 6"
+    assert "--heads" in error.do
+
+
+def test_names_of_one_map_are_said_first(tmp_path: Path) -> None:
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    state = {f"model.layers.0.self_attn.{name}.weight": torch.zeros(24, 24) for name in names}
+    save_file(state, tmp_path / "a.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 4}')
+    first = run(tmp_path / "a.safetensors").stdout.splitlines()[0]
+    assert first.startswith(f"{tmp_path / 'a.safetensors'} is in the layout llama = ")
+    assert first.endswith(" (the same map and function here)")

@@ -26,18 +26,29 @@ def test_every_layout_is_listed_with_its_standing_and_its_tensors() -> None:
         for one in family:
             assert rows[one.name][1] == ("described" if one.unchecked else "checked")
     assert rows["gpt2"][2:] == ["c_attn,", "c_proj"]
+    assert not any("…" in line for line in lines)
     headings = [heading for heading in published() if len(heading) < 80]
     assert set(headings) <= set(lines)
     assert lines[-1].endswith("headwise layouts show llama")
 
 
+def test_a_word_of_the_name_lists_fewer() -> None:
+    rows = {words[0] for line in run("Falcon") if (words := line.split())}
+    assert {"falcon-40b", "falcon-7b", "falcon-rw"} <= rows
+    assert "gpt2" not in rows
+    assert run("list", "falcon") == run("Falcon")
+    done = CliRunner().invoke(layouts, ["falcom"])
+    assert isinstance(done.exception, OptionError)
+    assert "falcon" in done.exception.needed
+
+
 def test_one_is_drawn_with_its_pattern_function_source_and_note() -> None:
     lines = run("show", "falcon-40b", "--heads", "8", "--kv-heads", "2", "--head-dim", "64")
     assert lines[0] == "falcon-40b"
-    assert lines[1].startswith("standing    checked")
+    assert lines[1] == "checked     yes: a test runs the real thing"
     assert "source      transformers, models/falcon/modeling_falcon.py" in lines
-    assert "drawn with  heads 8, kv_heads 2, head_dim 64, value_dim 64, embed_dim 12" in lines
-    assert "query_key_value.weight  (768, 12)" in lines
+    assert "drawn with  heads 8, kv_heads 2, head_dim 64, value_dim 64, embed_dim 512" in lines
+    assert "query_key_value.weight  (768, 512)" in lines
     at = lines.index("  rows: 64 for each name")
     assert lines[at - 1].strip().startswith("(kv_heads [wq: group head_dim")
     assert lines[at + 1 : at + 3] == [
@@ -45,12 +56,12 @@ def test_one_is_drawn_with_its_pattern_function_source_and_note() -> None:
         "    384  q4  q5  q6  q7  k1  v1",
     ]
     assert "  rotary: half-split" in lines
-    assert "  of a q or k turn together: 0 and 32, 1 and 33, 2 and 34, ..." in lines
+    assert "  rotated together in q and k: channels 0 and 32, 1 and 33, 2 and 34, ..." in lines
 
 
 def test_a_layout_that_is_not_checked_says_why() -> None:
     lines = run("show", "vllm", columns=200)
-    assert lines[1].startswith("standing    described: ")
+    assert lines[1].startswith("checked     no: its modules")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from headwise.layouts.convert import convert
 from tests.cli.alone import Alone
 from tests.layouts.checkpoint import llamas
 
-run = Alone(verify).invoke
+ALONE = Alone(verify)
+run = ALONE.invoke
 
 
 @pytest.fixture
@@ -90,4 +93,123 @@ def test_digests_find_one_bit(meta: Path, tmp_path: Path) -> None:
 def test_nothing_to_compare_with(meta: Path) -> None:
     done = run(meta)
     assert done.exit_code == 2
-    assert "what to compare with" in done.stderr
+    assert "Name SECOND" in done.stderr
+
+
+def test_digests_replace_no_file(meta: Path, tmp_path: Path) -> None:
+    before, digests = meta.read_bytes(), tmp_path / "digests.json"
+    assert run(meta, "--write-digests", meta).exit_code == 2
+    assert meta.read_bytes() == before
+    digests.write_text("mine")
+    assert "there already" in ALONE.refused(meta, digests, "--write-digests", digests).saw
+    assert digests.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["digests.txt", "digests", "model.safetensors.index.json"])
+def test_digests_have_a_name_by_which_they_are_known(meta: Path, tmp_path: Path, name: str) -> None:
+    done = run(meta, "--write-digests", tmp_path / name)
+    assert done.exit_code == 2
+    assert "ends in .json" in " ".join(done.stderr.replace("│", " ").split())
+    assert not (tmp_path / name).exists()
+
+
+def test_digests_are_written_of_what_was_found_the_same(
+    folder: Path, meta: Path, tmp_path: Path
+) -> None:
+    assert run(folder, meta, "--write-digests", tmp_path / "a.json").exit_code == 0
+    assert run(folder, tmp_path / "a.json").exit_code == 0
+    state = load_file(meta)
+    save_file(state | {"norm.weight": state["norm.weight"] + 1}, meta)
+    assert run(folder, meta, "--write-digests", tmp_path / "b.json").exit_code == 1
+    assert not (tmp_path / "b.json").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [("--outputs",), ("--second-layout", "llama"), ("--heads", 6), ("--kv-heads", 2)]
+)
+def test_options_that_digests_have_no_use_for(
+    meta: Path, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    run(meta, "--write-digests", tmp_path / "a.json")
+    assert run(meta, tmp_path / "a.json", *options).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"), [("num_attention_heads", 4), ("num_key_value_heads", 6), ("rotary_dim", 4)]
+)
+def test_configs_that_contradict_each_other(
+    folder: Path, tmp_path: Path, name: str, theirs: int
+) -> None:
+    other = tmp_path / "b"
+    shutil.copytree(folder, other)
+    for place, count in ((folder, {"rotary_dim": 10}), (other, {name: theirs})):
+        config = json.loads((place / "config.json").read_text()) | count
+        (place / "config.json").write_text(json.dumps(config))
+    done = run(folder, other)
+    assert done.exit_code == 1, done.exception
+    assert f"in the first's config, {theirs} in the second's" in done.stdout
+    assert done.stdout.splitlines()[-1] == "0 tensors are the same: not the same"
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_what_one_leaves_open_the_other_decides(
+    folder: Path, tmp_path: Path, is_turned: bool
+) -> None:
+    bare = tmp_path / "bare.safetensors"
+    counts = {"heads": llamas.HEADS, "kv_heads": llamas.KV_HEADS}
+    state = load_file(folder / "model.safetensors")
+    save_file(convert(state, "llama", "cohere", **counts), bare)
+    pair = (bare, folder) if is_turned else (folder, bare)
+    done = run(*pair)
+    assert done.exit_code == 0, done.exception
+    read = ("cohere", "llama") if is_turned else ("llama", "cohere")
+    assert done.stdout.splitlines() == [
+        " against ".join(read),
+        f"  read as {' and '.join(read)}: their values agree so",
+        "21 tensors are the same: the same function, byte for byte",
+    ]
+
+
+def test_both_are_decided_with_the_number_of_heads(folder: Path, tmp_path: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    for name in ("a", "b"):
+        save_file(state, tmp_path / f"{name}.safetensors")
+    done = run(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert done.exit_code == 0, done.exception
+    assert "read as llama and llama, heads " in done.stdout
+
+
+def test_none_that_agrees_is_not_the_same(folder: Path, tmp_path: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    bare = tmp_path / "bare.safetensors"
+    save_file(state | {name: state[name] + 1}, bare)
+    done = run(folder, bare)
+    assert done.exit_code == 1, done.exception
+    assert "not llama: model.layers.1.self_attn.: wv are not the first's" in done.stdout
+    assert done.stdout.splitlines()[-1] == "0 tensors are the same: not the same"
+
+
+def test_a_layout_that_is_named_decides_for_the_other(folder: Path, tmp_path: Path) -> None:
+    state, bare = load_file(folder / "model.safetensors"), tmp_path / "bare.safetensors"
+    save_file(state, bare)
+    counts = ("--heads", llamas.HEADS, "--kv-heads", llamas.KV_HEADS)
+    done = run(bare, bare, "--first-layout", "cohere", *counts)
+    assert done.exit_code == 0, done.exception
+    assert "read as cohere and cohere" in done.stdout
+
+
+def test_what_stays_open_names_its_file_and_its_option(meta: Path, tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(3)}, tmp_path / "x.safetensors")
+    error = ALONE.refused(meta, tmp_path / "x.safetensors", "--heads", 6, "--kv-heads", 2)
+    assert error.saw.startswith(f"{tmp_path / 'x.safetensors'}, which holds no attention")
+    assert "--second-layout" in error.do
+
+
+def test_a_layout_that_the_config_contradicts(folder: Path, meta: Path) -> None:
+    error = ALONE.refused(folder, meta, "--first-layout", "cohere")
+    assert error.saw == f"--first-layout cohere, where in {folder} the config says llama"
+
+
+def test_counts_that_are_missing_are_options(meta: Path) -> None:
+    assert ALONE.refused(meta, meta).do.startswith("give --kv-heads: ")

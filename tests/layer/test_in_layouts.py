@@ -123,3 +123,21 @@ def test_the_weights_are_not_shared() -> None:
     stored = layer.to_layout("headwise")
     stored["q_proj.weight"].zero_()
     assert layer.q_proj.weight.abs().max() > 0
+
+
+def test_a_whole_model_is_told_from_a_module() -> None:
+    module = made(value_dim=10, out_dim=40).to_layout("llama")
+    model = {
+        f"model.layers.{n}.self_attn.{name}": x for n in range(2) for name, x in module.items()
+    }
+    with pytest.raises(OptionError, match=r"2 modules of llama, such as model.layers.0.self_attn."):
+        Attention.from_layout(model, layout="llama", num_heads=6, rotary=ROTARY)
+
+
+def test_how_much_of_a_head_turns_must_be_given_where_it_may_be_a_part() -> None:
+    module = made(num_kv_heads=6, value_dim=10, out_dim=40).to_layout("neox")
+    with pytest.raises(OptionError, match="of the whole head") as refused:
+        Attention.from_layout(module, layout="neox", num_heads=6, rotary=Rotary(theta=300.0))
+    assert "neox may rotate a part" in refused.value.needed
+    whole = Rotary(theta=300.0, width=10)
+    assert Attention.from_layout(module, layout="neox", num_heads=6, rotary=whole)

@@ -33,7 +33,13 @@ def known_of(layout: Layout) -> dict[str, int]:
     """What a call has to say: the counts that no shape tells."""
     sizes = sizes_of(layout)
     known = {name: sizes[name] for name in ("heads", "kv_heads")}
-    return known | ({"rotary_width": ROTARY_WIDTH} if layout.function.rotary else {})
+    return known | width_of(layout)
+
+
+def width_of(layout: Layout) -> dict[str, int]:
+    """How much of a head turns, where that is to be said."""
+    is_open = layout.function.rotary == "interleaved" and layout.function.rotary_width is None
+    return {"rotary_width": ROTARY_WIDTH} if is_open else {}
 
 
 def tensors_of(layout: Layout, *, with_biases: bool = True) -> set[str]:

@@ -29,6 +29,7 @@ from tests.layouts.examples import (
     known_of,
     sizes_of,
     tensors_of,
+    width_of,
 )
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -208,11 +209,6 @@ def test_mix_ups_are_looked_for() -> None:
         axis = f"([{a}: heads head_dim | {b}: heads head_dim | {c}: heads head_dim])"
         other = replace(one, tensors={**one.tensors, "c_attn.weight": f"embed_dim {axis}"})
         assert not can_be_mixed_up(one, other)
-
-
-def width_of(layout: Layout) -> Sizes:
-    """What a call has to say beside the canonical tensors."""
-    return {name: n for name, n in known_of(layout).items() if name == "rotary_width"}
 
 
 def numbered(sizes: Mapping[str, int], tensors: set[str]) -> State:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -175,14 +176,14 @@ def test_unpack_refuses_what_contradicts_itself() -> None:
         FUSED.unpack(state, heds=6)
     with pytest.raises(ShapeError, match="an axis of 180, with heads 7"):
         FUSED.unpack(state, heads=7)
-    with pytest.raises(OptionError, match=r"unknown are \['x'\], missing are \['o.weight'\]"):
+    with pytest.raises(OptionError, match=r"unknown are x, missing are o.weight"):
         FUSED.unpack({"qkv.weight": state["qkv.weight"], "x": state["o.weight"]}, heads=6)
 
 
 def test_pack_refuses_what_is_not_whole() -> None:
     canonical = APART.unpack(weights(biases=False), heads=6)
     del canonical["wk"]
-    with pytest.raises(OptionError, match=r"missing are \['k.weight'\]"):
+    with pytest.raises(OptionError, match=r"missing are k.weight"):
         APART.pack(canonical)
     with pytest.raises(OptionError, match="no wk"):
         FUSED.pack(canonical)
@@ -216,6 +217,9 @@ def test_same_bytes() -> None:
     assert not same_bytes(x, torch.tensor([-0.0, float("nan")]))
     assert not same_bytes(x, x.double())
     assert not same_bytes(x, x[None])
+    z = torch.tensor([1 + 2j, -0.0 + 1j], dtype=torch.complex128)
+    assert same_bytes(z, z.conj().conj_physical())
+    assert not same_bytes(z, z.conj())
 
 
 @pytest.mark.parametrize(
@@ -244,3 +248,26 @@ def test_channels_that_do_not_turn_stay() -> None:
     )
     assert torch.equal(after[:, 6:], before[:, 6:])
     assert torch.equal(after[:, :6], before[:, [0, 2, 4, 1, 3, 5]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"tensors": {"qkv": BY_HEAD.tensors["qkv.weight"]}}, "by-head without wo"),
+        ({"where": {"own": "h.{layer}."}}, "h.{layer}., the place of own attention in by-head"),
+        ({"where": {"self": "h.{n}."}}, "h.{n}., the place of self attention in by-head"),
+    ],
+)
+def test_a_layout_that_could_not_be_placed_is_refused(changes: dict[str, Any], seen: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        replace(BY_HEAD, **changes)
+    assert refused.value.saw == seen
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [("rotary", "neighbours"), ("mask", "true"), ("axes", "bld"), ("softcap", "50")],
+)
+def test_a_function_in_unknown_words_is_refused(field: str, said: str) -> None:
+    with pytest.raises(OptionError, match=f"{field}={said!r}"):
+        Function(**{field: said})

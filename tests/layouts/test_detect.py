@@ -12,7 +12,7 @@ from headwise.layouts.evidence import by_values
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout, layouts
 from headwise.layouts.sameness import differing
-from tests.layouts.examples import ROTARY_WIDTH, example, known_of
+from tests.layouts.examples import ROTARY_WIDTH, example, known_of, width_of
 
 NAMES = sorted(layouts())
 LAYERS = 2
@@ -24,8 +24,7 @@ def stored(of: Layout, canonical: list[State]) -> State:
     for number, state in enumerate(canonical):
         template = next(iter(of.where.values()), "blocks.{layer}.attention.")
         prefix = template.format_map({"layer": number, **dict.fromkeys(SLOTS, 0)})
-        width = {"rotary_width": ROTARY_WIDTH} if of.function.rotary else {}
-        found |= {prefix + name: x for name, x in of.pack(state, **width).items()}
+        found |= {prefix + name: x for name, x in of.pack(state, **width_of(of)).items()}
     return found
 
 
@@ -109,6 +108,38 @@ def test_the_config_decides_among_those_that_fit() -> None:
     found = detect(file, said="cohere", **known)
     assert found.require().name == "cohere"
     assert found.refuted["llama"] == "the config says cohere"
+
+
+def test_a_model_that_the_catalogue_does_not_know_is_not_decided_by_its_names() -> None:
+    file, _ = file_of(layout("gpt-oss"))
+    said = {"model_type": "openai_privacy_filter"}  # whose pairs are neighbours
+    found = detect(file, config=said, **known_of(layout("gpt-oss")))
+    assert names_of(found) == [{"gpt-oss"}]
+    assert (found.layout, found.unknown) == (None, "openai_privacy_filter")
+    with pytest.raises(OptionError, match="model, with the names and shapes of gpt-oss"):
+        found.require()
+    known = detect(file, config={"model_type": "gpt_oss"}, **known_of(layout("gpt-oss")))
+    assert known.require().name == "gpt-oss"
+
+
+def test_what_the_config_says_against_a_layout_refutes_it() -> None:
+    file, _ = file_of(layout("bert"))
+    said = {"model_type": "bert", "position_embedding_type": "alibi"}
+    found = detect(file, config=said, **known_of(layout("bert")))
+    assert found.layout is None
+    assert found.unknown == "bert"
+    assert "the config says position_embedding_type alibi" in found.refuted["bert"]
+
+
+def test_a_layout_that_knows_some_of_the_attention_only_goes() -> None:
+    """BART's decoder has OPT's names, and attends to the encoder as well."""
+    whole, _ = file_of(layout("bart"))
+    whole = {f"model.{name}": x for name, x in whole.items()}
+    decoder = {name.replace("encoder.", "decoder."): x for name, x in whole.items()}
+    renamed = {n.replace("self_attn", "encoder_attn"): x for n, x in decoder.items()}
+    found = detect(whole | decoder | renamed, heads=12)
+    assert all(len(one.modules) == 6 for group in found.candidates for one in group)
+    assert any("bart" in group for group in names_of(found))
 
 
 def test_a_config_that_does_not_fit_decides_nothing() -> None:

@@ -35,7 +35,19 @@ def test_a_view_has_the_digest_of_its_numbers() -> None:
     assert digests_of({"x": x.mT})["x"]["sha256"] != digests_of({"x": x})["x"]["sha256"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"kind": "other"}', "\udcff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"kind": "other"}',
+        "\udcff",
+        '{"kind": "headwise digests"}',
+        '{"kind": "headwise digests", "tensors": []}',
+        '{"kind": "headwise digests", "tensors": {"a": 3}}',
+        "[" * 100_000,
+    ],
+)
 def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "d.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(CheckpointError, match="holds no digests"):

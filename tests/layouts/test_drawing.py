@@ -42,9 +42,16 @@ def test_by_hand() -> None:
         "  axis 0: 1 for each name\n"
         "    0  o0  o1  o2  o3\n"
         "\n"
-        "out_bias  (9,)\n"
+        "out_bias  (9,), if any\n"
         "  bo: out_dim"
     )
+
+
+def test_heads_side_by_side_are_as_wide_as_the_embedding() -> None:
+    assert sizes_for(GROUPED, {"heads": 6, "kv_heads": 2, "head_dim": 10})["embed_dim"] == 60
+    assert sizes_for(GROUPED, {"heads": 6})["embed_dim"] == 24
+    assert sizes_for(GROUPED, {"head_dim": 10, "embed_dim": 9})["embed_dim"] == 9
+    assert sizes_for(GROUPED, {})["embed_dim"] == 12
 
 
 def test_channels_that_lie_apart() -> None:
@@ -112,7 +119,7 @@ def test_what_is_in_no_tensor() -> None:
     assert function_lines(GROUPED, {"head_dim": 10}) == [
         "rotary: interleaved",
         "axes: batch length width",
-        "of a q or k turn together: 0 and 1, 2 and 3, 4 and 5, ...",
+        "rotated together in q and k: channels 0 and 1, 2 and 3, 4 and 5, ...",
         "left to the model's config: scale, softcap",
     ]
     assert pairs("half-split", 6) == [(0, 3), (1, 4), (2, 5)]

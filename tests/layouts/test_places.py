@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from headwise.layouts.layout import Layout
-from headwise.layouts.places import Place, modules_of, outside, slots
+from headwise.layouts.places import Place, modules_of, outside, slots, strays
 from headwise.layouts.registry import published
 
 PUBLISHED = {one.name: one for family in published().values() for one in family}
 PLACED = sorted(name for name, one in PUBLISHED.items() if one.where)
 ONE = Layout(
     name="one",
-    tensors={"q": "wq: (heads head_dim) embed_dim", "o": "wo: out_dim (heads head_dim)"},
+    tensors={
+        "q": "([wq: heads head_dim | wk: heads head_dim | wv: heads head_dim]) embed_dim",
+        "o": "wo: out_dim (heads head_dim)",
+    },
     where={"self": "h.{layer}.attn.", "cross": "h.{layer}.cross."},
     outside={"h.{layer}.norm": "norm: embed_dim", "emb": "emb: vocabulary embed_dim"},
     source="here",
@@ -46,6 +51,38 @@ def test_a_module_elsewhere_is_found_by_its_tensors_if_it_is_whole() -> None:
     assert module.beside == ("x.y.other",)
     (bare,) = modules_of(ONE, ["q", "o"])
     assert (bare.prefix, bare.tensors) == ("", {"q": "q", "o": "o"})
+
+
+def test_layer_10_stands_behind_layer_2_and_the_decoder_behind_the_encoder() -> None:
+    where = {"encoder": "encoder.{layer}.", "decoder": "decoder.{layer}."}
+    places = [f"{side}.{n}." for side in ("decoder", "encoder") for n in (10, 2)]
+    names = [place + tensor for place in places for tensor in "qo"]
+    found = [module.prefix for module in modules_of(replace(ONE, where=where), names)]
+    assert found == ["encoder.2.", "encoder.10.", "decoder.2.", "decoder.10."]
+
+
+def test_what_is_attention_in_other_names_is_not_overlooked() -> None:
+    one, other = modules_of(ONE, ["h.0.attn.q", "h.0.attn.o", "h.1.attn.qweight"])
+    assert (one.prefix, other.prefix) == ("h.0.attn.", "h.1.attn.")
+    assert strays(other, ONE) == ["h.1.attn.qweight"]
+    half, whole = modules_of(ONE, ["x.0.q", "x.1.q", "x.1.o"])
+    assert (half.prefix, whole.prefix) == ("x.0.", "x.1.")
+    assert half.tensors.keys() == {"x.0.q"}
+
+
+def test_other_things_of_a_block_are_no_attention() -> None:
+    """Where the tensors of attention stand among those of the block."""
+    block = replace(ONE, where={"self": "h.{layer}."})
+    (module,) = modules_of(block, ["h.0.q", "h.0.o", "h.1.conv"])
+    assert module.prefix == "h.0."
+
+
+def test_modules_elsewhere_are_found_beside_those_at_known_places() -> None:
+    found = modules_of(ONE, ["h.0.attn.q", "h.0.attn.o", "x.y.q", "x.y.o"])
+    assert [(module.prefix, module.place.role) for module in found] == [
+        ("h.0.attn.", "self"),
+        ("x.y.", ""),
+    ]
 
 
 def test_outside() -> None:

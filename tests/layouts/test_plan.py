@@ -170,7 +170,7 @@ def test_a_source_of_nothing_is_refused() -> None:
 def test_a_module_that_is_not_whole_is_refused() -> None:
     headers = model(layers=1)
     del headers["model.layers.0.attn.v.weight"]
-    with pytest.raises(OptionError, match=r"missing are \['v.weight'\]"):
+    with pytest.raises(OptionError, match=r"missing are v.weight"):
         plan(headers, APART, FUSED, heads=6)
 
 
@@ -239,4 +239,59 @@ def test_a_role_that_the_target_has_no_place_for_is_refused() -> None:
     headers = {n: h for n, h in model().items() if "attn" in n}
     with pytest.raises(OptionError, match=r"attn., which is cross attention") as refused:
         plan(headers, cross, FUSED, heads=6)
-    assert "it has self" in refused.value.needed
+    assert "which has self" in refused.value.needed
+
+
+def test_one_name_to_accept_may_stand_alone() -> None:
+    other = replace(FUSED, name="other", function=Function(rotary="half-split", scale="1"))
+    assert plan(model(), APART, other, heads=6, accept="scale")
+
+
+def test_a_layer_in_names_that_are_not_known_is_not_left_behind() -> None:
+    """Such as one that is quantised, or in another layout."""
+    headers = {n: h for n, h in model().items() if "layers.1" not in n}
+    headers["model.layers.1.attn.q.qweight"] = Header((5, 60), torch.int32)
+    with pytest.raises(OptionError, match=r"layers.1.attn.q.qweight, within model.layers.1.attn."):
+        plan(headers, APART, FUSED, heads=6)
+
+
+def test_heads_of_two_towers_are_not_taken_for_one_another() -> None:
+    headers = {n: h for n, h in model().items() if "attn" in n}
+    wider = {f"tower.{n}": Header(tuple(2 * x for x in h.shape)) for n, h in headers.items()}
+    with pytest.raises(ShapeError, match=r"heads 6, which gives a head_dim of 10 in .*, 20 in"):
+        plan(headers | wider, APART, FUSED, heads=6)
+    assert plan(headers | wider, APART, FUSED, head_dim=10)
+
+
+def test_scales_stay_with_their_matrix() -> None:
+    """A matrix that something unknown belongs to keeps its name, beside it."""
+    scaled = model() | {"model.emb.weight_scale": Header((1,))}
+    names = {name for step in plan(scaled, APART, FUSED, heads=6) for name in step.outputs}
+    assert {"model.emb.weight", "model.emb.weight_scale"} <= names
+    assert "wte" not in names
+
+
+def test_another_root_is_that_of_all_names() -> None:
+    headers = model(root="old.") | {"old.mask": Header((1,)), "apart": Header((2,))}
+    names = {n for s in plan(headers, APART, FUSED, heads=6, root="new.") for n in s.outputs}
+    assert {"new.mask", "new.wte", "apart"} <= names
+    assert not any(name.startswith("old.") for name in names)
+
+
+def test_the_root_of_a_module_anywhere_is_all_that_stands_before_it() -> None:
+    headers = {n.removeprefix("model.layers.0."): h for n, h in model(layers=1).items()}
+    headers = {n: h for n, h in headers.items() if n.startswith("attn.")}
+    names = {n for s in plan(headers, APART, FUSED, heads=6, root="x.") for n in s.outputs}
+    assert names == {"x.qkv.weight", "x.o.weight"}
+
+
+def test_a_layout_of_one_layer_holds_no_model() -> None:
+    with pytest.raises(OptionError, match=r"model.layers.0.attn., one of the modules") as refused:
+        plan(model(), APART, replace(FUSED, where={}), heads=6)
+    assert "fused is that of one layer" in refused.value.needed
+
+
+def test_numbers_that_the_source_does_not_have_are_refused() -> None:
+    staged = replace(FUSED, where={"self": "stages.{stage}.blocks.{block}."})
+    with pytest.raises(OptionError, match=r"which is self attention"):
+        plan(model(), APART, staged, heads=6)

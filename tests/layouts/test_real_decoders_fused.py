@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -137,7 +137,8 @@ def dbrx() -> Real:
 
 def phi3() -> Real:
     model = model_of("Phi3Config", **DIVIDED, **angles())
-    return captured(model, "layers.0.self_attn", options=GROUPS | {"rotary": HALF})
+    whole = replace(HALF, width=model.config.hidden_size // model.config.num_attention_heads)
+    return captured(model, "layers.0.self_attn", options=GROUPS | {"rotary": whole})
 
 
 CASES = {

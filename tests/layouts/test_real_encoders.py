@@ -56,6 +56,22 @@ def bert_of(kind: str) -> Real:
     return Real(written(model, "bert", layer=1), x, outputs, HEADS)
 
 
+def distilbert() -> Real:
+    model = model_of(
+        "DistilBert", dim=40, n_heads=8, n_layers=2, hidden_dim=52, vocab_size=VOCABULARY
+    )
+    x = inputs(40)
+    outputs = within(model, "layer.1.attention")(x)[0].detach()
+    return Real(written(model, "distilbert", layer=1), x, outputs, HEADS)
+
+
+def mpnet() -> Real:
+    model = model_of("MPNet", **WIDTHS, vocab_size=VOCABULARY)
+    x = inputs(40)
+    outputs = within(model, "layer.1.attention.attn")(x)[0].detach()
+    return Real(written(model, "mpnet", layer=1), x, outputs, HEADS)
+
+
 def esm() -> Real:
     model = model_of(
         "Esm", **ROTATED, vocab_size=VOCABULARY, pad_token_id=0, position_embedding_type="rotary"
@@ -118,6 +134,8 @@ def wav2vec2() -> Real:
 
 CASES = {
     "bert": bert,
+    "distilbert": distilbert,
+    "mpnet": mpnet,
     "esm": esm,
     "deberta": lambda: deberta("Deberta", "deberta"),
     "deberta-v2": lambda: deberta("DebertaV2", "deberta-v2"),

@@ -267,7 +267,7 @@ def torchtune(*, rotary: str) -> Real:
     sharpen(layer)
     x = inputs(48)
     state = weights_of(layer, without=("pos_embeddings",))
-    return Real(state, x, layer(x, x), TURNED, Mask.causal(), SINGLE)
+    return Real(state, x, layer(x, x), TURNED | {"scale": None}, Mask.causal(), SINGLE)
 
 
 @torch.no_grad()
@@ -291,7 +291,8 @@ def litgpt(*, is_legacy: bool) -> Real:
         layer.load_state_dict(state)
     cos, sin = library.build_rope_cache(LENGTH, 10, base=THETA)
     x = inputs(48)
-    return Real(state, x, layer(x, cos[None], sin[None]), TURNED, Mask.causal(), SINGLE)
+    turned = {"rotary": Rotary(theta=THETA, width=10), "scale": None}
+    return Real(state, x, layer(x, cos[None], sin[None]), turned, Mask.causal(), SINGLE)
 
 
 def mlx() -> Real:

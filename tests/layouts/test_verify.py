@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from headwise.errors import OptionError
 from headwise.layouts.canonical import State
 from headwise.layouts.convert import convert
+from headwise.layouts.function import Function
 from headwise.layouts.registry import layout
 from headwise.layouts.verify import Verification, lines_of, verify
 from tests.layouts.examples import example
@@ -15,7 +19,8 @@ HEADS = {"heads": 12, "kv_heads": 3}
 
 
 def llama() -> State:
-    state: State = {"model.embed_tokens.weight": torch.randn(50, 40)}
+    embeddings = torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
+    state: State = {"model.embed_tokens.weight": embeddings}
     for layer in range(2):
         own = layout("llama")
         canonical = {n: x for n, x in example(own, seed=layer).items() if not n.startswith("b")}
@@ -62,7 +67,7 @@ def test_a_sign_of_zero_is_found() -> None:
     assert zeros.any()
     second[name] = torch.where(zeros, 0.0, second[name])
     (one,) = of_meta(first, second).differences
-    assert one.what == "0 of 5280 entries, by at most 0, and 1 that differ in their sign alone"
+    assert one.what == "1 of 5280 entries, zero in both, of another sign"
 
 
 def test_keys_permuted_with_the_number_of_query_heads() -> None:
@@ -86,7 +91,9 @@ def test_what_only_one_has() -> None:
     del second["layers.0.attention.wv.weight"]
     second["extra"] = torch.zeros(2)
     found = of_meta(first, second)
-    assert found.only_first == ("model.layers.0.self_attn.v_proj.weight",)
+    assert found.only_first == {
+        "model.layers.0.self_attn.v_proj.weight": ("layers.0.attention.wv.weight",)
+    }
     assert found.only_second == ("extra",)
     assert not found
 
@@ -105,9 +112,119 @@ def test_another_dtype_or_shape_is_said(dtype: torch.dtype) -> None:
 def test_the_same_weights_used_for_another_function_are_not_the_same() -> None:
     state = {n: x for n, x in example(layout("gpt2")).items() if not n.startswith("extra")}
     first = layout("gpt2").pack(state)
-    found = verify(first, first, "gpt2", "jais", heads=12)
+    other = replace(layout("gpt2"), name="mup", function=Function(scale="1/head_dim"))
+    found = verify(first, first, "gpt2", other, heads=12)
     assert not found.differences
     assert not found
     assert "scale: 1/sqrt(head_dim) in the first, 1/head_dim in the second" in lines_of(
         found, most=3
     )
+
+
+def gpt2(seed: int = 0) -> State:
+    canonical = example(layout("gpt2"), seed=seed)
+    return {f"h.0.attn.{name}": x for name, x in layout("gpt2").pack(canonical).items()}
+
+
+def test_what_a_fused_tensor_lacks_is_said_once() -> None:
+    first = gpt2()
+    second = convert(first, "gpt2", "opt", heads=12)
+    names = [n for n in second if n.endswith(("k_proj.weight", "v_proj.weight"))]
+    for name in names:
+        del second[name]
+    found = verify(first, second, "gpt2", "opt", heads=12)
+    assert lines_of(found, most=3) == [
+        f"h.0.attn.c_attn.weight: in the first alone; the second has no {', '.join(names)}"
+    ]
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_bias_of_zero_may_be_absent(is_turned: bool) -> None:
+    first = llama()
+    zeros = {
+        f"model.layers.{layer}.self_attn.{name}_proj.bias": torch.zeros(width).double()
+        for layer in range(2)
+        for name, width in (("q", 120), ("k", 30), ("v", 30))
+    }
+    pair = (first, first | zeros) if is_turned else (first | zeros, first)
+    assert verify(*pair, "llama", "llama", **HEADS)
+    zeros["model.layers.1.self_attn.k_proj.bias"][7] = -0.0
+    pair = (first, first | zeros) if is_turned else (first | zeros, first)
+    found = verify(*pair, "llama", "llama", **HEADS)
+    alone = found.only_second if is_turned else tuple(found.only_first)
+    assert alone == ("model.layers.1.self_attn.k_proj.bias",)
+
+
+def test_a_bias_without_a_place_is_no_error() -> None:
+    second = convert(llama(), "llama", "llama-meta", **HEADS)
+    bias = {"model.layers.0.self_attn.v_proj.bias": torch.zeros(30).double()}
+    assert of_meta(llama() | bias, second) == of_meta(llama(), second)
+    bias["model.layers.0.self_attn.v_proj.bias"][3] = 1
+    assert [*of_meta(llama() | bias, second).only_first] == [*bias]
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_what_is_not_attention_may_keep_its_name(name: str) -> None:
+    first = llama() | {name: torch.randn(40)}
+    second = convert(llama(), "llama", "llama-meta", **HEADS) | {name: first[name]}
+    found = of_meta(first, second)
+    assert found
+    assert found.same == len(second)
+    assert of_meta(first, second | {name: first[name] + 1}).differences[0].made_of == (name,)
+    assert verify(second, first, "llama-meta", "llama", **HEADS)
+
+
+def test_attention_may_not_keep_its_name() -> None:
+    first, name = llama(), "model.layers.0.self_attn.v_proj.weight"
+    second = convert(first, "llama", "llama-meta", **HEADS)
+    del second["layers.0.attention.wv.weight"]
+    assert [*of_meta(first, second | {name: first[name]}).only_first] == [name]
+
+
+def test_what_the_second_cannot_hold_is_a_difference() -> None:
+    found = verify(llama(), gpt2(), "llama", "gpt2", **HEADS)
+    assert not found
+    (line,) = [line for line in lines_of(found, most=3) if "cannot hold" in line]
+    assert "needed: " in line
+
+
+def test_what_cannot_be_read_in_its_own_layout_is_an_error() -> None:
+    with pytest.raises(OptionError, match="gpt2"):
+        verify(llama(), llama(), "gpt2", "llama", **HEADS)
+    with pytest.raises(OptionError, match="give heads"):
+        verify(llama(), gpt2(), "llama", "gpt2")
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "what"),
+    [
+        ([1.0, NAN], [1.0, 1.0], "1 of 2 entries, where one alone is NaN"),
+        ([1.0, torch.inf], [1.0, 1.0], "1 of 2 entries, where one is infinite"),
+        ([-torch.inf, 3.0], [torch.inf, 1.0], "2 of 2 entries: 1 by at most 2, 1 where one is inf"),
+        ([0.0, NAN], [-0.0, NAN], "1 of 2 entries, zero in both, of another sign"),
+    ],
+)
+def test_numbers_that_are_none_are_said(mine: list[float], theirs: list[float], what: str) -> None:
+    first, second = (llama() | {"x": torch.tensor(x)} for x in (mine, theirs))
+    (found,) = verify(first, second, "llama", "llama", **HEADS).differences
+    assert found.what.startswith(what)
+
+
+def test_other_bits_of_a_nan_are_said() -> None:
+    x = torch.tensor([NAN, 1.0])
+    other = x.clone()
+    other.view(torch.int32)[0] ^= 1
+    first, second = (llama() | {"x": each} for each in (x, other))
+    (found,) = verify(first, second, "llama", "llama", **HEADS).differences
+    assert found.what == "1 of 2 entries, NaN in both, of other bits"
+
+
+def test_numbers_of_eight_bits_are_compared() -> None:
+    x = torch.tensor([1.0, 2.0, -0.0]).to(torch.float8_e4m3fn)
+    y = torch.tensor([1.0, 4.0, 0.0]).to(torch.float8_e4m3fn)
+    first, second = (llama() | {"x": each} for each in (x, y))
+    (found,) = verify(first, second, "llama", "llama", **HEADS).differences
+    assert found.what == "2 of 3 entries: 1 by at most 2, 1 zero in both, of another sign"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,16 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.cli.checkpoints import Counts, Heads, KvHeads, RotaryWidth
+from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import Console
 
+    from headwise.cli.checkpoints import Opened
     from headwise.layouts.checkpoint.conversion import Converted
     from headwise.layouts.layout import Layout
 
+SHOWN = 4  # names that were kept
 From = Annotated[
     str | None,
     typer.Option(
@@ -35,7 +38,11 @@ Root = Annotated[
 ]
 Accept = Annotated[
     list[str] | None,
-    typer.Option(metavar="FIELD", help="What the reader of the result will be told, as scale."),
+    typer.Option(
+        metavar="FIELD",
+        help="Go on although the two layouts use the weights differently in this: scale, rotary "
+        "and so on. The model that reads them must be told. Can be given several times.",
+    ),
 ]
 
 
@@ -51,6 +58,7 @@ def convert(
     from_: From = None,
     heads: Heads = None,
     kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
     rotary_width: RotaryWidth = None,
     root: Root = None,
     accept: Accept = None,
@@ -60,7 +68,7 @@ def convert(
     Every tensor that is rewritten is moved back and compared byte for byte.
     A run that was interrupted goes on where it was when it is asked for again.
     """
-    given = {"heads": heads, "kv_heads": kv_heads, "rotary_width": rotary_width}
+    given = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
     _convert(source, target, (from_, to), given, root=root, accept=tuple(accept or ()))
 
 
@@ -75,11 +83,12 @@ def _convert(
 ) -> None:
     import time
 
+    from headwise.cli.checkpoints import in_options
     from headwise.cli.ending import aside
     from headwise.cli.progress import on_a_bar
 
     start = time.perf_counter()
-    with on_a_bar(aside(), "loading torch"):
+    with in_options(), on_a_bar(aside(), "loading torch"):
         from rich.console import Console
 
         from headwise.cli.checkpoints import opened
@@ -90,12 +99,11 @@ def _convert(
 
         wanted = layout(named[1])
         found = opened(place, given)
-        stored = found.detection().require() if named[0] is None else layout(named[0])
+        stored = found.layout(named[0], "--from")
     console = aside()
     console.print(f"{place}: {stored.name} -> {wanted.name}", markup=False)
-    try:
-        # Moving bytes waits for memory and the disk: a second thread takes twice the time.
-        with one_thread(), _bytes_on_a_bar(console) as progress:
+    try:  # moving bytes waits for memory and the disk: a second thread takes twice the time
+        with in_options(), one_thread(), _bytes_on_a_bar(console) as progress:
             done = convert_checkpoint(
                 found.source,
                 target,
@@ -110,7 +118,10 @@ def _convert(
         begun = f"{folder_of(target)} holds what is done; asked again, it goes on from there."
         console.print(begun, markup=False)
         raise
-    _show(done, stored, Console(highlight=False, soft_wrap=True), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    lines = [*_lines(done, found, given, (stored, wanted)), _took(done, seconds), str(done.target)]
+    for line in lines:
+        Console(highlight=False, soft_wrap=True).print(line, markup=False)
 
 
 @contextmanager
@@ -141,20 +152,72 @@ def _bytes_on_a_bar(console: Console) -> Iterator[Callable[[str, int, int], None
         yield report
 
 
-def _show(done: Converted, stored: Layout, console: Console, seconds: float) -> None:
-    lines = []
+def _lines(
+    done: Converted, found: Opened, given: Counts, layouts: tuple[Layout, Layout]
+) -> Iterator[str]:
+    yield from _done_lines(done, found, layouts[1])
+    yield from _counted_lines(found, given)
+    yield from _accepted_lines(*layouts)
+    yield from _left_lines(done, *layouts)
+
+
+def _took(done: Converted, seconds: float) -> str:
+    large = done.nbytes > 1e8
+    size = f"{done.nbytes / 1e9:.2f} GB" if large else f"{done.nbytes / 1e6:.1f} MB"
+    return f"{seconds:.1f} s, {size}. The weights:"
+
+
+def _done_lines(done: Converted, found: Opened, wanted: Layout) -> Iterator[str]:
     if done.found == "its beginning":
-        lines.append("An earlier run had begun it; what it had done was kept.")
+        yield "An earlier run had begun it; what it had done was kept."
     if done.found == "other work":
-        lines.append("An earlier run had begun with other files or counts; this one started anew.")
-    lines.append(
+        yield "An earlier run had begun with other files or counts; this one started anew."
+    yield (
         f"{done.tensors} tensors: {done.rewritten} rewritten, moved back and compared byte for "
         f"byte; {done.tensors - done.rewritten} copied."
     )
-    if done.left:
-        shown = ", ".join(done.left[:3])
-        more = f" and {len(done.left) - 3} more" if len(done.left) > 3 else ""
-        lines.append(f"Not copied, since they go with {stored.name}: {shown}{more}.")
-    lines.append(f"{seconds:.1f} s, {done.nbytes / 1e9:.2f} GB. The weights:")
-    for line in [*lines, str(done.target)]:
-        console.print(line, markup=False)
+    if kept := _kept(done, found, wanted):
+        kinds = list(dict.fromkeys(re.sub(r"\d+", "{n}", name) for name in kept))
+        more = " ..." if len(kinds) > SHOWN else ""
+        yield (
+            f"Names that were kept, since {wanted.name} has no others ({len(kept)}): "
+            f"{', '.join(kinds[:SHOWN])}{more}"
+        )
+
+
+def _kept(done: Converted, found: Opened, wanted: Layout) -> list[str]:
+    """The names of the source that are in the target as well, and that its layout does not know."""
+    from headwise.layouts.checkpoint.source import open_source
+    from headwise.layouts.places import modules_of, outside
+
+    names = list(open_source(done.target).headers)
+    modules = modules_of(wanted, names)
+    roots = {module.place.root for module in modules}
+    own = {name for module in modules for name in module.tensors}
+    kept = [name for name in names if name in found.source.headers and name not in own]
+    return [name for name in kept if outside(wanted, name, roots) is None]
+
+
+def _counted_lines(found: Opened, given: Counts) -> Iterator[str]:
+    by: dict[str, list[str]] = {"config.json": [], "given": []}
+    for name, count in found.known.items():
+        by["config.json" if given.get(name) is None else "given"].append(f"{name} {count}")
+    if found.known:
+        said = (f"{', '.join(counts)} ({who})" for who, counts in by.items() if counts)
+        yield f"Read with {', '.join(said)}."
+
+
+def _accepted_lines(stored: Layout, wanted: Layout) -> Iterator[str]:
+    for name, (mine, theirs) in stored.function.conflicts(wanted.function).items():
+        yield f"Accepted: {name}, {mine} in {stored.name}, {theirs} in {wanted.name}."
+
+
+def _left_lines(done: Converted, stored: Layout, wanted: Layout) -> Iterator[str]:
+    if not done.left:
+        return
+    shown = ", ".join(done.left[:3])
+    more = f" and {len(done.left) - 3} more" if len(done.left) > 3 else ""
+    if stored.name == wanted.name:
+        yield f"Not copied, though they fit as well: {shown}{more}."
+    else:
+        yield f"Not copied, since they go with {stored.name}: {shown}{more}."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.checkpoints import Counts, Heads, KvHeads, RotaryWidth
+from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +38,7 @@ def detect(
     ] = None,
     heads: Heads = None,
     kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
     rotary_width: RotaryWidth = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
@@ -46,25 +47,28 @@ def detect(
     Names and shapes often leave several; then a reference or a model that
     runs decides. It is never guessed. Exit status: 0 one layout, 1 none, 2 several.
     """
-    given = {"heads": heads, "kv_heads": kv_heads, "rotary_width": rotary_width}
+    given = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
     raise typer.Exit(_detect(place, reference, against, given, as_json=as_json))
 
 
 def _detect(
     place: Path, reference: Path | None, against: Path | None, given: Counts, *, as_json: bool
 ) -> int:
+    from headwise.cli.checkpoints import in_options
     from headwise.cli.ending import aside
     from headwise.cli.progress import on_a_bar
 
-    with on_a_bar(aside(), "loading torch"):
+    with in_options(), on_a_bar(aside(), "loading torch"):
         from rich.console import Console
 
         from headwise.cli.checkpoints import opened
+        from headwise.layouts.checkpoint.counts import known_counts
 
         asked = opened(place, given)
         other = None if reference is None else opened(reference, given)
         stored = None if against is None else _loaded(against)
-        found = _found(asked, other, stored)
+        shared = known_counts(stored.config, given, place=against) if stored and against else {}
+        found = _found(asked, other, stored, shared)
     if as_json:
         import json
 
@@ -80,14 +84,15 @@ def _loaded(folder: Path) -> StoredModel:
     return load(folder)
 
 
-def _found(asked: Opened, other: Opened | None, stored: StoredModel | None) -> Detection:
+def _found(
+    asked: Opened, other: Opened | None, stored: StoredModel | None, shared: dict[str, int]
+) -> Detection:
     """The same weights have the same counts: what is known of one is known of all."""
-    from headwise.layouts.config import counts_of
     from headwise.layouts.evidence import by_values
 
-    shared = dict(counts_of(stored.config)) if stored else {}
-    shared |= other.known if other else {}
+    shared = shared | (other.known if other else {})
     found = asked.detection(**shared)
+    asked.require_fit(found, **shared)
     if other is not None:
         theirs = other.detection(**{**shared, **asked.known})
         found = by_values(found, asked.source, theirs, other.source)
@@ -107,17 +112,15 @@ def _by_behaviour(asked: Opened, found: Detection, stored: StoredModel) -> Detec
 def _show(place: Path, found: Detection, console: Console) -> None:
     if found.layout is not None:
         group = found.candidates[0]
-        console.print(f"{place} is in the layout {group[0].layout.name}", markup=False)
+        names = " = ".join(one.layout.name for one in group)
+        same = " (the same map and function here)" if len(group) > 1 else ""
+        console.print(f"{place} is in the layout {names}{same}", markup=False)
         _print_reasons(group[0], console)
-        if len(group) > 1:
-            same = ", ".join(one.layout.name for one in group[1:])
-            console.print(f"  the same here: {same}", markup=False)
     elif found.candidates:
-        console.print(
-            f"{place} may be in {len(found.candidates)} layouts, which names and shapes cannot "
-            "tell apart:",
-            markup=False,
-        )
+        several = f"{len(found.candidates)} layouts, which names and shapes cannot tell apart"
+        unknown = f"the layout of a {found.unknown} model, which is not known; its names fit"
+        saw = several if found.unknown is None else unknown
+        console.print(f"{place} may be in {saw}:", markup=False)
         for group in found.candidates:
             console.print("  " + " = ".join(one.layout.name for one in group), markup=False)
             _print_reasons(group[0], console, indent="    ")
@@ -146,8 +149,19 @@ def _as_json(found: Detection) -> dict[str, Any]:
     return {
         "layout": found.layout.name if found.layout else None,
         "candidates": [
-            [{"layout": one.layout.name, "reasons": one.reasons} for one in group]
+            [
+                {"layout": one.layout.name, "sizes": _sizes(one), "reasons": one.reasons}
+                for one in group
+            ]
             for group in found.candidates
         ],
         "refuted": dict(found.refuted),
+        "unknown": found.unknown,
     }
+
+
+def _sizes(one: Candidate) -> dict[str, int | list[int]]:
+    """Each by its name: a number, or a list of all that fit."""
+    names = dict.fromkeys(name for fit in one.fits for name in fit)
+    values = {name: sorted({fit[name] for fit in one.fits if name in fit}) for name in names}
+    return {name: some[0] if len(some) == 1 else some for name, some in values.items()}

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
     from headwise.layouts.layout import Layout
 
@@ -17,8 +17,9 @@ Count = Annotated[int | None, typer.Option(min=1, show_default=False)]
 
 class _ListsByItself(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Without a word behind it, the command lists."""
-        return super().parse_args(ctx, args or ["list"])
+        """Without a command behind it, the group lists: all, or those with a word in their name."""
+        is_other = args and (args[0] in self.commands or args[0].startswith("-"))
+        return super().parse_args(ctx, args if is_other else ["list", *args])
 
 
 layouts = typer.Typer(
@@ -27,11 +28,15 @@ layouts = typer.Typer(
 
 
 @layouts.command("list")
-def catalogue() -> None:
-    """List all: whether a test runs the real implementation, what it is called, what it is."""
+def catalogue(
+    word: Annotated[
+        str, typer.Argument(metavar="WORD", show_default="all", help="Those with it in their name.")
+    ] = "",
+) -> None:
+    """List them: whether a test runs the real implementation, and what its tensors are called."""
     from rich.console import Console
 
-    _list(Console(highlight=False))
+    _list(word, Console(highlight=False))
 
 
 @layouts.command()
@@ -59,23 +64,31 @@ def show(
     )
 
 
-def _list(console: Console) -> None:
+def _list(word: str, console: Console) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from headwise.layouts.registry import families
+    from headwise.layouts.registry import families, layout
 
-    known = [one for family in families().values() for one in family]
+    found = {
+        heading: [one for one in family if word.lower() in one.name]
+        for heading, family in families().items()
+    }
+    known = [one for family in found.values() for one in family]
+    if not known:
+        layout(word)  # refuses, and names those that are near
     widest = max(len(one.name) for one in known)
-    for heading, family in families().items():
+    for heading, family in found.items():
+        if not family:
+            continue
         table = Table(box=box.SIMPLE, pad_edge=False, show_header=False, expand=True)
         table.add_column(width=widest)
         table.add_column(width=len("described"))
         table.add_column(ratio=1)
         for one in family:
             standing = Text(_standing(one), "" if one.unchecked else "green")
-            table.add_row(Text(one.name, "bold"), standing, _about(one))
+            table.add_row(Text(one.name, "bold"), standing, Text(_names(one)))
         console.print(Text(heading))
         console.print(table)
     checked = sum(not one.unchecked for one in known)
@@ -86,17 +99,10 @@ def _list(console: Console) -> None:
     )
 
 
-def _about(layout: Layout) -> RenderableType:
-    """What its tensors are called, by which people know it, and what it is: a line each."""
-    from rich.console import Group
-    from rich.text import Text
-
+def _names(layout: Layout) -> str:
+    """What the tensors are called that every module has."""
     required = layout.required
-    names = [name.removesuffix(".weight") for name in layout.tensors if name in required]
-    lines = [Text(", ".join(names)), Text(layout.note or layout.source, "dim")]
-    for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"
-    return Group(*lines)
+    return ", ".join(name.removesuffix(".weight") for name in layout.tensors if name in required)
 
 
 def _standing(layout: Layout) -> str:
@@ -110,9 +116,9 @@ def _show(layout: Layout, given: dict[str, int], console: Console) -> None:
     from headwise.layouts.drawing import draw, function_lines, sizes_for
 
     drawn, sizes = draw(layout, **given), sizes_for(layout, given)
-    why = f": {layout.unchecked}" if layout.unchecked else ": a test runs the real implementation"
+    checked = f"no: {layout.unchecked}" if layout.unchecked else "yes: a test runs the real thing"
     console.print(Text(layout.name, "bold"))
-    _entry(console, "standing", _standing(layout) + why)
+    _entry(console, "checked", checked)
     _entry(console, "source", layout.source)
     if layout.note:
         _entry(console, "note", layout.note)

@@ -7,24 +7,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.cli.checkpoints import Counts, Heads, KvHeads, RotaryWidth
+from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.cli.checkpoints import Opened
+    from headwise.cli.read_as import ReadAs
     from headwise.layer.outputs import Outputs
-    from headwise.layouts.layout import Layout
     from headwise.layouts.verify import Verification
 
 SHOWN = 8  # differences, before the rest is counted
+DIGESTS = ".json"
 Named = Annotated[str | None, typer.Option(show_default="what the files leave possible")]
 
 
 def verify(
     first: Annotated[Path, typer.Argument(show_default=False, help="Weights.")],
     second: Annotated[
-        Path | None, typer.Argument(show_default=False, help="Weights, or a file of digests.")
+        Path | None,
+        typer.Argument(show_default=False, help="Weights, or digests: a file that ends in .json."),
     ] = None,
     *,
     first_layout: Named = None,
@@ -34,10 +35,16 @@ def verify(
     ] = False,
     write_digests: Annotated[
         Path | None,
-        typer.Option(help="Store the SHA-256 of every tensor of FIRST here.", show_default=False),
+        typer.Option(
+            metavar="FILE.json",
+            help="Store the SHA-256 of every tensor of FIRST in a new file; with SECOND, only if "
+            "both are the same.",
+            show_default=False,
+        ),
     ] = None,
     heads: Heads = None,
     kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
     rotary_width: RotaryWidth = None,
 ) -> None:
     """Say whether two files hold the same function, byte for byte.
@@ -46,28 +53,46 @@ def verify(
     compared. With digests as the second, every byte of the first is what it was
     when they were written. Exit status: 0 the same, 1 not.
     """
-    given = {"heads": heads, "kv_heads": kv_heads, "rotary_width": rotary_width}
+    given = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
+    named = (first_layout, second_layout)
     if second is None and write_digests is None:
-        raise typer.BadParameter("what to compare with: SECOND, or --write-digests")
+        raise typer.BadParameter("Name SECOND, to compare with, or --write-digests FILE.json.")
     if write_digests is not None:
+        _require_new(write_digests)
+    if second is None or _is_digests(second):
+        if outputs or any(value is not None for value in (*named, *given.values())):
+            raise typer.BadParameter("Digests are compared without options of layouts and counts.")
+        status = 0 if second is None else _verify_digests(first, second)
+    else:
+        status = _verify(first, second, named, given, outputs=outputs)
+    if write_digests is not None and not status:
         _write(first, write_digests)
-    if second is not None and second.suffix == ".json" and not _is_index(second):
-        raise typer.Exit(_verify_digests(first, second))
-    if second is not None:
-        named = (first_layout, second_layout)
-        raise typer.Exit(_verify(first, second, named, given, outputs=outputs))
+    raise typer.Exit(status)
 
 
-def _is_index(path: Path) -> bool:
-    return path.name.endswith(".index.json")
+def _is_digests(path: Path) -> bool:
+    from headwise.layouts.checkpoint.folder import INDEX
+
+    return path.suffix == DIGESTS and not path.name.endswith(INDEX)
+
+
+def _require_new(path: Path) -> None:
+    from headwise.layouts.checkpoint.working import require_free
+    from headwise.whole_files import require_writable
+
+    if not _is_digests(path):
+        raise typer.BadParameter(
+            f"--write-digests {path}: name a file that ends in {DIGESTS}, as verify knows digests "
+            "by that."
+        )
+    require_free(path)
+    require_writable(path)
 
 
 def _write(place: Path, path: Path) -> None:
     from headwise.layouts.checkpoint.source import open_source
     from headwise.layouts.digests import digests_of, write_digests
-    from headwise.whole_files import require_writable
 
-    require_writable(path)
     found = digests_of(open_source(place))
     typer.echo(f"{len(found)} digests: {write_digests(path, found)}")
 
@@ -97,54 +122,54 @@ def _verify(
     *,
     outputs: bool,
 ) -> int:
+    from headwise.cli.checkpoints import in_options
     from headwise.cli.ending import aside
     from headwise.cli.progress import on_a_bar
 
-    with on_a_bar(aside(), "loading torch") as progress:
+    with in_options(), on_a_bar(aside(), "loading torch") as progress:
         from rich.console import Console
 
         from headwise.cli.checkpoints import opened
-        from headwise.layouts.registry import layout
+        from headwise.cli.read_as import read_as
+        from headwise.layer.outputs import outputs_of_both
         from headwise.layouts.verify import verify as compare
 
         one, other = opened(first, given), opened(second, given)
-        known = other.known | one.known  # one config may stand for both
-        layouts = tuple(
-            layout(name) if name else side.detection(**known).require()
-            for name, side in zip(named, (one, other), strict=True)
-        )
-        found = compare(
-            one.source,
-            other.source,
-            layouts[0],
-            layouts[1],
-            progress=lambda done, total: progress("tensors", done, total),
-            **known,
-        )
-        ran = _outputs(one, other, layouts, known) if outputs else []
+        read = read_as(one, other, named)
+        found: Verification | None = None
+        ran: list[Outputs] = []
+        if read.layouts is not None:
+            mine, theirs = read.layouts
+            found = compare(
+                one.source,
+                other.source,
+                mine,
+                theirs,
+                progress=lambda done, total: progress("tensors", done, total),
+                **read.known,
+            )
+            if outputs and not found.unheld:
+                config = one.config or other.config
+                ran = outputs_of_both(one.source, other.source, mine, theirs, config, **read.known)
     console = Console(highlight=False, soft_wrap=True)
-    _show(found, layouts, console)
+    _show(read, found, console)
     _show_outputs(ran, console)
     return int(not found or not all(layer.is_same for layer in ran))
 
 
-def _outputs(
-    one: Opened, other: Opened, layouts: tuple[Layout, ...], known: dict[str, int]
-) -> list[Outputs]:
-    from headwise.layer.outputs import outputs_of_both
-
-    config = one.config or other.config
-    return outputs_of_both(one.source, other.source, layouts[0], layouts[1], config, **known)
-
-
-def _show(found: Verification, layouts: tuple[Layout, ...], console: Console) -> None:
+def _show(read: ReadAs, found: Verification | None, console: Console) -> None:
     from headwise.layouts.verify import lines_of
 
-    console.print(f"{layouts[0].name} against {layouts[1].name}", markup=False)
-    for line in lines_of(found, most=SHOWN):
+    if read.layouts is not None:
+        console.print(" against ".join(one.name for one in read.layouts), markup=False)
+    lines = [*read.lines[:SHOWN], *(lines_of(found, most=SHOWN) if found is not None else ())]
+    if len(read.lines) > SHOWN:
+        lines.append(f"and {len(read.lines) - SHOWN} more")
+    for line in lines:
         console.print(f"  {line}", markup=False)
     answer = "the same function, byte for byte" if found else "not the same"
-    console.print(f"{found.same} tensors are the same: {answer}", markup=False)
+    same = found.same if found is not None else 0
+    console.print(f"{same} tensors are the same: {answer}", markup=False)
 
 
 def _show_outputs(ran: list[Outputs], console: Console) -> None:

@@ -13,8 +13,9 @@ from headwise.layouts import rotation
 from headwise.layouts.canonical import State
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
+from headwise.layouts.places import modules_of
 from headwise.layouts.registry import layout
-from headwise.positions import Alibi, T5Bias
+from headwise.positions import Alibi, Rotary, T5Bias
 
 # What a layout may say of the function, and which option of the layer it is.
 _OPTIONS = ("rotary", "qk_norm", "softcap", "window", "score_bias")
@@ -24,12 +25,36 @@ def canonical_of(
     state: Mapping[str, Tensor], source: Layout, options: Mapping[str, Any], **known: int | None
 ) -> State:
     """The canonical tensors of a module; of the heads, as much is rotated as ``rotary`` says."""
+    _require_one_module(state, source)
     rotary, given = options.get("rotary"), {k: n for k, n in known.items() if n is not None}
     if rotary is not None:
         source.require_whole(state)
+        _require_width(rotary, source)
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         given["rotary_width"] = rotary.width or source.sizes(shapes, given)["head_dim"]
     return source.unpack(state, **given)
+
+
+def _require_width(rotary: Rotary, source: Layout) -> None:
+    if rotary.width is None and source.function.rotary_width is None:
+        raise OptionError(
+            saw=f"{rotary}, of the whole head",
+            needed=f"its width: {source.name} may rotate a part of each head",
+            do="give Rotary(width=...): rotary_dim in the model's config, or head_dim for all",
+        )
+
+
+def _require_one_module(state: Mapping[str, Tensor], source: Layout) -> None:
+    modules = modules_of(source, state)
+    if source.tensors.keys().isdisjoint(state) and modules:
+        prefix = modules[0].prefix
+        raise OptionError(
+            saw=f"{len(state)} tensors, with {len(modules)} modules of {source.name}, such as "
+            f"{prefix}",
+            needed="the tensors of one module, by their names within it",
+            do=f"{{name.removeprefix(p): x for name, x in state.items() if name.startswith(p)}} "
+            f"with p={prefix!r}",
+        )
 
 
 def options_of(canonical: State, function: Function, given: Mapping[str, Any]) -> dict[str, Any]:

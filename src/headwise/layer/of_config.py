@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.errors import OptionError
-from headwise.layouts.config import Config, counts_of, rotation_of, text_of, turns
+from headwise.layouts.config import Config, counts_of, head_dim_of, rotation_of, text_of, turns
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.positions import (
@@ -71,7 +71,7 @@ def _rotary(config: Config, layer: int) -> Rotary:
     theta = said.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base")
     return Rotary(
         theta=float(theta or 10_000.0),
-        width=counts_of(config).get("rotary_width"),
+        width=counts_of(config).get("rotary_width", head_dim_of(config)),
         scaling=_scaling(said, config),
     )
 

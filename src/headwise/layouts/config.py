@@ -14,7 +14,15 @@ Config = Mapping[str, Any]
 
 # What a count is called; the first that is there is taken.
 _NAMES = {
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"),
+    "heads": (
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "attention_heads",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+    ),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
     "head_dim": ("head_dim", "d_kv", "kv_channels", "attention_head_size"),
     "rotary_width": ("rotary_dim",),
@@ -26,35 +34,57 @@ _ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # and not where all i
 
 # model_type -> the layout of its files, where names and shapes leave several.
 _LAYOUTS = {
-    "bert": "bert",
-    "bloom": "bloom",
-    "codegen": "codegen",
-    "cohere": "cohere",
-    "cohere2": "cohere",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3",
-    "gemma3_text": "gemma3",
-    "glm": "glm",
-    "glm4": "glm",
-    "gpt2": "gpt2",
-    "gpt_neo": "gpt-neo",
-    "gpt_neox": "neox",
-    "gpt_oss": "gpt-oss",
-    "gptj": "gptj",
-    "granite": "granite",
-    "internlm2": "internlm2",
-    "llama": "llama",
-    "mistral": "llama",
-    "mpt": "mpt",
-    "olmo2": "olmo2",
-    "persimmon": "persimmon",
-    "phi": "phi",
-    "phi3": "phi3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "t5": "t5",
-    "umt5": "umt5",
-    "whisper": "whisper",
+    kind: layout
+    for layout, kinds in {
+        "bart": "bart mbart marian pegasus m2m_100 blenderbot blenderbot-small plbart mvp",
+        "bert": "bert bert-generation camembert data2vec-text dpr electra ernie layoutlm markuplm "
+        "megatron-bert rembert roberta roc_bert splinter tapas visual_bert xlm-roberta xmod",
+        "bloom": "bloom",
+        "chameleon": "chameleon",
+        "clip": "clip clip_text_model clip_vision_model siglip siglip_text_model "
+        "siglip_vision_model",
+        "codegen": "codegen",
+        "cohere": "cohere cohere2 ernie4_5 ernie4_5_moe helium",
+        "dbrx": "dbrx",
+        "deberta": "deberta",
+        "deberta-v2": "deberta-v2",
+        "dinov3": "dinov3_vit",
+        "distilbert": "distilbert",
+        "gemma2": "gemma2",
+        "gemma3": "gemma3 gemma3_text",
+        "glm": "glm glm4",
+        "gpt-neo": "gpt_neo",
+        "gpt-oss": "gpt_oss",
+        "gpt2": "gpt2 imagegpt openai-gpt",
+        "gptj": "gptj",
+        "granite": "granite granitemoe granitemoeshared hyperclovax",
+        "hunyuan": "hunyuan_v1_dense",
+        "internlm2": "internlm2",
+        "lfm2": "lfm2",
+        "llama": "arcee cwm gemma llama mistral mixtral olmo phimoe seed_oss smollm3",
+        "modernbert": "modernbert",
+        "mpt": "mpt",
+        "mpnet": "mpnet",
+        "nemotron": "nemotron stablelm",
+        "neox": "gpt_neox",
+        "olmo2": "olmo2 olmo3",
+        "opt": "biogpt opt xglm",
+        "persimmon": "fuyu persimmon",
+        "phi": "phi",
+        "phi3": "phi3 phi4_multimodal",
+        "qwen2": "qwen2 qwen2_moe",
+        "qwen3": "apertus dots1 qwen3 qwen3_moe",
+        "starcoder2": "starcoder2",
+        "t5": "mt5 t5",
+        "umt5": "umt5",
+        "vit": "audio-spectrogram-transformer beit deit dinov2 dpt flava ijepa vit vit_mae "
+        "vit_msn vivit yolos",
+        "vitdet": "vitdet",
+        "wav2vec2": "data2vec-audio hubert sew unispeech unispeech-sat wav2vec2",
+        "whisper": "whisper",
+        "xlnet": "xlnet",
+    }.items()
+    for kind in kinds.split()
 }
 
 
@@ -69,16 +99,37 @@ def read_config(place: Path) -> Config:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or numbers beyond reason
         raise _refused(path, f"which is no JSON: {error}") from error
+    except OSError as error:
+        raise _refused(path, f"which cannot be read: {error.strerror}") from error
     if not isinstance(found, dict):
         raise _refused(path, f"which holds a {type(found).__name__}")
     return found
 
 
 def counts_of(config: Config) -> Sizes:
-    """heads, kv_heads, head_dim and rotary_width, as far as they are said."""
-    config = text_of(config)
+    """heads, kv_heads, head_dim and rotary_width, as far as they are said.
+
+    A config of several models, of text and of pictures, says what all of them have alike.
+    """
+    towers = (config[name] for name in config if name.endswith("_config"))
+    others = [_counts(one) for one in towers if isinstance(one, dict)]
+    sides = [config.get(f"{side}_attention_heads") for side in ("encoder", "decoder")]
+    others += [{"heads": heads} for heads in sides if isinstance(heads, int)]
+    return {
+        name: count
+        for name, count in _counts(text_of(config)).items()
+        if all(other.get(name, count) == count for other in others)
+    }
+
+
+def head_dim_of(config: Config) -> int | None:
+    """As it is said, or the width over the heads."""
+    return _head_dim(text_of(config), counts_of(config))
+
+
+def _counts(config: Config) -> Sizes:
     found = {
         size: next((config[name] for name in names if _is_count(config.get(name))), None)
         for size, names in _NAMES.items()
@@ -92,7 +143,7 @@ def counts_of(config: Config) -> Sizes:
         counts["kv_heads"] = inner["kv_n_heads"]
     share = _share(config)
     if share is not None and "rotary_width" not in counts:
-        head_dim = counts.get("head_dim") or _head_dim(config, counts)
+        head_dim = _head_dim(config, counts)
         if head_dim:
             counts["rotary_width"] = int(head_dim * share)
     return counts
@@ -100,14 +151,15 @@ def counts_of(config: Config) -> Sizes:
 
 def text_of(config: Config) -> Config:
     """The part that describes the language model, where there is one beside others."""
-    inner: Config | None = config.get("text_config")
-    return inner or config
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
 
 
 def rotation_of(config: Config, layer: int) -> Config:
     """What is said of the rotation in one layer; empty where nothing is, or not in one place."""
     config = text_of(config)
-    said: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = (config.get(name) for name in ("rope_parameters", "rope_scaling"))
+    said: Config = next((one for one in found if isinstance(one, dict)), {})
     kinds = config.get("layer_types") or ()
     inner = said.get(kinds[layer] if layer < len(kinds) else "full_attention")
     return inner if isinstance(inner, dict) else said
@@ -125,6 +177,8 @@ def turns(config: Config, layer: int) -> bool | None:
     kinds = config.get("layer_types") or ()
     if config.get("model_type") in _ROTATE_IN_WINDOWS and config.get("sliding_window") and kinds:
         return bool(kinds[layer] == "sliding_attention")
+    if (kind := config.get("position_embedding_type")) in ("absolute", "rotary"):
+        return bool(kind == "rotary")
     return True if any(config.get(name) for name in _ROTATIONS) else None
 
 
@@ -135,6 +189,8 @@ def layout_of(config: Config) -> str | None:
         if config.get("new_decoder_architecture"):
             return "falcon-40b"
         return "falcon-7b" if config.get("multi_query") else "falcon-rw"
+    if kind == "esm":
+        return "esm" if config.get("position_embedding_type") == "rotary" else None
     if kind == "gpt_bigcode":
         return "gpt-bigcode-mqa" if config.get("multi_query", True) else "gpt-bigcode-mha"
     return _LAYOUTS.get(str(kind))
@@ -151,7 +207,8 @@ def _share(config: Config) -> float | None:
 
 def _head_dim(config: Config, counts: Sizes) -> int | None:
     width = next((config[n] for n in ("hidden_size", "n_embd") if _is_count(config.get(n))), None)
-    return width // counts["heads"] if width and "heads" in counts else None
+    whole = width // counts["heads"] if width and "heads" in counts else None
+    return counts.get("head_dim", whole)
 
 
 def _is_count(value: Any) -> bool:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.layouts.layout import Layout
-from headwise.layouts.plan import Step, plan
+from headwise.layouts.plan import plan
 from headwise.layouts.registry import layout
 from headwise.layouts.sameness import same_bytes
+from headwise.layouts.steps import Step
 
 
 class RoundTripError(HeadwiseError, RuntimeError):

@@ -10,14 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from headwise.errors import OptionError, ShapeError
+from headwise.layouts.against_config import objection
+from headwise.layouts.config import Config, layout_of
 from headwise.layouts.layout import Layout
-from headwise.layouts.places import Module, modules_of
-from headwise.layouts.plan import Header, strays
+from headwise.layouts.places import Module, modules_of, strays
 from headwise.layouts.registry import layouts
 from headwise.layouts.sameness import Reading, is_same_map
 from headwise.layouts.sizes import Sizes
+from headwise.layouts.steps import Header
 
 NAMED = 3  # tensors, as an example
+LISTED = 6  # numbers of heads that fit
 MOST_HEADS = 256  # tried where nothing says how many there are
 
 
@@ -64,48 +67,79 @@ class Detection:
         candidates: the layouts that it may be in, with the reasons for each; those that are the
             same map for these sizes and the same function stand in one group.
         refuted: name -> why, of layouts that were candidates by names and shapes.
+        unknown: a model_type in the config that the catalogue does not know: others use the names
+            of known ones for other functions, so that names and shapes decide nothing.
     """
 
     candidates: tuple[tuple[Candidate, ...], ...]
     refuted: Mapping[str, str]
+    unknown: str | None = None
 
     @property
     def layout(self) -> Layout | None:
         """The one layout; None where there is none, or several that differ."""
-        return self.candidates[0][0].layout if len(self.candidates) == 1 else None
+        is_one = len(self.candidates) == 1 and self.unknown is None
+        return self.candidates[0][0].layout if is_one else None
 
-    def require(self) -> Layout:
+    def require(self, *, file: str = "the file", option: str = "--from") -> Layout:
         """The one layout.
+
+        Args:
+            file: what it is called in an error.
+            option: by which a caller names a layout.
 
         Raises:
             OptionError: there are none, or several.
         """
         if self.layout is not None:
             return self.layout
+        if not self.candidates:
+            raise OptionError(
+                saw=f"{file}, which holds no attention that the catalogue knows",
+                needed="names and shapes of a layout that headwise layouts lists",
+                do=f"look for them there, and name the layout ({option}); or register your own",
+            )
         names = [" = ".join(one.layout.name for one in group) for group in self.candidates]
+        if self.unknown is not None:
+            raise OptionError(
+                saw=f"{file}, of a {self.unknown} model, with the names and shapes of "
+                f"{', '.join(names)}",
+                needed="a model_type that the catalogue knows: others use the same names for "
+                "another function",
+                do=f"name the layout ({option}), or headwise detect with --against",
+            )
         raise OptionError(
-            saw="no attention that the catalogue knows"
-            if not names
-            else f"a file that may be in {len(names)} layouts: {', '.join(names)}",
+            saw=f"{file}, which may be in {len(names)} layouts: {', '.join(names)}",
             needed="one: they are undecidable without a reference or a forward check",
-            do="name it (--from), or headwise detect with --reference or --against",
+            do=f"name it ({option}), or headwise detect with --reference or --against",
         )
 
 
-def detect(headers: Mapping[str, Header], *, said: str | None = None, **known: int) -> Detection:
+def detect(
+    headers: Mapping[str, Header],
+    *,
+    said: str | None = None,
+    config: Config | None = None,
+    **known: int,
+) -> Detection:
     """Which layouts tensors of these names and shapes may be in.
 
     Args:
         headers: name -> shape and dtype.
-        said: the layout that the model's config names; it decides among those that fit.
+        said: the layout that somebody names, or else the config; it decides among those that fit.
+        config: of the model; a layout that it says another function than is none.
         known: heads, kv_heads and what else the config or the caller knows.
     """
+    config = config or {}
+    said = said or layout_of(config)
     found = _candidates(headers, known)
-    groups = _grouped(found)
+    refuted = {one.layout.name: why for one in found if (why := _objection(one, found, config))}
+    groups = _grouped(one for one in found if one.layout.name not in refuted)
     named = [g for g in groups if any(one.layout.name == said for one in g)]
     if not named:
-        return Detection(tuple(groups), {})
-    refuted = {
+        unknown = config.get("model_type") if said is None or said in refuted else None
+        return Detection(tuple(groups), refuted, unknown)
+    refuted |= {
         one.layout.name: f"the config says {said}" for g in groups if g not in named for one in g
     }
     chosen = sorted(named[0], key=lambda one: one.layout.name != said)
@@ -139,6 +173,17 @@ def _candidates(headers: Mapping[str, Header], known: Mapping[str, int]) -> list
         if fits:
             found.append(Candidate(layout, tuple(modules), fits, _reasons(modules, fits)))
     return found
+
+
+def _objection(one: Candidate, found: Iterable[Candidate], config: Config) -> str | None:
+    """Why a candidate is none: the config says otherwise, or another one knows more modules."""
+    mine = {module.prefix for module in one.modules}
+    for other in found:
+        theirs = {module.prefix for module in other.modules}
+        if mine < theirs:
+            return f"{other.layout.name} has {len(theirs)} modules here, and it {len(mine)} of them"
+    reasons = [objection(config, one.layout.function, sizes) for sizes in one.fits]
+    return reasons[0] if all(reasons) else None
 
 
 def _is_other(module: Module, layout: Layout) -> bool:
@@ -185,16 +230,19 @@ def heads_of(sizes: Sizes) -> tuple[int, int]:
 
 
 def _reasons(modules: Iterable[Module], fits: tuple[Sizes, ...]) -> tuple[str, ...]:
-    modules, sizes = list(modules), fits[0]
-    shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
-    fitting = ", ".join(f"{name} {sizes[name]}" for name in shown if name in sizes)
+    modules = list(modules)
     names = ", ".join(list(modules[0].tensors)[:NAMED])
     more = " ..." if len(modules[0].tensors) > NAMED else ""
-    doubt = f" (and {len(fits) - 1} more: the heads are not known)" if len(fits) > 1 else ""
-    return (
-        f"names: {len(modules)} modules with {names}{more}",
-        f"shapes: they fit with {fitting}{doubt}",
-    )
+    shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
+    found = {name: sorted({fit[name] for fit in fits if name in fit}) for name in shown}
+    fitting = ", ".join(f"{name} {sizes[0]}" for name, sizes in found.items() if len(sizes) == 1)
+    words = [f"they fit with {fitting}"] if fitting else []
+    if several := [name for name, sizes in found.items() if len(sizes) > 1]:
+        name, sizes = several[0], found[several[0]]
+        left = f" and {len(sizes) - LISTED} more" if len(sizes) > LISTED else ""
+        listed = ", ".join(map(str, sizes[:LISTED])) + left
+        words.append(f"{name}: no tensor tells, and {listed} fit: give {name}")
+    return f"names: {len(modules)} modules with {names}{more}", f"shapes: {'; '.join(words)}"
 
 
 def _grouped(found: Iterable[Candidate]) -> list[tuple[Candidate, ...]]:

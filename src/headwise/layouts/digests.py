@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headwise.errors import CheckpointError
+from headwise.layouts.checkpoint.moving_bytes import bytes_of
 from headwise.whole_files import write_whole
 
 KIND = "headwise digests"
@@ -24,14 +24,10 @@ def digests_of(state: Mapping[str, Tensor]) -> Digests:
         name: {
             "shape": list(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
-            "sha256": hashlib.sha256(_bytes(tensor)).hexdigest(),
+            "sha256": hashlib.sha256(bytes_of(tensor)).hexdigest(),
         }
         for name, tensor in ((name, state[name]) for name in state)
     }
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_digests(path: Path, found: Digests) -> Path:
@@ -47,11 +43,13 @@ def read_digests(path: Path) -> Digests:
     """
     try:
         found = json.loads(path.read_text("utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _refused(path, str(error)) from error
     if not isinstance(found, dict) or found.get("kind") != KIND:
         raise _refused(path, "it is other JSON")
-    tensors: Digests = found["tensors"]
+    tensors = found.get("tensors")
+    if not isinstance(tensors, dict) or not all(isinstance(x, dict) for x in tensors.values()):
+        raise _refused(path, "its tensors are not listed by name")
     return tensors
 
 

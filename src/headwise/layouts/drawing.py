@@ -111,8 +111,13 @@ def sizes_for(layout: Layout, given: Mapping[str, int]) -> Sizes:
     if "heads" in layout.splits:  # two in each of its parts
         base["heads"] = 2 * prod(layout.fixed.values())
     # What is not said is as wide as what is.
-    base |= {axis: given[wider] for axis, wider in WIDER.items() if wider in given}
-    base |= given
+    said = dict(given)
+    if "embed_dim" not in given and {"heads", "head_dim"} & given.keys():
+        said["embed_dim"] = said.get("heads", base["heads"]) * said.get(
+            "head_dim", base["head_dim"]
+        )
+    base |= {axis: said[wider] for axis, wider in WIDER.items() if wider in said}
+    base |= said
     found = fitted(layout, base)
     for name, size in given.items():
         if found.get(name, size) != size:
@@ -157,8 +162,9 @@ def draw(layout: Layout, **given: int) -> str:
     sizes = sizes_for(layout, given)
     found = strips(layout, sizes)
     lines: list[str] = []
+    required = layout.required
     for name, pattern in layout.patterns.items():
-        lines += ["", f"{name}  {pattern.shape(sizes)}"]
+        lines += ["", f"{name}  {pattern.shape(sizes)}{'' if name in required else ', if any'}"]
         lines += wrap(layout.tensors[name], WIDTH, initial_indent="  ", subsequent_indent="    ")
         lines += [f"  {line}" for strip in found[name] for line in _lines(strip, len(found[name]))]
     return "\n".join(lines[1:])
@@ -190,7 +196,8 @@ def pairs(rotary: str, width: int) -> list[tuple[int, int]]:
 def _pairs(rotary: str, width: int) -> str:
     shown = pairs(rotary, width)
     listed = ", ".join(f"{a} and {b}" for a, b in shown[:3])
-    return f"of a q or k turn together: {listed}{', ...' if len(shown) > 3 else ''}"
+    more = ", ..." if len(shown) > 3 else ""
+    return f"rotated together in q and k: channels {listed}{more}"
 
 
 def _shapes(layout: Layout, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:

@@ -73,12 +73,12 @@ def _one_by_one(one: Candidate) -> list[Candidate]:
 
 
 def _widths(one: Candidate, sizes: Sizes) -> list[Sizes]:
-    """All of the head comes first."""
+    """All of the head comes first. Of two channels both pairings are one, so two decide nothing."""
     function, head_dim = one.layout.function, sizes["head_dim"]
     is_open = function.rotary == "interleaved" and function.rotary_width is None
     if not is_open or "rotary_width" in sizes:
         return [{}]
-    return [{"rotary_width": width} for width in range(head_dim - head_dim % 2, 0, -2)]
+    return [{"rotary_width": width} for width in range(head_dim - head_dim % 2, 2, -2)]
 
 
 def _disagreement(
@@ -87,6 +87,9 @@ def _disagreement(
     """What is the first to differ; None where nothing does."""
     if len(one.modules) != len(known.modules):
         return f"it has {len(one.modules)} modules, the reference {len(known.modules)}"
+    conflicts = one.layout.function.conflicts(known.layout.function)
+    for name, (mine, theirs) in conflicts.items():
+        return f"{name}: {mine}; {known.layout.name}, the reference's layout, has {theirs}"
     for number, module in enumerate(one.modules):
         found = differing(_canonical(one, number, state), _canonical(known, number, other))
         if found:

@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from headwise.errors import OptionError
+
 # How a layer is called, not what it computes: a caller can follow either.
 CALLING = ("mask", "axes")
 PAIRINGS = ("half-split", "interleaved")
+# What a field can say, where that is not free text; a pairing may be followed by more words.
+_SAID = {
+    "rotary": ("none", *PAIRINGS),
+    "softcap": ("none", "tanh"),
+    "mask": ("True attends", "True hides", "added"),
+    "axes": ("batch length width", "length batch width", "length width"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +49,17 @@ class Function:
     clip: str | None = "none"
     mask: str | None = None
     axes: str | None = "batch length width"
+
+    def __post_init__(self) -> None:
+        """Refuse with an OptionError what no reader of the field knows."""
+        for name, known in _SAID.items():
+            said = getattr(self, name)
+            if said is not None and not said.startswith(known):
+                raise OptionError(
+                    saw=f"{name}={said!r}",
+                    needed=f"None, which leaves it to the config, or {', '.join(known)}",
+                    do="write it as the other layouts do: headwise layouts show NAME",
+                )
 
     def is_same(self, other: Function) -> bool:
         """Whether both say the same, and leave the same open."""

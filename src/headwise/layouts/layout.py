@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,12 @@ from headwise.layouts.function import Function
 from headwise.layouts.moving import GROUPED, Splits, atoms, canonical_shape, pack, unpack
 from headwise.layouts.pattern import Pattern, parse
 from headwise.layouts.sizes import Sizes, solve
+
+MATRICES = ("wq", "wk", "wv", "wo")
+ROLES = ("self", "encoder", "decoder", "cross")
+NUMBERED = ("layer", "stage", "block", "half")
+NAMED = 4  # in an error
+SLOT = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +75,26 @@ class Layout:
                     )
                 seen[tensor] = name
                 atoms(tensor, pattern.names_of(tensor), self.all_splits)
+        if missing := [name for name in MATRICES if name not in seen]:
+            raise OptionError(
+                saw=f"{self.name} without {', '.join(missing)}",
+                needed=f"patterns for {', '.join(MATRICES)}, alone or fused",
+                do="write what is missing; docs/layouts.md tells what each tensor is",
+            )
+        self._require_places_known()
         for text in self.outside.values():
             parse(text)
+
+    def _require_places_known(self) -> None:
+        for role, template in self.where.items():
+            unknown = [part for part in SLOT.findall(template) if part not in NUMBERED]
+            if role not in ROLES or unknown:
+                raise OptionError(
+                    saw=f"{template}, the place of {role} attention in {self.name}",
+                    needed=f"a role among {', '.join(ROLES)}; in the place, numbers called "
+                    f"{', '.join(NUMBERED)}",
+                    do='write it as where={"self": "layers.{layer}.attention."}',
+                )
 
     @property
     def patterns(self) -> dict[str, Pattern]:
@@ -232,8 +257,9 @@ class Layout:
                 if shapes.get(tensor, fitting) != fitting:
                     raise ShapeError(
                         saw=f"{tensor} of shape {shapes[tensor]}",
-                        needed=f"{fitting}, for {name} of {self.name}",
-                        do="choose a layout that has these axes apart: headwise layouts lists them",
+                        needed=f"{fitting} {AXES[tensor]}, for {name} of {self.name}",
+                        do="choose a layout that has these axes apart: headwise layouts lists "
+                        "them. Nothing is repeated: one kv head does not become several",
                     )
         self._require_places(shapes.keys() - {*BIASES})
 
@@ -280,7 +306,8 @@ class Layout:
         missing = sorted(self.required - stored.keys())
         if unknown or missing:
             raise OptionError(
-                saw=f"{len(stored)} tensors: unknown are {unknown}, missing are {missing}",
+                saw=f"{len(stored)} tensors: unknown are {_some(unknown)}, missing are "
+                f"{_some(missing)}",
                 needed=f"those of {self.name}: {', '.join(patterns)}",
                 do="give the tensors of one attention module, or name the layout they are in",
             )
@@ -304,3 +331,8 @@ class Layout:
 def is_positive_zero(x: Tensor) -> bool:
     """Whether every bit is 0: a negative zero is something."""
     return not bool(x.contiguous().view(torch.uint8).any())
+
+
+def _some(names: list[str]) -> str:
+    more = f" ... ({len(names)})" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more if names else "none"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
 
-from headwise.layouts.layout import Layout
+from headwise.layouts.layout import SLOT, Layout
 
-_SLOT = re.compile(r"\{(\w+)\}")
 Numbers = tuple[tuple[str, str], ...]
 
 
@@ -47,10 +47,12 @@ class Module:
 
 
 def modules_of(layout: Layout, names: Iterable[str]) -> list[Module]:
-    """Every module of ``layout`` among the names of a checkpoint, in their order.
+    """Every module of ``layout`` among the names of a checkpoint, in the order of their numbers.
 
-    Where none stands at a place that the layout knows, any prefix that all its matrices share is
-    one: the module of another model, whose name is kept.
+    Beside those at the places that the layout knows, any prefix that all its matrices share is
+    one: the module of another model, or of another part, whose name is kept. Among them are those
+    that hold none of the layout's tensors, or not all of them, where others do: quantised ones, or
+    mixed layouts.
     """
     names = list(names)
     found: dict[tuple[Place, str], tuple[dict[str, str], list[str]]] = {}
@@ -66,12 +68,41 @@ def modules_of(layout: Layout, names: Iterable[str]) -> list[Module]:
                 else:
                     beside.append(name)
                 break
-    known = [
+    modules = [
         Module(place, prefix, own, tuple(beside))
         for (place, prefix), (own, beside) in found.items()
-        if own
     ]
-    return known or _anywhere(layout, names)
+    known = any(module.tensors for module in modules)
+    placed = [one for one in modules if known and (one.tensors or _is_attention(one, layout))]
+    taken = {name for one in placed for name in (*one.tensors, *one.beside)}
+    elsewhere = _anywhere(layout, [name for name in names if name not in taken])
+    return sorted(placed + elsewhere, key=_order)
+
+
+def _order(module: Module) -> tuple[str, bool, list[tuple[int, str]]]:
+    """Layer 10 behind layer 2, whatever the file's order is, and a decoder behind its encoder."""
+    place, parts = module.place, re.split(r"(\d+)", module.prefix)
+    counted = [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
+    return (place.root if place.role else "", place.role == "decoder", counted)
+
+
+def _is_attention(module: Module, layout: Layout) -> bool:
+    """Whether what stands where attention does is attention, in names that the layout has not.
+
+    Where a layout puts it straight into the block, it may be anything else of the block.
+    """
+    is_block = layout.where[module.place.role].endswith("{layer}.")
+    return not is_block and bool(strays(module, layout))
+
+
+def strays(module: Module, layout: Layout) -> list[str]:
+    """What stands within a module, and is neither of the layout nor known beside it."""
+    return [
+        name
+        for name in module.beside
+        if not any(fnmatchcase(name.removeprefix(module.prefix), known) for known in layout.beside)
+        and outside(layout, name, [module.place.root]) is None
+    ]
 
 
 def _anywhere(layout: Layout, names: list[str]) -> list[Module]:
@@ -80,11 +111,17 @@ def _anywhere(layout: Layout, names: list[str]) -> list[Module]:
         for local in layout.tensors:
             if name == local or name.endswith((f".{local}", f"/{local}")):
                 found.setdefault(name.removesuffix(local), {})[name] = local
+    whole = {_kind(prefix) for prefix, own in found.items() if layout.required <= {*own.values()}}
     return [
         Module(Place(prefix, ""), prefix, own, _beside(prefix, own, names))
         for prefix, own in found.items()
-        if layout.required <= set(own.values())
+        if _kind(prefix) in whole
     ]
+
+
+def _kind(prefix: str) -> str:
+    """The same for the modules of all layers: one that is not whole is missed where others are."""
+    return re.sub(r"\d+", "{layer}", prefix)
 
 
 def _beside(prefix: str, own: dict[str, str], names: list[str]) -> tuple[str, ...]:
@@ -95,7 +132,7 @@ def outside(layout: Layout, name: str, roots: Iterable[str]) -> tuple[str, Place
     """The template of a tensor outside of attention, and its place; None where it is not known."""
     for template in layout.outside:
         match = _whole(template).match(name)
-        if match and match["root"] in roots:
+        if match and match["root"] in {*roots, ""}:  # an unembedding stands under no root
             numbers = tuple((k, v) for k, v in match.groupdict().items() if k != "root")
             return template, Place(match["root"], template, numbers)
     return None
@@ -103,7 +140,7 @@ def outside(layout: Layout, name: str, roots: Iterable[str]) -> tuple[str, Place
 
 def slots(template: str) -> set[str]:
     """What is numbered in a template."""
-    return set(_SLOT.findall(template))
+    return set(SLOT.findall(template))
 
 
 @cache
@@ -117,7 +154,7 @@ def _whole(template: str) -> re.Pattern[str]:
 
 
 def _numbered(template: str) -> str:
-    parts = _SLOT.split(template)
+    parts = SLOT.split(template)
     return "".join(
         rf"(?P<{part}>\d+)" if at % 2 else re.escape(part) for at, part in enumerate(parts)
     )

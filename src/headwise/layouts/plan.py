@@ -7,126 +7,22 @@ another one only where they are fused on one side.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
+from dataclasses import fields
 
 import torch
-from torch import Tensor
 
-from headwise.errors import DTypeError, OptionError
+from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts import moving
-from headwise.layouts.canonical import ROTATED, State
+from headwise.layouts.around import around
+from headwise.layouts.canonical import ROTATED
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
-from headwise.layouts.pattern import Pattern, parse
-from headwise.layouts.places import Module, Numbers, Place, modules_of, outside, slots
-from headwise.layouts.sizes import Sizes, solve
+from headwise.layouts.places import Module, modules_of, slots, strays
+from headwise.layouts.sizes import Sizes
+from headwise.layouts.steps import Header, Inside, Step, components, copy
 
 FIELDS = {field.name for field in fields(Function)}
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@runtime_checkable
-class Header(Protocol):
-    """What is known of a tensor before it is read; a tensor is one."""
-
-    @property
-    def shape(self) -> Iterable[int]:
-        """How long its axes are."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its numbers."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """Some tensors of the target, made of some of the source.
-
-    Attributes:
-        inputs: names in the source.
-        outputs: name in the target -> shape; none for biases that must be +0 to be left out.
-        reader: stored tensors -> canonical ones, by names of its own.
-        writer: canonical tensors -> tensors of the target.
-        is_copy: whether the one output is the one input, byte for byte.
-    """
-
-    inputs: tuple[str, ...]
-    outputs: Mapping[str, tuple[int, ...]]
-    reader: Conversion
-    writer: Conversion
-    is_copy: bool = False
-
-    def run(self, stored: Mapping[str, Tensor]) -> State:
-        """The tensors of the target."""
-        if self.is_copy:
-            return {
-                name: stored[given] for given, name in zip(self.inputs, self.outputs, strict=True)
-            }
-        return self.writer.write(self.reader.read(stored))
-
-    def back(self, made: Mapping[str, Tensor]) -> State:
-        """The tensors of the source again, for a round trip."""
-        if self.is_copy:
-            return {
-                given: made[name] for given, name in zip(self.inputs, self.outputs, strict=True)
-            }
-        return self.reader.write(self.writer.read(made))
-
-
-@runtime_checkable
-class Conversion(Protocol):
-    """One side of a step."""
-
-    def read(self, stored: Mapping[str, Tensor]) -> State:
-        """Canonical tensors of stored ones."""
-
-    def write(self, canonical: Mapping[str, Tensor]) -> State:
-        """Stored tensors of canonical ones."""
-
-
-@dataclass(frozen=True)
-class Inside:
-    """The tensors of one module in one layout. ``names``: full name -> name within the module."""
-
-    layout: Layout
-    names: Mapping[str, str]
-    sizes: Sizes
-
-    def read(self, stored: Mapping[str, Tensor]) -> State:
-        """Canonical tensors of stored ones."""
-        local = {self.names[name]: x for name, x in stored.items()}
-        return self.layout.read(local, sizes=self.sizes)
-
-    def write(self, canonical: Mapping[str, Tensor]) -> State:
-        """Stored tensors of canonical ones; only those that have a name here."""
-        full = {local: name for name, local in self.names.items()}
-        made = self.layout.write(canonical, sizes=self.sizes)
-        return {full[local]: x for local, x in made.items() if local in full}
-
-
-@dataclass(frozen=True)
-class Outside:
-    """Tensors outside of attention: full name -> pattern."""
-
-    patterns: Mapping[str, Pattern]
-    sizes: Sizes
-
-    def read(self, stored: Mapping[str, Tensor]) -> State:
-        """The tensors by their names in the patterns."""
-        found: State = {}
-        for name, tensor in stored.items():
-            found |= moving.unpack(self.patterns[name], tensor, self.sizes)
-        return found
-
-    def write(self, canonical: Mapping[str, Tensor]) -> State:
-        """Stored tensors."""
-        return {
-            name: moving.pack(pattern, canonical, self.sizes)
-            for name, pattern in self.patterns.items()
-            if set(pattern.tensors) <= canonical.keys()
-        }
 
 
 def plan(
@@ -152,7 +48,8 @@ def plan(
     Raises:
         OptionError: no module is found, the layouts are other functions, or names collide.
         ShapeError: shapes that do not fit, or that the target cannot hold.
-        DTypeError: attention in integers or in 8-bit numbers.
+        DTypeError: attention in integers or in 8-bit numbers, or in several dtypes where they
+            would share a tensor.
     """
     require_same_function(source, target, accept)
     modules = modules_of(source, headers)
@@ -162,21 +59,23 @@ def plan(
             needed=f"modules of {source.name}, which have {', '.join(source.tensors)}",
             do="headwise detect tells which layout a file is in",
         )
-    steps: list[Step] = []
     for module in modules:
         _require_known(module, source, headers)
+    _require_one_head_dim(modules, source, headers, known)
+    steps: list[Step] = []
+    for module in modules:
         steps += _module_steps(module, source, target, headers, known, root)
     done = {name for step in steps for name in step.inputs}
     roots = {module.place.root for module in modules}
     rest = [name for name in headers if name not in done]
-    steps += _outside_steps(rest, source, target, headers, roots, root)
+    steps += around(rest, source, target, headers, roots, root=root)
     _require_apart(steps)
     return sorted(steps, key=lambda step: bool(step.outputs))
 
 
 def require_same_function(source: Layout, target: Layout, accept: Iterable[str]) -> None:
     """Raise OptionError where both layouts say how weights are used, and differ."""
-    conflicts, accepted = source.function.conflicts(target.function), {*accept}
+    conflicts, accepted = source.function.conflicts(target.function), _named(accept)
     if unknown := sorted(accepted - FIELDS):
         raise OptionError(
             saw=f"accept {', '.join(unknown)}",
@@ -195,14 +94,8 @@ def require_same_function(source: Layout, target: Layout, accept: Iterable[str])
         )
 
 
-def strays(module: Module, layout: Layout) -> list[str]:
-    """What stands within a module, and is neither of the layout nor known beside it."""
-    return [
-        name
-        for name in module.beside
-        if not any(fnmatchcase(name.removeprefix(module.prefix), known) for known in layout.beside)
-        and outside(layout, name, [module.place.root]) is None
-    ]
+def _named(accept: Iterable[str]) -> set[str]:
+    return {accept} if isinstance(accept, str) else {*accept}
 
 
 def _require_known(module: Module, layout: Layout, headers: Mapping[str, Header]) -> None:
@@ -223,6 +116,34 @@ def _require_known(module: Module, layout: Layout, headers: Mapping[str, Header]
             )
 
 
+def _require_one_head_dim(
+    modules: Iterable[Module],
+    source: Layout,
+    headers: Mapping[str, Header],
+    known: Mapping[str, int],
+) -> None:
+    """One count of heads stands for all modules; in another tower it may be another one."""
+    first: dict[int, str] = {}
+    for module in modules:
+        first.setdefault(_sizes(module, source, headers, known)["head_dim"], module.prefix)
+    if len(first) > 1 and "heads" in known and "head_dim" not in known:
+        found = ", ".join(f"{head_dim} in {prefix}" for head_dim, prefix in first.items())
+        raise ShapeError(
+            saw=f"heads {known['heads']}, which gives a head_dim of {found}",
+            needed="one head_dim: modules of another width have other heads",
+            do="give head_dim in place of heads, if all of them share it; or convert the parts of "
+            "the model one by one",
+        )
+
+
+def _sizes(
+    module: Module, source: Layout, headers: Mapping[str, Header], known: Mapping[str, int]
+) -> Sizes:
+    stored = {local: headers[name] for name, local in module.tensors.items()}
+    source.require_whole(stored)
+    return source.sizes({local: tuple(header.shape) for local, header in stored.items()}, known)
+
+
 def _module_steps(
     module: Module,
     source: Layout,
@@ -231,10 +152,8 @@ def _module_steps(
     known: Mapping[str, int],
     root: str | None,
 ) -> list[Step]:
-    locals_ = {local: headers[name] for name, local in module.tensors.items()}
-    source.require_whole(locals_)
-    sizes = source.sizes({local: tuple(header.shape) for local, header in locals_.items()}, known)
-    shapes = source.canonical_shapes(locals_, sizes)
+    sizes = _sizes(module, source, headers, known)
+    shapes = source.canonical_shapes(module.tensors.values(), sizes)
     kept = {name: n for name, n in sizes.items() if name == "rotary_width"}
     target_sizes = target.canonical_sizes(shapes, kept)
     target.require_fit(shapes, target_sizes)
@@ -254,10 +173,10 @@ def _module_steps(
     }
     for pattern in written.values():
         moving.require_one_dtype({t: dtypes[t] for t in pattern.tensors if t in dtypes})
-    prefix = module.prefix if not module.place.role else _prefix(module, target, root)
+    prefix = _prefix(module, target, root)
     stored = {local: source.patterns[local] for local in module.tensors.values()}
     steps = []
-    for locals_in, locals_out in _components(stored, written):
+    for locals_in, locals_out in components(stored, written):
         inputs = tuple(name for name, local in module.tensors.items() if local in locals_in)
         outputs = {prefix + local: written[local].shape(target_sizes) for local in locals_out}
         if _is_kept(source, target, locals_in, locals_out):
@@ -289,96 +208,24 @@ def _is_kept(source: Layout, target: Layout, stored: list[str], written: list[st
 
 
 def _prefix(module: Module, target: Layout, root: str | None) -> str:
+    if not module.place.role:
+        return module.place.under(root).root
     template = target.where.get(module.place.role)
-    if template is None:
+    if not target.where:
+        raise OptionError(
+            saw=f"{module.prefix}, one of the modules of a model",
+            needed=f"a layout of whole models: {target.name} is that of one layer",
+            do="choose another one; or read one module by Attention.from_layout",
+        )
+    numbers = {name for name, _ in module.place.numbers}
+    if template is None or not slots(template) <= numbers:
+        places = ", ".join(f"{role} ({place})" for role, place in target.where.items())
         raise OptionError(
             saw=f"{module.prefix}, which is {module.place.role} attention",
-            needed=f"a place for it in {target.name}: it has {', '.join(target.where) or 'none'}",
+            needed=f"a place for it in {target.name}, which has {places}",
             do="choose a layout that has one; headwise layouts lists them",
         )
     return module.place.under(root).within(template)
-
-
-def _components(
-    stored: Mapping[str, Pattern], written: Mapping[str, Pattern]
-) -> list[tuple[list[str], list[str]]]:
-    """The stored tensors and the written ones that share canonical tensors, group by group."""
-    groups: list[tuple[set[str], list[str], list[str]]] = [
-        (set(pattern.tensors), [name], []) for name, pattern in stored.items()
-    ] + [(set(pattern.tensors), [], [name]) for name, pattern in written.items()]
-    merged: list[tuple[set[str], list[str], list[str]]] = []
-    for group in groups:
-        joined = [other for other in merged if other[0] & group[0]]
-        merged = [other for other in merged if not other[0] & group[0]]
-        for other in joined:
-            group = (group[0] | other[0], other[1] + group[1], other[2] + group[2])
-        merged.append(group)
-    return [(inputs, outputs) for _, inputs, outputs in merged]
-
-
-def _outside_steps(
-    names: Iterable[str],
-    source: Layout,
-    target: Layout,
-    headers: Mapping[str, Header],
-    roots: set[str],
-    new_root: str | None,
-) -> list[Step]:
-    """Steps for what is not attention; what either layout does not know keeps its name."""
-    kept, places = [], dict[tuple[str, Numbers], dict[str, Pattern]]()
-    for name in names:
-        found = outside(source, name, roots)
-        if found is None:
-            kept.append(copy(name, name, headers[name]))
-            continue
-        template, place = found
-        same = places.setdefault((place.root, place.numbers), {})
-        same[name] = parse(source.outside[template])
-    steps = []
-    for (root, numbers), stored in places.items():
-        written = _counterparts(stored.values(), target, {slot for slot, _ in numbers})
-        for inputs, templates in _components(stored, written):
-            held = {name: stored[name] for name in inputs}
-            place = Place(root, "", numbers).under(new_root)
-            made = {place.within(name): written[name] for name in templates}
-            steps += _moved(held, made, headers)
-    return steps + kept
-
-
-def _counterparts(
-    stored: Iterable[Pattern], target: Layout, numbered: set[str]
-) -> dict[str, Pattern]:
-    """The tensors of the target that can be made of these: template -> pattern, each thing once."""
-    held = {tensor for pattern in stored for tensor in pattern.tensors}
-    found: dict[str, Pattern] = {}
-    for template, text in target.outside.items():
-        pattern = parse(text)
-        if held.issuperset(pattern.tensors) and slots(template) == numbered:
-            held -= set(pattern.tensors)
-            found[template] = pattern
-    return found
-
-
-def _moved(
-    held: Mapping[str, Pattern], made: Mapping[str, Pattern], headers: Mapping[str, Header]
-) -> list[Step]:
-    """The step between tensors of one content; copies where the target cannot hold all of it."""
-    wanted = {tensor for pattern in held.values() for tensor in pattern.tensors}
-    if {tensor for pattern in made.values() for tensor in pattern.tensors} != wanted:
-        return [copy(name, name, headers[name]) for name in held]
-    if list(held.values()) == list(made.values()):
-        return [copy(name, new, headers[name]) for name, new in zip(held, made, strict=True)]
-    shapes = {name: (pattern, tuple(headers[name].shape)) for name, pattern in held.items()}
-    sizes = solve(shapes, {}, {})
-    moving.require_one_dtype({name: headers[name].dtype for name in held})
-    outputs = {name: pattern.shape(sizes) for name, pattern in made.items()}
-    return [Step(tuple(held), outputs, Outside(held, sizes), Outside(made, sizes))]
-
-
-def copy(name: str, new: str, header: Header) -> Step:
-    """A tensor that keeps its bytes."""
-    nothing = Outside({}, {})
-    return Step((name,), {new: tuple(header.shape)}, nothing, nothing, is_copy=True)
 
 
 def _require_apart(steps: Iterable[Step]) -> None:

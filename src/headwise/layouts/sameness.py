@@ -22,7 +22,8 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have one shape, one dtype and the same bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    x, y = (t.contiguous().view(_BITS[t.element_size()]) for t in (a, b))
+    x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a, b))
+    x, y = (t.contiguous().view(_BITS[t.element_size()]) for t in (x, y))
     return torch.equal(x, y)
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from headwise.layouts.layout import Layout
+from headwise.errors import DTypeError, OptionError, ShapeError
+from headwise.layouts.canonical import BIASES
+from headwise.layouts.layout import Layout, is_positive_zero
 from headwise.layouts.places import modules_of
 from headwise.layouts.plan import plan
 from headwise.layouts.registry import layout
 from headwise.layouts.sameness import same_bytes
+from headwise.layouts.steps import Step
 
 Progress = Callable[[int, int], None]
 
@@ -24,7 +28,7 @@ class Difference:
     Attributes:
         name: in the second file.
         made_of: names in the first.
-        what: the shapes or dtypes that differ, or how many entries and by how much at most.
+        what: the shapes or dtypes that differ, or how many entries, and how.
     """
 
     name: str
@@ -32,27 +36,32 @@ class Difference:
     what: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verification:
     """What was found.
 
     Attributes:
         same: how many tensors of the second file are those of the first, byte for byte.
         differences: those that are not.
-        only_first: tensors of the first file that the second has nothing of.
+        only_first: tensors of the first file -> what the second lacks of them, by its names; none
+            where its layout has no name for them.
         only_second: tensors of the second file that nothing of the first makes.
         conflicts: what the two layouts say of how weights are used, and say differently.
+        unheld: what of the first the second's layout cannot hold, so that nothing was compared;
+            "" where it can.
     """
 
-    same: int
-    differences: tuple[Difference, ...]
-    only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
-    conflicts: Mapping[str, tuple[str, str]]
+    same: int = 0
+    differences: tuple[Difference, ...] = ()
+    only_first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    only_second: tuple[str, ...] = ()
+    conflicts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    unheld: str = ""
 
     def __bool__(self) -> bool:
         """Whether both hold the same function."""
-        return not (self.differences or self.only_first or self.only_second or self.conflicts)
+        apart = (self.differences, self.only_first, self.only_second, self.conflicts, self.unheld)
+        return not any(apart)
 
 
 def verify(
@@ -66,6 +75,9 @@ def verify(
 ) -> Verification:
     """Move the first into the layout of the second, step by step, and compare every byte.
 
+    A bias of attention that is +0 in one and absent in the other is no difference. What is not
+    attention may have kept its name, as `headwise.layouts.convert.convert` leaves it.
+
     Args:
         first: name -> tensor; read one after the other, so they may be memory-mapped.
         second: likewise.
@@ -75,32 +87,126 @@ def verify(
         known: heads, and what else no shape tells.
 
     Raises:
-        OptionError, ShapeError, DTypeError: see `headwise.layouts.plan.plan`.
+        OptionError, ShapeError, DTypeError: one of them cannot be read in its own layout; see
+            `headwise.layouts.plan.plan`.
     """
     source, target = layout(first_layout), layout(second_layout)
     conflicts = source.function.conflicts(target.function)
     roots = {module.place.root for module in modules_of(target, second)}
     root = roots.pop() if len(roots) == 1 else None
-    steps = plan(first, source, target, accept=conflicts, root=root, **known)
-    same, met = 0, set()
-    differences: list[Difference] = []
-    only_first: list[str] = []
+    try:
+        steps = plan(first, source, target, accept=conflicts, root=root, **known)
+    except (OptionError, ShapeError, DTypeError) as error:
+        # What cannot be read at all is no difference; other shapes are one.
+        plan(first, source, source, accept=(), root=None, **known)
+        with suppress(ShapeError, DTypeError):
+            plan(second, target, target, accept=(), root=None, **known)
+        unheld = f"{error.saw}; needed: {error.needed}"
+        return Verification(conflicts=conflicts, unheld=unheld)
+    found = _Comparison.between(first, second, source, target, steps)
     for number, step in enumerate(steps):
-        made = step.run({name: first[name] for name in step.inputs})
-        for name, tensor in made.items():
-            if name not in second:
-                only_first += step.inputs
-                continue
-            met.add(name)
-            if same_bytes(tensor, second[name]):
-                same += 1
-            else:
-                what = _what(tensor, second[name])
-                differences.append(Difference(name, step.inputs, what))
+        found.add(step)
         if progress is not None:
             progress(number + 1, len(steps))
-    only_second = tuple(name for name in second if name not in met)
-    return Verification(same, tuple(differences), tuple(only_first), only_second, conflicts)
+    return found.verification(conflicts)
+
+
+@dataclass
+class _Comparison:
+    """What is found on the way.
+
+    Attributes:
+        first: tensors by name.
+        second: likewise.
+        attention: names in the first.
+        biases: of attention: names in the second, those that it might have included.
+        outputs: all that is made of the first.
+    """
+
+    first: Mapping[str, Tensor]
+    second: Mapping[str, Tensor]
+    attention: set[str]
+    biases: set[str]
+    outputs: set[str]
+    same: int = 0
+    met: set[str] = field(default_factory=set)
+    differences: list[Difference] = field(default_factory=list)
+    only_first: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def between(
+        cls,
+        first: Mapping[str, Tensor],
+        second: Mapping[str, Tensor],
+        source: Layout,
+        target: Layout,
+        steps: Iterable[Step],
+    ) -> _Comparison:
+        """Before anything is compared."""
+        attention = {name for module in modules_of(source, first) for name in module.tensors}
+        outputs = {name for step in steps for name in step.outputs}
+        biases = _biases(target, outputs) | _biases(target, second)
+        return cls(first, second, attention, biases, outputs)
+
+    def add(self, step: Step) -> None:
+        """Compare what one step makes."""
+        stored = {name: self.first[name] for name in step.inputs}
+        if not step.outputs:  # biases that the second's layout has no tensor for
+            held = [name for name, tensor in stored.items() if not is_positive_zero(tensor)]
+            self.only_first |= dict.fromkeys(held, ())
+            return
+        made = stored if self._kept_its_names(step) else step.run(stored)
+        lacking = []
+        for name, tensor in made.items():
+            if name in self.second:
+                self._compare(name, step, tensor)
+            elif not self._is_nothing(name, tensor):
+                lacking.append(name)
+        if lacking:
+            self.only_first |= dict.fromkeys(step.inputs, tuple(lacking))
+
+    def verification(self, conflicts: Mapping[str, tuple[str, str]]) -> Verification:
+        """All that was found, once every step is compared."""
+        left = [name for name in self.second if name not in self.met]
+        return Verification(
+            same=self.same,
+            differences=tuple(self.differences),
+            only_first=self.only_first,
+            only_second=tuple(n for n in left if not self._is_nothing(n, self.second[n])),
+            conflicts=conflicts,
+        )
+
+    def _kept_its_names(self, step: Step) -> bool:
+        """Whether the second has these tensors under their old names: nobody translated them."""
+        return (
+            self.attention.isdisjoint(step.inputs)
+            and self.second.keys().isdisjoint(step.outputs)
+            and self.second.keys() >= {*step.inputs}
+            and self.outputs.isdisjoint(step.inputs)
+        )
+
+    def _is_nothing(self, name: str, tensor: Tensor) -> bool:
+        """Whether it may as well be absent."""
+        return name in self.biases and is_positive_zero(tensor)
+
+    def _compare(self, name: str, step: Step, tensor: Tensor) -> None:
+        self.met.add(name)
+        if same_bytes(tensor, self.second[name]):
+            self.same += 1
+        else:
+            what = _what(tensor, self.second[name])
+            self.differences.append(Difference(name, step.inputs, what))
+
+
+def _biases(layout: Layout, names: Iterable[str]) -> set[str]:
+    """Those of attention among the names of tensors that are stored in this layout."""
+    patterns = layout.patterns
+    return {
+        name
+        for module in modules_of(layout, names)
+        for name, local in module.tensors.items()
+        if {*BIASES}.issuperset(patterns[local].tensors)
+    }
 
 
 def lines_of(found: Verification, *, most: int) -> list[str]:
@@ -109,9 +215,11 @@ def lines_of(found: Verification, *, most: int) -> list[str]:
         f"{name}: {mine} in the first, {theirs} in the second"
         for name, (mine, theirs) in found.conflicts.items()
     ]
+    if found.unheld:
+        lines.append(f"the second's layout cannot hold the first: {found.unheld}")
     kinds = [
         [f"{one.name}, of {', '.join(one.made_of)}: {one.what}" for one in found.differences],
-        [f"{name}: in the first alone" for name in found.only_first],
+        [f"{name}: in the first alone{_of(name, lack)}" for name, lack in found.only_first.items()],
         [f"{name}: in the second alone" for name in found.only_second],
     ]
     for kind in kinds:
@@ -121,19 +229,40 @@ def lines_of(found: Verification, *, most: int) -> list[str]:
     return lines
 
 
+def _of(name: str, lacking: tuple[str, ...]) -> str:
+    return f"; the second has no {', '.join(lacking)}" if {*lacking} - {name} else ""
+
+
 def _what(a: Tensor, b: Tensor) -> str:
     for word in ("shape", "dtype"):
         mine, theirs = getattr(a, word), getattr(b, word)
         if mine != theirs:
             return f"{word} {_said(mine)} against {_said(theirs)}"
+    bits = (_bytes(a) != _bytes(b)).any(1)
     if not a.is_floating_point():
-        return f"{int((a != b).sum())} of {a.numel()} entries"
-    # What is equal as numbers and not as bits, such as -0 and 0, counts as well.
-    other = (a != b) & ~(a.isnan() & b.isnan())
-    most = (a.double() - b.double()).abs().nan_to_num().max()
-    signs = int(((a.signbit() != b.signbit()) & ~other).sum())
-    zeros = f", and {signs} that differ in their sign alone" if signs else ""
-    return f"{int(other.sum())} of {a.numel()} entries, by at most {float(most):.3g}{zeros}"
+        return f"{int(bits.sum())} of {a.numel()} entries"
+    # Numbers of 8 bits can be compared only as wider ones.
+    x, y = (tensor.double().reshape(-1)[bits] for tensor in (a, b))
+    nan, infinite = (is_it(x) | is_it(y) for is_it in (torch.isnan, torch.isinf))
+    most = (x - y)[~nan & ~infinite].abs()
+    kinds = {
+        f"by at most {float(most.max()) if len(most) else 0:.3g}": (x != y) & ~nan & ~infinite,
+        "where one is infinite": infinite & ~nan,
+        "where one alone is NaN": nan & (x.isnan() != y.isnan()),
+        "NaN in both, of other bits": x.isnan() & y.isnan(),
+        "zero in both, of another sign": x == y,
+    }
+    counted = {words: int(kind.sum()) for words, kind in kinds.items()}
+    shown = [(number, words) for words, number in counted.items() if number]
+    if len(shown) == 1:
+        return f"{shown[0][0]} of {a.numel()} entries, {shown[0][1]}"
+    listed = ", ".join(f"{number} {words}" for number, words in shown)
+    return f"{int(bits.sum())} of {a.numel()} entries: {listed}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A row for each entry."""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
 def _said(value: torch.Size | torch.dtype) -> str:

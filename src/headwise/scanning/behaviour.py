@@ -137,9 +137,10 @@ def _disagreement(
     config: Mapping[str, Any],
 ) -> str | None:
     """What the first layer that differs differs in; None where all of them agree."""
-    if len(candidate.modules) != len(seen):
-        return f"it has {len(candidate.modules)} modules, the model {len(seen)} layers"
-    for number, (module, layer_seen) in enumerate(zip(candidate.modules, seen, strict=True)):
+    modules = [module for module in candidate.modules if module.place.role != "cross"]
+    if len(modules) != len(seen):
+        return f"it has {len(modules)} modules, the model {len(seen)} layers of self-attention"
+    for number, (module, layer_seen) in enumerate(zip(modules, seen, strict=True)):
         layout = _asked(candidate.layout, config, number)
         options = options_of(config, layout.function, layer=number)
         stored = {local: state[name].double() for name, local in module.tensors.items()}

@@ -136,7 +136,7 @@ def assert_same(a: State, b: State) -> None:
     for name, x in a.items():
         y = b[name]
         assert (x.dtype, x.shape) == (y.dtype, y.shape), name
-        raw, other = (t.contiguous().view(-1).view(torch.uint8) for t in (x, y))
+        raw, other = (torch.cat([t.reshape(-1)]).view(torch.uint8) for t in (x, y))
         assert torch.equal(raw, other), name
 
 

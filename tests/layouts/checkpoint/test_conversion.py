@@ -85,6 +85,8 @@ def test_a_file_of_torch_becomes_safetensors(tmp_path: Path) -> None:
     state = llamas.weights()
     wide = torch.randn(80, 90, dtype=torch.float64)
     extra = {"rope.table": wide.T[::2], "steps": torch.tensor(7), "none": torch.empty(0, 3)}
+    extra["one"] = torch.randn(3, 2)[1:2, 1]
+    assert extra["one"].stride() == (2,)
     folder = tmp_path / "a"
     folder.mkdir()
     names = list(state)
@@ -98,6 +100,22 @@ def test_a_file_of_torch_becomes_safetensors(tmp_path: Path) -> None:
         "model-00002-of-00002.safetensors",
         llamas.INDEX,
     ]
+
+
+def test_what_a_file_of_torch_leaves_to_be_done(tmp_path: Path) -> None:
+    """Such a tensor is stored as it was before, with a mark."""
+    turn, state = torch.randn(4, dtype=torch.complex64), llamas.weights()
+    marked = {"turn": turn.conj(), "imaginary": turn[:1].clone().conj().imag}
+    assert (marked["turn"].is_conj(), marked["imaginary"].is_neg()) == (True, True)
+    learned = {"scale": torch.nn.Parameter(torch.ones(2))}
+    torch.save(state | marked | learned, tmp_path / "a.bin")
+    opened = open_source(tmp_path / "a.bin")
+    assert not any(x.is_conj() or x.is_neg() or x.requires_grad for x in opened.values())
+    llamas.to_meta(tmp_path / "a.bin", tmp_path / "b.safetensors")
+    made = llamas.read(tmp_path / "b.safetensors")
+    assert made["turn"].tolist() == [x.conjugate() for x in turn.tolist()]
+    assert made["imaginary"].tolist() == [-turn[0].imag.item()]
+    assert made["scale"].tolist() == [1, 1]
 
 
 def test_torchs_format_of_before_2020(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from headwise.errors import CheckpointError
+from headwise.layouts.checkpoint.index import read as read_index
 from headwise.layouts.checkpoint.source import open_source
 from tests.layouts.checkpoint import llamas
 
@@ -153,6 +154,11 @@ def first_in(where: Any) -> Callable[[dict[str, Any]], None]:
 
 INDEXES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no map": (lambda i: i.pop("weight_map"), "without a weight_map"),
+    "metadata with what is no number": (
+        lambda i: i["metadata"].update(x=float("nan")),
+        "metadata cannot be written on: Out of range",
+    ),
+    "a map to what is no number": (first_in(float("nan")), "not the name of a file"),
     "an empty map": (lambda i: i["weight_map"].clear(), "without a weight_map"),
     "a map that is none": (lambda i: i.update(weight_map=[1]), "without a weight_map"),
     "metadata that is none": (lambda i: i.update(metadata=[1]), "metadata is a list"),
@@ -190,6 +196,25 @@ def test_an_index_that_is_no_json(folder: Path) -> None:
     assert "'a' stands in it twice" in refused(folder).saw
 
 
+def test_an_index_that_is_deeper_than_a_reader_or_a_writer_goes(folder: Path) -> None:
+    path, whole = folder / llamas.INDEX, (folder / llamas.INDEX).read_text()
+    for depth in range(1000, 500, -1):
+        nested = "[" * depth + "]" * depth
+        path.write_text(whole.replace('"total_size": ', f'"x": {nested}, "total_size": '))
+        try:
+            read_index(path)
+        except CheckpointError:
+            continue
+        return
+    pytest.fail("all were refused")
+
+
+def test_an_index_that_says_nothing_more(folder: Path, tmp_path: Path) -> None:
+    llamas.to_meta(with_index(folder, lambda i: i.update(metadata=None)), tmp_path / "b")
+    written = json.loads((tmp_path / "b" / llamas.INDEX).read_text())
+    assert list(written["metadata"]) == ["total_size"]
+
+
 def test_links_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
     shard = folder / "model-00002-of-00003.safetensors"
     shard.rename(tmp_path / "elsewhere.safetensors")
@@ -199,13 +224,14 @@ def test_links_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
     assert "outside of it" in refused(folder).saw
 
 
-def test_the_links_of_a_hubs_cache(folder: Path, tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+@pytest.mark.parametrize("below", ["", "text_encoder", "a/b"])
+def test_the_links_of_a_hubs_cache(folder: Path, tmp_path: Path, below: str) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc" / below
     blobs.mkdir()
     snapshot.mkdir(parents=True)
     for number, file in enumerate(sorted(folder.iterdir())):
         file.rename(blobs / str(number))
-        snapshot.joinpath(file.name).symlink_to(f"../../blobs/{number}")
+        snapshot.joinpath(file.name).symlink_to(blobs / f"{number}")
     assert open_source(snapshot).keys() == llamas.weights().keys()
 
 
@@ -221,9 +247,13 @@ def test_what_is_no_file(folder: Path, kind: str) -> None:
     assert expected in refused(folder).saw
 
 
-def test_a_tensor_in_two_files(folder: Path) -> None:
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    folder = llamas.in_files(tmp_path / "b", pattern="part_{}_of_{}")
     (folder / llamas.INDEX).unlink()
-    save_file({"lm_head.weight": torch.zeros(3)}, folder / "more.safetensors")
+    for number in (1, 2, 3):
+        (folder / f"part_{number}_of_3.safetensors").rename(folder / f"part_{number}.safetensors")
+    assert len(open_source(folder)) == 21
+    save_file({"lm_head.weight": torch.zeros(3)}, folder / "part_4.safetensors")
     error = refused(folder)
     assert "lm_head.weight, in " in error.saw
     assert "merge" in error.do
@@ -232,9 +262,62 @@ def test_a_tensor_in_two_files(folder: Path) -> None:
 def test_two_checkpoints_in_one_folder(folder: Path) -> None:
     llamas.one_file(folder / "model.safetensors")
     error = refused(folder)
-    assert error.needed == "one checkpoint"
+    assert error.needed.startswith("one checkpoint")
+    assert error.do == f"name one of them: {folder / llamas.INDEX}"
     assert len(open_source(folder / "model.safetensors")) == 21
     assert len(open_source(folder / llamas.INDEX)) == 21
+
+
+PARTS = "which lacks model-00002-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("there", "saw"),
+    [
+        (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], PARTS),
+        (["model-00001-of-00003.safetensors"], f"{PARTS}, model-00003-of-00003.safetensors"),
+        (["model-00000-of-00003.safetensors", "model-00001-of-00003.safetensors"], PARTS),
+        (["model-1-of-9.safetensors"], "4-of-9.safetensors and more"),
+        ([f"model-1-of-{'9' * 60}.safetensors"], "model-4-of-999"),
+        (["pytorch_model-00001-of-00002.bin"], "lacks pytorch_model-00002-of-00002.bin"),
+        (["model.safetensors", "model.fp16.safetensors"], "model.fp16.safetensors, model.saf"),
+        (["model.safetensors", "model-00001-of-00001.safetensors"], "model.safetensors"),
+        (["model-1-of-2.safetensors", "model-2-of-3.safetensors"], "model-2-of-3.safetensors"),
+        (["unet.safetensors", "vae.safetensors"], "unet.safetensors, vae.safetensors"),
+        (["unet-1.safetensors", "vae-2.safetensors"], "unet-1.safetensors, vae-2.safetensors"),
+        ([f"{name}.bin" for name in "abcdef"], "holds a.bin, b.bin, c.bin, d.bin and 2 more"),
+    ],
+)
+def test_files_that_are_no_one_checkpoint(tmp_path: Path, there: list[str], saw: str) -> None:
+    for number, name in enumerate(there):
+        save = save_file if name.endswith(".safetensors") else torch.save
+        save({f"{number}": torch.zeros(2)}, tmp_path / name)
+    error = refused(tmp_path)
+    assert saw in error.saw
+    assert "index" not in error.needed or error.needed.startswith("one checkpoint: ")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_parts_without_an_index(tmp_path: Path, first: int) -> None:
+    for number in range(first, first + 3):
+        path = tmp_path / f"model-{number:05}-of-00003.safetensors"
+        save_file({f"{number}": torch.zeros(2)}, path)
+    assert len(open_source(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("beside", ["consolidated", "adapter_model"])
+def test_what_lies_beside_a_model_is_left(tmp_path: Path, beside: str) -> None:
+    """The same model once more in the names of its publisher, or what was trained on top of it."""
+    folder, state = tmp_path / "a", llamas.weights()
+    folder.mkdir()
+    llamas.one_file(folder / "model.safetensors", state)
+    llamas.one_file(folder / f"{beside}.safetensors", llamas.in_metas(state))
+    assert open_source(folder).keys() == state.keys()
+    done = llamas.to_meta(folder, tmp_path / "b")
+    assert os.listdir(tmp_path / "b") == ["model.safetensors"]
+    assert done.left == (f"{beside}.safetensors",)
+    (folder / "model.safetensors").unlink()
+    assert open_source(folder).keys() == llamas.in_metas(state).keys()
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

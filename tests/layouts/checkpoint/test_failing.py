@@ -72,6 +72,17 @@ def test_a_folder_becomes_no_file_and_a_file_no_folder(source: Path, tmp_path: P
     )
     error = refused(llamas.one_file(tmp_path / "one.safetensors"), tmp_path / "b")
     assert error.do == str(tmp_path / "b.safetensors")
+    error = refused(tmp_path / "one.safetensors", tmp_path / "b.v2")
+    assert error.do == str(tmp_path / "b.v2.safetensors")
+
+
+def test_a_target_by_a_way_that_is_not_there(source: Path, tmp_path: Path) -> None:
+    error = refused(source, tmp_path / "not" / "..")
+    assert error.saw.endswith("which ends in no name")
+    done = llamas.to_meta(source, tmp_path / "not" / ".." / "b")
+    assert done.target == tmp_path / "b"
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    assert "is there already" in refused(source, tmp_path / "not" / ".." / "b").saw
 
 
 def test_a_target_below_a_file(source: Path, tmp_path: Path) -> None:
@@ -185,6 +196,99 @@ def test_a_source_that_is_cut_off_before_it_is_read(
     with pytest.raises(CheckpointError, match="became shorter while it was read"):
         convert_checkpoint(opened, tmp_path / "b", "llama", "llama-meta", **llamas.COUNTS)
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_mistake_of_ours_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors that nobody thought of are failures, too."""
+    for kind in (RuntimeError, AssertionError, MemoryError):
+        with monkeypatch.context() as patch:
+            patch.setattr(convert, "run", raising(kind("words")))
+            with pytest.raises(kind, match="words"):
+                llamas.to_meta(source, tmp_path / "b")
+        assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_who_is_asked_to_stop_leaves_everything(
+    source: Path, tmp_path: Path, stop: type[BaseException]
+) -> None:
+    with pytest.raises(stop):
+        llamas.to_meta(source, tmp_path / "b", progress=raising(stop()))
+    assert sorted(os.listdir(tmp_path)) == [".b.headwise-part", "a"]
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("at", ["Journal", "begin"])
+def test_folders_on_the_way_go_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    failing = raising(OSError(errno.ENOSPC, "No space left on device"))
+    with monkeypatch.context() as patch:
+        patch.setattr(working if at == "Journal" else working.Working, at, failing)
+        assert "No space left" in refused(source, tmp_path / "new" / "newer" / "b").saw
+    done = llamas.to_meta(source, tmp_path / "new" / "newer" / "b")
+    assert os.listdir(tmp_path / "new" / "newer") == ["b"]
+    assert done.target.is_dir()
+
+
+@pytest.mark.parametrize("at", ["_sync", "_discard"])
+def test_a_disk_that_fails_when_the_target_has_its_name(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    owner: Any = working if at == "_sync" else working.Working
+    real = getattr(owner, at)
+
+    def fail(*given: Any) -> None:
+        if (tmp_path / "b").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        real(*given)
+
+    monkeypatch.setattr(owner, at, fail)
+    with pytest.raises(CheckpointError) as error:
+        llamas.to_meta(source, tmp_path / "b")
+    assert error.value.saw.endswith(f"Input/output error; {tmp_path / 'b'} is there, whole")
+    assert "nothing was written" not in str(error.value)
+    llamas.assert_same(llamas.read(tmp_path / "b"), llamas.in_metas(llamas.weights()))
+
+
+def test_a_file_that_appears_at_the_last_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename would write over it."""
+    source, target = llamas.one_file(tmp_path / "a.safetensors"), tmp_path / "b.safetensors"
+    real = working.require_free
+
+    def appear(path: Path) -> None:
+        real(path)
+        path.write_text("another's")
+
+    monkeypatch.setattr(working, "require_free", appear)
+    with pytest.raises(CheckpointError, match="is there already"):
+        llamas.to_meta(source, target)
+    assert target.read_text() == "another's"
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors"]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EIO])
+def test_a_disk_on_which_a_file_has_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    source, target = llamas.one_file(tmp_path / "a.safetensors"), tmp_path / "b.safetensors"
+    monkeypatch.setattr(os, "link", raising(OSError(number, os.strerror(number))))
+    if number == errno.EIO:
+        assert "Input/output error" in refused(source, target).saw
+    else:
+        llamas.to_meta(source, target)
+        assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors"]
+        llamas.assert_same(llamas.read(target), llamas.in_metas(llamas.weights()))
 
 
 def test_a_target_that_appears_meanwhile(source: Path, tmp_path: Path) -> None:

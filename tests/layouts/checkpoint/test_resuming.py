@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -29,12 +31,10 @@ source, place = map(Path, sys.argv[1:])
 stream.EVERY = 1  # every step is made sure of
 os.fsync = lambda _: None  # what is killed here is a process, not a machine
 pwrite, copy = os.pwrite, os.copy_file_range
-left = 0
+left = iter(())  # the calls that are lived through; threads may not count the same one twice
 
 def dies(half, whole):
-    global left
-    left -= 1
-    if left == 0:
+    if next(left, None) is None:
         half()
         os.kill(os.getpid(), signal.SIGKILL)
     return whole()
@@ -49,18 +49,19 @@ def child(target, calls):
     global left
     identifier = os.fork()
     if not identifier:
-        left, os.pwrite, os.copy_file_range = calls, write, copied
+        left = iter(range(1, calls))
+        os.pwrite, os.copy_file_range = write, copied
         found = llamas.to_meta(source, target).found
         target.with_suffix(".found").write_text(found)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(identifier, 0)[1])
 
 told = []
-for calls in range(1, 26, 4):
+for calls in [*range(1, 47, 4), 60]:
     target = place / f"target-{calls}"
     ended = child(target, calls)
     was_there = target.exists()
-    child(target, 0)
+    child(target, 60)
     told.append([calls, ended, was_there, target.with_suffix(".found").read_text()])
 target = place / "target-often"
 often = 0
@@ -84,10 +85,11 @@ def test_killed_in_the_middle_of_any_write(tmp_path: Path) -> None:
     )
     result: dict[str, Any] = json.loads(done.stdout)
     killed = [told for told in result["told"] if told[1] == -9]
-    assert len(killed) == 6  # of 24 writes: three heads, 21 tensors
+    # Of 47 writes: three heads and 21 tensors, and 23 lines of the journal.
+    assert len(killed) == 12
     assert not any(was_there for _, _, was_there, _ in killed)
-    assert {found for calls, _, _, found in killed if calls <= 3} == {"nothing"}
-    assert {found for calls, _, _, found in killed if calls > 3} == {"its beginning"}
+    assert {found for calls, _, _, found in killed if calls <= 4} == {"nothing"}
+    assert {found for calls, _, _, found in killed if calls > 4} == {"its beginning"}
     assert result["often"] >= 2
     targets = sorted(path for path in place.iterdir() if path.is_dir())
     assert len(targets) == len(result["told"]) + 1
@@ -158,7 +160,19 @@ def renamed(source: Path) -> dict[str, Any]:
     return {}
 
 
+def in_place(source: Path) -> dict[str, Any]:
+    """Other bytes in the old file, and its time set back."""
+    path = source / "model-00002-of-00003.safetensors"
+    before, raw = path.stat(), bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    with path.open("r+b") as file:
+        file.write(raw)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return {}
+
+
 CHANGES = {
+    "bytes": in_place,
     "time": touched,
     "index": grown,
     "file": renamed,
@@ -176,11 +190,11 @@ def test_other_work_starts_anew(
     done = llamas.to_meta(stopped, tmp_path / "b", **options)
     assert done.found == "other work"
     assert len(steps) == 21
-    expected = llamas.in_metas(llamas.weights())
+    expected = llamas.in_metas(llamas.read(stopped))
     llamas.assert_same(llamas.read(tmp_path / "b"), expected)
 
 
-@pytest.mark.parametrize("harm", ["journal", "file", "torn"])
+@pytest.mark.parametrize("harm", ["journal", "file", "head", "torn"])
 def test_a_beginning_that_is_harmed(stopped: Path, tmp_path: Path, harm: str) -> None:
     part = tmp_path / ".b.headwise-part"
     if harm == "journal":
@@ -192,10 +206,104 @@ def test_a_beginning_that_is_harmed(stopped: Path, tmp_path: Path, harm: str) ->
     if harm == "file":
         file_ = next((part / "made").iterdir())
         file_.write_bytes(file_.read_bytes()[:-1])
+    if harm == "head":
+        file_ = next((part / "made").iterdir())
+        file_.write_bytes(bytes(8) + file_.read_bytes()[8:])
     done = llamas.to_meta(stopped, tmp_path / "b")
     assert done.found == ("its beginning" if harm == "torn" else "nothing")
     expected = llamas.in_metas(llamas.weights())
     llamas.assert_same(llamas.read(tmp_path / "b"), expected)
+
+
+def test_a_line_that_was_cut_off_is_no_part_of_the_next(tmp_path: Path) -> None:
+    """Else 1, of 12, and then 9 would be 19."""
+    path = tmp_path / "journal"
+    path.write_bytes(b"work\n8\n1")
+    journal = Journal(path)
+    assert journal.done("work") == {8}
+    journal.add([9])
+    journal.close()
+    assert path.read_bytes() == b"work\n8\n9\n"
+
+
+def test_a_system_that_writes_little_of_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda f, data, at: real(f, data[:1], at))
+    journal = Journal(tmp_path / "journal")
+    journal.begin("work")
+    journal.add([10, 11])
+    journal.close()
+    assert (tmp_path / "journal").read_bytes() == b"work\n10 11\n"
+
+
+def test_other_work_that_is_stopped_before_it_begins(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves files of the right size, in which there is nothing of what was done before."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "begin", lambda *_: interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            llamas.to_meta(stopped, tmp_path / "b", rotary_width=10)
+    done = llamas.to_meta(stopped, tmp_path / "b")
+    assert done.found == "nothing"
+    expected = llamas.in_metas(llamas.weights())
+    llamas.assert_same(llamas.read(tmp_path / "b"), expected)
+
+
+def test_the_journal_is_forgotten_before_the_files_go(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = tmp_path / ".b.headwise-part" / "journal"
+    sizes: list[int] = []
+
+    def remove(_: Path) -> None:
+        sizes.append(journal.stat().st_size)
+        interrupt()
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    assert journal.stat().st_size > 0
+    with pytest.raises(KeyboardInterrupt):
+        llamas.to_meta(stopped, tmp_path / "b", rotary_width=10)
+    assert sizes == [0]
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_run_that_ends_while_another_waits_for_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: bool
+) -> None:
+    """The lock is then that of a file that is gone, or that is another one by now."""
+    path, real = tmp_path / "journal", fcntl.flock
+    first = Journal(path)
+    later: list[Journal] = []
+
+    def ends(handle: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        path.unlink()
+        first.close()
+        if began:
+            later.append(Journal(path))
+        real(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", ends)
+    with pytest.raises(CheckpointError, match="into which another run is writing"):
+        Journal(path)
+    for journal in later:
+        journal.close()
+
+
+def test_what_is_done_is_not_read(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched, steps = [], steps_of_the_next(monkeypatch)
+    monkeypatch.setattr(Stream, "_fetch", lambda _self, step, _stack: fetched.append(step))
+    llamas.to_meta(stopped, tmp_path / "b")
+    assert fetched == steps
 
 
 def test_one_run_at_a_time(stopped: Path, tmp_path: Path) -> None:

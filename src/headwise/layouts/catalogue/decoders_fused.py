@@ -67,10 +67,11 @@ _GPT = (
         tensors=stacked("c_attn", columns=True) | out("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
-        function=Function(scale="1/head_dim", score_bias="alibi"),
+        function=Function(scale=None, score_bias=None),
         source="vllm, vllm/model_executor/models/jais.py",
         unchecked=_NO_CLASS,
-        note="the names of GPT-2",
+        note="the names of GPT-2; 1/head_dim with mup_scale_qk_dot_by_d, and ALiBi with "
+        "position_embedding_type alibi",
     ),
     Layout(
         name="codegen",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headwise.layouts.forms import head_norms, out, outside, separate
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
@@ -166,9 +168,10 @@ _LLAMAS = (
         name="gpt-oss",
         tensors=_LLAMA | {"sinks": "sink: heads"},
         where=_WHERE,
-        function=_ROTATED,
+        function=replace(_ROTATED, scale=None),
         source=f"{_TRANSFORMERS}gpt_oss/modeling_gpt_oss.py",
-        note="every other layer has a window",
+        note="every other layer has a window. Granite with windows has the names, and a scale of "
+        "its own",
     ),
     Layout(
         name="gemma2",
@@ -250,7 +253,7 @@ _NORMED = (
             rotary="half-split", qk_norm="rms over width, before rotary", window=None
         ),
         source=f"{_TRANSFORMERS}olmo2/modeling_olmo2.py",
-        note="OLMo 3, OLMoE and MiniMax M2 too",
+        note="OLMo 3 and OLMoE too",
     ),
     Layout(
         name="hunyuan",

@@ -35,20 +35,61 @@ LAYOUTS = (
         tensors=_SEPARATE,
         where=_WHERE | {"cross": "encoder.layer.{layer}.crossattention."},
         outside=_BERT,
-        beside=(*_NORM, "self.distance_embedding.weight"),
+        beside=(*_NORM, "ln.*"),
         function=Function(mask="added"),
         source="transformers, models/bert/modeling_bert.py",
         note="RoBERTa, ELECTRA, MiniLM and most that came of BERT. The norm of each block follows "
         "it, as in nn.TransformerEncoder with norm_first=False",
     ),
     Layout(
+        name="distilbert",
+        tensors=separate("q_lin", "k_lin", "v_lin", kv_heads="heads") | out("out_lin"),
+        where={"self": "transformer.layer.{layer}.attention."},
+        outside=outside(
+            {
+                "tokens": "embeddings.word_embeddings.weight",
+                "positions": "embeddings.position_embeddings.weight",
+                "embed_norm": "embeddings.LayerNorm.weight",
+                "embed_norm_bias": "embeddings.LayerNorm.bias",
+                "norm_1": "transformer.layer.{layer}.sa_layer_norm.weight",
+                "norm_1_bias": "transformer.layer.{layer}.sa_layer_norm.bias",
+                "norm_2": "transformer.layer.{layer}.output_layer_norm.weight",
+                "norm_2_bias": "transformer.layer.{layer}.output_layer_norm.bias",
+                "up": "transformer.layer.{layer}.ffn.lin1.weight",
+                "up_bias": "transformer.layer.{layer}.ffn.lin1.bias",
+                "down": "transformer.layer.{layer}.ffn.lin2.weight",
+                "down_bias": "transformer.layer.{layer}.ffn.lin2.bias",
+            }
+        ),
+        function=Function(mask="added"),
+        source="transformers, models/distilbert/modeling_distilbert.py",
+        note="BERT's blocks; queries are divided by sqrt(head_dim) before the product",
+    ),
+    Layout(
+        name="mpnet",
+        tensors=separate("attn.q", "attn.k", "attn.v", kv_heads="heads") | out("attn.o"),
+        where=_WHERE,
+        outside={name: text for name, text in _BERT.items() if "attention.output" not in name}
+        | outside(
+            {
+                "norm_1": "encoder.layer.{layer}.attention.LayerNorm.weight",
+                "norm_1_bias": "encoder.layer.{layer}.attention.LayerNorm.bias",
+            }
+        ),
+        beside=("LayerNorm.*",),
+        function=Function(score_bias=None, mask="added"),
+        source="transformers, models/mpnet/modeling_mpnet.py",
+        note="one table of distances, encoder.relative_attention_bias, serves all layers and is "
+        "passed on as it is",
+    ),
+    Layout(
         name="esm",
         tensors=_SEPARATE,
         where=_WHERE,
         beside=("self.rotary_embeddings.inv_freq", "LayerNorm.*"),
-        function=Function(rotary="half-split", mask="added"),
+        function=Function(rotary=None, mask="added"),
         source="transformers, models/esm/modeling_esm.py",
-        note="ESM-2: BERT's names, and queries and keys are rotated",
+        note="BERT's names. ESM-2's queries and keys are rotated, half-split; ESM-1b's are not",
     ),
     Layout(
         name="deberta",
@@ -136,7 +177,6 @@ LAYOUTS = (
                 "down_bias": "encoder.layers.{layer}.feed_forward.output_dense.bias",
             }
         ),
-        beside=("gru_rel_pos_*", "rel_attn_embed.weight"),
         function=Function(mask="added"),
         source="transformers, models/wav2vec2/modeling_wav2vec2.py",
         note="HuBERT and UniSpeech as well",

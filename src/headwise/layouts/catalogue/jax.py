@@ -154,7 +154,8 @@ LAYOUTS = (
         function=Function(scale="1", rotary="interleaved"),
         source="AI-Hypercomputer/maxtext, src/MaxText/utils/ckpt_conversion/utils/param_mapping.py",
         unchecked="its layers are built only within its own configuration and device mesh",
-        note="Llama, layers not scanned. 1 / sqrt(head_dim) is multiplied into the query kernel, "
+        note="Llama 3.1, layers not scanned; files of Llama 2 and of Mistral have another order of "
+        "rows. 1 / sqrt(head_dim) is multiplied into the query kernel, "
         "which no conversion undoes without rounding: the scale of what reads the result must be 1",
     ),
     Layout(

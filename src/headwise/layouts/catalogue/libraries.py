@@ -229,7 +229,9 @@ def _torchtune(*, rotary: str) -> Layout:
             }
         ),
         beside=("kv_cache.*", "pos_embeddings.*"),
-        function=Function(rotary=rotary, qk_norm=None, mask="True attends"),
+        function=Function(
+            scale=None, rotary=rotary, softcap=None, qk_norm=None, window=None, mask="True attends"
+        ),
         source="pytorch/torchtune, torchtune/modules/attention.py",
         note=(
             "of Llama, Mistral and Gemma; the names say q_proj, the order is Meta's. "
@@ -263,7 +265,14 @@ def _litgpt(*, legacy: bool) -> Layout:
             }
         ),
         beside=("kv_cache.*",),
-        function=Function(rotary="half-split", softcap=None, qk_norm=None, window=None),
+        function=Function(
+            scale=None,
+            rotary="half-split",
+            rotary_width=None,
+            softcap=None,
+            qk_norm=None,
+            window=None,
+        ),
         source="Lightning-AI/litgpt, litgpt/model.py, CausalSelfAttention",
         note=(
             "before the layer was called qkv: each kv head with the queries that read it. "
@@ -352,15 +361,14 @@ LAYOUTS = (
     _torchtune(rotary="half-split"),
     Layout(
         name="torchtitan",
-        tensors=separate("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv")
-        | out("wo")
-        | head_norms("q_norm", "k_norm"),
+        tensors=separate("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv") | out("wo"),
         where={"self": "layers.{layer}.attention."},
         outside=_META,
-        function=Function(rotary="interleaved", qk_norm=None),
+        function=Function(rotary="interleaved"),
         source="pytorch/torchtitan, torchtitan/models/common/attention.py",
         unchecked=_NOT_RELEASED,
-        note="of Llama 3, as it is today; before, its files were in llama-meta's layout",
+        note="of Llama 3, as it is today; before, its files were in llama-meta's layout. Models "
+        "with norms of queries and keys, such as Qwen 3, have the other pairing",
     ),
     Layout(
         name="gpt-fast",

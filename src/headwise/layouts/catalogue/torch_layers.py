@@ -18,8 +18,16 @@ _EXTRA = {
     "bias_v": "extra_v: () () (heads head_dim)",
 }
 _WHERE = {"self": "layers.{layer}.self_attn.", "cross": "layers.{layer}.multihead_attn."}
+# Those of a layer are torch's own. Around the layers torch has no class; the names are BERT's.
 _LAYER = outside(
     {
+        "tokens": "embeddings.word_embeddings.weight",
+        "positions": "embeddings.position_embeddings.weight",
+        "token_types": "embeddings.token_type_embeddings.weight",
+        "embed_norm": "embeddings.LayerNorm.weight",
+        "embed_norm_bias": "embeddings.LayerNorm.bias",
+        "pooler": "pooler.dense.weight",
+        "pooler_bias": "pooler.dense.bias",
         "norm_1": "layers.{layer}.norm1.weight",
         "norm_1_bias": "layers.{layer}.norm1.bias",
         "norm_2": "layers.{layer}.norm2.weight",

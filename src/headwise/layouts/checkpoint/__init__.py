@@ -4,6 +4,7 @@ stored             a tensor that is not read yet
 header             the head of a safetensors file: from bytes, checked, and to bytes
 safetensors_file   .safetensors, memory-mapped
 torch_file         .bin, .pt and .pth, by torch.load(weights_only=True): no pickle is executed
+folder             which files of a folder are its checkpoint
 index              the index of a checkpoint in several files
 source             a file, or a folder with one checkpoint, as one
 target             which files will be written, byte by byte, before anything is read

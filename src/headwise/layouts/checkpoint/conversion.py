@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from headwise.errors import CheckpointError, HeadwiseError
+from headwise.errors import CheckpointError
 from headwise.layouts import convert
-from headwise.layouts.checkpoint.source import SAFETENSORS, Source
+from headwise.layouts.checkpoint.folder import SAFETENSORS
+from headwise.layouts.checkpoint.source import Source
 from headwise.layouts.checkpoint.stream import Progress, Stream
 from headwise.layouts.checkpoint.target import Outline, outline
 from headwise.layouts.checkpoint.working import Working, require_free
 from headwise.layouts.layout import Layout
-from headwise.layouts.plan import Step, plan
+from headwise.layouts.plan import plan
 from headwise.layouts.registry import layout
+from headwise.layouts.steps import Step
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,8 @@ def convert_checkpoint(
         RoundTripError: a tensor does not lead back to the same bytes.
         HeadwiseError: see `headwise.layouts.plan.plan`.
     """
-    target, accept = target.absolute(), tuple(accept)
+    target, accept = _place(source, target), tuple(accept)
     stored, wanted = layout(source_layout), layout(target_layout)
-    _require_place(source, target)
     steps = plan(source.headers, stored, wanted, accept=accept, root=root, **known)
     made = outline(source, steps)
     asked = (metadata.version("headwise"), stored, wanted, accept, root, sorted(known.items()))
@@ -108,23 +110,26 @@ def _written(
     progress: Progress,
 ) -> str:
     """Do it; nothing stays where it fails, and everything where it is interrupted."""
-    working = Working(target, made)
-    try:
+    with Working(target, made) as working:
         working.begin(identity)
         Stream(source, made, working).run(steps, progress)
         source.require_unchanged()
         working.finish(is_folder=source.is_folder)
-    except (HeadwiseError, OSError):
-        working.discard()
-        raise
-    finally:
-        working.close()
     return working.found
 
 
-def _require_place(source: Source, target: Path) -> None:
+def _place(source: Source, target: Path) -> Path:
+    """Where the target goes, by a path without links and ``..``: a folder on it is made or used."""
+    target = target.absolute()
+    if target.name == "..":
+        raise CheckpointError(
+            saw=f"the target {target}, which ends in no name",
+            needed="the name of a folder" if source.is_folder else "the name of a file",
+            do="write its name at the end",
+        )
+    target = Path(os.path.realpath(target.parent)) / target.name
     require_free(target)
-    if source.is_folder and target.resolve().is_relative_to(source.folder.resolve()):
+    if source.is_folder and target.is_relative_to(source.folder.resolve()):
         raise CheckpointError(
             saw=f"{target}, within the source {source.folder}",
             needed="a target outside: the source is not touched",
@@ -132,11 +137,13 @@ def _require_place(source: Source, target: Path) -> None:
         )
     if source.is_folder == (target.suffix == SAFETENSORS):
         what = "a folder" if source.is_folder else f"a file, so one that ends in {SAFETENSORS}"
+        name = target.stem if source.is_folder else target.name + SAFETENSORS
         raise CheckpointError(
             saw=f"the target {target.name}",
             needed=f"the name of {what}, as the source is one",
-            do=str(target.with_suffix("" if source.is_folder else SAFETENSORS)),
+            do=str(target.with_name(name)),
         )
+    return target
 
 
 def _identity(source: Source, made: Outline, asked: object) -> str:

@@ -9,9 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from headwise.errors import CheckpointError
+from headwise.layouts.checkpoint.folder import require_inside
 from headwise.layouts.checkpoint.header import once
-
-SUFFIX = ".index.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +41,9 @@ def read(path: Path) -> Index:
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise _refused(path, "without a weight_map of names")
-    metadata = found.get("metadata", {})
+    metadata = found.get("metadata")
+    if metadata is None:
+        metadata = {}
     if not isinstance(metadata, dict):
         raise _refused(path, f"whose metadata is a {type(metadata).__name__}")
     for name, file in weight_map.items():
@@ -50,28 +51,14 @@ def read(path: Path) -> Index:
             raise _refused(
                 path, f"which has {name!r} in {file!r}: not the name of a file beside it"
             )
+    try:
+        encode(weight_map, metadata)
+    except (ValueError, RecursionError) as error:
+        raise _refused(path, f"whose metadata cannot be written on: {error}") from error
     index = Index(path, weight_map, metadata)
     for shard in index.files:
         require_inside(shard, path.parent)
     return index
-
-
-def require_inside(file: Path, folder: Path) -> None:
-    """Refuse what is no file, or a link out of the folder.
-
-    The cache of a model hub is made of links: a folder snapshots/<revision> into the blobs beside
-    it. Those are followed.
-
-    Raises:
-        CheckpointError: see above.
-    """
-    if not file.is_file():
-        missing = "is no file" if file.exists() else "is not there"
-        raise _refused(folder, f"whose {file.name} {missing}")
-    home, real = folder.resolve(), file.resolve()
-    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(real.is_relative_to(one) for one in homes):
-        raise _refused(folder, f"whose {file.name} is a link to {real}, outside of it")
 
 
 def require_agreement(index: Index, found: Mapping[str, str]) -> None:
@@ -90,9 +77,9 @@ def require_agreement(index: Index, found: Mapping[str, str]) -> None:
 
 
 def encode(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:
-    """The bytes of an index."""
+    """The bytes of an index. ValueError for a number that JSON has not, such as NaN."""
     about = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
-    return (json.dumps(about, indent=2, sort_keys=True) + "\n").encode("ascii")
+    return (json.dumps(about, indent=2, sort_keys=True, allow_nan=False) + "\n").encode("ascii")
 
 
 def _is_name(file: str) -> bool:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 from headwise.errors import CheckpointError
+from headwise.layouts.checkpoint.moving_bytes import write_all
 
 
 class Journal:
@@ -24,18 +26,18 @@ class Journal:
         Raises:
             CheckpointError: another run has it.
         """
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._handle)
-            raise CheckpointError(
-                saw=f"{path.parent}, into which another run is writing",
-                needed="one run for a target",
-                do="wait for it, or name another target",
-            ) from error
-        with open(self._handle, "rb", closefd=False) as file:
-            lines = file.read().split(b"\n")[:-1]  # what has no end was cut off
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        with ExitStack() as stack:
+            stack.callback(os.close, handle)
+            _lock(handle, path)
+            with open(handle, "rb", closefd=False) as file:
+                raw = file.read()
+            # A line without an end was cut off. It goes: the next one would be written on to it.
+            self._end = raw.rfind(b"\n") + 1
+            os.ftruncate(handle, self._end)
+            stack.pop_all()
+        self._handle = handle
+        lines = raw[: self._end].splitlines()
         self.identity = lines[0].decode("ascii", "replace") if lines else ""
         self._lines = lines[1:]
 
@@ -48,9 +50,14 @@ class Journal:
         except ValueError:  # a disk without power may leave anything
             return None
 
-    def begin(self, identity: str) -> None:
-        """Forget all, and begin with this."""
+    def forget(self) -> None:
+        """Nothing is done any more, and the disk knows it: the files may change."""
         os.ftruncate(self._handle, 0)
+        os.fsync(self._handle)
+        self._end = 0
+
+    def begin(self, identity: str) -> None:
+        """Write what is made of what, into a journal that is empty."""
         self._append(identity)
 
     def add(self, steps: Iterable[int]) -> None:
@@ -62,5 +69,26 @@ class Journal:
         os.close(self._handle)
 
     def _append(self, line: str) -> None:
-        os.write(self._handle, f"{line}\n".encode("ascii"))
+        raw = f"{line}\n".encode("ascii")
+        write_all(self._handle, memoryview(raw), self._end)
         os.fsync(self._handle)
+        self._end += len(raw)
+
+
+def _lock(handle: int, path: Path) -> None:
+    """Take it for this run, if it is still the one that is there."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_there = os.path.samestat(os.fstat(handle), path.stat())
+    except (BlockingIOError, FileNotFoundError) as error:
+        raise _in_use(path) from error
+    if not is_there:  # the run that had it has removed it, and another one has begun since
+        raise _in_use(path)
+
+
+def _in_use(path: Path) -> CheckpointError:
+    return CheckpointError(
+        saw=f"{path.parent}, into which another run is writing",
+        needed="one run for a target",
+        do="wait for it, or name another target",
+    )

@@ -19,9 +19,14 @@ _UNRESERVED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 def write(target: int, tensor: Tensor, offset: int) -> None:
     """Write a tensor's numbers, the last axis fastest."""
-    if tensor.numel():
-        raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-        write_all(target, raw.numpy().data, offset)
+    write_all(target, bytes_of(tensor), offset)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's numbers, the last axis fastest."""
+    # A single number is contiguous whatever its stride, which as_strided leaves behind.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 def copy(source: int, start: int, target: int, offset: int, count: int, *, path: Path) -> None:

@@ -13,23 +13,23 @@ from torch import Tensor
 from headwise.errors import CheckpointError
 from headwise.layouts.checkpoint import index as indexes
 from headwise.layouts.checkpoint import safetensors_file, torch_file
+from headwise.layouts.checkpoint.folder import (
+    INDEX,
+    SAFETENSORS,
+    TORCH,
+    files_of,
+    no_checkpoint,
+    require_inside,
+)
 from headwise.layouts.checkpoint.index import Index
 from headwise.layouts.checkpoint.safetensors_file import SafetensorsFile
 from headwise.layouts.checkpoint.stored import Stored
 from headwise.layouts.checkpoint.torch_file import TorchFile
 
-SAFETENSORS, TORCH = ".safetensors", (".bin", ".pt", ".pth")
-# The first that a folder has is its checkpoint.
-PATTERNS = (
-    f"*{SAFETENSORS}{indexes.SUFFIX}",
-    f"*{SAFETENSORS}",
-    f"*.bin{indexes.SUFFIX}",
-    "pytorch_model*.bin",
-    "consolidated*.pth",
-    *(f"*{suffix}" for suffix in TORCH),
-)
 Shard = SafetensorsFile | TorchFile
-State = tuple[int, int, int]  # size, time of the last change, number on the disk
+# Size, time of the last change, the same as the system keeps it, number on the disk. A copying tool
+# sets the first time as it likes; the second is nobody's to set.
+State = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +73,6 @@ class Source(Mapping[str, Tensor]):
         """Whether it is more than one named file."""
         return self.path.is_dir() or self.index is not None
 
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(stored.nbytes for stored in self.headers.values())
-
     def require_unchanged(self) -> None:
         """Raise CheckpointError where a file is not as it was when it was opened."""
         for path, before in self.states.items():
@@ -115,14 +110,14 @@ def open_source(path: Path) -> Source:
 
 
 def _opened(path: Path) -> Source:
-    files = _files(path)
+    files = files_of(path)
     index = None
-    if len(files) == 1 and files[0].name.endswith(indexes.SUFFIX):
+    if len(files) == 1 and files[0].name.endswith(INDEX):
         index = indexes.read(files[0])
         files = index.files
     elif path.is_dir():
         for file in files:
-            indexes.require_inside(file, path)
+            require_inside(file, path)
     states = {file: _state(file) for file in [*files, *([index.path] if index else [])]}
     shards = tuple(_read(file) for file in files)
     headers = _apart(shards)
@@ -131,42 +126,12 @@ def _opened(path: Path) -> Source:
     return Source(path, shards, headers, index, states)
 
 
-def _files(path: Path) -> list[Path]:
-    """The one file, or those of a folder that are its checkpoint."""
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        what = "is neither a file nor a folder" if path.exists() else "is not there"
-        raise _no_checkpoint(path, what)
-    for pattern in PATTERNS:
-        found = sorted(file for file in path.glob(pattern) if not file.name.startswith("."))
-        if not found:
-            continue
-        if pattern.endswith(indexes.SUFFIX):
-            _require_alone(path, found)
-        return found
-    there = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
-    raise _no_checkpoint(path, f"holds no weights: {there}")
-
-
-def _require_alone(folder: Path, found: list[Path]) -> None:
-    """An index beside another, or beside a file of its own name, are two checkpoints."""
-    whole = [folder / file.name.removesuffix(indexes.SUFFIX) for file in found]
-    both = [*found, *(file for file in whole if file.is_file())]
-    if len(both) > 1:
-        raise CheckpointError(
-            saw=f"{folder}, which holds {', '.join(file.name for file in both)}",
-            needed="one checkpoint",
-            do=f"name one of them: {both[0]}",
-        )
-
-
 def _read(file: Path) -> Shard:
     if file.suffix == SAFETENSORS:
         return safetensors_file.read(file)
     if file.suffix in TORCH:
         return torch_file.read(file)
-    raise _no_checkpoint(file, f"ends in {file.suffix or 'nothing'}")
+    raise no_checkpoint(file, f"ends in {file.suffix or 'nothing'}")
 
 
 def _apart(shards: Iterable[Shard]) -> dict[str, Stored]:
@@ -185,12 +150,4 @@ def _apart(shards: Iterable[Shard]) -> dict[str, Stored]:
 
 def _state(path: Path) -> State:
     stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
-
-
-def _no_checkpoint(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        saw=f"{path}, which {what}",
-        needed=f"a checkpoint: {SAFETENSORS}, {', '.join(TORCH)}, an index, or a folder with one",
-        do="name a file or a folder on this machine; nothing is downloaded",
-    )
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino

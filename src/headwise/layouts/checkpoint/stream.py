@@ -15,7 +15,7 @@ from headwise.layouts.checkpoint import moving_bytes
 from headwise.layouts.checkpoint.source import Source
 from headwise.layouts.checkpoint.target import Outline
 from headwise.layouts.checkpoint.working import Working
-from headwise.layouts.plan import Step
+from headwise.layouts.steps import Step
 
 EVERY = 256 * 2**20  # bytes after which what is written is put through to the disk
 Progress = Callable[[str, int, int], None]
@@ -43,8 +43,8 @@ class Stream:
         # The files are closed last: until then the copies read from them.
         with ExitStack() as stack, _Disk(self._working) as disk:
             for number, (step, size) in enumerate(zip(steps, sizes, strict=True)):
-                for later in steps[number + 1 : number + 2]:
-                    self._fetch(later, stack)
+                if number + 1 < len(steps) and number + 1 not in self._working.done:
+                    self._fetch(steps[number + 1], stack)
                 if number not in self._working.done:
                     self._step(step, stack, disk)
                     waiting, unsure = [*waiting, number], unsure + size

@@ -12,9 +12,10 @@ import torch
 
 from headwise.errors import CheckpointError
 from headwise.layouts.checkpoint import index as indexes
+from headwise.layouts.checkpoint.folder import INDEX, SAFETENSORS
 from headwise.layouts.checkpoint.header import Entry, encode
-from headwise.layouts.checkpoint.source import SAFETENSORS, Source
-from headwise.layouts.plan import Step
+from headwise.layouts.checkpoint.source import Source
+from headwise.layouts.steps import Step
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,9 @@ def _index(source: Source, files: tuple[File, ...]) -> tuple[str, bytes] | None:
     metadata.pop("total_parameters", None)  # biases may have come or gone
     name = "model.safetensors"
     if source.index:
-        name = _name(Path(source.index.path.name.removesuffix(indexes.SUFFIX)))
+        name = _name(Path(source.index.path.name.removesuffix(INDEX)))
     weight_map = {tensor: file.name for file in files for tensor in file.places}
-    return name + indexes.SUFFIX, indexes.encode(weight_map, metadata)
+    return name + INDEX, indexes.encode(weight_map, metadata)
 
 
 def _name(path: Path) -> str:

@@ -40,8 +40,11 @@ class TorchFile:
     metadata: dict[str, str] = field(default_factory=dict)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as it was saved, which may be a view of another."""
-        return self.tensors[name]
+        """A tensor as it was saved, which may be a view of another.
+
+        A file may say that its numbers are to be conjugated or negated: that is done here.
+        """
+        return self.tensors[name].detach().resolve_conj().resolve_neg()
 
 
 def read(path: Path) -> TorchFile:

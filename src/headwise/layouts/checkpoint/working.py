@@ -6,19 +6,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 from headwise.errors import CheckpointError
 from headwise.layouts.checkpoint import moving_bytes
 from headwise.layouts.checkpoint.journal import Journal
-from headwise.layouts.checkpoint.target import Outline
+from headwise.layouts.checkpoint.target import File, Outline
+
+# The disk knows no second name for a file.
+_UNLINKED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class Working:
     """Files of the size they will have, into which tensors are written in any order.
+
+    At the end of a ``with`` nothing stays of the folder; an interruption leaves it for a later run.
 
     Attributes:
         path: of the folder.
@@ -39,9 +47,15 @@ class Working:
         self.found = "nothing"
         self._made = self.path / "made"
         self._handles: dict[str, int] = {}
+        self._has_name = False
         require_room(target.parent, outline.size - _taken(self._made))
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(self.path / "journal")
+        self._new = [self.path, *(above for above in target.parents if not above.exists())]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._journal = Journal(self.path / "journal")
+        except OSError:
+            self._remove_folders()
+            raise
 
     def begin(self, identity: str) -> None:
         """Make the files, or open those of an earlier run of the same work.
@@ -70,7 +84,12 @@ class Working:
         self._journal.add(steps)
 
     def finish(self, *, is_folder: bool) -> None:
-        """Turn what was made into the target, which must not be there yet."""
+        """Turn what was made into the target, which must not be there yet.
+
+        Raises:
+            CheckpointError: it is there; or it is this run's, and what comes after that failed.
+            OSError: it cannot be put there.
+        """
         if self._outline.index is not None:
             name, content = self._outline.index
             (self._made / name).write_bytes(content)
@@ -78,29 +97,58 @@ class Working:
         _sync(self._made)
         require_free(self._target)
         made = self._made if is_folder else self._made / self._outline.files[0].name
-        os.rename(made, self._target)
-        _sync(self._target.parent)
-        self.discard()
+        if is_folder:
+            os.rename(made, self._target)
+        else:
+            _name_file(made, self._target)
+        self._has_name = True
+        try:
+            if not is_folder:
+                made.unlink(missing_ok=True)  # its first name
+            _sync(self._target.parent)
+            self._discard()
+        except OSError as error:
+            raise _late(error, self._target, self.path) from error
 
-    def close(self) -> None:
-        """Leave everything for a later run."""
+    def __enter__(self) -> Working:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is not None and issubclass(kind, Exception) and not self._has_name:
+                self._discard()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         for handle in self._handles.values():
             os.close(handle)
         self._handles.clear()
         self._journal.close()
 
-    def discard(self) -> None:
-        """Remove everything."""
-        shutil.rmtree(self.path)
+    def _discard(self) -> None:
+        """Remove everything. The journal goes last: while it is there, no other run comes in."""
+        if self._made.exists():
+            shutil.rmtree(self._made)
+        (self.path / "journal").unlink(missing_ok=True)
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        """Those that this run has made, if nobody else has put anything there."""
+        for folder in self._new:
+            with suppress(OSError):
+                folder.rmdir()
 
     def _is_whole(self) -> bool:
-        return all(
-            (self._made / file.name).is_file()
-            and (self._made / file.name).stat().st_size == file.size
-            for file in self._outline.files
-        )
+        return all(_begins(self._made / file.name, file) for file in self._outline.files)
 
     def _make(self, identity: str) -> None:
+        self._journal.forget()  # first: files of the right size say nothing of what is in them
         if self._made.exists():
             shutil.rmtree(self._made)
         self._made.mkdir()
@@ -118,6 +166,14 @@ class Working:
             self._handles[file.name] = os.open(self._made / file.name, flags, 0o666)
 
 
+def _begins(path: Path, file: File) -> bool:
+    """Whether it is a file of this size and with this head."""
+    if not path.is_file() or path.stat().st_size != file.size:
+        return False
+    with path.open("rb") as opened:
+        return opened.read(len(file.head)) == file.head
+
+
 def folder_of(target: Path) -> Path:
     """Where a target grows."""
     return target.parent / f".{target.name}.headwise-part"
@@ -126,11 +182,7 @@ def folder_of(target: Path) -> Path:
 def require_free(target: Path) -> None:
     """Raise CheckpointError where something has the target's name."""
     if os.path.lexists(target):
-        raise CheckpointError(
-            saw=f"{target}, which is there already",
-            needed="a name that is free: nothing is written over",
-            do="name another target, or remove this one",
-        )
+        raise _there_already(target)
 
 
 def require_room(folder: Path, size: int) -> None:
@@ -145,6 +197,36 @@ def require_room(folder: Path, size: int) -> None:
             needed=f"{size / 1e9:.2f} GB",
             do="make room, or name a target on another disk",
         )
+
+
+def _there_already(target: Path) -> CheckpointError:
+    return CheckpointError(
+        saw=f"{target}, which is there already",
+        needed="a name that is free: nothing is written over",
+        do="name another target, or remove this one",
+    )
+
+
+def _late(error: OSError, target: Path, folder: Path) -> CheckpointError:
+    where = error.filename or target.parent
+    return CheckpointError(
+        saw=f"{where}, where the system says: {error.strerror or error}; {target} is there, whole",
+        needed="a disk that can be written to until the end",
+        do=f"keep the target if `headwise verify` reads it after a restart; remove {folder} if it "
+        "is still there",
+    )
+
+
+def _name_file(made: Path, target: Path) -> None:
+    """A rename would write over a file that came there meanwhile; a second name does not."""
+    try:
+        os.link(made, target)
+    except FileExistsError as error:
+        raise _there_already(target) from error
+    except OSError as error:
+        if error.errno not in _UNLINKED:
+            raise
+        os.rename(made, target)
 
 
 def _taken(folder: Path) -> int:

@@ -1,0 +1,120 @@
+"""Which files of a folder are its checkpoint: by their names, before any is opened."""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from pathlib import Path
+
+from headwise.errors import CheckpointError
+
+SAFETENSORS, TORCH, INDEX = ".safetensors", (".bin", ".pt", ".pth"), ".index.json"
+# The first that a folder has is its checkpoint; what else lies there is left.
+PATTERNS = (
+    f"*{SAFETENSORS}{INDEX}",
+    f"model*{SAFETENSORS}",
+    f"*{SAFETENSORS}",
+    f"*.bin{INDEX}",
+    "pytorch_model*.bin",
+    "consolidated*.pth",
+    *(f"*{suffix}" for suffix in TORCH),
+)
+_PART = re.compile(r"(.*?)[-._]([0-9]+)(?:-of-([0-9]+))?")
+
+
+def files_of(path: Path) -> list[Path]:
+    """The one file, or those of a folder that are its checkpoint.
+
+    Raises:
+        CheckpointError: there is none, more than one, or a part of one.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        what = "is neither a file nor a folder" if path.exists() else "is not there"
+        raise no_checkpoint(path, what)
+    for pattern in PATTERNS:
+        found = sorted(file for file in path.glob(pattern) if not file.name.startswith("."))
+        if not found:
+            continue
+        if pattern.endswith(INDEX):
+            _require_alone(path, found)
+        else:
+            _require_parts_of_one(path, found)
+        return found
+    there = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
+    raise no_checkpoint(path, f"holds no weights: {there}")
+
+
+def require_inside(file: Path, folder: Path) -> None:
+    """Refuse what is no file, or a link out of the folder.
+
+    The cache of a model hub is made of links: a folder snapshots/<revision>, and what is below it,
+    into the blobs beside snapshots. Those are followed.
+
+    Raises:
+        CheckpointError: see above.
+    """
+    if not file.is_file():
+        missing = "is no file" if file.exists() else "is not there"
+        raise _not_whole(folder, f"whose {file.name} {missing}")
+    home, real = folder.resolve(), file.resolve()
+    caches = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
+    if not any(real.is_relative_to(one) for one in [home, *caches]):
+        raise _not_whole(folder, f"whose {file.name} is a link to {real}, outside of it")
+
+
+def no_checkpoint(path: Path, what: str) -> CheckpointError:
+    """What is said of a path that leads to no weights."""
+    return CheckpointError(
+        saw=f"{path}, which {what}",
+        needed=f"a checkpoint: {SAFETENSORS}, {', '.join(TORCH)}, an index, or a folder with one",
+        do="name a file or a folder on this machine; nothing is downloaded",
+    )
+
+
+def _require_alone(folder: Path, found: list[Path]) -> None:
+    """An index beside another, or beside a file of its own name, are two checkpoints."""
+    whole = [folder / file.name.removesuffix(INDEX) for file in found]
+    _require_one(folder, [*found, *(file for file in whole if file.is_file())])
+
+
+def _require_parts_of_one(folder: Path, files: list[Path]) -> None:
+    """Files without an index are one checkpoint if their names number its parts, all of them."""
+    parts = [part for file in files if (part := _PART.fullmatch(file.stem))]
+    if len(parts) < len(files) or len({(part[1], part[3]) for part in parts}) > 1:
+        _require_one(folder, files)
+    elif parts[0][3] is not None:
+        _require_all(folder, parts, files[0].suffix)
+
+
+def _require_all(folder: Path, parts: list[re.Match[str]], suffix: str) -> None:
+    """Names such as model-00001-of-00003 tell how many there are; some count from 0."""
+    numbers, total = {int(part[2]) for part in parts}, int(parts[0][3])
+    wanted = range(total) if 0 in numbers else range(1, total + 1)
+    # A name may speak of any number of parts: no more are looked for than are named.
+    missing = list(islice((number for number in wanted if number not in numbers), 4))
+    if missing:
+        first = parts[0]
+        before, after = first[0][: first.start(2)], first[0][first.end(2) :] + suffix
+        names = [f"{before}{number:0{len(first[2])}}{after}" for number in missing]
+        more = " and more" if len(names) > 3 else ""
+        raise _not_whole(folder, f"which lacks {', '.join(names[:3])}{more}")
+
+
+def _require_one(folder: Path, files: list[Path]) -> None:
+    if len(files) > 1:
+        more = f" and {len(files) - 4} more" if len(files) > 4 else ""
+        raise CheckpointError(
+            saw=f"{folder}, which holds {', '.join(file.name for file in files[:4])}{more}",
+            needed="one checkpoint: a file, an index, or files whose names number its parts",
+            do=f"name one of them: {files[0]}",
+        )
+
+
+def _not_whole(folder: Path, saw: str) -> CheckpointError:
+    return CheckpointError(
+        saw=f"{folder}, {saw[:300]}",
+        needed="a folder that holds the whole checkpoint, every file of it",
+        do="copy or download it again; or name one file of it",
+    )
