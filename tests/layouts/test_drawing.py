@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from xml.etree import ElementTree
 
 import pytest
@@ -138,8 +137,13 @@ def test_a_picture_has_a_band_for_each_cell_at_its_place() -> None:
     assert words[:5] == ["neox", 'by <head> & "more"', "q0", "0", "k0"]
 
 
-def test_a_picture_of_the_rotation_has_an_arc_for_each_pair() -> None:
+def test_a_picture_of_the_rotation_has_a_colour_for_each_pair() -> None:
     drawn = turning(6, says="two orders")
-    assert len(re.findall('class="arc"', drawn)) == 2 * 3
     assert "prefers-color-scheme: dark" in drawn
-    ElementTree.fromstring(drawn)
+    parts = [part for part in ElementTree.fromstring(drawn) if part.get("class") is not None]
+    bands = [(p.get("class"), p.get("y")) for p in parts if p.get("class", "").startswith("band")]
+    tops = [str(TOP + 2 * ROW * row) for row in range(6)]
+    halves, neighbours = bands[:6], bands[6:]
+    assert halves == [(f"band {'qkv'[row % 3]}", tops[row]) for row in (0, 3, 1, 4, 2, 5)]
+    assert neighbours == [(f"band {'qkv'[row // 2]}", tops[row]) for row in range(6)]
+    assert drawn.index("0 with 3") < drawn.index("3 with 0")

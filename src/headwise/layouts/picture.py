@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import cycle
 
 from headwise.layouts.drawing import Cell, pairs, short, sizes_for, strips
 from headwise.layouts.layout import Layout
 
-ROW = 7  # pixels of one row
+ROW = 12  # pixels of one row: its name fits
 BAND, GAP, LEFT, TOP = 128, 44, 40, 58
-_LEAST = 11  # pixels of a band that has room for its name
 
 _STYLE = """
 .card { fill: #ffffff; stroke: #e3e1db }
@@ -19,11 +19,11 @@ text { font: 11px sans-serif; fill: #1d2126 }
 .title { font-weight: bold; font-size: 12px }
 .soft { fill: #5d656e; font-size: 10px }
 .start { text-anchor: end }
+.thin { font-size: 9.5px }
 .band { stroke: #ffffff; fill-opacity: 0.3 }
 .odd { fill-opacity: 0.5 }
 .q { fill: #1b716d } .k { fill: #c2571a } .v { fill: #5b4b9e } .o { fill: #b0306a }
 .other { fill: #8a7a00 }
-.arc { fill: none; stroke: #1d2126; stroke-width: 1.2 }
 @media (prefers-color-scheme: dark) {
   .card { fill: #16191d; stroke: #31363c }
   text { fill: #e8e6e1 }
@@ -32,7 +32,6 @@ text { font: 11px sans-serif; fill: #1d2126 }
   .odd { fill-opacity: 0.7 }
   .q { fill: #3fa7a1 } .k { fill: #e08347 } .v { fill: #8f7fd6 } .o { fill: #dd6a9c }
   .other { fill: #c4b23a }
-  .arc { stroke: #e8e6e1 }
 }
 """
 
@@ -73,22 +72,17 @@ def bands(panels: Sequence[Panel], *, says: str) -> str:
 
 def turning(head_dim: int, *, says: str) -> str:
     """The rows of one head, and the two orders in which two of them are rotated together."""
-    drawn, row = [], 2 * _LEAST
+    drawn, row = [], 2 * ROW
     for at, rotary in enumerate(("half-split", "interleaved")):
-        x = LEFT + at * (BAND + 2 * GAP)
+        x = LEFT + at * (BAND + GAP)
         drawn += _titles(x, rotary, "rows of one head")
-        for channel in range(head_dim):
-            y = TOP + row * channel
-            drawn.append(_band(x, y, row, "q", odd=False))
-            drawn.append(f'<text x="{x + 8}" y="{y + row / 2 + 4:g}">{channel}</text>')
-        for a, b in pairs(rotary, head_dim):
-            first, second = (TOP + row * (n + 0.5) for n in (a, b))
-            out = x + BAND + 8 * (b - a)
-            drawn.append(
-                f'<path class="arc" d="M {x + BAND} {first:g} '
-                f'C {out} {first:g} {out} {second:g} {x + BAND} {second:g}"/>'
-            )
-    return _svg(drawn, LEFT + 2 * (BAND + 2 * GAP), TOP + row * head_dim + 18, says)
+        for kind, pair in zip(cycle("qkvo"), pairs(rotary, head_dim), strict=False):
+            for channel, other in (pair, pair[::-1]):
+                y = TOP + row * channel
+                drawn.append(_band(x, y, row, kind, odd=False))
+                text = f"{channel} with {other}"
+                drawn.append(f'<text x="{x + 8}" y="{y + row / 2 + 4:g}">{text}</text>')
+    return _svg(drawn, LEFT + 2 * (BAND + GAP), TOP + row * head_dim + 18, says)
 
 
 def _panel(panel: Panel, x: int) -> Iterable[str]:
@@ -97,10 +91,10 @@ def _panel(panel: Panel, x: int) -> Iterable[str]:
         y, height = TOP + ROW * cell.start, ROW * cell.length
         tensor, heads = cell.owners[0]
         yield _band(x, y, height, short(tensor), odd=bool(heads[0] % 2))
-        if height >= _LEAST:
-            middle = y + height / 2 + 4
-            yield f'<text x="{x + 8}" y="{middle:g}">{escape(cell.name)}</text>'
-            yield f'<text class="soft start" x="{x - 6}" y="{y + 10}">{cell.start}</text>'
+        middle = y + height / 2 + 4
+        thin = ' class="thin"' if height == ROW else ""
+        yield f'<text{thin} x="{x + 8}" y="{middle:g}">{escape(cell.name)}</text>'
+        yield f'<text class="soft start" x="{x - 6}" y="{y + 10}">{cell.start}</text>'
 
 
 def _titles(x: int, title: str, about: str) -> list[str]:
