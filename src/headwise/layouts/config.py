@@ -50,6 +50,7 @@ _LAYOUTS = {
         "deberta-v2": "deberta-v2",
         "dinov3": "dinov3_vit",
         "distilbert": "distilbert",
+        "esm": "esm",
         "gemma2": "gemma2",
         "gemma3": "gemma3 gemma3_text",
         "glm": "glm glm4",
@@ -189,8 +190,6 @@ def layout_of(config: Config) -> str | None:
         if config.get("new_decoder_architecture"):
             return "falcon-40b"
         return "falcon-7b" if config.get("multi_query") else "falcon-rw"
-    if kind == "esm":
-        return "esm" if config.get("position_embedding_type") == "rotary" else None
     if kind == "gpt_bigcode":
         return "gpt-bigcode-mqa" if config.get("multi_query", True) else "gpt-bigcode-mha"
     return _LAYOUTS.get(str(kind))
