@@ -85,6 +85,33 @@ def test_modules_elsewhere_are_found_beside_those_at_known_places() -> None:
     ]
 
 
+BASED = replace(
+    ONE,
+    where={"self": "model.layers.{layer}.attn."},
+    outside={"model.emb": "emb: vocabulary embed_dim", "head": "head: vocabulary embed_dim"},
+)
+
+
+@pytest.mark.parametrize("root", ["", "tower."])
+def test_a_base_model_is_stored_without_the_word_that_a_head_calls_it_by(root: str) -> None:
+    names = [f"{root}layers.{n}.attn.{t}" for n in range(2) for t in "qo"]
+    found = modules_of(BASED, [*names, f"{root}emb"])
+    assert [module.place for module in found] == [
+        Place(root, "self", (("layer", str(n)),)) for n in range(2)
+    ]
+    assert outside(BASED, f"{root}emb", [root]) == ("model.emb", Place(root, "model.emb"))
+    assert outside(BASED, "model.emb", [""]) == ("model.emb", Place("", "model.emb"))
+
+
+def test_another_tower_of_a_base_model_is_not_taken_for_a_part_of_it() -> None:
+    names = [f"a.layers.0.attn.{t}" for t in "qo"] + ["b.layers.0.attn.q"]
+    assert [module.prefix for module in modules_of(BASED, names)] == ["a.layers.0.attn."]
+
+
+def test_an_unembedding_stands_under_no_root() -> None:
+    assert outside(BASED, "head", ["model."]) == ("head", Place("", "head"))
+
+
 def test_outside() -> None:
     assert outside(ONE, "a.h.7.norm", ["a."]) == (
         "h.{layer}.norm",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 
 from headwise.layouts.layout import SLOT, Layout
 
+BASES = ("model.", "gpt_neox.")
 Numbers = tuple[tuple[str, str], ...]
 
 
@@ -52,15 +53,24 @@ def modules_of(layout: Layout, names: Iterable[str]) -> list[Module]:
     Beside those at the places that the layout knows, any prefix that all its matrices share is
     one: the module of another model, or of another part, whose name is kept. Among them are those
     that hold none of the layout's tensors, or not all of them, where others do: quantised ones, or
-    mixed layouts.
+    mixed layouts. A base model is stored without the word that models with a head call it by.
     """
     names = list(names)
+    modules = _at(layout.where, layout, names)
+    if not any(module.tensors for module in modules):
+        modules = _of_base(layout, names)
+    placed = [one for one in modules if one.tensors or _is_attention(one, layout)]
+    taken = {name for one in placed for name in (*one.tensors, *one.beside)}
+    elsewhere = _anywhere(layout, [name for name in names if name not in taken])
+    return sorted(placed + elsewhere, key=_order)
+
+
+def _at(where: Mapping[str, str], layout: Layout, names: Iterable[str]) -> list[Module]:
     found: dict[tuple[Place, str], tuple[dict[str, str], list[str]]] = {}
     for name in names:
-        for role, template in layout.where.items():
+        for role, template in where.items():
             if match := _prefix(template).match(name):
-                numbers = tuple((k, v) for k, v in match.groupdict().items() if k != "root")
-                place = Place(match["root"], role, numbers)
+                place = Place(match["root"], role, _numbers(match))
                 own, beside = found.setdefault((place, match[0]), ({}, []))
                 local = name[match.end() :]
                 if local in layout.tensors:
@@ -68,15 +78,24 @@ def modules_of(layout: Layout, names: Iterable[str]) -> list[Module]:
                 else:
                     beside.append(name)
                 break
-    modules = [
+    return [
         Module(place, prefix, own, tuple(beside))
         for (place, prefix), (own, beside) in found.items()
     ]
-    known = any(module.tensors for module in modules)
-    placed = [one for one in modules if known and (one.tensors or _is_attention(one, layout))]
-    taken = {name for one in placed for name in (*one.tensors, *one.beside)}
-    elsewhere = _anywhere(layout, [name for name in names if name not in taken])
-    return sorted(placed + elsewhere, key=_order)
+
+
+def _of_base(layout: Layout, names: Iterable[str]) -> list[Module]:
+    """Those of a model that was stored without its head: its names lack their first word."""
+    where = {role: bare for role, template in layout.where.items() if (bare := _bare(template))}
+    modules = _at(where, layout, names)
+    roots = {one.place.root for one in modules if layout.required <= {*one.tensors.values()}}
+    return [module for module in modules if module.place.root in roots]
+
+
+def _bare(template: str) -> str:
+    """Less the name that a model with a head has for its base; "" where there is none."""
+    base = next((base for base in BASES if template.startswith(base)), None)
+    return "" if base is None else template.removeprefix(base)
 
 
 def _order(module: Module) -> tuple[str, bool, list[tuple[int, str]]]:
@@ -130,12 +149,16 @@ def _beside(prefix: str, own: dict[str, str], names: list[str]) -> tuple[str, ..
 
 def outside(layout: Layout, name: str, roots: Iterable[str]) -> tuple[str, Place] | None:
     """The template of a tensor outside of attention, and its place; None where it is not known."""
-    for template in layout.outside:
-        match = _whole(template).match(name)
-        if match and match["root"] in {*roots, ""}:  # an unembedding stands under no root
-            numbers = tuple((k, v) for k, v in match.groupdict().items() if k != "root")
-            return template, Place(match["root"], template, numbers)
+    for read in (str, _bare):
+        for template in layout.outside:
+            match = _whole(read(template)).match(name) if read(template) else None
+            if match and match["root"] in {*roots, ""}:  # an unembedding stands under no root
+                return template, Place(match["root"], template, _numbers(match))
     return None
+
+
+def _numbers(match: re.Match[str]) -> Numbers:
+    return tuple((name, number) for name, number in match.groupdict().items() if name != "root")
 
 
 def slots(template: str) -> set[str]:
