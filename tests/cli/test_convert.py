@@ -53,7 +53,8 @@ def test_counts_and_layouts_that_are_given(folder: Path, tmp_path: Path) -> None
 
 
 def test_a_root_that_is_given(folder: Path, tmp_path: Path) -> None:
-    run(folder, tmp_path / "b", "--to", "llama-meta", "--root", "text.")
+    out, _ = run(folder, tmp_path / "b", "--to", "llama-meta", "--root", "text.")
+    assert "The names begin with 'text.', which --root can change." in out.splitlines()
     expected = {f"text.{n}": x for n, x in llamas.in_metas(llamas.weights()).items()}
     llamas.assert_same(llamas.read(tmp_path / "b"), expected)
 

@@ -168,6 +168,9 @@ def _took(done: Converted, seconds: float) -> str:
 
 
 def _done_lines(done: Converted, found: Opened, wanted: Layout) -> Iterator[str]:
+    from headwise.layouts.checkpoint.source import open_source
+    from headwise.layouts.places import modules_of
+
     if done.found == "its beginning":
         yield "An earlier run had begun it; what it had done was kept."
     if done.found == "other work":
@@ -176,7 +179,12 @@ def _done_lines(done: Converted, found: Opened, wanted: Layout) -> Iterator[str]
         f"{done.tensors} tensors: {done.rewritten} rewritten, moved back and compared byte for "
         f"byte; {done.tensors - done.rewritten} copied."
     )
-    if kept := _kept(done, found, wanted):
+    names = list(open_source(done.target).headers)
+    places = [module.place for module in modules_of(wanted, names)]
+    roots = {place.root for place in places}
+    if before := sorted({repr(place.root) for place in places if place.role and place.root}):
+        yield f"The names begin with {', '.join(before)}, which --root can change."
+    if kept := _kept(names, roots, found, wanted):
         kinds = list(dict.fromkeys(re.sub(r"\d+", "{n}", name) for name in kept))
         more = " ..." if len(kinds) > SHOWN else ""
         yield (
@@ -185,15 +193,11 @@ def _done_lines(done: Converted, found: Opened, wanted: Layout) -> Iterator[str]
         )
 
 
-def _kept(done: Converted, found: Opened, wanted: Layout) -> list[str]:
+def _kept(names: list[str], roots: set[str], found: Opened, wanted: Layout) -> list[str]:
     """The names of the source that are in the target as well, and that its layout does not know."""
-    from headwise.layouts.checkpoint.source import open_source
     from headwise.layouts.places import modules_of, outside
 
-    names = list(open_source(done.target).headers)
-    modules = modules_of(wanted, names)
-    roots = {module.place.root for module in modules}
-    own = {name for module in modules for name in module.tensors}
+    own = {name for module in modules_of(wanted, names) for name in module.tensors}
     kept = [name for name in names if name in found.source.headers and name not in own]
     return [name for name in kept if outside(wanted, name, roots) is None]
 
