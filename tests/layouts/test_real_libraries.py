@@ -291,7 +291,7 @@ def litgpt(*, is_legacy: bool) -> Real:
         layer.load_state_dict(state)
     cos, sin = library.build_rope_cache(LENGTH, 10, base=THETA)
     x = inputs(48)
-    turned = {"rotary": Rotary(theta=THETA, width=10), "scale": None}
+    turned = GROUPS | {"rotary": Rotary(theta=THETA, width=10), "scale": None}
     return Real(state, x, layer(x, cos[None], sin[None]), turned, Mask.causal(), SINGLE)
 
 
