@@ -43,6 +43,12 @@ def test_big_codes_differ_by_one(said: dict[str, Any], name: str) -> None:
     assert name in layouts()
 
 
+def test_a_model_of_text_and_pictures_is_in_the_layout_of_its_text() -> None:
+    assert layout_of({"model_type": "llava", "text_config": {"model_type": "mistral"}}) == "llama"
+    assert layout_of({"model_type": "llava", "text_config": {"model_type": "own"}}) is None
+    assert layout_of({"model_type": "clip", "text_config": {"model_type": "own"}}) == "clip"
+
+
 @pytest.mark.parametrize(
     ("said", "counts"),
     [

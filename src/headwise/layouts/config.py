@@ -73,8 +73,8 @@ _LAYOUTS = {
         "persimmon": "fuyu persimmon",
         "phi": "phi",
         "phi3": "phi3 phi4_multimodal",
-        "qwen2": "qwen2 qwen2_moe",
-        "qwen3": "apertus dots1 qwen3 qwen3_moe",
+        "qwen2": "qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text",
+        "qwen3": "apertus dots1 qwen3 qwen3_moe qwen3_vl_text",
         "starcoder2": "starcoder2",
         "t5": "mt5 t5",
         "umt5": "umt5",
@@ -192,6 +192,8 @@ def layout_of(config: Config) -> str | None:
         return "falcon-7b" if config.get("multi_query") else "falcon-rw"
     if kind == "gpt_bigcode":
         return "gpt-bigcode-mqa" if config.get("multi_query", True) else "gpt-bigcode-mha"
+    if kind not in _LAYOUTS and text_of(config) is not config:
+        return layout_of(text_of(config))
     return _LAYOUTS.get(str(kind))
 
 
