@@ -271,6 +271,19 @@ def test_scales_stay_with_their_matrix() -> None:
     assert "wte" not in names
 
 
+def test_a_bias_stays_with_a_matrix_that_is_quantised() -> None:
+    linear = {"up.{layer}.weight": "up: hidden_dim embed_dim", "up.{layer}.bias": "b: hidden_dim"}
+    renamed = {name.replace("up", "h"): text for name, text in linear.items()}
+    source, target = replace(APART, outside=linear), replace(FUSED, outside=renamed)
+    known = {"up.0.weight": Header((8, 40)), "up.0.bias": Header((8,))}
+    headers = {n: h for n, h in model().items() if "attn" in n} | known
+    names = {n for s in plan(headers, source, target, heads=6) for n in s.outputs}
+    assert {"h.0.weight", "h.0.bias"} <= names
+    headers["up.0.weight_scale"] = Header((1,))
+    names = {n for s in plan(headers, source, target, heads=6) for n in s.outputs}
+    assert {"up.0.weight", "up.0.bias", "up.0.weight_scale"} <= names
+
+
 def test_another_root_is_that_of_all_names() -> None:
     headers = model(root="old.") | {"old.mask": Header((1,)), "apart": Header((2,))}
     names = {n for s in plan(headers, APART, FUSED, heads=6, root="new.") for n in s.outputs}

@@ -11,7 +11,7 @@ from headwise.layouts.places import Numbers, Place, outside, slots
 from headwise.layouts.sizes import solve
 from headwise.layouts.steps import Header, Outside, Step, components, copy
 
-MATRIX = ("weight", "kernel", "W", "w")  # the last part of its name
+PARTS = ("weight", "kernel", "W", "w", "bias", "b")  # of a linear layer, or of a norm
 
 
 def around(
@@ -25,8 +25,8 @@ def around(
 ) -> list[Step]:
     """Steps for what is not attention; what either layout does not know keeps its name.
 
-    So does a matrix that something unknown belongs to, such as its scales or an adapter: it would
-    be lost from its side.
+    So do parts of a module that holds something unknown, such as scales or an adapter: these would
+    be lost from their side.
     """
     kept, places = [], dict[tuple[str, Numbers], dict[str, Pattern]]()
     for name in names:
@@ -55,9 +55,9 @@ def around(
 
 
 def _has_more(name: str, kept: Iterable[str]) -> bool:
-    """Whether a matrix has scales, an adapter, or a bias, that are not known."""
+    """Whether its module holds more that keeps its name: scales, an adapter, or a bias."""
     module, _, leaf = name.rpartition(".")
-    return leaf in MATRIX and any(other.startswith(module + ".") for other in kept)
+    return leaf in PARTS and any(other.startswith(module + ".") for other in kept)
 
 
 def _under(root: str | None, name: str, roots: Iterable[str]) -> str:

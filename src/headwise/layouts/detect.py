@@ -241,7 +241,7 @@ def _reasons(modules: Iterable[Module], fits: tuple[Sizes, ...]) -> tuple[str, .
         name, sizes = several[0], found[several[0]]
         left = f" and {len(sizes) - LISTED} more" if len(sizes) > LISTED else ""
         listed = ", ".join(map(str, sizes[:LISTED])) + left
-        words.append(f"{name}: no tensor tells, and {listed} fit: give {name}")
+        words.append(f"{name}: no tensor tells, and {listed} fit")
     return f"names: {len(modules)} modules with {names}{more}", f"shapes: {'; '.join(words)}"
 
 
