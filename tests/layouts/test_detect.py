@@ -142,6 +142,15 @@ def test_a_layout_that_knows_some_of_the_attention_only_goes() -> None:
     assert any("bart" in group for group in names_of(found))
 
 
+def test_of_layouts_of_one_map_the_one_that_knows_the_names_around_comes_first() -> None:
+    lens, _ = file_of(layout("transformer-lens-encoder"))
+    for name in ("transformer-lens-encoder", "transformer-lens"):
+        file = lens | dict.fromkeys(layout(name).outside, torch.zeros(2, 3))
+        first = detect(file, heads=12).candidates[0][0]
+        assert first.layout.name == name
+        assert first.around == len([n for n in layout(name).outside if "{" not in n])
+
+
 def test_a_config_that_does_not_fit_decides_nothing() -> None:
     file, _ = file_of(layout("cohere"))
     known = known_of(layout("cohere"))

@@ -111,9 +111,9 @@ def _by_values(open_: _Side, other: _Side, known: dict[str, int], *, is_turned: 
 
 
 def _likest(found: Detection, other: Layout | None) -> Candidate:
-    """Of those that agree the one that the other is in, if it is among them; else the first."""
+    """Of those that agree the one that the other is in, or else that knows the most names."""
     name = None if other is None else other.name
-    return min(_all(found), key=lambda one: one.layout.name != name)
+    return min(_all(found), key=lambda one: (one.layout.name != name, -one.around))
 
 
 def _all(found: Detection) -> Iterator[Candidate]:

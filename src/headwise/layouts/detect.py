@@ -13,7 +13,7 @@ from headwise.errors import OptionError, ShapeError
 from headwise.layouts.against_config import objection
 from headwise.layouts.config import Config, layout_of
 from headwise.layouts.layout import Layout
-from headwise.layouts.places import Module, modules_of, strays
+from headwise.layouts.places import Module, modules_of, outside, strays
 from headwise.layouts.registry import layouts
 from headwise.layouts.sameness import Reading, is_same_map
 from headwise.layouts.sizes import Sizes
@@ -33,12 +33,14 @@ class Candidate:
         modules: of attention, in the file's order.
         fits: the sizes of the first module; several where nobody said how many heads there are.
         reasons: for it, in words.
+        around: how many tensors outside of attention have names that it knows.
     """
 
     layout: Layout
     modules: tuple[Module, ...]
     fits: tuple[Sizes, ...]
     reasons: tuple[str, ...]
+    around: int
 
     def narrowed(self, sizes: Sizes) -> Candidate:
         """The same, once it is known which sizes it has: those of a layout of the same map."""
@@ -171,8 +173,16 @@ def _candidates(headers: Mapping[str, Header], known: Mapping[str, int]) -> list
             continue
         fits = tuple(_fits(layout, modules[0], headers, known))
         if fits:
-            found.append(Candidate(layout, tuple(modules), fits, _reasons(modules, fits)))
-    return found
+            around = _around(layout, modules, headers)
+            reasons = _reasons(modules, fits)
+            found.append(Candidate(layout, tuple(modules), fits, reasons, around))
+    return sorted(found, key=lambda one: -one.around)
+
+
+def _around(layout: Layout, modules: Iterable[Module], names: Iterable[str]) -> int:
+    """Of layouts that are one map, the one that knows the names around attention is meant."""
+    roots = {module.place.root for module in modules}
+    return sum(outside(layout, name, roots) is not None for name in names)
 
 
 def _objection(one: Candidate, found: Iterable[Candidate], config: Config) -> str | None:
