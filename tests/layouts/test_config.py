@@ -86,6 +86,7 @@ def test_each_layer_rotates_as_its_kind_does() -> None:
     }
     assert rotation_of(said, 0) == {"a": 1}
     assert rotation_of(said, 1) == {"rope_theta": 9.0}
+    assert rotation_of(said, 2) == {"rope_theta": 9.0}  # beyond what the list reaches
     assert rotation_of({"rope_scaling": {"type": "linear"}}, 5) == {"type": "linear"}
     assert rotation_of({}, 0) == {}
 
@@ -96,6 +97,7 @@ def test_each_layer_rotates_as_its_kind_does() -> None:
         ({}, [None, None]),
         ({"rope_theta": 9.0}, [True, True]),
         ({"rope_theta": 9.0, "no_rope_layers": [1, 0]}, [True, False]),
+        ({"rope_theta": 9.0, "no_rope_layers": [0]}, [False, None]),
         ({"model_type": "cohere2", "sliding_window": 8}, [None, None]),
         (
             {
@@ -104,6 +106,15 @@ def test_each_layer_rotates_as_its_kind_does() -> None:
                 "layer_types": ["full_attention", "sliding_attention"],
             },
             [False, True],
+        ),
+        (
+            {
+                "model_type": "cohere2",
+                "sliding_window": 8,
+                "rope_theta": 9.0,
+                "layer_types": ["full_attention"],
+            },
+            [False, None],
         ),
     ],
 )

@@ -61,6 +61,20 @@ def test_layer_10_stands_behind_layer_2_and_the_decoder_behind_the_encoder() -> 
     assert found == ["encoder.2.", "encoder.10.", "decoder.2.", "decoder.10."]
 
 
+def test_a_layer_is_counted_by_its_name_and_not_by_how_many_are_there() -> None:
+    """Between them may be layers without attention: recurrent ones, or convolutions."""
+    known = [f"model.layers.{n}.self_attn.{p}_proj.weight" for n in (7, 11) for p in "qkvo"]
+    own = [f"tower.{n}.{p}_proj.weight" for n in (5,) for p in "qkvo"]
+    bare = [f"{p}_proj.weight" for p in "qkvo"]
+    found = modules_of(PUBLISHED["llama"], [*own, *known, *bare])
+    assert {module.prefix: module.layer for module in found} == {
+        "": 0,
+        "tower.5.": 5,
+        "model.layers.7.self_attn.": 7,
+        "model.layers.11.self_attn.": 11,
+    }
+
+
 def test_what_is_attention_in_other_names_is_not_overlooked() -> None:
     one, other = modules_of(ONE, ["h.0.attn.q", "h.0.attn.o", "h.1.attn.qweight"])
     assert (one.prefix, other.prefix) == ("h.0.attn.", "h.1.attn.")

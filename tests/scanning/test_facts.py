@@ -228,6 +228,9 @@ def test_padded_queries_of_cross_attention_are_those_of_their_block() -> None:
 # ---- the output projection and the residual ----------------------------------------------------
 
 
+TIMES = 200  # passes, of which some reuse a place in memory
+
+
 class Gated(Caller):
     """Its head outputs are multiplied by a gate that is made of them."""
 
@@ -259,6 +262,13 @@ def adapted() -> Caller:
 def test_what_is_not_the_whole_way_is_no_output_projection(make: Callable[[], Caller]) -> None:
     [call] = calls_of(make(), torch.randn(BATCH, LENGTH, WIDTH)).values()
     assert call.out_proj is None
+
+
+def test_what_runs_where_another_ended_is_not_given_what_that_was() -> None:
+    """Python gives a new object the place of one that is gone: the gate's, to the projection."""
+    layer = Gated()
+    found = [calls_of(layer, torch.randn(BATCH, LENGTH, WIDTH)) for _ in range(TIMES)]
+    assert [call.out_proj for calls in found for call in calls.values()] == [None] * TIMES
 
 
 def test_the_output_projection_is_the_one_that_is_called() -> None:

@@ -74,9 +74,9 @@ def outputs_of_both(
 def _layers(
     state: Mapping[str, Tensor], layout: Layout, config: Mapping[str, Any], known: Mapping[str, int]
 ) -> Iterator[tuple[str, Attention]]:
-    for number, module in enumerate(modules_of(layout, state)):
-        described = in_layer(layout, config, number)
-        options = options_of(config, described.function, layer=number)
+    for module in modules_of(layout, state):
+        described = in_layer(layout, config, module.layer)
+        options = options_of(config, described.function, layer=module.layer)
         rotary = options.get("rotary")
         if rotary is not None and described.function.rotary == "interleaved":
             options["rotary"] = replace(rotary, pairing="interleaved")

@@ -161,8 +161,7 @@ def rotation_of(config: Config, layer: int) -> Config:
     config = text_of(config)
     found = (config.get(name) for name in ("rope_parameters", "rope_scaling"))
     said: Config = next((one for one in found if isinstance(one, dict)), {})
-    kinds = config.get("layer_types") or ()
-    inner = said.get(kinds[layer] if layer < len(kinds) else "full_attention")
+    inner = said.get(_listed(config, "layer_types", layer) or "full_attention")
     return inner if isinstance(inner, dict) else said
 
 
@@ -173,14 +172,22 @@ def turns(config: Config, layer: int) -> bool | None:
     EXAONE 4 rotate those with a window.
     """
     config = text_of(config)
-    if listed := config.get("no_rope_layers"):
-        return bool(listed[layer])  # 1 where the layer does rotate, whatever the name says
-    kinds = config.get("layer_types") or ()
+    if config.get("no_rope_layers"):
+        rotates = _listed(config, "no_rope_layers", layer)
+        return None if rotates is None else bool(rotates)  # 1 where it does, whatever the name says
+    kinds = config.get("layer_types")
     if config.get("model_type") in _ROTATE_IN_WINDOWS and config.get("sliding_window") and kinds:
-        return bool(kinds[layer] == "sliding_attention")
+        kind = _listed(config, "layer_types", layer)
+        return None if kind is None else bool(kind == "sliding_attention")
     if (kind := config.get("position_embedding_type")) in ("absolute", "rotary"):
         return bool(kind == "rotary")
     return True if any(config.get(name) for name in _ROTATIONS) else None
+
+
+def _listed(config: Config, name: str, layer: int) -> Any:
+    """What a list over the layers says of one; None for a layer that it does not reach."""
+    said = config.get(name) or ()
+    return said[layer] if layer < len(said) else None
 
 
 def layout_of(config: Config) -> str | None:

@@ -46,6 +46,12 @@ class Module:
     tensors: dict[str, str]
     beside: tuple[str, ...]
 
+    @property
+    def layer(self) -> int:
+        """Which layer of the model it is in, by its name: others may hold no attention at all."""
+        anywhere = re.findall(r"\d+", self.prefix) or ["0"]
+        return int(dict(self.place.numbers).get("layer", anywhere[0]))
+
 
 def modules_of(layout: Layout, names: Iterable[str]) -> list[Module]:
     """Every module of ``layout`` among the names of a checkpoint, in the order of their numbers.

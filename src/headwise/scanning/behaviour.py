@@ -140,9 +140,9 @@ def _disagreement(
     modules = [module for module in candidate.modules if module.place.role != "cross"]
     if len(modules) != len(seen):
         return f"it has {len(modules)} modules, the model {len(seen)} layers of self-attention"
-    for number, (module, layer_seen) in enumerate(zip(modules, seen, strict=True)):
-        layout = _asked(candidate.layout, config, number)
-        options = options_of(config, layout.function, layer=number)
+    for module, layer_seen in zip(modules, seen, strict=True):
+        layout = _asked(candidate.layout, config, module.layer)
+        options = options_of(config, layout.function, layer=module.layer)
         stored = {local: state[name].double() for name, local in module.tensors.items()}
         try:
             layer = _layer(layout, sizes, stored, options)

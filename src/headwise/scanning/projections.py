@@ -29,13 +29,13 @@ class Pending:
     def __init__(self, call: LayerCall, block: Running | None) -> None:
         self.call, self.block = call, block
         self.is_settled = False
-        self._given: dict[int, bool] = {}  # what was given the outputs: whether inside the module
+        self._given: dict[Running, bool] = {}  # what runs on the outputs: whether inside the module
         self._inside: list[tuple[Tensor, Tensor]] = []  # projections there, and what they gave
 
     def before(self, running: Running, around: list[nn.Module]) -> None:
         """A module is about to run; ``around`` are those that are running."""
         if running.state is not None and _is_merged(running.state, self.call.outputs):
-            self._given[id(running)] = self.call.module in around
+            self._given[running] = self.call.module in around
 
     def after(self, running: Running, output: Any) -> None:
         """A module has run."""
@@ -45,12 +45,13 @@ class Pending:
             self.call.out_proj = fitting[0] if fitting else None
             self.is_settled = bool(self._inside)
             return
-        if id(running) not in self._given or given is None:
+        is_inside = self._given.pop(running, None)
+        if is_inside is None or given is None:
             return
         found = by_head(running.module, self.call)
         if found is None or not _is_product(running, given):
             return
-        if self._given[id(running)]:
+        if is_inside:
             self._inside.append((found, given))
         else:
             self.call.out_proj, self.is_settled = found, True
