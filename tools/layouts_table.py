@@ -19,22 +19,28 @@ BEGIN, END = "<!-- the catalogue -->", "<!-- end of the catalogue -->"
 
 
 def table() -> str:
-    """Every published layout, a table for each family."""
+    """Every published layout: an index of the names, and a table for each family."""
     return "\n".join(_rows())
 
 
 def _rows() -> Iterator[str]:
     known = [one for family in published().values() for one in family]
     checked = sum(not one.unchecked for one in known)
-    yield f"{len(known)} layouts, {checked} of them checked."
+    yield f"{len(known)} layouts, {checked} of them checked:\n"
+    yield ",\n".join(f"[{name}](#{_anchor(name)})" for name in sorted(one.name for one in known))
     for heading, family in published().items():
-        yield f"\n**{heading.rstrip('.')}**\n"
+        yield f"\n### {heading.rstrip('.')}\n"
         yield "| name | its tensors; what is in none of them; source, and what else to know |"
         yield "| --- | --- |"
         for one in family:
-            name = f"`{one.name}`" + ("" if one.unchecked else "<br>checked")
+            named = f'<a id="{_anchor(one.name)}"></a>`{one.name}`'
+            name = named + ("" if one.unchecked else "<br>checked")
             lines = "<br>".join([*_tensors(one), *_function(one), *_about(one)])
             yield f"| {name} | {lines.replace('|', '&#124;')} |"
+
+
+def _anchor(name: str) -> str:
+    return f"layout-{name}"  # headings have anchors of their own
 
 
 def _tensors(one: Layout) -> Iterator[str]:
