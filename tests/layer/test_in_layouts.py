@@ -13,6 +13,7 @@ from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
 from headwise.positions import Alibi, T5Bias
 from headwise.qk_norm import QKNorm
+from headwise.score_bias import ScoreBias
 
 SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 10, "value_dim": 7, "out_dim": 44}
 ROTARY = Rotary(theta=300.0, width=6)
@@ -89,6 +90,16 @@ def test_the_table_that_another_layer_has() -> None:
     state = {n: torch.randn(40, 40) for n in ("q.weight", "k.weight", "v.weight", "o.weight")}
     with pytest.raises(OptionError, match="no table of distances"):
         Attention.from_layout(state, layout="t5", num_heads=4, score_bias=T5Bias())
+
+
+def test_a_table_that_nothing_reads() -> None:
+    """Swin's is of places in a window: no parameter of the layer."""
+    state = {f"self.{n}.weight": torch.randn(40, 40) for n in ("query", "key", "value")}
+    state |= {"output.dense.weight": torch.randn(40, 40)}
+    state["self.relative_position_bias_table"] = torch.randn(9, 4)
+    score_bias = ScoreBias.dense(torch.randn(4, 7, 7), axes="heads queries keys")
+    with pytest.raises(OptionError, match="a table of distances, and no score_bias that reads it"):
+        Attention.from_layout(state, layout="swin", num_heads=4, score_bias=score_bias)
 
 
 def refused(of: str | Layout, **options: Any) -> OptionError:

@@ -126,6 +126,127 @@ def test_a_softcap_is_seen() -> None:
     assert "softcaps are others than the model's" in after.refuted["granite"]
 
 
+# What each of two towers is called, by the model that holds both.
+TEXT = {**WIDE, "intermediate_size": 64, "vocab_size": 99, "max_position_embeddings": 40}
+IMAGE = {**TEXT, "image_size": 24, "patch_size": 4}
+WIDER = {"hidden_size": 64, "num_attention_heads": 8}  # the same head_dim
+
+
+def two_towers(kind: str, text: dict[str, Any], image: dict[str, Any]) -> nn.Module:
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=image)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}Model")(config).eval()
+
+
+@pytest.mark.parametrize("image", [IMAGE, {**IMAGE, **WIDER}, {**IMAGE, "num_attention_heads": 3}])
+def test_towers_that_run_in_another_order_than_they_stand(image: dict[str, Any]) -> None:
+    """CLIP's picture comes first; where it has other heads, those of its own are compared."""
+    model = two_towers("CLIP", TEXT, image)
+    found = detect(model.state_dict(), heads=6)
+    inputs = {"input_ids": torch.randint(99, (2, 40)), "pixel_values": torch.randn(2, 3, 24, 24)}
+    after = by_behaviour(found, model.state_dict(), model, inputs, model.config.to_dict())
+    assert any("clip" in group for group in names_of(after))
+    assert "behaviour: 4 of 4 modules compared, alike" in after.candidates[0][0].reasons
+
+
+def test_a_tower_beside_those_that_are_asked_for() -> None:
+    """Another layout, with modules of its own, says nothing against that of the text."""
+    text = {**turned(), **SMALL, "model_type": "llama"}
+    model = two_towers("Llava", text, {**IMAGE, "model_type": "clip_vision_model"})
+    model.config.image_token_id = 98
+    state, config = model.state_dict(), model.config.to_dict()
+    ids = torch.randint(50, (2, 60))
+    ids[:, :36] = 98
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 24, 24)}
+    after = by_behaviour(detect(state, config=config, heads=6), state, model, inputs, config)
+    assert after.require().name == "llama"
+    assert "behaviour: 2 of 2 modules compared, alike" in after.candidates[0][0].reasons
+
+
+def test_scores_are_compared_before_what_is_added_by_distance() -> None:
+    torch.manual_seed(0)
+    config = transformers.T5Config(d_model=48, d_kv=8, num_heads=6, num_layers=2, **SMALL)
+    model = transformers.T5Model(config).eval()
+    ids = torch.randint(99, (2, 40))
+    found = detect(model.state_dict(), heads=6)
+    after = by_behaviour(
+        found,
+        model.state_dict(),
+        model,
+        {"input_ids": ids, "decoder_input_ids": ids},
+        config.to_dict(),
+    )
+    assert after.require().name == "t5"
+    assert "behaviour: 4 of 6 modules compared, alike" in after.candidates[0][0].reasons
+
+
+def test_a_layer_that_cannot_be_made_decides_nothing() -> None:
+    torch.manual_seed(0)
+    config = transformers.ChameleonConfig(
+        **GROUPED, **SMALL, vq_config={"base_channels": 32}, vocabulary_map={"<image>": 3}
+    )
+    model = transformers.ChameleonModel(config).eval()
+    found = detect(model.state_dict(), heads=6)
+    inputs = {"input_ids": torch.randint(99, (2, 40))}
+    with pytest.raises(OptionError, match="chameleon, which could not be compared with the model"):
+        by_behaviour(found, model.state_dict(), model, inputs, config.to_dict())
+
+
+def test_places_in_a_picture_decide_nothing() -> None:
+    torch.manual_seed(0)
+    config = transformers.DINOv3ViTConfig(**WIDE, image_size=24, patch_size=4)
+    model = transformers.DINOv3ViTModel(config).eval()
+    found = detect(model.state_dict(), config=config.to_dict(), heads=6)
+    inputs = {"pixel_values": torch.randn(2, 3, 24, 24)}
+    with pytest.raises(OptionError, match="dinov3, which could not be compared") as refused:
+        by_behaviour(found, model.state_dict(), model, inputs, config.to_dict())
+    assert "other scores of a model that sees pictures" in refused.value.saw
+
+
+def test_of_a_model_of_pictures_and_text_the_text_decides() -> None:
+    """Qwen2-VL turns by three places; of text they are one."""
+    model, config = model_of("Llama")
+    config["rope_parameters"] |= {"mrope_section": [1, 1, 2]}
+    ids = torch.randint(99, (2, 40))
+    found = detect(model.state_dict(), heads=6, kv_heads=2)
+    after = by_behaviour(found, model.state_dict(), model, {"input_ids": ids}, config)
+    assert "llama" in names_of(after)[0]
+    places = {"input_ids": ids, "position_ids": torch.arange(40)[None] // 5}
+    with pytest.raises(OptionError, match="sees pictures, and rotates"):
+        by_behaviour(found, model.state_dict(), model, places, config)
+
+
+def test_the_heads_that_are_seen_are_those() -> None:
+    """Nobody says how many there are: of all that fit, those of the model are tried."""
+    model, config = model_of("GPT2")
+    found = detect(model.state_dict())
+    assert len(found.candidates[0][0].fits) > 1
+    inputs = {"input_ids": torch.randint(99, (1, 40))}
+    after = by_behaviour(found, model.state_dict(), model, inputs, config)
+    assert {fit["heads"] for group in after.candidates for one in group for fit in one.fits} == {6}
+
+
+def test_heads_that_the_model_does_not_have() -> None:
+    model, config = model_of("GPT2")
+    found = detect(model.state_dict(), heads=4)
+    inputs = {"input_ids": torch.randint(99, (1, 40))}
+    after = by_behaviour(found, model.state_dict(), model, inputs, config)
+    assert not after.candidates
+    assert after.refuted["gpt2"] == "the model has 6 heads"
+
+
+def test_another_model_is_not_compared() -> None:
+    model, config = model_of("GPT2")
+    other, _ = model_of("Bert")
+    found = detect(other.state_dict(), heads=6)
+    inputs = {"input_ids": torch.randint(99, (1, 40))}
+    del model.h[1]
+    with pytest.raises(
+        OptionError, match="none of its 2 modules is one of the 1 that attend to whole sequences"
+    ):
+        by_behaviour(found, other.state_dict(), model, inputs, config)
+
+
 def test_other_weights_leave_nothing() -> None:
     model, config = model_of("GPT2")
     state = {name: x.roll(1, -1) for name, x in model.state_dict().items()}

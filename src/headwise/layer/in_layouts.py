@@ -70,6 +70,12 @@ def options_of(canonical: State, function: Function, given: Mapping[str, Any]) -
             needed="one for the score_bias: T5 has it in its first layer, for all of them",
             do="put the first layer's table among the tensors of this one",
         )
+    if "distances" in canonical and not isinstance(given.get("score_bias"), T5Bias):
+        raise OptionError(
+            saw="a table of distances, and no score_bias that reads it",
+            needed="score_bias=T5Bias(...), if it is T5's; no other is a parameter of the layer",
+            do="leave the table out of the tensors, and give what it adds as score_bias in calls",
+        )
     wq, wk, wo = (canonical[name] for name in ("wq", "wk", "wo"))
     (heads, head_dim, embed_dim), source_dim = wq.shape, wk.shape[2]
     options: dict[str, Any] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,40 +21,22 @@ from headwise.errors import HeadwiseError, OptionError
 from headwise.functional import share_heads, split_heads
 from headwise.layer.attention import Attention
 from headwise.layer.of_config import in_layer, options_of
-from headwise.layouts.detect import Candidate, Detection, decided
+from headwise.layouts.config import rotation_of
+from headwise.layouts.detect import Candidate, Detection, decided, heads_of
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
+from headwise.layouts.places import Module
 from headwise.layouts.sizes import Sizes
-from headwise.matrix import AttentionMatrix
-from headwise.scanning.calls import LayerCall
-from headwise.scanning.reaching import reached
-from headwise.scanning.running import evaluating
+from headwise.scanning.self_attention import Seen, paired, scores_of, seen_in
 
-
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """One attention call.
-
-    Attributes:
-        x: what its module was given.
-        scores: scale * q.k in float64, before masks and softcaps.
-        values: what is attended to, in float64.
-        out_proj: each head's part of the output projection; None where it was not found.
-        is_capped: whether the scores have a softcap.
-    """
-
-    x: Tensor
-    scores: Tensor
-    values: Tensor
-    out_proj: Tensor | None
-    is_capped: bool
+SCORES = "scores"
 
 
 def by_behaviour(
     detection: Detection,
     state: Mapping[str, Tensor],
     model: nn.Module,
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> Detection:
     """The candidates whose layers compute what the model's do.
@@ -66,92 +49,125 @@ def by_behaviour(
         config: of the model: the numbers of rotations and norms.
 
     Raises:
-        OptionError: no attention of the model was seen, or the config says of its rotation what
-            has no counterpart here.
+        OptionError: no candidate agrees, and one could not be compared: none of its modules was
+            seen, or there is no counterpart here of how the model rotates.
     """
-    seen = _seen(model, inputs)
-    kept, refuted = [], dict(detection.refuted)
-    for group in detection.candidates:
-        reasons = {
-            number: _disagreement(group[0], sizes, state, seen, config)
-            for number, sizes in enumerate(group[0].fits)
-        }
-        found = [group[0].fits[number] for number, why in reasons.items() if why is None]
-        if found:
-            kept.append(tuple(one.narrowed(found[0]) for one in group))
-        else:
-            refuted |= {one.layout.name: str(reasons[0]) for one in group}
-    return decided(kept, refuted)
-
-
-def _seen(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Seen]:
-    given: dict[nn.Module, Tensor] = {}
-    found: list[Seen] = []
-
-    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        state = next((x for x in states if x.is_floating_point()), None)
-        if state is not None:
-            given[module] = state
-
-    def settled(call: LayerCall) -> None:
-        if call.module is None or call.is_cross:
-            return
-        x = given[call.module]
-        found.append(
-            Seen(
-                x,
-                _scores(call.matrix),
-                call.values.double(),
-                call.out_proj,
-                call.matrix.softcap is not None,
-            )
-        )
-
-    handles = [m.register_forward_pre_hook(remember, with_kwargs=True) for m in model.modules()]
-    try:
-        with (
-            torch.no_grad(),
-            evaluating(model),
-            reached(model, lambda _: None, settled=settled) as reach,
-        ):
-            reach.begin()
-            model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not found:
+    seen = seen_in(model, inputs)
+    if not seen:
         raise OptionError(
             saw="a model in which no self-attention was seen",
             needed="one that headwise scan can look into",
             do="compare values instead: --reference, the same weights in a layout that is known",
         )
-    return found
+    kept, refuted = [], dict(detection.refuted)
+    uncompared: list[tuple[tuple[Candidate, ...], HeadwiseError]] = []
+    for group in detection.candidates:
+        trial = _Trial(group[0], state, seen, config)
+        found = trial.verdict()
+        if isinstance(found, HeadwiseError):
+            uncompared.append((group, found))
+        elif isinstance(found, str):
+            refuted |= {one.layout.name: found for one in group}
+        else:
+            kept.append(tuple(trial.confirmed(one.narrowed(found)) for one in group))
+    for group, error in uncompared:
+        if not kept:
+            raise _undecided(group, error)
+        refuted |= {one.layout.name: f"not compared: {error.saw}" for one in group}
+    return decided(kept, refuted)
 
 
-def _disagreement(
-    candidate: Candidate,
-    sizes: Sizes,
-    state: Mapping[str, Tensor],
-    seen: list[Seen],
-    config: Mapping[str, Any],
-) -> str | None:
-    """What the first layer that differs differs in; None where all of them agree."""
-    modules = [module for module in candidate.modules if module.place.role != "cross"]
-    if len(modules) != len(seen):
-        return f"it has {len(modules)} modules, the model {len(seen)} layers of self-attention"
-    for module, layer_seen in zip(modules, seen, strict=True):
-        layout = _asked(candidate.layout, config, module.layer)
-        options = options_of(config, layout.function, layer=module.layer)
-        stored = {local: state[name].double() for name, local in module.tensors.items()}
+def _undecided(group: tuple[Candidate, ...], error: HeadwiseError) -> OptionError:
+    names = " = ".join(one.layout.name for one in group)
+    return OptionError(
+        saw=f"{names}, which could not be compared with the model: {error.saw}",
+        needed=error.needed,
+        do="compare values instead: --reference, the same weights in a layout that is known",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """One candidate beside what was seen of the model."""
+
+    candidate: Candidate
+    state: Mapping[str, Tensor]
+    seen: list[Seen]
+    config: Mapping[str, Any]
+
+    @cached_property
+    def pairs(self) -> list[tuple[Module, Seen]]:
+        modules = [one for one in self.candidate.modules if one.place.role != "cross"]
+        pairs = paired(modules, self.seen, self.state)
+        return [(module, own) for module, own in pairs if own.is_of_sequences]
+
+    def verdict(self) -> Sizes | str | HeadwiseError:
+        """The sizes with which it agrees; else why it differs, or why it cannot be compared."""
+        first = self.candidate.modules[0]
+        heads = {own.scores.shape[1] for module, own in self.pairs if module is first}
+        fits = [fit for fit in self.candidate.fits if not heads or fit["heads"] in heads]
+        found = [(fit, self._outcome(fit)) for fit in fits]
+        agreeing = [fit for fit, outcome in found if outcome is None]
+        if agreeing:
+            return agreeing[0]
+        others = [outcome for _, outcome in found if outcome is not None]
+        errors = (outcome for outcome in others if isinstance(outcome, HeadwiseError))
+        return next(errors, others[0] if others else f"the model has {min(heads)} heads")
+
+    def confirmed(self, one: Candidate) -> Candidate:
+        """The candidate, or another one of the same map, with what speaks for it."""
+        compared = f"behaviour: {len(self.pairs)} of {len(one.modules)} modules compared, alike"
+        return replace(one, reasons=(*one.reasons, compared))
+
+    def _outcome(self, sizes: Sizes) -> str | HeadwiseError | None:
+        """What the first layer that differs differs in; the error where none can be made."""
+        if not self.pairs:
+            return OptionError(
+                saw=f"none of its {len(self.candidate.modules)} modules is one of the "
+                f"{sum(one.is_of_sequences for one in self.seen)} that attend to whole sequences",
+                needed="the same weights, in layers that are given (batch, length, embed_dim)",
+                do="call the model with other inputs",
+            )
         try:
-            layer = _layer(layout, sizes, stored, options)
+            found = (self._difference(module, seen, sizes) for module, seen in self.pairs)
+            return next((why for why in found if why is not None), None)
         except HeadwiseError as error:
-            return f"no layer can be made: {error.saw}"
-        part = _part(layer, candidate.layout.function, layer_seen)
-        if part is not None:
-            return f"{module.prefix}: {part} are others than the model's"
-    return None
+            return error
+
+    def _difference(self, module: Module, seen: Seen, sizes: Sizes) -> str | None:
+        layout = _asked(self.candidate.layout, self.config, module.layer)
+        layer = self._layer(layout, module, self._heads(seen, sizes))
+        part = _part(layer, self.candidate.layout.function, seen)
+        if part == SCORES and layer.rotary is not None and self._sees_pictures(module):
+            raise OptionError(
+                saw="other scores of a model that sees pictures, and rotates",
+                needed="a rotation by the place in a sequence: this may go by row and column",
+                do="call the model with text alone",
+            )
+        return None if part is None else f"{module.prefix}: {part} are others than the model's"
+
+    def _sees_pictures(self, module: Module) -> bool:
+        return "patch_size" in self.config or "mrope_section" in rotation_of(
+            self.config, module.layer
+        )
+
+    def _heads(self, seen: Seen, sizes: Sizes) -> Sizes:
+        """As many as were seen: another tower may have others than the first module."""
+        found, (heads, kv_heads) = seen.scores.shape[1], heads_of(sizes)
+        return {"heads": found, "kv_heads": max(1, kv_heads * found // heads)}
+
+    def _layer(self, layout: Layout, module: Module, heads: Sizes) -> Attention:
+        return Attention.from_layout(
+            {
+                local: self.state[name].double()
+                for name, local in module.tensors.items()
+                if layout.patterns[local].tensors != ("distances",)  # added to scores: see _asked
+            },
+            layout=layout,
+            num_heads=heads["heads"],
+            num_kv_heads=heads.get("kv_heads"),
+            **options_of(self.config, layout.function, layer=module.layer),
+        )
 
 
 def _asked(layout: Layout, config: Mapping[str, Any], number: int) -> Layout:
@@ -159,18 +175,6 @@ def _asked(layout: Layout, config: Mapping[str, Any], number: int) -> Layout:
     layout = in_layer(layout, config, number)
     bare = replace(layout.function, score_bias="none", softcap="none", window="none", clip="none")
     return replace(layout, function=bare)
-
-
-def _layer(
-    layout: Layout, sizes: Sizes, stored: Mapping[str, Tensor], options: Mapping[str, Any]
-) -> Attention:
-    return Attention.from_layout(
-        stored,
-        layout=layout,
-        num_heads=sizes["heads"],
-        num_kv_heads=sizes.get("kv_heads"),
-        **options,
-    )
 
 
 @torch.no_grad()
@@ -190,7 +194,7 @@ def _part(layer: Attention, said: Function, seen: Seen) -> str | None:
         return layer if x.dtype == torch.float64 else rounded
 
     def scores(x: Tensor) -> Tensor:
-        return _scores(in_dtype_of(x).matrix(x))
+        return scores_of(in_dtype_of(x).matrix(x))
 
     def values(x: Tensor) -> Tensor:
         found = split_heads(in_dtype_of(x).v_proj(x), heads=layer.num_kv_heads)
@@ -201,8 +205,3 @@ def _part(layer: Attention, said: Function, seen: Seen) -> str | None:
         if budget.exact.shape != theirs.shape or not budget.check(theirs):
             return ours.__name__
     return None
-
-
-def _scores(matrix: AttentionMatrix) -> Tensor:
-    q, k = matrix.q.double(), matrix.k.double()
-    return matrix.scale * q @ share_heads(k, heads=q.shape[1]).mT
