@@ -142,3 +142,15 @@ def test_names_of_one_map_are_said_first(tmp_path: Path) -> None:
     first = run(tmp_path / "a.safetensors").stdout.splitlines()[0]
     assert first.startswith(f"{tmp_path / 'a.safetensors'} is in the layout llama = ")
     assert first.endswith(" (the same map and function here)")
+
+
+def test_a_model_that_needs_more_than_tokens(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 1}
+    config = transformers.CLIPConfig(
+        text_config={**sizes, "vocab_size": 99, "intermediate_size": 64},
+        vision_config={**sizes, "intermediate_size": 64, "image_size": 8, "patch_size": 4},
+    )
+    transformers.CLIPModel(config).save_pretrained(tmp_path)
+    error = COMMAND.refused(tmp_path, "--against", tmp_path)
+    assert f"{tmp_path}, which fails on 48 tokens: AttributeError" in error.saw
+    assert "--reference" in error.do

@@ -68,7 +68,7 @@ def _detect(
         other = None if reference is None else opened(reference, given)
         stored = None if against is None else _loaded(against)
         shared = known_counts(stored.config, given, place=against) if stored and against else {}
-        found = _found(asked, other, stored, shared)
+        found = _found(asked, other, stored, shared, title=str(against))
     if as_json:
         import json
 
@@ -85,7 +85,12 @@ def _loaded(folder: Path) -> StoredModel:
 
 
 def _found(
-    asked: Opened, other: Opened | None, stored: StoredModel | None, shared: dict[str, int]
+    asked: Opened,
+    other: Opened | None,
+    stored: StoredModel | None,
+    shared: dict[str, int],
+    *,
+    title: str,
 ) -> Detection:
     """The same weights have the same counts: what is known of one is known of all."""
     from headwise.layouts.evidence import by_values
@@ -96,17 +101,22 @@ def _found(
     if other is not None:
         theirs = other.detection(**{**shared, **asked.known})
         found = by_values(found, asked.source, theirs, other.source)
-    return found if stored is None else _by_behaviour(asked, found, stored)
+    return found if stored is None else _by_behaviour(asked, found, stored, title)
 
 
-def _by_behaviour(asked: Opened, found: Detection, stored: StoredModel) -> Detection:
+def _by_behaviour(asked: Opened, found: Detection, stored: StoredModel, title: str) -> Detection:
     import torch
 
+    from headwise.cli.on_tokens import on_tokens
     from headwise.scanning.behaviour import by_behaviour
 
     length = min(LENGTH, stored.positions or LENGTH)
     ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-    return by_behaviour(found, asked.source, stored.model, stored.inputs(ids), stored.config)
+    inputs = stored.inputs(ids)
+    instead = "compare values: --reference, the same weights in a layout that is known"
+    with on_tokens(title, length, do=instead), torch.no_grad():
+        stored.model(**inputs)
+    return by_behaviour(found, asked.source, stored.model, inputs, stored.config)
 
 
 def _show(place: Path, found: Detection, console: Console) -> None:

@@ -147,9 +147,8 @@ class _Trial:
         return None if part is None else f"{module.prefix}: {part} are others than the model's"
 
     def _sees_pictures(self, module: Module) -> bool:
-        return "patch_size" in self.config or "mrope_section" in rotation_of(
-            self.config, module.layer
-        )
+        rotation = rotation_of(self.config, module.layer)
+        return "patch_size" in self.config or "mrope_section" in rotation
 
     def _heads(self, seen: Seen, sizes: Sizes) -> Sizes:
         """As many as were seen: another tower may have others than the first module."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
 import torch
 
+from headwise.cli.on_tokens import on_tokens
 from headwise.cli.scan import passage
 from headwise.cli.scan.asked import TABLE, Asked
 from headwise.cli.scan.passage import Passage
 from headwise.cli.scan.subject import Subject, of_folder, of_tiny
-from headwise.errors import HeadwiseError, OptionError
 from headwise.heads.statistics import catalogue
 from headwise.heads.statistics.statistic import Statistic
 from headwise.pages.scan import ScanReport
@@ -27,6 +26,7 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan import scan
 from headwise.whole_files import require_writable, write_whole
 
+INSTEAD = "call headwise.scan(model, inputs) from Python with what it reads"
 TRIAL = 16  # tokens that are read before the work, to see what comes
 Progress = Callable[[str, int, int], None]
 
@@ -158,7 +158,7 @@ def prepare(asked: Asked) -> Work:
     for one in passages:
         subject.require_tokens(one.ids)
     trial = passages[0].ids[:, :TRIAL]
-    with _refusing(subject, trial.shape[1]):
+    with on_tokens(subject.title, trial.shape[1], do=INSTEAD):
         _scan(asked, subject, trial)
         calls = calls_of(subject.model, lambda: _call(subject, trial))
     lengths = [one.ids.shape[1] for one in passages]
@@ -221,22 +221,6 @@ def _scan(
 def _call(subject: Subject, ids: torch.Tensor) -> None:
     given = subject.inputs(ids)
     subject.model(**given) if isinstance(given, dict) else subject.model(*given)
-
-
-@contextmanager
-def _refusing(subject: Subject, count: int) -> Iterator[None]:
-    """A model that cannot be run on tokens alone says so in many ways."""
-    try:
-        yield
-    except HeadwiseError:
-        raise
-    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-        raise OptionError(
-            saw=f"{subject.title}, which fails on {count} tokens: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}",
-            needed="a model that reads tokens and nothing else",
-            do="call headwise.scan(model, inputs) from Python with what it reads",
-        ) from error
 
 
 def _texts(count: int) -> str:
