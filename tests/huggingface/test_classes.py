@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.budget import Budget
 from headwise.huggingface import attention
-from tools.huggingface_classes import classes, comparing, layers, shrink, table, trial
+from tools.huggingface_classes import classes, comparing, layers, shrink, stored, table, trial
 
 # Of every verdict, and of every way by which layers are reached.
 SAMPLE = [
@@ -27,7 +27,17 @@ SAMPLE = [
     "t5",
     "vit",
 ]
-STABLE = ["class_name", "verdict", "implementation", "ran", "seen", "reached", "idle"]
+STABLE = [
+    "class_name",
+    "verdict",
+    "implementation",
+    "ran",
+    "seen",
+    "reached",
+    "idle",
+    "layout",
+    "layout_by",
+]
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +77,12 @@ def test_what_is_not_seen_has_a_reason(rows: dict[str, Any]) -> None:
     ] == []
 
 
+def test_no_run_contradicts_the_layout_that_a_config_says(rows: dict[str, Any]) -> None:
+    told = Counter(row["layout_by"] for row in rows.values() if "layout_by" in row)
+    assert not told[stored.REFUTED]
+    assert told[stored.BY_RUN] > 100
+
+
 def test_the_page_is_written_from_the_record(record: dict[str, Any]) -> None:
     assert table.PAGE.read_text("utf-8") == table.page(record)
 
@@ -96,6 +112,17 @@ def test_attention_that_forgets_its_mask_is_found_out(monkeypatch: pytest.Monkey
     assert row.verdict == trial.DIFFERS
     assert row.ratio is not None
     assert row.ratio > 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_config_that_says_another_layout_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cohere has Llama's names, and rotates other channels together."""
+    model = trial.built(transformers.LlamaModel, trial.Row("llama", None))
+    assert model is not None
+    given = {"input_ids": torch.arange(20)[None]}
+    assert stored.layout_of(model, given) == ("llama", stored.BY_RUN)
+    monkeypatch.setattr(transformers.LlamaConfig, "model_type", "cohere")
+    assert stored.layout_of(model, given) == ("cohere", stored.REFUTED)
 
 
 class Mixer(nn.Module):

@@ -203,6 +203,27 @@ def test_places_in_a_picture_decide_nothing() -> None:
     assert "other scores of a model that sees pictures" in refused.value.saw
 
 
+def test_positions_of_which_nobody_says_anything_decide_nothing() -> None:
+    """The Conformer of speech adds to its queries what belongs to relative positions."""
+    torch.manual_seed(0)
+    sizes = {"conv_dim": (16,), "conv_kernel": (4,), "conv_stride": (4,), "intermediate_size": 64}
+    shown = {"num_conv_pos_embedding_groups": 4, "output_hidden_size": 48}
+    config = transformers.Wav2Vec2ConformerConfig(**WIDE, **sizes, **shown)
+    model = transformers.Wav2Vec2ConformerModel(config).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    found = detect(model.state_dict(), heads=6)
+    with pytest.raises(OptionError, match="conformer, which could not be compared") as refused:
+        by_behaviour(
+            found,
+            model.state_dict(),
+            model,
+            {"input_values": torch.randn(2, 160)},
+            config.to_dict(),
+        )
+    assert "neither the layout nor the config says whether it rotates" in refused.value.saw
+
+
 def test_of_a_model_of_pictures_and_text_the_text_decides() -> None:
     """Qwen2-VL turns by three places; of text they are one."""
     model, config = model_of("Llama")

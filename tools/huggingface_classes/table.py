@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from tools.huggingface_classes import trial
+from tools.huggingface_classes import stored, trial
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "huggingface.json"
@@ -47,6 +47,11 @@ How to read it:
   positions. The budget is [the usual one](budget.md): twice the error of the model's own attention
   in float32, over a family of moved weights and inputs, against the same model in float64, and how
   far that moves. More than 1 would be a difference.
+- **Layout** is what `headwise detect` says of the stored weights, by their config.json and a run of
+  the model ([weight layouts](layouts.md)): {by_run} classes. In brackets, {by_config} more: by the
+  config alone, where the layers could not be compared. Of several that are one map, the first is
+  named. Nothing stands there where the catalogue knows none, or several, one for each part. In no
+  row does a run contradict the config.
 """
 
 SECTIONS = (
@@ -117,6 +122,8 @@ def page(found: dict[str, Any]) -> str:
         version=found["versions"]["transformers"],
         types=len(found["rows"]),
         all=counts[trial.ALL],
+        by_run=sum(row.get("layout_by") == stored.BY_RUN for row in found["rows"]),
+        by_config=sum(row.get("layout_by") == stored.BY_CONFIG for row in found["rows"]),
         counts="\n".join(
             f"| [{title}](#{_anchor(title)}) | {counts[verdict]} |"
             for verdict, title, _ in SECTIONS
@@ -138,6 +145,7 @@ def _section(verdict: str, title: str, words: str, found: list[dict[str, Any]]) 
     is_scanned = verdict in (trial.ALL, trial.PART, trial.DIFFERS)
     columns = ["Class", "Model type"]
     columns += ["Layers", "Through", "Error"] if is_scanned else []
+    columns += ["Layout"] if is_scanned or verdict == trial.REFUSED else []
     columns += [] if verdict == trial.NO_CLASS else ["Idle, or missed" if is_scanned else "Reason"]
     lines = [f"## {title}", "", *([words, ""] if words else [])]
     lines += [_line(columns), _line(["---"] * len(columns))]
@@ -145,6 +153,8 @@ def _section(verdict: str, title: str, words: str, found: list[dict[str, Any]]) 
         cells = [f"`{row['class_name']}`" if "class_name" in row else "", f"`{row['model_type']}`"]
         if is_scanned:
             cells += [_layers(row), ", ".join(row.get("reached", ())), _ratio(row)]
+        if is_scanned or verdict == trial.REFUSED:
+            cells.append(_layout(row))
         if verdict != trial.NO_CLASS:
             cells.append(_words(row))
         lines.append(_line(cells))
@@ -161,6 +171,12 @@ def _layers(row: dict[str, Any]) -> str:
 
 def _ratio(row: dict[str, Any]) -> str:
     return f"{row['ratio']:.2g}" if "ratio" in row else ""
+
+
+def _layout(row: dict[str, Any]) -> str:
+    name = row.get("layout", "")
+    linked = f"[{name}](layouts.md#layout-{name})"
+    return "" if not name else linked if row["layout_by"] == stored.BY_RUN else f"({linked})"
 
 
 def _words(row: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from headwise.errors import HeadwiseError
 from headwise.huggingface import attention
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan import scan
-from tools.huggingface_classes import classes, comparing, inputs, layers, shrink
+from tools.huggingface_classes import classes, comparing, inputs, layers, shrink, stored
 from tools.huggingface_classes.errors import ERRORS
 
 MOST_PARAMETERS = 30_000_000
@@ -43,6 +43,7 @@ class Row:
         softmax_elsewhere: classes outside of attention that took one: routers, poolings.
         ratio: of the output nearest to its allowance, or beyond: error over allowance.
         error: there, the largest; ``scale`` is the root mean square of that output.
+        layout: that the stored weights are in; ``layout_by`` is what tells it.
     """
 
     model_type: str
@@ -65,6 +66,8 @@ class Row:
     error: float | None = None
     allowed: float | None = None
     scale: float | None = None
+    layout: str = ""
+    layout_by: str = ""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -109,6 +112,10 @@ def _fill(row: Row) -> None:
         row.verdict = NONE
         return
     _scan_and_compare(row, model, given, ran, comparing.outputs(result, given))
+    try:
+        row.layout, row.layout_by = stored.layout_of(model, given)
+    except ERRORS as error:
+        row.notes = [*row.notes, f"not stored: {_said(error)}"]
 
 
 # ---- the model -------------------------------------------------------------------------------

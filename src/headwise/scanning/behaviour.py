@@ -138,17 +138,25 @@ class _Trial:
         layout = _asked(self.candidate.layout, self.config, module.layer)
         layer = self._layer(layout, module, self._heads(seen, sizes))
         part = _part(layer, self.candidate.layout.function, seen)
-        if part == SCORES and layer.rotary is not None and self._sees_pictures(module):
+        if part == SCORES:
+            self._require_known_places(layout, module)
+        return None if part is None else f"{module.prefix}: {part} are others than the model's"
+
+    def _require_known_places(self, layout: Layout, module: Module) -> None:
+        """Other scores say nothing where nobody says how places are told apart."""
+        rotary, said = layout.function.rotary, rotation_of(self.config, module.layer)
+        if rotary is None:
+            raise OptionError(
+                saw="other scores, where neither the layout nor the config says whether it rotates",
+                needed="a layout that says it, or rope_parameters in the config",
+                do="compare values instead",
+            )
+        if rotary != "none" and ("patch_size" in self.config or "mrope_section" in said):
             raise OptionError(
                 saw="other scores of a model that sees pictures, and rotates",
                 needed="a rotation by the place in a sequence: this may go by row and column",
                 do="call the model with text alone",
             )
-        return None if part is None else f"{module.prefix}: {part} are others than the model's"
-
-    def _sees_pictures(self, module: Module) -> bool:
-        rotation = rotation_of(self.config, module.layer)
-        return "patch_size" in self.config or "mrope_section" in rotation
 
     def _heads(self, seen: Seen, sizes: Sizes) -> Sizes:
         """As many as were seen: another tower may have others than the first module."""

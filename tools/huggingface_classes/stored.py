@@ -1,0 +1,44 @@
+"""Which layout a model's weights are in once they are stored: what `headwise detect` says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from headwise.errors import HeadwiseError
+from headwise.layouts.checkpoint.source import open_source
+from headwise.layouts.config import counts_of
+from headwise.layouts.detect import Detection, detect
+from headwise.scanning.behaviour import by_behaviour
+
+BY_RUN, BY_CONFIG, REFUTED = "run", "config", "refuted"
+
+
+def layout_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
+    """The layout of the stored weights, and what tells: a run of the model, or its config alone.
+
+    Both are empty where the catalogue knows none, or knows one for each of several parts.
+    """
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        model.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        source = open_source(folder)
+        found = detect(source.headers, said=None, config=config, **counts_of(config))
+        if not found.candidates:
+            return "", ""
+        try:
+            after = by_behaviour(found, source, model, given, config)
+        except HeadwiseError:  # no layer of it could be compared
+            return _name(found), BY_CONFIG if found.layout else ""
+    if found.layout and not after.candidates:
+        return _name(found), REFUTED
+    return _name(after), BY_RUN if after.layout else ""
+
+
+def _name(found: Detection) -> str:
+    return "" if found.layout is None else found.layout.name
