@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from headwise.cli.verify import verify
@@ -68,6 +69,25 @@ def test_another_number_is_named(folder: Path, meta: Path) -> None:
     assert done.exit_code == 1
     assert f"{name}, of model.layers.1.self_attn.v_proj.weight: 1 of" in done.stdout
     assert done.stdout.count("OTHER OUTPUTS") == 1
+
+
+def test_a_table_that_the_first_layer_has_serves_all_of_its_side(tmp_path: Path) -> None:
+    """T5's distances: those of the encoder are others here, and nothing else is."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 48, "d_kv": 10, "d_ff": 56, "num_heads": 6, "num_layers": 2}
+    model = transformers.T5Model(transformers.T5Config(vocab_size=99, **sizes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "a")
+    table = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias
+    torch.nn.init.normal_(table.weight)
+    model.save_pretrained(tmp_path / "b")
+    done = run(tmp_path / "a", tmp_path / "b", "--outputs")
+    assert done.exit_code == 1, done.exception
+    others = [line for line in done.stdout.splitlines() if "OTHER OUTPUTS" in line]
+    assert len(others) == 2
+    assert all("encoder.block" in line for line in others)
+    assert done.stdout.count("the same outputs") == 4
 
 
 def test_outputs_of_no_numbers_are_refused(tmp_path: Path) -> None:

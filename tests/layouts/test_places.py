@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from headwise.layouts.layout import Layout
-from headwise.layouts.places import Place, modules_of, outside, slots, strays
+from headwise.layouts.places import Form, Place, modules_of, outside, slots, strays
 from headwise.layouts.registry import published
 
 PUBLISHED = {one.name: one for family in published().values() for one in family}
@@ -32,7 +32,7 @@ def test_modules_with_their_roots_roles_and_numbers() -> None:
     ]
     assert found[1].tensors == {"a.h.0.cross.q": "q", "a.h.0.cross.o": "o"}
     assert found[1].place.within("{layer}/x.") == "a.0/x."
-    assert found[1].place.under("b.").within("{layer}.") == "b.0."
+    assert found[1].place.formed(Form(root="b.")).within("{layer}.") == "b.0."
 
 
 def test_what_stands_within_and_is_none_of_it_is_beside() -> None:
@@ -111,10 +111,16 @@ def test_a_base_model_is_stored_without_the_word_that_a_head_calls_it_by(root: s
     names = [f"{root}layers.{n}.attn.{t}" for n in range(2) for t in "qo"]
     found = modules_of(BASED, [*names, f"{root}emb"])
     assert [module.place for module in found] == [
-        Place(root, "self", (("layer", str(n)),)) for n in range(2)
+        Place(root, "self", (("layer", str(n)),), is_base=True) for n in range(2)
     ]
-    assert outside(BASED, f"{root}emb", [root]) == ("model.emb", Place(root, "model.emb"))
+    place = Place(root, "model.emb", is_base=True)
+    assert outside(BASED, f"{root}emb", [root]) == ("model.emb", place)
     assert outside(BASED, "model.emb", [""]) == ("model.emb", Place("", "model.emb"))
+    assert place.within("model.emb") == f"{root}emb"
+    assert place.within("emb") == f"{root}emb"
+    assert place.formed(Form(base=False)).within("model.emb") == f"{root}model.emb"
+    assert Form.of(found) == Form(root=root, base=True)
+    assert Form.of([]) == Form()
 
 
 def test_another_tower_of_a_base_model_is_not_taken_for_a_part_of_it() -> None:

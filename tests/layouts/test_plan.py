@@ -11,6 +11,7 @@ import torch
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
+from headwise.layouts.places import Form
 from headwise.layouts.plan import plan
 
 ROPE = Function(rotary="half-split")
@@ -286,7 +287,9 @@ def test_a_bias_stays_with_a_matrix_that_is_quantised() -> None:
 
 def test_another_root_is_that_of_all_names() -> None:
     headers = model(root="old.") | {"old.mask": Header((1,)), "apart": Header((2,))}
-    names = {n for s in plan(headers, APART, FUSED, heads=6, root="new.") for n in s.outputs}
+    names = {
+        n for s in plan(headers, APART, FUSED, heads=6, form=Form(root="new.")) for n in s.outputs
+    }
     assert {"new.mask", "new.wte", "apart"} <= names
     assert not any(name.startswith("old.") for name in names)
 
@@ -294,7 +297,9 @@ def test_another_root_is_that_of_all_names() -> None:
 def test_the_root_of_a_module_anywhere_is_all_that_stands_before_it() -> None:
     headers = {n.removeprefix("model.layers.0."): h for n, h in model(layers=1).items()}
     headers = {n: h for n, h in headers.items() if n.startswith("attn.")}
-    names = {n for s in plan(headers, APART, FUSED, heads=6, root="x.") for n in s.outputs}
+    names = {
+        n for s in plan(headers, APART, FUSED, heads=6, form=Form(root="x.")) for n in s.outputs
+    }
     assert names == {"x.qkv.weight", "x.o.weight"}
 
 

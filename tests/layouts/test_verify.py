@@ -45,6 +45,55 @@ def test_the_same_function_in_another_layout() -> None:
     assert lines_of(found, most=3) == []
 
 
+@pytest.mark.parametrize("first_word", ["", "model."])
+@pytest.mark.parametrize("second_word", ["", "model."])
+def test_a_base_model_lacks_a_word_in_its_names(first_word: str, second_word: str) -> None:
+    """transformers stores LlamaModel so, and LlamaForCausalLM with the word."""
+    first, second = (
+        {name.replace("model.", word, 1): x for name, x in llama().items()}
+        for word in (first_word, second_word)
+    )
+    found = verify(first, second, "llama", "llama", **HEADS)
+    assert found
+    assert found.same == len(first)
+    assert convert(first, "llama", "qwen2", **HEADS).keys() == first.keys()
+    second[f"{second_word}layers.1.self_attn.k_proj.weight"][0, 0] += 1
+    assert not verify(first, second, "llama", "llama", **HEADS)
+
+
+def test_modules_at_places_that_are_not_known_keep_them() -> None:
+    """Their own place is not that of the second's layout, which knows it."""
+    first = {
+        f"encoder.layers.{n}.self_attn.{name}_proj.{kind}": torch.randn(*shape)
+        for n in range(2)
+        for name in ("q", "k", "v", "out")
+        for kind, shape in (("weight", (40, 40)), ("bias", (40,)))
+    }
+    second = convert(first, "headwise", "torch-separate", heads=4)
+    assert len(second) == len(first) - 4  # a fused bias in place of three
+    found = verify(first, second, "headwise", "torch-separate", heads=4)
+    assert found, lines_of(found, most=3)
+
+
+def test_what_is_around_modules_at_unknown_places_keeps_its_names() -> None:
+    """Dia's attention has a name of its own, its MLP has Llama's in a base model."""
+    first = {
+        name.replace("self_attn", "self_attention").removeprefix("model."): x
+        for name, x in llama().items()
+    }
+    first |= {f"layers.{n}.mlp.down_proj.weight": torch.randn(40, 56) for n in range(2)}
+    assert convert(first, "llama", "llama", **HEADS).keys() == first.keys()
+    assert verify(first, first, "llama", "llama", **HEADS)
+
+
+def test_a_base_model_with_an_unembedding_is_one_all_the_same() -> None:
+    first = {name.replace("model.", ""): x for name, x in llama().items()}
+    first["lm_head.weight"] = torch.randn(50, 40)
+    second = convert(first, "llama", "nanotron-interleaved", **HEADS)
+    found = verify(first, second, "llama", "nanotron-interleaved", **HEADS)
+    assert found, lines_of(found, most=3)
+
+
 def test_one_bit_is_found() -> None:
     first = llama()
     second = convert(first, "llama", "llama-meta", **HEADS)

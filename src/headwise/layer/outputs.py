@@ -13,6 +13,7 @@ from torch import Tensor
 from headwise.errors import OptionError
 from headwise.layer.attention import Attention
 from headwise.layer.of_config import in_layer, options_of
+from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
 from headwise.layouts.places import modules_of
 
@@ -74,13 +75,16 @@ def outputs_of_both(
 def _layers(
     state: Mapping[str, Tensor], layout: Layout, config: Mapping[str, Any], known: Mapping[str, int]
 ) -> Iterator[tuple[str, Attention]]:
+    tables: State = {}
     for module in modules_of(layout, state):
+        stored = {local: state[name].double() for name, local in module.tensors.items()}
         described = in_layer(layout, config, module.layer)
+        if described.function.score_bias == "t5":
+            described = _with_distances(described, module.place.role, stored, tables)
         options = options_of(config, described.function, layer=module.layer)
         rotary = options.get("rotary")
         if rotary is not None and described.function.rotary == "interleaved":
             options["rotary"] = replace(rotary, pairing="interleaved")
-        stored = {local: state[name].double() for name, local in module.tensors.items()}
         layer = Attention.from_layout(
             stored,
             layout=described,
@@ -89,6 +93,16 @@ def _layers(
             **options,
         )
         yield module.prefix, layer.eval()
+
+
+def _with_distances(layout: Layout, role: str, stored: State, tables: State) -> Layout:
+    """T5 has the table in the first layer of each side, for all of it; cross attention has none."""
+    local = next(n for n, pattern in layout.patterns.items() if pattern.tensors == ("distances",))
+    table = stored.get(local, tables.get(role))
+    if table is None:
+        return replace(layout, function=replace(layout.function, score_bias="none"))
+    stored[local] = tables[role] = table
+    return layout
 
 
 @torch.no_grad()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from headwise.layouts import moving
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import Pattern, parse
-from headwise.layouts.places import Numbers, Place, outside, slots
+from headwise.layouts.places import Form, Place, outside, slots
 from headwise.layouts.sizes import solve
 from headwise.layouts.steps import Header, Outside, Step, components, copy
 
@@ -21,37 +22,36 @@ def around(
     headers: Mapping[str, Header],
     roots: set[str],
     *,
-    root: str | None,
+    form: Form,
 ) -> list[Step]:
     """Steps for what is not attention; what either layout does not know keeps its name.
 
     So do parts of a module that holds something unknown, such as scales or an adapter: these would
     be lost from their side.
     """
-    kept, places = [], dict[tuple[str, Numbers], dict[str, Pattern]]()
+    kept, places = [], dict[Place, dict[str, Pattern]]()
     for name in names:
         found = outside(source, name, roots)
         if found is None:
             kept.append(name)
             continue
         template, place = found
-        same = places.setdefault((place.root, place.numbers), {})
+        same = places.setdefault(replace(place, role=""), {})
         same[name] = parse(source.outside[template])
     steps = []
-    for (old, numbers), stored in places.items():
-        written = _counterparts(stored.values(), target, {slot for slot, _ in numbers})
+    for place, stored in places.items():
+        written = _counterparts(stored.values(), target, {slot for slot, _ in place.numbers})
         for inputs, templates in components(stored, written):
             if any(_has_more(name, kept) for name in inputs):
                 kept += inputs
                 continue
             held = {name: stored[name] for name in inputs}
-            place = Place(old, "", numbers).under(root)
-            made = {place.within(name): written[name] for name in templates}
+            made = {place.formed(form).within(name): written[name] for name in templates}
             if not _is_all(held, made):
                 kept += inputs
                 continue
             steps += _moved(held, made, headers)
-    return steps + [copy(name, _under(root, name, roots), headers[name]) for name in kept]
+    return steps + [copy(name, _under(form.root, name, roots), headers[name]) for name in kept]
 
 
 def _has_more(name: str, kept: Iterable[str]) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.layouts.layout import Layout
+from headwise.layouts.places import Form
 from headwise.layouts.plan import plan
 from headwise.layouts.registry import layout
 from headwise.layouts.sameness import same_bytes
@@ -47,7 +48,8 @@ def convert(
         RoundTripError: the way back does not lead to the same bytes.
     """
     made: dict[str, Tensor] = {}
-    for step in plan(state, layout(source), layout(target), accept=accept, root=root, **known):
+    form = Form(root=root)
+    for step in plan(state, layout(source), layout(target), accept=accept, form=form, **known):
         found = run(step, {name: state[name] for name in step.inputs})
         made |= {name: x.clone() for name, x in found.items()} if step.is_copy else found
     return made

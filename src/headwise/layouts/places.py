@@ -15,6 +15,33 @@ Numbers = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
+class Form:
+    """How the names of a target stand; None is as in the source.
+
+    Attributes:
+        root: what is before all of them, such as "bert.".
+        base: whether they lack the word that models with a head call their base by.
+    """
+
+    root: str | None = None
+    base: bool | None = None
+
+    @classmethod
+    def of(cls, modules: Iterable[Module]) -> Form:
+        """What the places of all of them have alike."""
+        places = [module.place for module in modules]
+        roots = {one.root for one in places}
+        bases = {one.is_base for one in places if one.role}
+        return cls(
+            root=roots.pop() if len(roots) == 1 else None,
+            base=bases.pop() if len(bases) == 1 else None,
+        )
+
+
+AS_STORED = Form()
+
+
+@dataclass(frozen=True)
 class Place:
     """One module of attention, or one tensor outside of it.
 
@@ -22,19 +49,23 @@ class Place:
         root: what stands before everything that the layout knows, such as "bert.".
         role: of the module; for a tensor outside, the canonical name of what it holds.
         numbers: of the layer, and whatever else is numbered.
+        is_base: whether its model was stored without its head, and so without its base's name.
     """
 
     root: str
     role: str
     numbers: Numbers = ()
+    is_base: bool = False
 
-    def under(self, root: str | None) -> Place:
-        """The same place under another root; itself for None."""
-        return self if root is None else replace(self, root=root)
+    def formed(self, form: Form) -> Place:
+        """The same place in names of another form."""
+        root = self.root if form.root is None else form.root
+        return replace(self, root=root, is_base=self.is_base if form.base is None else form.base)
 
     def within(self, template: str) -> str:
         """The name at this place that a layout writes as ``template``."""
-        return self.root + template.format(**dict(self.numbers))
+        written = (self.is_base and _bare(template)) or template
+        return self.root + written.format(**dict(self.numbers))
 
 
 @dataclass(frozen=True)
@@ -71,12 +102,14 @@ def modules_of(layout: Layout, names: Iterable[str]) -> list[Module]:
     return sorted(placed + elsewhere, key=_order)
 
 
-def _at(where: Mapping[str, str], layout: Layout, names: Iterable[str]) -> list[Module]:
+def _at(
+    where: Mapping[str, str], layout: Layout, names: Iterable[str], *, is_base: bool = False
+) -> list[Module]:
     found: dict[tuple[Place, str], tuple[dict[str, str], list[str]]] = {}
     for name in names:
         for role, template in where.items():
             if match := _prefix(template).match(name):
-                place = Place(match["root"], role, _numbers(match))
+                place = Place(match["root"], role, _numbers(match), is_base)
                 own, beside = found.setdefault((place, match[0]), ({}, []))
                 local = name[match.end() :]
                 if local in layout.tensors:
@@ -93,7 +126,7 @@ def _at(where: Mapping[str, str], layout: Layout, names: Iterable[str]) -> list[
 def _of_base(layout: Layout, names: Iterable[str]) -> list[Module]:
     """Those of a model that was stored without its head: its names lack their first word."""
     where = {role: bare for role, template in layout.where.items() if (bare := _bare(template))}
-    modules = _at(where, layout, names)
+    modules = _at(where, layout, names, is_base=True)
     roots = {one.place.root for one in modules if layout.required <= {*one.tensors.values()}}
     return [module for module in modules if module.place.root in roots]
 
@@ -155,11 +188,12 @@ def _beside(prefix: str, own: dict[str, str], names: list[str]) -> tuple[str, ..
 
 def outside(layout: Layout, name: str, roots: Iterable[str]) -> tuple[str, Place] | None:
     """The template of a tensor outside of attention, and its place; None where it is not known."""
-    for read in (str, _bare):
+    for is_base in (False, True):
         for template in layout.outside:
-            match = _whole(read(template)).match(name) if read(template) else None
+            read = _bare(template) if is_base else template
+            match = _whole(read).match(name) if read else None
             if match and match["root"] in {*roots, ""}:  # an unembedding stands under no root
-                return template, Place(match["root"], template, _numbers(match))
+                return template, Place(match["root"], template, _numbers(match), is_base)
     return None
 
 

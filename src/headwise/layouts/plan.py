@@ -7,7 +7,7 @@ another one only where they are fused on one side.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
@@ -17,7 +17,7 @@ from headwise.layouts.around import around
 from headwise.layouts.canonical import ROTATED
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
-from headwise.layouts.places import Module, modules_of, slots, strays
+from headwise.layouts.places import AS_STORED, Form, Module, modules_of, slots, strays
 from headwise.layouts.sizes import Sizes
 from headwise.layouts.steps import Header, Inside, Step, components, copy
 
@@ -31,7 +31,7 @@ def plan(
     target: Layout,
     *,
     accept: Iterable[str] = (),
-    root: str | None = None,
+    form: Form = AS_STORED,
     **known: int,
 ) -> list[Step]:
     """The steps from one layout to another; those that only check come first.
@@ -41,8 +41,7 @@ def plan(
         source: the layout that they are in.
         target: the wanted one.
         accept: of what makes another function, what may differ: names of `Function`.
-        root: what stands before all names of the target, such as "transformer."; what stands
-            before those of the source if None.
+        form: of the names of the target.
         known: heads, kv_heads, rotary_width, and what else no shape tells.
 
     Raises:
@@ -62,13 +61,15 @@ def plan(
     for module in modules:
         _require_known(module, source, headers)
     _require_one_head_dim(modules, source, headers, known)
+    if form.base is None and any(module.place.is_base for module in modules):
+        form = replace(form, base=True)  # of an unembedding beside it, too
     steps: list[Step] = []
     for module in modules:
-        steps += _module_steps(module, source, target, headers, known, root)
+        steps += _module_steps(module, source, target, headers, known, form)
     done = {name for step in steps for name in step.inputs}
     roots = {module.place.root for module in modules}
     rest = [name for name in headers if name not in done]
-    steps += around(rest, source, target, headers, roots, root=root)
+    steps += around(rest, source, target, headers, roots, form=form)
     _require_apart(steps)
     return sorted(steps, key=lambda step: bool(step.outputs))
 
@@ -150,7 +151,7 @@ def _module_steps(
     target: Layout,
     headers: Mapping[str, Header],
     known: Mapping[str, int],
-    root: str | None,
+    form: Form,
 ) -> list[Step]:
     sizes = _sizes(module, source, headers, known)
     shapes = source.canonical_shapes(module.tensors.values(), sizes)
@@ -173,7 +174,7 @@ def _module_steps(
     }
     for pattern in written.values():
         moving.require_one_dtype({t: dtypes[t] for t in pattern.tensors if t in dtypes})
-    prefix = _prefix(module, target, root)
+    prefix = _prefix(module, target, form)
     stored = {local: source.patterns[local] for local in module.tensors.values()}
     steps = []
     for locals_in, locals_out in components(stored, written):
@@ -207,25 +208,26 @@ def _is_kept(source: Layout, target: Layout, stored: list[str], written: list[st
     )
 
 
-def _prefix(module: Module, target: Layout, root: str | None) -> str:
-    if not module.place.role:
-        return module.place.under(root).root
-    template = target.where.get(module.place.role)
+def _prefix(module: Module, target: Layout, form: Form) -> str:
+    place = module.place.formed(form)
+    if not place.role:
+        return place.root
+    template = target.where.get(place.role)
     if not target.where:
         raise OptionError(
             saw=f"{module.prefix}, one of the modules of a model",
             needed=f"a layout of whole models: {target.name} is that of one layer",
             do="choose another one; or read one module by Attention.from_layout",
         )
-    numbers = {name for name, _ in module.place.numbers}
+    numbers = {name for name, _ in place.numbers}
     if template is None or not slots(template) <= numbers:
-        places = ", ".join(f"{role} ({place})" for role, place in target.where.items())
+        places = ", ".join(f"{role} ({at})" for role, at in target.where.items())
         raise OptionError(
-            saw=f"{module.prefix}, which is {module.place.role} attention",
+            saw=f"{module.prefix}, which is {place.role} attention",
             needed=f"a place for it in {target.name}, which has {places}",
             do="choose a layout that has one; headwise layouts lists them",
         )
-    return module.place.under(root).within(template)
+    return place.within(template)
 
 
 def _require_apart(steps: Iterable[Step]) -> None:

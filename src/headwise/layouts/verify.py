@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.canonical import BIASES
 from headwise.layouts.layout import Layout, is_positive_zero
-from headwise.layouts.places import modules_of
+from headwise.layouts.places import AS_STORED, Form, Module, modules_of
 from headwise.layouts.plan import plan
 from headwise.layouts.registry import layout
 from headwise.layouts.sameness import same_bytes
@@ -92,15 +92,14 @@ def verify(
     """
     source, target = layout(first_layout), layout(second_layout)
     conflicts = source.function.conflicts(target.function)
-    roots = {module.place.root for module in modules_of(target, second)}
-    root = roots.pop() if len(roots) == 1 else None
+    form = _form(modules_of(source, first), modules_of(target, second))
     try:
-        steps = plan(first, source, target, accept=conflicts, root=root, **known)
+        steps = plan(first, source, target, accept=conflicts, form=form, **known)
     except (OptionError, ShapeError, DTypeError) as error:
         # What cannot be read at all is no difference; other shapes are one.
-        plan(first, source, source, accept=(), root=None, **known)
+        plan(first, source, source, accept=(), form=AS_STORED, **known)
         with suppress(ShapeError, DTypeError):
-            plan(second, target, target, accept=(), root=None, **known)
+            plan(second, target, target, accept=(), form=AS_STORED, **known)
         unheld = f"{error.saw}; needed: {error.needed}"
         return Verification(conflicts=conflicts, unheld=unheld)
     found = _Comparison.between(first, second, source, target, steps)
@@ -109,6 +108,12 @@ def verify(
         if progress is not None:
             progress(number + 1, len(steps))
     return found.verification(conflicts)
+
+
+def _form(first: list[Module], second: list[Module]) -> Form:
+    """That of the second; of modules at places that are not known, the whole place is the root."""
+    is_known = len(first) == 1 or all(module.place.role for module in first)
+    return Form.of(second) if is_known else AS_STORED
 
 
 @dataclass

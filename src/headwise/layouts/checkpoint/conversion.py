@@ -18,6 +18,7 @@ from headwise.layouts.checkpoint.stream import Progress, Stream
 from headwise.layouts.checkpoint.target import Outline, outline
 from headwise.layouts.checkpoint.working import Working, require_free
 from headwise.layouts.layout import Layout
+from headwise.layouts.places import Form
 from headwise.layouts.plan import plan
 from headwise.layouts.registry import layout
 from headwise.layouts.steps import Step
@@ -78,7 +79,7 @@ def convert_checkpoint(
     """
     target, accept = _place(source, target), tuple(accept)
     stored, wanted = layout(source_layout), layout(target_layout)
-    steps = plan(source.headers, stored, wanted, accept=accept, root=root, **known)
+    steps = plan(source.headers, stored, wanted, accept=accept, form=Form(root=root), **known)
     made = outline(source, steps)
     asked = (metadata.version("headwise"), stored, wanted, accept, root, sorted(known.items()))
     with _refusing(target):
