@@ -112,8 +112,9 @@ def verify(
 
 def _form(first: list[Module], second: list[Module]) -> Form:
     """That of the second; of modules at places that are not known, the whole place is the root."""
-    is_known = len(first) == 1 or all(module.place.role for module in first)
-    return Form.of(second) if is_known else AS_STORED
+    are_known = {bool(module.place.role) for module in (*first, *second)}
+    is_one = len(first) == len(second) == 1 and len(are_known) == 1
+    return Form.of(second) if are_known == {True} or is_one else AS_STORED
 
 
 @dataclass
