@@ -64,12 +64,12 @@ def test_layer_10_stands_behind_layer_2_and_the_decoder_behind_the_encoder() -> 
 def test_a_layer_is_counted_by_its_name_and_not_by_how_many_are_there() -> None:
     """Between them may be layers without attention: recurrent ones, or convolutions."""
     known = [f"model.layers.{n}.self_attn.{p}_proj.weight" for n in (7, 11) for p in "qkvo"]
-    own = [f"tower.{n}.{p}_proj.weight" for n in (5,) for p in "qkvo"]
+    own = [f"tower2.{n}.{p}_proj.weight" for n in (5,) for p in "qkvo"]
     bare = [f"{p}_proj.weight" for p in "qkvo"]
     found = modules_of(PUBLISHED["llama"], [*own, *known, *bare])
     assert {module.prefix: module.layer for module in found} == {
         "": 0,
-        "tower.5.": 5,
+        "tower2.5.": 5,
         "model.layers.7.self_attn.": 7,
         "model.layers.11.self_attn.": 11,
     }

@@ -60,6 +60,28 @@ def test_each_module_is_seen_once_with_what_it_was_given_first() -> None:
     assert all(one.is_of_sequences for one in found)
 
 
+def test_a_module_that_runs_again_at_once_is_seen_with_its_first_input() -> None:
+    """Its projection is not seen, so that the call is known to have ended only by the next one."""
+
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Caller()
+            self.layer.project = Doubled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(self.layer(x))
+            return out
+
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    [one] = seen_in(Twice(), {"x": x})
+    assert torch.equal(one.x, x)
+
+
 def test_what_is_held_tells_whatever_it_is_called() -> None:
     state, found = seen()
     renamed = {f"z{9 - n}.{x}": state[f"{name}.{x}"] for n, name in enumerate(NAMES) for x in LOCAL}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from headwise.cli.checkpoints import opened
 from headwise.errors import HeadwiseError
-from headwise.layouts.checkpoint.source import open_source
-from headwise.layouts.config import counts_of
-from headwise.layouts.detect import Detection, detect
+from headwise.layouts.detect import Detection
 from headwise.scanning.behaviour import by_behaviour
 
 BY_RUN, BY_CONFIG, REFUTED = "run", "config", "refuted"
@@ -26,13 +24,12 @@ def layout_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        source = open_source(folder)
-        found = detect(source.headers, said=None, config=config, **counts_of(config))
+        asked = opened(folder, {})
+        found = asked.detection()
         if not found.candidates:
             return "", ""
         try:
-            after = by_behaviour(found, source, model, given, config)
+            after = by_behaviour(found, asked.source, model, given, asked.config)
         except HeadwiseError:  # no layer of it could be compared
             return _name(found), BY_CONFIG if found.layout else ""
     if found.layout and not after.candidates:

@@ -108,13 +108,12 @@ def _by_behaviour(asked: Opened, found: Detection, stored: StoredModel, title: s
     import torch
 
     from headwise.cli.on_tokens import on_tokens
-    from headwise.scanning.behaviour import by_behaviour
+    from headwise.scanning.behaviour import INSTEAD, by_behaviour
 
     length = min(LENGTH, stored.positions or LENGTH)
     ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     inputs = stored.inputs(ids)
-    instead = "compare values: --reference, the same weights in a layout that is known"
-    with on_tokens(title, length, do=instead), torch.no_grad():
+    with on_tokens(title, length, do=INSTEAD), torch.no_grad():
         stored.model(**inputs)
     return by_behaviour(found, asked.source, stored.model, inputs, stored.config)
 

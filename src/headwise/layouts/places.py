@@ -80,8 +80,8 @@ class Module:
     @property
     def layer(self) -> int:
         """Which layer of the model it is in, by its name: others may hold no attention at all."""
-        anywhere = re.findall(r"\d+", self.prefix) or ["0"]
-        return int(dict(self.place.numbers).get("layer", anywhere[0]))
+        counted = (part for part in re.split("[./]", self.prefix) if part.isdecimal())
+        return int(dict(self.place.numbers).get("layer") or next(counted, 0))
 
 
 def modules_of(layout: Layout, names: Iterable[str]) -> list[Module]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,15 @@ from headwise.layouts.places import Module
 from headwise.layouts.sizes import Sizes
 from headwise.scanning.self_attention import Seen, paired, scores_of, seen_in
 
-SCORES = "scores"
+SCORES, VALUES = "scores", "values"
+INSTEAD = "compare values instead: --reference, the same weights in a layout that is known"
+
+
+class Uncompared(NamedTuple):
+    """Why a candidate and the model could not be compared: as in an error."""
+
+    saw: str
+    needed: str
 
 
 def by_behaviour(
@@ -57,32 +65,32 @@ def by_behaviour(
         raise OptionError(
             saw="a model in which no self-attention was seen",
             needed="one that headwise scan can look into",
-            do="compare values instead: --reference, the same weights in a layout that is known",
+            do=INSTEAD,
         )
     kept, refuted = [], dict(detection.refuted)
-    uncompared: list[tuple[tuple[Candidate, ...], HeadwiseError]] = []
+    uncompared: list[tuple[tuple[Candidate, ...], Uncompared]] = []
     for group in detection.candidates:
         trial = _Trial(group[0], state, seen, config)
         found = trial.verdict()
-        if isinstance(found, HeadwiseError):
+        if isinstance(found, Uncompared):
             uncompared.append((group, found))
         elif isinstance(found, str):
             refuted |= {one.layout.name: found for one in group}
         else:
             kept.append(tuple(trial.confirmed(one.narrowed(found)) for one in group))
-    for group, error in uncompared:
+    for group, why in uncompared:
         if not kept:
-            raise _undecided(group, error)
-        refuted |= {one.layout.name: f"not compared: {error.saw}" for one in group}
+            raise _undecided(group, why)
+        refuted |= {one.layout.name: f"not compared: {why.saw}" for one in group}
     return decided(kept, refuted)
 
 
-def _undecided(group: tuple[Candidate, ...], error: HeadwiseError) -> OptionError:
+def _undecided(group: tuple[Candidate, ...], why: Uncompared) -> OptionError:
     names = " = ".join(one.layout.name for one in group)
     return OptionError(
-        saw=f"{names}, which could not be compared with the model: {error.saw}",
-        needed=error.needed,
-        do="compare values instead: --reference, the same weights in a layout that is known",
+        saw=f"{names}, which could not be compared with the model: {why.saw}",
+        needed=why.needed,
+        do=INSTEAD,
     )
 
 
@@ -101,67 +109,61 @@ class _Trial:
         pairs = paired(modules, self.seen, self.state)
         return [(module, own) for module, own in pairs if own.is_of_sequences]
 
-    def verdict(self) -> Sizes | str | HeadwiseError:
+    def verdict(self) -> Sizes | str | Uncompared:
         """The sizes with which it agrees; else why it differs, or why it cannot be compared."""
         first = self.candidate.modules[0]
-        heads = {own.scores.shape[1] for module, own in self.pairs if module is first}
-        fits = [fit for fit in self.candidate.fits if not heads or fit["heads"] in heads]
+        heads = next((own.scores.shape[1] for module, own in self.pairs if module is first), None)
+        fits = [fit for fit in self.candidate.fits if heads in (None, fit["heads"])]
         found = [(fit, self._outcome(fit)) for fit in fits]
         agreeing = [fit for fit, outcome in found if outcome is None]
         if agreeing:
             return agreeing[0]
         others = [outcome for _, outcome in found if outcome is not None]
-        errors = (outcome for outcome in others if isinstance(outcome, HeadwiseError))
-        return next(errors, others[0] if others else f"the model has {min(heads)} heads")
+        uncompared = (outcome for outcome in others if isinstance(outcome, Uncompared))
+        return next(uncompared, others[0] if others else f"the model has {heads} heads")
 
     def confirmed(self, one: Candidate) -> Candidate:
         """The candidate, or another one of the same map, with what speaks for it."""
         compared = f"behaviour: {len(self.pairs)} of {len(one.modules)} modules compared, alike"
         return replace(one, reasons=(*one.reasons, compared))
 
-    def _outcome(self, sizes: Sizes) -> str | HeadwiseError | None:
-        """What the first layer that differs differs in; the error where none can be made."""
+    def _outcome(self, sizes: Sizes) -> str | Uncompared | None:
+        """What the first layer that differs differs in, or why one cannot be compared."""
         if not self.pairs:
-            return OptionError(
+            return Uncompared(
                 saw=f"none of its {len(self.candidate.modules)} modules is one of the "
                 f"{sum(one.is_of_sequences for one in self.seen)} that attend to whole sequences",
                 needed="the same weights, in layers that are given (batch, length, embed_dim)",
-                do="call the model with other inputs",
             )
         try:
             found = (self._difference(module, seen, sizes) for module, seen in self.pairs)
             return next((why for why in found if why is not None), None)
         except HeadwiseError as error:
-            return error
+            return Uncompared(error.saw, error.needed)
 
-    def _difference(self, module: Module, seen: Seen, sizes: Sizes) -> str | None:
+    def _difference(self, module: Module, seen: Seen, sizes: Sizes) -> str | Uncompared | None:
         layout = _asked(self.candidate.layout, self.config, module.layer)
-        layer = self._layer(layout, module, self._heads(seen, sizes))
+        layer = self._layer(layout, module, _heads(seen, sizes))
         part = _part(layer, self.candidate.layout.function, seen)
-        if part == SCORES:
-            self._require_known_places(layout, module)
-        return None if part is None else f"{module.prefix}: {part} are others than the model's"
+        why = self._unknown_places(layout, module) if part == SCORES else None
+        if part is None or why is not None:
+            return why
+        return f"{module.prefix}: {part} are others than the model's"
 
-    def _require_known_places(self, layout: Layout, module: Module) -> None:
+    def _unknown_places(self, layout: Layout, module: Module) -> Uncompared | None:
         """Other scores say nothing where nobody says how places are told apart."""
         rotary, said = layout.function.rotary, rotation_of(self.config, module.layer)
         if rotary is None:
-            raise OptionError(
+            return Uncompared(
                 saw="other scores, where neither the layout nor the config says whether it rotates",
                 needed="a layout that says it, or rope_parameters in the config",
-                do="compare values instead",
             )
         if rotary != "none" and ("patch_size" in self.config or "mrope_section" in said):
-            raise OptionError(
+            return Uncompared(
                 saw="other scores of a model that sees pictures, and rotates",
                 needed="a rotation by the place in a sequence: this may go by row and column",
-                do="call the model with text alone",
             )
-
-    def _heads(self, seen: Seen, sizes: Sizes) -> Sizes:
-        """As many as were seen: another tower may have others than the first module."""
-        found, (heads, kv_heads) = seen.scores.shape[1], heads_of(sizes)
-        return {"heads": found, "kv_heads": max(1, kv_heads * found // heads)}
+        return None
 
     def _layer(self, layout: Layout, module: Module, heads: Sizes) -> Attention:
         return Attention.from_layout(
@@ -172,9 +174,15 @@ class _Trial:
             },
             layout=layout,
             num_heads=heads["heads"],
-            num_kv_heads=heads.get("kv_heads"),
+            num_kv_heads=heads["kv_heads"],
             **options_of(self.config, layout.function, layer=module.layer),
         )
+
+
+def _heads(seen: Seen, sizes: Sizes) -> Sizes:
+    """As many as were seen: another tower may have others than the first module."""
+    found, (heads, kv_heads) = seen.scores.shape[1], heads_of(sizes)
+    return {"heads": found, "kv_heads": max(1, kv_heads * found // heads)}
 
 
 def _asked(layout: Layout, config: Mapping[str, Any], number: int) -> Layout:
@@ -207,8 +215,8 @@ def _part(layer: Attention, said: Function, seen: Seen) -> str | None:
         found = split_heads(in_dtype_of(x).v_proj(x), heads=layer.num_kv_heads)
         return share_heads(found, heads=seen.values.shape[1])  # some models repeat theirs first
 
-    for ours, theirs in ((scores, seen.scores), (values, seen.values)):
+    for part, ours, theirs in ((SCORES, scores, seen.scores), (VALUES, values, seen.values)):
         budget = Budget.of(ours, x)
         if budget.exact.shape != theirs.shape or not budget.check(theirs):
-            return ours.__name__
+            return part
     return None

@@ -58,8 +58,8 @@ def seen_in(model: nn.Module, inputs: Mapping[str, Any]) -> list[Seen]:
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         state = next((x for x in states if x.is_floating_point()), None)
-        if state is not None and module not in found:
-            given[module] = state
+        if state is not None:
+            given.setdefault(module, state)  # a call is known to have ended by the next one only
 
     def settled(call: LayerCall) -> None:
         module = call.module
