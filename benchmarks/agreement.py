@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise import Attention, Budget, Mask, functional
+from headwise import Attention, Mask, functional
 from headwise.rounding import Roundoff, growth
+from headwise.testing import Budget
 
 COMPARED = 64  # so many of the last queries
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.case import Case
-from headwise import AttentionMatrix, Budget, Mask
+from headwise import AttentionMatrix, Mask
+from headwise.testing import Budget
 
 LEFT = 256
 

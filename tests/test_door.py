@@ -31,7 +31,6 @@ def test_the_exported_names() -> None:
         {
             "Attention",
             "AttentionMatrix",
-            "Budget",
             "HeadwiseError",
             "Layout",
             "Mask",
@@ -63,6 +62,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'headwise' has no attribute 'Attentoin'"):
         headwise.Attentoin  # noqa: B018
     assert not hasattr(headwise, "attention_matrix")
+
+
+def test_a_name_that_moved_says_where_it_is() -> None:
+    with pytest.raises(AttributeError, match=r"from headwise\.testing import Budget$"):
+        headwise.Budget  # noqa: B018
+    assert printed_by("from headwise.testing import Budget; print(Budget.__name__)") == "Budget\n"
 
 
 def test_import_headwise_loads_nothing_heavy() -> None:

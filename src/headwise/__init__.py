@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headwise.budget import Budget as Budget
     from headwise.drop_in.layer import MultiheadAttention as MultiheadAttention
     from headwise.drop_in.upgrade import upgrade as upgrade
     from headwise.errors import HeadwiseError as HeadwiseError
@@ -28,7 +27,6 @@ __version__ = "0.1.0"
 _HOME = {
     "Attention": "headwise.layer.attention",
     "AttentionMatrix": "headwise.matrix",
-    "Budget": "headwise.budget",
     "HeadwiseError": "headwise.errors",
     "Layout": "headwise.layouts.layout",
     "Mask": "headwise.masks",
@@ -44,7 +42,6 @@ _HOME = {
 __all__ = [
     "Attention",
     "AttentionMatrix",
-    "Budget",
     "HeadwiseError",
     "Layout",
     "Mask",
@@ -58,7 +55,15 @@ __all__ = [
 ]
 
 
+# name that the door had -> the module that has it now
+_MOVED = {"Budget": "headwise.testing"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        raise AttributeError(
+            f"module 'headwise' has no attribute {name!r}: from {_MOVED[name]} import {name}"
+        )
     if name not in _HOME:
         raise AttributeError(f"module 'headwise' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

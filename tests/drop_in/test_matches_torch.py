@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headwise import Budget, MultiheadAttention
+from headwise import MultiheadAttention
+from headwise.testing import Budget
 from tests.drop_in.cases import BATCH, HEADS, KEYS, QUERIES, Case, masks, pair, tensors
 
 SLOTS = {"add_bias_kv": True, "add_zero_attn": True}

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise import AttentionMatrix, Budget, Mask, ScoreBias, functional
+from headwise import AttentionMatrix, Mask, ScoreBias, functional
 from headwise.kernels import pieces
 from headwise.kernels.pieces import Piece, Span
+from headwise.testing import Budget
 from tests.honest import normal
 from tests.memory import LargestTensor
 

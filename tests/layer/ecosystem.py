@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from headwise import Attention, Budget, Mask, Rotary
+from headwise import Attention, Mask, Rotary
 from headwise.positions import Alibi, T5Bias
 from headwise.qk_norm import QKNorm
+from headwise.testing import Budget
 from tests.layer import reference
 from tests.paths.subjects import BATCH, Outputs, Parameters, Subject
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwise import Attention, Budget, Mask, Rotary
+from headwise import Attention, Mask, Rotary
 from headwise.qk_norm import QKNorm
+from headwise.testing import Budget
 from tests.layer import reference
 from tests.layer.ecosystem import (
     BATCH,

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise import Budget, Mask
+from headwise import Mask
 from headwise.budget import BACKWARD, FORWARD
 from headwise.errors import DTypeError, HeadwiseError, MaskError, OptionError, ShapeError
 from headwise.layer.einops_block import EinopsAttention
+from headwise.testing import Budget
 
 BATCH, QUERIES, KEYS, EMBED, HEADS, HEAD_DIM, VALUE_DIM = 3, 24, 29, 40, 6, 10, 7
 SHAPES = {
