@@ -191,7 +191,9 @@ def test_rooms_do_not_use_the_door(path: Path) -> None:
 
 def test_the_changelog_begins_with_this_version() -> None:
     versions = re.findall(r"^## \[(.+?)\]", ROOT.joinpath("CHANGELOG.md").read_text("utf-8"), re.M)
-    assert versions[0] == headwise.__version__
+    released = [version for version in versions if version != "Unreleased"]
+    assert released[0] == headwise.__version__
+    assert "Unreleased" not in versions[1:]
 
 
 def test_these_checks_can_fail() -> None:
