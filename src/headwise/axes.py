@@ -1,4 +1,4 @@
-"""The vocabulary of axes, and how sizes are spoken of in messages.
+"""The vocabulary of axes, and how sizes and values are written in messages.
 
 =========== =====================================================================================
 axis        meaning
@@ -18,11 +18,14 @@ source_dim  width of what keys and values are projected from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 MATRIX_AXES = ("batch", "heads", "queries", "keys")
+LONGEST_VALUE = 80  # characters of a value in a message
 
 
 def sizes(tensor: Tensor, axes: Sequence[str]) -> str:
@@ -46,3 +49,37 @@ def human_bytes(count: int) -> str:
     return (
         f"{value:.0f} {units[0]}" if value >= 10 or units[0] == "B" else f"{value:.1f} {units[0]}"
     )
+
+
+def describe_value(value: object) -> str:
+    """Return a value as a message shows it, in at most some 80 characters.
+
+    A tensor or an array is shown by dtype and shape, a long string or container by its length, a
+    module or another object with a long repr by its type. The repr of a long container is never
+    computed.
+    """
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, str | bytes):
+        if len(value) <= LONGEST_VALUE:
+            return repr(value)
+        return f"{value[: LONGEST_VALUE // 2]!r}... ({kind} of length {len(value)})"
+    if isinstance(value, int) and value.bit_length() > 4 * LONGEST_VALUE:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        return _container(value)
+    if isinstance(value, torch.nn.Module):
+        return f"a module of type {kind}"
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
+        return f"an array of type {kind}, dtype {value.dtype} and shape {value.shape}"
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"an object of type {kind}"
+
+
+def _container(value: Collection[Any]) -> str:
+    """Return the repr of a container of a few plain values, else its type and length."""
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+    plain = all(item is None or isinstance(item, str | int | float) for item in items)
+    short = len(items) <= 8 and plain and all(len(describe_value(item)) <= 20 for item in items)
+    return repr(value) if short else f"a {type(value).__name__} of length {len(value)}"

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from headwise.axes import MATRIX_AXES, broadcasts, sizes
+from headwise.axes import MATRIX_AXES, broadcasts, describe_value, sizes
 from headwise.eager import may_check_values
 from headwise.errors import DeviceError, MaskError, OptionError
 
@@ -149,7 +149,7 @@ def require_align(align: str | None) -> None:
     """Raise OptionError unless the alignment is one of the two, or left out."""
     if align not in (None, "top-left", "bottom-right"):
         raise OptionError(
-            saw=f"align={align!r}",
+            saw=f"align={describe_value(align)}",
             needed='"top-left", "bottom-right", or None where queries == keys',
             do='a key/value cache means align="bottom-right"',
         )
@@ -178,13 +178,13 @@ def with_matrix_axes(tensor: Tensor, axes: str) -> Tensor:
     names = axes.split()
     if not names or [a for a in MATRIX_AXES if a in names] != names:
         raise MaskError(
-            saw=f"axes={axes!r}",
+            saw=f"axes={describe_value(axes)}",
             needed=f"names among {MATRIX_AXES}, in this order, each once",
             do='e.g. axes="batch keys" for a padding mask; transpose the tensor where needed',
         )
     if tensor.dim() != len(names):
         raise MaskError(
-            saw=f"a tensor of shape {tuple(tensor.shape)} with axes={axes!r}",
+            saw=f"a tensor of shape {tuple(tensor.shape)} with axes={describe_value(axes)}",
             needed=f"{len(names)} axes, one for each name",
             do="name every axis of the tensor",
         )
@@ -254,7 +254,11 @@ def require_lengths(lengths: object, axis: str) -> None:
     if lengths is None:
         return
     if not isinstance(lengths, Tensor) or lengths.dim() != 1:
-        seen = f"of shape {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else repr(lengths)
+        seen = (
+            f"of shape {tuple(lengths.shape)}"
+            if isinstance(lengths, Tensor)
+            else describe_value(lengths)
+        )
     elif lengths.is_floating_point() or lengths.dtype == torch.bool:
         seen = f"of dtype {lengths.dtype}"
     else:

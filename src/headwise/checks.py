@@ -7,13 +7,24 @@ import math
 import torch
 from torch import Tensor
 
-from headwise.axes import sizes
+from headwise.arguments import Answer
+from headwise.axes import describe_value, sizes
 from headwise.eager import may_check_values
 from headwise.errors import DeviceError, DTypeError, MaskError, OptionError, ShapeError
-from headwise.masks import Mask, described, refuse_what_is_no_mask
+from headwise.masks import Mask, refuse_what_is_no_mask
 from headwise.score_bias import ScoreBias
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Arguments of scaled_dot_product_attention that an AttentionMatrix does not have.
+SDPA_WORDS = {
+    "attn_mask": Answer(
+        "a Mask for a bool mask (True = may attend), a ScoreBias for a float one",
+        'mask=Mask.from_sdpa(m), or score_bias=ScoreBias.dense(m, axes="queries keys")',
+    ),
+    "is_causal": Answer("a mask", "mask=Mask.causal()"),
+    "dropout_p": Answer("a matrix before dropout", "A.dropped(v, dropout_p={value})"),
+    "enable_gqa": Answer("no option: heads share as many kv_heads as k has", "leave it out"),
+}
 
 
 def require_mask(mask: object) -> Mask:
@@ -28,7 +39,7 @@ def require_score_bias(score_bias: object) -> ScoreBias:
     if isinstance(score_bias, ScoreBias):
         return score_bias
     raise MaskError(
-        saw=f"score_bias={described(score_bias)}",
+        saw=f"score_bias={describe_value(score_bias)}",
         needed="a ScoreBias, or None",
         do='ScoreBias.dense(t, axes="queries keys"), or ScoreBias.alibi(slopes)',
     )
@@ -93,12 +104,14 @@ def check_score_numbers(scale: float | None, softcap: float | None) -> None:
     # Comparisons, not math.isfinite: they also hold for the symbolic floats of a compiled graph.
     if scale is not None and not abs(scale) < math.inf:
         raise OptionError(
-            saw=f"scale={scale}", needed="a finite number", do="1/sqrt(head_dim) is the default"
+            saw=f"scale={describe_value(scale)}",
+            needed="a finite number",
+            do="1/sqrt(head_dim) is the default",
         )
     smallest = torch.finfo(torch.float32).tiny
     if softcap is not None and not smallest <= softcap < math.inf:
         raise OptionError(
-            saw=f"softcap={softcap}",
+            saw=f"softcap={describe_value(softcap)}",
             needed=f"a finite number from {smallest:.2g}, or None for no softcap",
             do="e.g. softcap=50.0",
         )
@@ -119,7 +132,7 @@ def check_rows(index: Tensor, queries: int) -> None:
         or index.dim() != 1
         or index.dtype not in (torch.int64, torch.int32)
     ):
-        wrong = described(index)
+        wrong = describe_value(index)
     elif (
         may_check_values(index)
         and index.numel()

@@ -7,6 +7,7 @@
     ├── DeviceError        (ValueError)   tensors on different devices
     ├── CheckpointError    (ValueError)   files of weights that are damaged or cannot be written
     ├── DTypeError         (TypeError)    a dtype that cannot be used here
+    ├── ArgumentError      (TypeError)    an argument that a function does not have
     ├── LimitError         (MemoryError)  a dense matrix larger than the limit that was given
     └── MissingExtraError  (ImportError)  an optional dependency that is not installed
 
@@ -54,6 +55,10 @@ class CheckpointError(HeadwiseError, ValueError):
 
 class DTypeError(HeadwiseError, TypeError):
     """A dtype that cannot be used here."""
+
+
+class ArgumentError(HeadwiseError, TypeError):
+    """An argument that a function does not have; the message says what to pass instead."""
 
 
 class LimitError(HeadwiseError, MemoryError):

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from headwise.axes import describe_value
 from headwise.bound_mask import (
     Align,
     BoundMask,
@@ -79,7 +80,7 @@ class Mask:
             if side is not None and not (isinstance(side, (int, torch.SymInt)) and side >= 0):
                 example = abs(side) if isinstance(side, int) else 4
                 raise OptionError(
-                    saw=f"a window with {name}={side}",
+                    saw=f"a window with {name}={describe_value(side)}",
                     needed=f"{name}: a whole number from 0, or None for no bound on that side",
                     do=f"count keys beside the query's own position, e.g. {name}={example}",
                 )
@@ -260,22 +261,17 @@ class Mask:
 # ---- conventions of other libraries ------------------------------------------------------------
 
 
-def described(value: object) -> str:
-    """A value in a message: a tensor by its dtype and shape, everything else by its repr."""
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return repr(value)
-
-
 def refuse_what_is_no_mask(value: object, place: str) -> Mask:
     """Return a Mask as it is; refuse all else, a bare tensor with both of its readings."""
     if isinstance(value, Mask):
         return value
     if not isinstance(value, Tensor):
-        raise MaskError(saw=f"{place}{described(value)}", needed="a Mask", do="e.g. Mask.causal()")
+        raise MaskError(
+            saw=f"{place}{describe_value(value)}", needed="a Mask", do="e.g. Mask.causal()"
+        )
     added = ", or ScoreBias.dense(t, axes=...)" if value.is_floating_point() else ""
     raise MaskError(
-        saw=f"{place}{described(value)}",
+        saw=f"{place}{describe_value(value)}",
         needed="a Mask: a bare tensor may mean True = may attend "
         "(scaled_dot_product_attention) or True = blocked (nn.MultiheadAttention)",
         do=f"Mask.from_sdpa(t), Mask.from_torch(t), or Mask.may_attend(t, axes=...){added}",

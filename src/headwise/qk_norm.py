@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 
 Kind = Literal["rms", "layer"]
@@ -58,7 +59,7 @@ class QKNorm:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise OptionError(
-                    saw=f"QKNorm({name}={getattr(self, name)!r})",
+                    saw=f"QKNorm({name}={describe_value(getattr(self, name))})",
                     needed=" or ".join(f'"{choice}"' for choice in choices),
                     do=f'{name}="{choices[0]}" is the default',
                 )

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from headwise.axes import describe_value
 from headwise.drop_in.refusals import (
     AssertedMaskDTypeError,
     AssertedMaskError,
@@ -67,7 +68,7 @@ def require_ranks(
     for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
         if mask is not None and not isinstance(mask, Tensor):
             raise AssertedMaskError(
-                saw=f"{name}={mask!r}",
+                saw=f"{name}={describe_value(mask)}",
                 needed="a tensor in torch's convention: bool (True = may not attend) or float",
                 do="a Mask goes to AttentionMatrix; the causal mask in torch's convention is"
                 " torch.nn.Transformer.generate_square_subsequent_mask(length)",
@@ -323,7 +324,9 @@ def _refuse_mix(name: str, x: Tensor, weight: Tensor) -> None:
             saw=f"mat1 and mat2 must have the same dtype, but got {x.dtype} for {name}"
             f" and {weight.dtype} for its weight",
             needed="one dtype, or torch.autocast",
-            do=f"{name}.to({weight.dtype}), or layer.to({x.dtype})",
+            do=f"{name}.to({weight.dtype}), or layer.to({x.dtype})"
+            if x.is_floating_point()
+            else f"{name}.to({weight.dtype}); token ids go through an nn.Embedding first",
         )
 
 

@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from headwise.arguments import explains
 from headwise.cache import Cache
 from headwise.checks import require_mask, require_score_bias
-from headwise.layer import in_layouts, options
+from headwise.layer import in_layouts, options, torch_words
 from headwise.layer.frames import Call, Whole, choose_frame
 from headwise.layer.head_by_head import HeadByHead
 from headwise.layer.initialise import Source, initialise
@@ -55,6 +56,7 @@ class Attention(HeadByHead):
         OptionError: sizes or options that contradict each other, both named.
     """
 
+    @explains(torch_words.CONSTRUCTOR, beyond=torch_words.beyond_the_sizes)
     def __init__(
         self,
         embed_dim: int,
@@ -114,6 +116,7 @@ class Attention(HeadByHead):
             if reset := getattr(own, "reset_parameters", None):  # slopes, and None, have none
                 reset()
 
+    @explains(torch_words.CALL, beyond=torch_words.beyond_the_source)
     def forward(
         self,
         x: Float[Tensor, "batch queries embed_dim"],

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwise.arguments import explains
+from headwise.layer import torch_words
 from headwise.layer.explain import LayerExplanation, explain
 from headwise.layer.frames import Call, Whole, choose_frame
 from headwise.layer.parts import Parts
@@ -30,6 +32,7 @@ class HeadByHead(Parts):
         ) -> Call: ...
         def _operands(self, frame: Whole, call: Call) -> tuple[AttentionMatrix, Tensor]: ...
 
+    @explains(torch_words.CALL, beyond=torch_words.beyond_the_source)
     def matrix(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -41,6 +44,7 @@ class HeadByHead(Parts):
         """The attention matrix, (batch, heads, queries, keys), never written down."""
         return self._matrix_and_values(x, source, mask, score_bias)[0]
 
+    @explains(torch_words.CALL, beyond=torch_words.beyond_the_source)
     def head_outputs(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -53,6 +57,7 @@ class HeadByHead(Parts):
         matrix, v = self._matrix_and_values(x, source, mask, score_bias)
         return matrix @ v
 
+    @explains(torch_words.CALL, beyond=torch_words.beyond_the_source)
     def contributions(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -76,6 +81,7 @@ class HeadByHead(Parts):
         ]
         return torch.stack(parts, dim=1)
 
+    @explains(torch_words.CALL, beyond=torch_words.beyond_the_source)
     def explain(
         self,
         x: Float[Tensor, "batch queries embed_dim"],

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.layer.parts import Parts
 from headwise.layouts import rotation
@@ -113,7 +114,7 @@ def _require_said(function: Function, given: Mapping[str, Any]) -> None:
         bounds_no_left = name == "window" and option is not None and option[0] is None
         if said == "none" and option is not None and not bounds_no_left:
             raise OptionError(
-                saw=f"{name}={option!r}",
+                saw=f"{name}={describe_value(option)}",
                 needed=f"no {name}: the layout says that there is none",
                 do=f"leave {name} out, or name the layout that the weights are really in",
             )

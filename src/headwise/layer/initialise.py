@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.layer.parts import Parts
 
@@ -45,7 +46,7 @@ def initialise(layer: Parts, source: Source, *, num_layers: int | None = None) -
     if source not in get_args(Source) or not layers_fit:
         layers = "" if num_layers is None else f" with num_layers={num_layers}"
         raise OptionError(
-            saw=f"init={source!r}{layers}",
+            saw=f"init={describe_value(source)}{layers}",
             needed=f"one of {', '.join(get_args(Source))}; num_layers, from 1, goes with gpt2",
             do='e.g. init="torch-packed"',
         )

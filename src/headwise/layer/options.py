@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from headwise.axes import sizes
+from headwise.axes import describe_value, sizes
 from headwise.cache import Cache
 from headwise.checks import check_probability, check_score_numbers
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
@@ -40,7 +40,9 @@ def check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if not isinstance(count, (int, torch.SymInt)) or count < 1:
             raise OptionError(
-                saw=f"{name}={count!r}", needed="a whole number from 1", do=f"set {name}"
+                saw=f"{name}={describe_value(count)}",
+                needed="a whole number from 1",
+                do=f"set {name}",
             )
 
 
@@ -79,11 +81,11 @@ def _check_kinds(layer: Parts, score_bias: object) -> None:
     )
     for name, option, kind, needed, do in kinds:
         if option is not None and (isinstance(option, type) or not isinstance(option, kind)):
-            raise OptionError(saw=f"{name}={option!r}", needed=needed, do=do)
+            raise OptionError(saw=f"{name}={describe_value(option)}", needed=needed, do=do)
     window = layer.window
     if window is not None and (not isinstance(window, tuple) or len(window) != 2):
         raise OptionError(
-            saw=f"window={window!r}",
+            saw=f"window={describe_value(window)}",
             needed="(left, right): how many keys before and after its own place a query sees",
             do="window=(W - 1, 0) for a causal window of W keys that counts the query's own",
         )
@@ -148,7 +150,7 @@ def check_tokens(
     """Raise ShapeError, DTypeError or DeviceError unless ``weight`` can project these tokens."""
     if not isinstance(x, Tensor):
         raise ShapeError(
-            saw=f"{name}={x!r}",
+            saw=f"{name}={describe_value(x)}",
             needed=f"a tensor ({axes[0]}, {axes[1]}, {axes[2]} {width})",
             do="layer(x, source, mask=..., score_bias=..., gate=..., cache=...)",
         )
@@ -156,7 +158,7 @@ def check_tokens(
         raise ShapeError(
             saw=f"{name} of shape {tuple(x.shape)}",
             needed=f"({axes[0]}, {axes[1]}, {axes[2]} {width})",
-            do=f"{name}[None] for one sequence; {name}.transpose(0, 1) where the length is first",
+            do=_shaped(name, x, width),
         )
     if x.device != weight.device:
         raise DeviceError(
@@ -169,14 +171,27 @@ def check_tokens(
         raise DTypeError(
             saw=f"{name} of dtype {x.dtype} for weights of {weight.dtype}",
             needed="one dtype for both, or autocast",
-            do=f"{name}.to({weight.dtype}), or layer.to({x.dtype})",
+            do=f"{name}.to({weight.dtype}), or layer.to({x.dtype})"
+            if x.is_floating_point()
+            else f"{name}.to({weight.dtype}); token ids go through an nn.Embedding first",
         )
+
+
+def _shaped(name: str, x: Tensor, width: int) -> str:
+    """What makes tokens of a tensor of another shape."""
+    if x.dim() == 0 or x.shape[-1] != width:
+        if x.dim() == 3 and x.shape[1] == width:
+            return f"{name}.transpose(1, 2): its second axis is {width} wide"
+        return f"pass {name} of width {width}, or construct the layer for the width of {name}"
+    if x.dim() < 3:
+        return f"{name}[None] for one sequence" if x.dim() == 2 else f"{name}[None, None]"
+    return f"{name}.flatten(0, {x.dim() - 3}): further axes belong to the batch"
 
 
 def _check_cache(layer: Parts, cache: Cache, *, crosses: bool) -> None:
     if not isinstance(cache, Cache):
         raise OptionError(
-            saw=f"cache={cache!r}",
+            saw=f"cache={describe_value(cache)}",
             needed="a Cache of this layer",
             do="cache = layer.cache(batch=..., length=...)",
         )

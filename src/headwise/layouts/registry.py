@@ -8,6 +8,7 @@ from functools import lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.layouts import catalogue
 from headwise.layouts.layout import Layout
@@ -39,7 +40,7 @@ def layout(name: str | Layout) -> Layout:
         near = get_close_matches(name.lower(), known, n=4, cutoff=0.5)
         near += [one for one in known if name.lower() in one and one not in near]
         raise OptionError(
-            saw=f"a layout named {name!r}",
+            saw=f"a layout named {describe_value(name)}",
             needed=f"one of {len(known)}" + (f"; near are {', '.join(near)}" if near else ""),
             do="headwise layouts lists them; register adds one",
         )

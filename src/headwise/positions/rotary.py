@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headwise.axes import describe_value
 from headwise.eager import may_read_values
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.positions.scaling import Scaling, frequencies_of, require_positive
@@ -48,19 +49,19 @@ class Rotary:
         require_positive(self, "theta")
         if self.width is not None and not _is_width(self.width):
             raise OptionError(
-                saw=f"Rotary(width={self.width!r})",
+                saw=f"Rotary(width={describe_value(self.width)})",
                 needed="an even number of channels from 2, or None for the whole head",
                 do="for a share of the head, multiply: width=head_dim // 2",
             )
         if self.pairing not in ("half-split", "interleaved"):
             raise OptionError(
-                saw=f"Rotary(pairing={self.pairing!r})",
+                saw=f"Rotary(pairing={describe_value(self.pairing)})",
                 needed='"half-split" (i with i + width / 2) or "interleaved" (2i with 2i + 1)',
                 do='"half-split" for most Hugging Face models, "interleaved" for GPT-J and Cohere',
             )
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             raise OptionError(
-                saw=f"Rotary(scaling={self.scaling!r})",
+                saw=f"Rotary(scaling={describe_value(self.scaling)})",
                 needed="LinearScaling, NTKScaling, YarnScaling, Llama3Scaling or None",
                 do="e.g. LinearScaling(4.0)",
             )

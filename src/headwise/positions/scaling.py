@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 
 
@@ -28,7 +29,7 @@ def require_positive(owner: object, *names: str) -> None:
         value = getattr(owner, name)
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise OptionError(
-                saw=f"{type(owner).__name__}({name}={value!r})",
+                saw=f"{type(owner).__name__}({name}={describe_value(value)})",
                 needed=f"{name}: a positive finite number",
                 do=f"give the model's own {name}",
             )
