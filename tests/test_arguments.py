@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from headwise import Attention, AttentionMatrix, Mask
+from headwise import Attention, Mask
 from headwise.errors import ArgumentError
 from headwise.layer.torch_words import CALL, CONSTRUCTOR
 
@@ -55,10 +55,6 @@ REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "of a reading": (
         lambda: LAYER.matrix(X, attn_mask=None),  # type: ignore[call-arg]
         ("Attention.matrix has no argument", "Mask.from_torch(m)"),
-    ),
-    "of a matrix": (
-        lambda: AttentionMatrix(Q, Q, is_causal=True),  # type: ignore[call-arg]
-        ("AttentionMatrix has no argument 'is_causal'", "mask=Mask.causal()"),
     ),
 }
 

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from headwise.arguments import Answer
 from headwise.axes import describe_value, sizes
 from headwise.eager import may_check_values
 from headwise.errors import DeviceError, DTypeError, MaskError, OptionError, ShapeError
@@ -15,16 +14,6 @@ from headwise.masks import Mask, refuse_what_is_no_mask
 from headwise.score_bias import ScoreBias
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Arguments of scaled_dot_product_attention that an AttentionMatrix does not have.
-SDPA_WORDS = {
-    "attn_mask": Answer(
-        "a Mask for a bool mask (True = may attend), a ScoreBias for a float one",
-        'mask=Mask.from_sdpa(m), or score_bias=ScoreBias.dense(m, axes="queries keys")',
-    ),
-    "is_causal": Answer("a mask", "mask=Mask.causal()"),
-    "dropout_p": Answer("a matrix before dropout", "A.dropped(v, dropout_p={value})"),
-    "enable_gqa": Answer("no option: heads share as many kv_heads as k has", "leave it out"),
-}
 
 
 def require_mask(mask: object) -> Mask:

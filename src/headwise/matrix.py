@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headwise import functional
-from headwise.arguments import explains
 from headwise.axes import MATRIX_AXES, broadcasts, human_bytes
 from headwise.bound_mask import BoundMask
 from headwise.checks import (
-    SDPA_WORDS,
     check_operand,
     check_options,
     check_probability,
@@ -69,7 +67,6 @@ class AttentionMatrix(LeftOperand):
         ShapeError, DTypeError, DeviceError, OptionError, MaskError: what does not fit together.
     """
 
-    @explains(SDPA_WORDS)
     def __init__(
         self,
         q: Float[Tensor, "batch heads queries head_dim"],
