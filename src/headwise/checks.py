@@ -114,7 +114,7 @@ def refuse_operand(product: str, operand: Tensor, needed: str) -> None:
     )
 
 
-def check_rows(index: Tensor, queries: int) -> None:
+def check_rows(index: Tensor, queries: int, *, call: str) -> None:
     wrong: str | None = None
     if (
         not isinstance(index, Tensor)
@@ -130,9 +130,9 @@ def check_rows(index: Tensor, queries: int) -> None:
         wrong = f"{int(index.min())} to {int(index.max())}"
     if wrong is not None:
         raise OptionError(
-            saw=f"rows {wrong} of a matrix with {queries} queries",
+            saw=f"A.{call} with index {wrong}, of a matrix with {queries} queries",
             needed=f"a 1-D integer tensor of queries from 0 to {queries - 1}",
-            do="e.g. A.rows(torch.tensor([0]))",
+            do="e.g. index = torch.tensor([0])",
         )
 
 
