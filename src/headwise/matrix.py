@@ -15,9 +15,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwise import functional
-from headwise.axes import MATRIX_AXES, broadcasts, human_bytes
+from headwise.axes import MATRIX_AXES, broadcasts, describe_value, human_bytes
 from headwise.bound_mask import BoundMask
 from headwise.checks import (
+    check_bias_range,
     check_operand,
     check_options,
     check_probability,
@@ -26,6 +27,7 @@ from headwise.checks import (
     refuse_operand,
     require_mask,
     require_score_bias,
+    require_tensors,
 )
 from headwise.eager import without_autocast
 from headwise.errors import LimitError, OptionError
@@ -36,7 +38,7 @@ from headwise.kernels.products import dropped_head_outputs, head_outputs
 from headwise.kernels.read import read
 from headwise.kernels.rows import largest, weights_at
 from headwise.kernels.tiled import Readings, Wanted, shift_of
-from headwise.masks import Mask, described
+from headwise.masks import Mask
 from headwise.operand import LeftOperand
 from headwise.score_bias import BoundBias, ScoreBias
 
@@ -86,6 +88,7 @@ class AttentionMatrix(LeftOperand):
         bound = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
         self._mask: BoundMask = self.mask.bind(**bound, device=q.device)
         self._bias: BoundBias = self.score_bias.bind(**bound, device=q.device)
+        check_bias_range(q, self._bias.all())
 
     # ---- what it is -------------------------------------------------------------------------
 
@@ -205,7 +208,7 @@ class AttentionMatrix(LeftOperand):
         """
         if rows is not None:
             raise OptionError(
-                saw=f"topk({k}, rows={described(rows)})",
+                saw=f"topk({k}, rows={describe_value(rows)})",
                 needed="queries=, which is the name of this argument",
                 do=f"A.topk({k}, queries=index)",
             )
@@ -300,6 +303,7 @@ class AttentionMatrix(LeftOperand):
 
     def _problem_for(self, v: Tensor) -> tuple[Problem, Tensor]:
         """The problem with as many kv heads as the values have, and the values at full size."""
+        require_tensors(v=v)
         batch, heads, _, keys = self.shape
         kv_heads = self.k.shape[1]
         fits = v.dim() == 4 and broadcasts(v.shape[0], batch) and v.shape[2] == keys
@@ -350,6 +354,7 @@ class TransposedMatrix(LeftOperand):
         self, y: Float[Tensor, "#batch #heads queries y_dim"]
     ) -> Float[Tensor, "batch heads keys y_dim"]:
         """For each key, the sum over queries of weight times ``y``."""
+        require_tensors(y=y)
         batch, heads, _, queries = self.shape
         fits = y.dim() == 4 and y.shape[2] == queries
         if not fits or not (broadcasts(y.shape[0], batch) and broadcasts(y.shape[1], heads)):

@@ -46,7 +46,10 @@ def _reasons_for_tiles(problem: Problem, v: Tensor) -> Iterator[tuple[bool, str]
     bias, dtype = problem.bias, problem.q.dtype
     yield problem.softcap is not None, "softcap: the fused kernel has none"
     yield problem.sink is not None, "sink: the fused kernel has none"
-    yield problem.scale <= 0, "scale <= 0: the fused kernel would multiply its causal -inf by it"
+    yield (
+        not problem.has_positive_scale,
+        "the scale is not above 0: the fused kernel would multiply its causal -inf by it",
+    )
     yield bias.requires_grad, "the gradient of a score bias leaves the fused path"
     yield (
         any(t.dtype != dtype for t in bias.all()),
