@@ -5,6 +5,7 @@
 # make study   measure the study again, and write what the documentation says of it
 # make classes try every model type of transformers, and write docs/huggingface.md
 # make mutants break the source on purpose; a test must notice (ONLY="03-scale 07-window" for some)
+# make fuzz   options at random against an oracle (MINUTES=10 SEED=7)
 # make docs    the documentation, in site/
 # make clean   remove everything that was built, .venv too
 #
@@ -16,7 +17,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.filled
 
-.PHONY: demo test check lint bench study classes mutants docs clean
+.PHONY: demo test check lint bench study classes mutants fuzz docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -50,6 +51,10 @@ classes: $(READY)
 
 mutants: $(READY)
 	$(BIN)/python tools/mutants.py $(ONLY)
+
+MINUTES ?= 10
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # The environment. The stamp is younger than the two files that say what is in it.
 $(READY): pyproject.toml constraints.txt

@@ -249,3 +249,10 @@ def test_readings_of_a_matrix_off_by_one_key_exceed_it(dtype: torch.dtype) -> No
     got = readings(Problem(q, k, k, mask=wrong))
     for name, budget in budgets_of_readings(Problem(q, k, k, mask=right), factor=2.0).items():
         assert not budget.check(got[name]).within, name
+
+
+def test_a_matrix_without_keys_has_a_budget() -> None:
+    q, k, v = torch.zeros(2, 3, 5, 4), torch.zeros(2, 3, 0, 4), torch.zeros(2, 3, 0, 7)
+    Budget.for_head_outputs(q, k, v).assert_holds(torch.zeros(2, 3, 5, 7))
+    Budget.for_entropy(q, k).assert_holds(torch.zeros(2, 3, 5))
+    Budget.for_weights(q, k).assert_holds(torch.zeros(2, 3, 5, 0))

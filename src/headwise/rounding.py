@@ -132,7 +132,7 @@ def rows(
     s = functional.scores(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap)
     s = s.detach()  # a score bias may be a parameter
     live = s > -torch.inf
-    logit = torch.full_like(s[..., :1], -torch.inf)
+    logit = s.new_full((*s.shape[:-1], 1), -torch.inf)
     if sink is not None:
         logit = sink[:, None, None].expand_as(logit)
     both = torch.cat([s, logit], dim=-1)

@@ -1,0 +1,228 @@
+"""Cases of `Attention`: options at random, its outputs and its gradients against the oracle."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise import Attention, Rotary
+from headwise.positions import Alibi, LinearScaling, T5Bias
+from headwise.qk_norm import QKNorm
+from headwise.testing import Budget
+from tests.fuzz import oracle_layers
+from tests.fuzz.draw import DTYPES, Chance, Shaping, add_biases, add_masks, plain
+from tests.fuzz.findings import DifferenceError, within
+from tests.fuzz.matrix_cases import describing, tiled
+from tests.fuzz.oracle import Array
+from tests.layer import reference
+
+MOSTLY_EXACT = (torch.float64, torch.float64, *DTYPES)
+
+
+@dataclass
+class Drawn:
+    """A layer and the options that the oracle needs."""
+
+    layer: Attention
+    options: dict[str, Any]
+    said: str
+
+    def parameters(self) -> dict[str, Array]:
+        return {name: plain(x) for name, x in self.layer.state_dict().items()}
+
+
+def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> Drawn:
+    """A layer with parameters none of which is 0 or 1; ``decodes``: no query sees a later key."""
+    kv_heads = chance.choose((1, 2, 3))
+    heads, head_dim = kv_heads * chance.choose((1, 2, 3)), chance.choose((10, 8, 4))
+    embed_dim = chance.choose((12, 20, 33))
+    given: dict[str, Any] = {
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "value_dim": chance.choose((None, 7, 16)),
+        "out_dim": chance.choose((None, 17)),
+        "scale": chance.choose((None, None, 0.2)),
+        "softcap": chance.choose((None, None, 3.0)),
+        "sink": chance.maybe(0.3),
+        **{f"{name}_bias": chance.maybe(0.7) for name in ("q", "k", "v", "out")},
+    }
+    options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads}
+    options |= {name: given[name] for name in ("scale", "softcap")}
+    if not decodes and chance.maybe(0.25):
+        given["source_dim"] = 15
+    else:
+        _places(chance, given, options, decodes=decodes)
+    if chance.maybe(0.3):
+        place = chance.choose(("before", "before", "after"))
+        norm = {
+            "kind": chance.choose(("rms", "rms", "layer")),
+            "over": "head" if place == "after" else chance.choose(("head", "width")),
+            "place": place,
+            "one_plus": chance.maybe(),
+            "eps": 1e-6,
+        }
+        given["qk_norm"], options["norm"] = QKNorm(**norm), norm
+    torch.manual_seed(chance.between(0, 2**31))
+    layer = Attention(embed_dim, heads, **given, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    layer = layer.to(dtype).train(chance.maybe())
+    _numbers(layer, options)
+    said = {name: value for name, value in given.items() if value not in (None, False)}
+    return Drawn(layer, options, f"Attention({embed_dim}, {heads}, {said}) {dtype}")
+
+
+def _places(
+    chance: Chance, given: dict[str, Any], options: dict[str, Any], *, decodes: bool
+) -> None:
+    """Rotary, a bias by distance and a window, each in some layers."""
+    if chance.maybe(0.4):
+        given["rotary"] = Rotary(
+            theta=chance.choose((10_000.0, 500.0)),
+            width=chance.choose((None, 4)),
+            pairing=chance.choose(("half-split", "interleaved")),
+            scaling=chance.choose((None, None, LinearScaling(2.0))),
+        )
+    if chance.maybe(0.4):
+        given["score_bias"] = chance.choose(
+            (Alibi(), Alibi(bias_max=4.0), T5Bias(8, 20, False), T5Bias(8, 9, True))
+        )
+    if decodes or chance.maybe(0.3):
+        right = 0 if decodes else chance.choose((0, 0, 2, None))
+        given["window"] = (chance.choose((0, 1, 4, 30)), right)
+        if decodes and chance.maybe():
+            given["window"] = None
+    options["window"] = given.get("window")
+
+
+def _numbers(layer: Attention, options: dict[str, Any]) -> None:
+    """The frequencies and slopes of a layer, which are float32, after a look at each."""
+    if (rotary := layer.rotary) is not None:
+        turns = plain(rotary.frequencies(layer.head_dim))
+        exact = oracle_layers.frequencies(rotary.theta, rotary.width_in(layer.head_dim))
+        if rotary.scaling is not None:
+            exact = exact / 2.0
+        _check_numbers("frequencies", turns, exact)
+        options |= {"turns": turns, "pairing": rotary.pairing}
+    bias = layer.score_bias
+    if bias is not None and hasattr(bias, "options"):
+        t5 = bias.options
+        options["t5"] = (t5.buckets, t5.max_distance, t5.bidirectional)
+    elif bias is not None:
+        numbers = plain(bias.numbers)
+        low = -np.log2(numbers[2 ** int(np.log2(len(numbers))) - 1])
+        _check_numbers("slopes", numbers, oracle_layers.slopes(len(numbers), round(float(low), 3)))
+        options["alibi"] = numbers
+
+
+def _check_numbers(name: str, found: Array, exact: Array) -> None:
+    if not np.allclose(found, exact, rtol=8 * np.finfo(np.float32).eps, atol=0):
+        raise DifferenceError(f"{name}: {found}, expected {exact}")
+
+
+# ---- a call ------------------------------------------------------------------------------------
+
+
+def layer_case(chance: Chance) -> str:
+    """One call of a layer: the output, one reading, and in float64 the gradient."""
+    dtype = chance.choose(MOSTLY_EXACT)
+    drawn = draw_layer(chance, dtype)
+    layer = drawn.layer
+    batch, queries = chance.choose((1, 2, 3)), chance.between(1, 20)
+    crosses = layer.source_dim != layer.embed_dim
+    keys = chance.between(1, 20) if crosses else queries
+    inputs = {"x": chance.laid_out(chance.normal(batch, queries, layer.embed_dim, dtype=dtype))}
+    if crosses:
+        inputs["source"] = chance.laid_out(
+            chance.normal(batch, keys, layer.source_dim, dtype=dtype)
+        )
+    shaping, shape = Shaping(), (batch, layer.num_heads, queries, keys)
+    add_masks(chance, shaping, shape, most=2)
+    add_biases(chance, shaping, shape, dtype)
+    gate = chance.choose((None, None, (layer.num_heads,), (batch, layer.num_heads)))
+    if gate is not None:
+        inputs["gate"] = chance.normal(*gate, dtype=dtype)
+    said = f"{drawn.said} on {batch}x{queries}x{keys} gate={gate} {shaping.words}"
+    with describing(said), tiled(chance):
+        _check_call(chance, drawn, inputs, shaping)
+    return said
+
+
+def _check_call(chance: Chance, drawn: Drawn, inputs: dict[str, Tensor], shaping: Shaping) -> None:
+    layer = drawn.layer
+    call = {"mask": shaping.mask, "score_bias": shaping.score_bias}
+    given = drawn.parameters() | {name: plain(x) for name, x in inputs.items()}
+    _, outputs, expected = oracle_layers.attention(
+        given, drawn.options, shaping.clauses, shaping.parts
+    )
+    graded = layer.q_proj.weight.dtype == torch.float64 and chance.maybe()
+    for x in inputs.values():
+        x.requires_grad_(graded)
+    with torch.set_grad_enabled(graded or chance.maybe()):
+        out = layer(**inputs, **call)
+    tensors = {n: x.detach() for n, x in inputs.items()}
+    within("output", _budget(layer, reference.output, tensors, call), out, expected)
+    ungated = {n: x for n, x in tensors.items() if n != "gate"}
+    with torch.no_grad():
+        found = layer.head_outputs(**ungated, **call)
+        within(
+            "head_outputs", _budget(layer, reference.head_outputs, ungated, call), found, outputs
+        )
+    if graded:
+        leaves = inputs | dict(layer.named_parameters())
+        check_derivative(
+            chance,
+            out,
+            leaves,
+            lambda p: oracle_layers.attention(p, drawn.options, shaping.clauses, shaping.parts)[2],
+            given,
+        )
+
+
+def check_derivative(
+    chance: Chance, out: Tensor, leaves: dict[str, Tensor], truth: Any, given: dict[str, Array]
+) -> None:
+    """The derivative along one random direction of all leaves together, in float64."""
+    g = chance.normal(*out.shape)
+    grads = torch.autograd.grad(out, list(leaves.values()), g, allow_unused=True)
+    along = {name: chance.normal(*leaf.shape).numpy() for name, leaf in leaves.items()}
+    terms = {
+        name: plain(grad) * along[name]
+        for name, grad in zip(leaves, grads, strict=True)
+        if grad is not None
+    }
+    found = sum(float(x.sum()) for x in terms.values())
+    expected = float((oracle_layers.derivative(truth, given, along) * plain(g)).sum())
+    size = sum(float(np.abs(x).sum()) for x in terms.values()) + np.abs(plain(g)).sum()
+    # A wrong term is visible at any share of the sum; rounding in float64 is far below this one.
+    if not abs(found - expected) <= 2**-30 * size:
+        raise DifferenceError(
+            f"derivative: {found:.9g}, expected {expected:.9g}, of terms of {size:.3g}"
+        )
+
+
+def _budget(layer: Attention, read: Any, inputs: dict[str, Tensor], call: dict[str, Any]) -> Budget:
+    """The budget of the layer written by hand, in the dtype of the layer."""
+    names = list(inputs)
+
+    def function(*given: Tensor) -> Tensor:
+        wide = copy.deepcopy(layer).to(given[0].dtype)
+        with torch.no_grad():
+            for parameter, value in zip(wide.parameters(), given[len(names) :], strict=True):
+                parameter.copy_(value)
+            return read(wide, **dict(zip(names, given[: len(names)], strict=True)), **call)
+
+    parameters = [p.detach() for p in layer.parameters()]
+    budget = Budget.of(function, *inputs.values(), *parameters)
+    # Rounding of every sum in a row of the layer, each as long as it is.
+    sums = layer.embed_dim + layer.source_dim + 4 * layer.head_dim + 160 + layer.out_dim
+    sums += layer.num_heads * layer.value_dim
+    unit = torch.finfo(torch.promote_types(parameters[0].dtype, torch.float32)).eps
+    floor = sums * unit * max(1.0, float(budget.exact.abs().max()))
+    return Budget(budget.name, budget.dtype, budget.exact, budget.allowed + floor, budget.axes)

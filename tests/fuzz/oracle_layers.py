@@ -1,0 +1,169 @@
+"""Both layers in NumPy float64, from the papers' formulas; imports NumPy and the oracle alone.
+
+Parameters are arrays by their names in the layer's state_dict. Complex arrays are taken too, so
+that `derivative` is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.fuzz.oracle import STEP, Array, Clause, Matrix, distances
+
+Parameters = dict[str, Array]
+
+
+def derivative(f: Callable[[Parameters], Array], at: Parameters, along: Parameters) -> Array:
+    """Return the derivative of ``f`` at these arrays along a direction, by a complex step."""
+    moved = {n: x + 1j * STEP * along[n] if n in along else x for n, x in at.items()}
+    return f(moved).imag / STEP
+
+
+def linear(p: Parameters, name: str, x: Array) -> Array:
+    out = x @ p[f"{name}.weight"].T
+    return out + p[f"{name}.bias"] if f"{name}.bias" in p else out
+
+
+def split(x: Array, heads: int) -> Array:
+    """(batch, length, heads * width) to (batch, heads, length, width)."""
+    return np.moveaxis(x.reshape(*x.shape[:2], heads, -1), 2, 1)
+
+
+def merged(x: Array) -> Array:
+    return np.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+# ---- positions ---------------------------------------------------------------------------------
+
+
+def frequencies(theta: float, width: int) -> Array:
+    """Radians for each token of each pair (Su et al. 2021, section 3.2)."""
+    return theta ** (-np.arange(0, width, 2) / width)
+
+
+def rotated(x: Array, turns: Array, pairing: str) -> Array:
+    """Each pair of channels turned by its angle at its place; channels behind are left."""
+    width = 2 * len(turns)
+    angles = np.arange(x.shape[2])[:, None] * turns
+    first = slice(0, width, 2) if pairing == "interleaved" else slice(0, width // 2)
+    second = slice(1, width, 2) if pairing == "interleaved" else slice(width // 2, width)
+    out = x.copy()
+    out[..., first] = x[..., first] * np.cos(angles) - x[..., second] * np.sin(angles)
+    out[..., second] = x[..., first] * np.sin(angles) + x[..., second] * np.cos(angles)
+    return out
+
+
+def slopes(heads: int, bias_max: float) -> Array:
+    """ALiBi's slopes (Press et al. 2022): powers of two, and every other one between them."""
+    below = 2 ** int(np.log2(heads))
+    whole = 2 ** (-bias_max * np.arange(1, below + 1) / below)
+    between = 2 ** (-bias_max * np.arange(1, 2 * below + 1, 2) / (2 * below))
+    return np.concatenate([whole, between])[:heads]
+
+
+def buckets(d: Array, count: int, most: int, both: bool) -> Array:
+    """T5's bucket of each distance (Raffel et al. 2020, section 2.1), float32 as published."""
+    half = count // 2 if both else count
+    later = np.where(d > 0, half, 0) if both else 0
+    far = np.abs(d) if both else np.maximum(-d, 0)
+    near = half // 2
+    over = np.maximum(far, near).astype(np.float32) / np.float32(near)
+    steps = (np.log(over) / np.log(most / near)).astype(np.float32)
+    shared = near + (steps * np.float32(half - near)).astype(int)
+    return later + np.where(far < near, far, np.minimum(shared, half - 1))
+
+
+# ---- the native layer --------------------------------------------------------------------------
+
+
+def normed(p: Parameters, name: str, x: Array, norm: dict[str, Any]) -> Array:
+    weight = p[f"{name}.weight"] + (1 if norm["one_plus"] else 0)
+    if norm["kind"] == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    out = x / np.sqrt((x * x).mean(-1, keepdims=True) + norm["eps"]) * weight
+    return out + p[f"{name}.bias"] if norm["kind"] == "layer" else out
+
+
+def placed(p: Parameters, o: dict[str, Any], x: Array, name: str, heads: int) -> Array:
+    """Queries or keys of each head: normalised and rotated."""
+    norm = o.get("norm")
+    if norm and norm["over"] == "width":
+        x = normed(p, name, x, norm)
+    x = split(x, heads)
+    if norm and norm["over"] == "head" and norm["place"] == "before":
+        x = normed(p, name, x, norm)
+    if "turns" in o:
+        x = rotated(x, o["turns"], o["pairing"])
+    return normed(p, name, x, norm) if norm and norm["place"] == "after" else x
+
+
+def attention(
+    p: Parameters,
+    o: dict[str, Any],
+    clauses: list[Clause],
+    parts: list[Clause],
+) -> tuple[Matrix, Array, Array]:
+    """The matrix, the head outputs and the output of `Attention`.
+
+    Args:
+        p: parameters by name, "x", and "source" and "gate" where there are any.
+        o: heads, kv_heads, window, scale, softcap, norm, turns, pairing, alibi, t5.
+        clauses: of the call's mask.
+        parts: of the call's score bias.
+    """
+    x, source = p["x"], p.get("source", p["x"])
+    q = placed(p, o, linear(p, "q_proj", x), "q_norm", o["heads"])
+    k = placed(p, o, linear(p, "k_proj", source), "k_norm", o["kv_heads"])
+    v = split(linear(p, "v_proj", source), o["kv_heads"])
+    if o.get("window"):
+        clauses = [*clauses, ("window", *o["window"], None)]
+    if "alibi" in o:
+        parts = [*parts, ("alibi", o["alibi"], None)]
+    if "t5" in o:
+        d = distances(None, x.shape[1], source.shape[1])
+        table = p["score_bias.relative_attention_bias.weight"]
+        parts = [*parts, ("dense", np.moveaxis(table[buckets(d, *o["t5"])], 2, 0)[None])]
+    matrix = Matrix(q, k, clauses, parts, o.get("scale"), o.get("softcap"), p.get("sink"))
+    outputs = matrix.outputs(v)
+    gated = outputs
+    if "gate" in p:
+        gated = outputs * np.broadcast_to(p["gate"], outputs.shape[:2])[..., None, None]
+    return matrix, outputs, linear(p, "out_proj", merged(gated))
+
+
+# ---- torch's layer -----------------------------------------------------------------------------
+
+
+def multihead(
+    p: Parameters, heads: int, zero_slot: bool, clauses: list[Clause], parts: list[Clause]
+) -> tuple[Array, Array]:
+    """The output and the weights of torch's layer; batch first, masks without the slots."""
+    width = p["query"].shape[-1]
+    if "in_proj_weight" in p:
+        weights = np.split(p["in_proj_weight"], 3)
+    else:
+        weights = [p[f"{x}_proj_weight"] for x in "qkv"]
+    biases = np.split(p.get("in_proj_bias", np.zeros(3 * width)), 3)
+    q, k, v = (
+        split(p[name] @ w.T + b, heads)
+        for name, w, b in zip(("query", "key", "value"), weights, biases, strict=True)
+    )
+    slots: list[tuple[Array | None, Array | None]] = []
+    if "bias_k" in p:
+        slots.append((p["bias_k"], p["bias_v"]))
+    if zero_slot:
+        slots.append((None, None))
+    for of_k, of_v in slots:
+        k, v = with_slot(k, of_k, heads), with_slot(v, of_v, heads)
+    matrix = Matrix(q, k, clauses, parts)
+    return linear(p, "out_proj", merged(matrix.outputs(v))), matrix.weights
+
+
+def with_slot(x: Array, row: Array | None, heads: int) -> Array:
+    """One key or value more: a learned row, or zeros."""
+    slot = np.zeros((1, 1, heads * x.shape[-1])) if row is None else row
+    slot = np.broadcast_to(split(slot, heads), (len(x), heads, 1, x.shape[-1]))
+    return np.concatenate([x, slot], axis=2)
