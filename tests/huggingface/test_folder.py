@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from headwise.errors import OptionError
+from headwise.errors import CheckpointError, OptionError
 from headwise.huggingface.folder import load, require_model
 from tests.huggingface.models import ENCODER, SEQUENCES
 from tests.huggingface.stored import TEXT, bert, gpt2, masked_lm, stored
@@ -141,6 +142,21 @@ def test_a_damaged_file(tmp_path: Path, name: str) -> None:
     (folder / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(OptionError, match="cannot be read"):
         load(folder)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("harm",)
+
+
+def test_a_pickle_that_holds_code(tmp_path: Path) -> None:
+    folder = stored(tmp_path, bert())
+    (folder / "model.safetensors").unlink()
+    torch.save({"x": Harmful()}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"holds code .* and was not read") as refused:
+        load(folder)
+    assert "weights_only" not in str(refused.value)
+    assert refused.value.__suppress_context__
 
 
 def test_weights_of_another_size(tmp_path: Path) -> None:

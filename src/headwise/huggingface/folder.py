@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.extras import require
+from headwise.layouts.checkpoint.torch_file import unread
 
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -136,6 +138,7 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
         MissingExtraError: transformers is not installed.
         OptionError: no model, one that cannot be read, one that needs its own code, or one that
             reads no tokens.
+        CheckpointError: weights in a pickle that holds code.
     """
     require_model(folder)
     transformers = require("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
@@ -252,7 +255,16 @@ def _refusing(folder: Path, what: str) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        SafetensorError,
+        pickle.UnpicklingError,
+    ) as error:
+        if "weights_only" in str(error):
+            raise unread(folder, str(error)) from None
         reason = " ".join(str(error).split())
         raise OptionError(
             saw=f"{folder}: {what} cannot be read: {reason[:200]}",

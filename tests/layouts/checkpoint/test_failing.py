@@ -99,7 +99,12 @@ def test_a_disk_without_room(source: Path, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "statvfs", lambda _: Full)
     monkeypatch.setattr(os, "mkdir", lambda *_: pytest.fail("it began to work"))
-    assert "of room in" in refused(source, tmp_path / "c").saw
+    error = refused(source, tmp_path / "c")
+    assert error.saw == f"{tmp_path} has room for {size - 1:,} B"
+    assert error.needed == f"room for {size:,} B"
+    Full.f_bavail = 0
+    error = refused(source, tmp_path / "c")
+    assert (error.saw, error.needed) == (f"{tmp_path} has room for 0 B", "room for 70 kB")
     assert real.f_bavail * real.f_frsize > size
 
 

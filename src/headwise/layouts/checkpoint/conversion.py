@@ -64,7 +64,8 @@ def convert_checkpoint(
 
     Args:
         source: see `headwise.layouts.checkpoint.source.open_source`.
-        target: a name that is free: of a folder if the source is one, else of a file.
+        target: a name that is free: of a folder if the source is one, else of a file. Folders above
+            it that are missing are made.
         source_layout: the layout of the source, or its name.
         target_layout: the wanted one.
         accept: of what makes another function, what may differ: names of `Function`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ _BROKEN = (
     TypeError,
     ValueError,
 )
+
+# torch's words for a pickle that calls something, by its name, and for a file that is a program.
+_CODE = re.compile(r"\bGLOBAL ([\w.]+)|unrecognized function|create new object|TorchScript")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +68,26 @@ def read(path: Path) -> TorchFile:
     return TorchFile(path, dict(found), headers)
 
 
+def unread(path: Path, words: str) -> CheckpointError:
+    """Return the error for a file that torch refuses with these words.
+
+    torch's own text is left out, also as a cause: it recommends ``weights_only=False``, which runs
+    the code in the file. So raise it ``from None``.
+    """
+    if code := _CODE.search(words):
+        held = f"code ({code[1]})" if code[1] else "code"
+        return CheckpointError(
+            saw=f"{path} holds {held} and was not read: headwise runs no code out of a file",
+            needed="a file of tensors alone",
+            do="ask the author of the file for safetensors, or for the state_dict alone",
+        )
+    return CheckpointError(
+        saw=f"{path} cannot be read: it is damaged, or in a format that is not for tensors alone",
+        needed="a whole file, as torch.save(model.state_dict(), ...) writes it",
+        do="copy the file again; or ask its author for safetensors",
+    )
+
+
 def _loaded(path: Path) -> Any:
     with path.open("rb") as file:  # whether it is there is not torch's to say
         is_zip = file.read(4) == b"PK\3\4"
@@ -72,12 +96,7 @@ def _loaded(path: Path) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except _BROKEN as error:
-        lines = str(error).strip().splitlines()
-        raise CheckpointError(
-            saw=f"{path}, which torch does not open as weights alone: {' '.join(lines)[:200]}",
-            needed="a whole file that torch.save wrote, of tensors and nothing that has to be run",
-            do="copy it again; or save its state_dict() as safetensors where you trust it",
-        ) from error
+        raise unread(path, str(error)) from None
 
 
 def _is_name(name: Any) -> bool:

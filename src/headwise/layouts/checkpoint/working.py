@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from headwise.axes import human_bytes
 from headwise.errors import CheckpointError
 from headwise.layouts.checkpoint import moving_bytes
 from headwise.layouts.checkpoint.journal import Journal
@@ -192,9 +193,12 @@ def require_room(folder: Path, size: int) -> None:
     disk = os.statvfs(folder)
     room = disk.f_bavail * disk.f_frsize
     if room < size:
+        there, wanted = human_bytes(room), human_bytes(size)
+        if there == wanted:
+            there, wanted = f"{room:,} B", f"{size:,} B"
         raise CheckpointError(
-            saw=f"{room / 1e9:.2f} GB of room in {folder}",
-            needed=f"{size / 1e9:.2f} GB",
+            saw=f"{folder} has room for {there}",
+            needed=f"room for {wanted}",
             do="make room, or name a target on another disk",
         )
 
