@@ -4,6 +4,7 @@
     ├── ShapeError         (ValueError)   sizes that do not fit together
     ├── MaskError          (ValueError)   a mask or score bias that is ambiguous, or for other sizes
     ├── OptionError        (ValueError)   an option outside its range, or two that contradict
+    │   └── UndecidedError            a question that the given evidence leaves open
     ├── DeviceError        (ValueError)   tensors on different devices
     ├── CheckpointError    (ValueError)   files of weights that are damaged or cannot be written
     ├── DTypeError         (TypeError)    a dtype that cannot be used here
@@ -43,6 +44,10 @@ class MaskError(HeadwiseError, ValueError):
 
 class OptionError(HeadwiseError, ValueError):
     """An option outside its range, or options that contradict each other."""
+
+
+class UndecidedError(OptionError):
+    """A question that the given evidence leaves open, such as which layout a file is in."""
 
 
 class DeviceError(HeadwiseError, ValueError):

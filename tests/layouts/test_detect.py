@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.errors import HeadwiseError, OptionError
+from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.layouts.canonical import State
 from headwise.layouts.detect import Candidate, Detection, detect, heads_of
 from headwise.layouts.evidence import by_values
@@ -98,7 +98,7 @@ def test_a_reference_of_other_weights_refutes_everything() -> None:
     decided = by_values(found, file, detect(other, said="headwise", heads=12), other)
     assert decided.layout is None
     assert not decided.candidates
-    assert "are not the reference's" in decided.refuted["gpt2"]
+    assert "differs from the reference in queries of all 12 heads" in decided.refuted["gpt2"]
 
 
 def test_the_config_decides_among_those_that_fit() -> None:
@@ -127,8 +127,46 @@ def test_what_the_config_says_against_a_layout_refutes_it() -> None:
     said = {"model_type": "bert", "position_embedding_type": "alibi"}
     found = detect(file, config=said, **known_of(layout("bert")))
     assert found.layout is None
-    assert found.unknown == "bert"
     assert "the config says position_embedding_type alibi" in found.refuted["bert"]
+    assert found.contradiction is not None
+    assert found.contradiction.startswith(
+        "the config says model_type bert, whose layout is bert, but score_bias: none; the config "
+    )
+
+
+def test_a_config_of_another_known_model_is_a_contradiction() -> None:
+    file, canonical = file_of(layout("bert"))
+    known = known_of(layout("bert"))
+    found = detect(file, config={"model_type": "gptj"}, **known)
+    assert any("bert" in group for group in names_of(found))
+    assert found.layout is None
+    said = "the config says model_type gptj, whose layout is gptj, but the names or shapes are not "
+    assert found.contradiction == f"{said}those of gptj"
+    assert str(found).startswith("the checkpoint contradicts its config: the config says")
+    with pytest.raises(UndecidedError, match=r"bert.*, where the config says model_type gptj"):
+        found.require()
+    # Values decide all the same, and the contradiction is still said.
+    other = stored(layout("headwise"), canonical)
+    reference = detect(other, said="headwise", **known)
+    decided = by_values(found, file, reference, other)
+    assert any("bert" in group for group in names_of(decided))
+    assert decided.contradiction == found.contradiction
+    assert str(decided).endswith(f"The config contradicts this: {found.contradiction}.")
+
+
+def test_an_answer_says_what_was_compared() -> None:
+    file, canonical = file_of(layout("phi3"))
+    known = known_of(layout("phi3"))
+    names_alone = detect(file, said="phi3", **known)
+    assert names_alone.layout is not None
+    assert names_alone.compared == ("names", "shapes")
+    assert "Only names and shapes were compared, values were not checked" in str(names_alone)
+    with_config = detect(file, config={"model_type": "phi3"}, **known)
+    assert "Only names, shapes and config were compared, values were not" in str(with_config)
+    other = stored(layout("headwise"), canonical)
+    decided = by_values(names_alone, file, detect(other, said="headwise", **known), other)
+    assert decided.compared == ("names", "shapes", "values")
+    assert "were not checked" not in str(decided)
 
 
 def test_a_layout_that_knows_some_of_the_attention_only_goes() -> None:
@@ -182,7 +220,10 @@ def test_a_reference_with_another_last_head_refutes() -> None:
     found = detect(file, **known_of(of))
     decided = by_values(found, file, detect(other, said="headwise", heads=12), other)
     assert not decided.candidates
-    assert decided.refuted["gpt2"] == "h.1.attn.: wv are not the reference's"
+    assert decided.refuted["gpt2"] == (
+        "`h.1.attn.` differs from the reference in values of kv head 11; before it, 1 of 2 modules "
+        "agree"
+    )
 
 
 def test_the_share_that_turns_is_found_by_values() -> None:

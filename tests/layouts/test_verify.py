@@ -105,8 +105,51 @@ def test_one_bit_is_found() -> None:
     assert not found
     assert found.same == len(first) - 1
     assert lines_of(found, most=3) == [
-        f"{name}, of model.layers.1.self_attn.k_proj.weight: 1 of 1200 entries, by at most 0.25"
+        f"`{name}` (keys of kv head 0), made of `model.layers.1.self_attn.k_proj.weight`: 1 of "
+        "1200 entries, by at most 0.25"
     ]
+    assert str(found) == (
+        f"{len(first) - 1} of {len(first)} tensors are equal; `{name}` differs (keys of kv head 0)"
+    )
+
+
+def test_heads_of_a_fused_tensor_are_named() -> None:
+    first = gpt2()
+    name = "h.0.attn.c_attn.weight"
+    second = first | {name: first[name].clone()}
+    for column in (2 * 10, 5 * 10 + 9, 2 * 120 + 11 * 10):  # queries 2 and 5, values 11 of 12
+        second[name][3, column] += 1
+    (one,) = verify(first, second, "gpt2", "gpt2", heads=12).differences
+    assert one.where == "queries of heads 2 and 5; values of kv head 11"
+
+
+def test_many_heads_and_many_tensors_are_counted() -> None:
+    first = llama()
+    changed = {name: x + 1 for name, x in first.items() if "_proj" in name}
+    assert len(changed) == 8
+    found = verify(first, first | changed, "llama", "llama", **HEADS)
+    before = "model.layers.0.self_attn"
+    assert str(found) == (
+        f"1 of 9 tensors are equal; 8 differ: `{before}.q_proj.weight` (queries of all 12 heads), "
+        f"`{before}.k_proj.weight` (keys of all 3 kv heads), `{before}.v_proj.weight` (values of "
+        "all 3 kv heads) and 5 more"
+    )
+    name = f"{before}.q_proj.weight"
+    some = first | {name: first[name].clone()}
+    some[name].view(12, 10, 40)[1:11] += 1
+    (one,) = verify(first, some, "llama", "llama", **HEADS).differences
+    assert one.where == "queries of heads 1, 2, 3, 4, 5, 6 and 4 more"
+
+
+def test_what_one_side_lacks_is_counted() -> None:
+    first = llama()
+    second = {name: x for name, x in first.items() if "1.self_attn.v" not in name}
+    second["extra"] = torch.zeros(2)
+    found = verify(first, second, "llama", "llama", **HEADS)
+    assert str(found) == (
+        "8 of 10 tensors are equal; `model.layers.1.self_attn.v_proj.weight` is in the first "
+        "alone; `extra` is in the second alone"
+    )
 
 
 def test_a_sign_of_zero_is_found() -> None:
@@ -184,7 +227,8 @@ def test_what_a_fused_tensor_lacks_is_said_once() -> None:
         del second[name]
     found = verify(first, second, "gpt2", "opt", heads=12)
     assert lines_of(found, most=3) == [
-        f"h.0.attn.c_attn.weight: in the first alone; the second has no {', '.join(names)}"
+        "`h.0.attn.c_attn.weight`: in the first alone; the second has no "
+        + ", ".join(f"`{name}`" for name in names)
     ]
 
 

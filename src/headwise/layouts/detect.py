@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from headwise.errors import OptionError, ShapeError
+from headwise.errors import OptionError, ShapeError, UndecidedError
 from headwise.layouts.against_config import objection
-from headwise.layouts.config import Config, layout_of
+from headwise.layouts.config import Config, layout_of, text_of
 from headwise.layouts.layout import Layout
 from headwise.layouts.places import Module, modules_of, outside, strays
 from headwise.layouts.registry import layouts
@@ -71,17 +71,32 @@ class Detection:
         refuted: name -> why, of layouts that were candidates by names and shapes.
         unknown: a model_type in the config that the catalogue does not know: others use the names
             of known ones for other functions, so that names and shapes decide nothing.
+        contradiction: what the config says against every candidate, in a sentence: it names a type
+            of another layout. Names and shapes decide nothing then, either.
+        compared: the evidence: "names", "shapes", then "config", "values" or "behaviour".
     """
 
     candidates: tuple[tuple[Candidate, ...], ...]
     refuted: Mapping[str, str]
     unknown: str | None = None
+    contradiction: str | None = None
+    compared: tuple[str, ...] = ("names", "shapes")
 
     @property
     def layout(self) -> Layout | None:
-        """The one layout; None where there is none, or several that differ."""
+        """The one layout; None where there is none, several that differ, or a contradiction."""
         is_one = len(self.candidates) == 1 and self.unknown is None
+        if self.contradiction is not None and not self.has_seen_values:
+            return None
         return self.candidates[0][0].layout if is_one else None
+
+    @property
+    def has_seen_values(self) -> bool:
+        """Whether the numbers in the tensors were compared with anything."""
+        return not {"values", "behaviour"}.isdisjoint(self.compared)
+
+    def __str__(self) -> str:
+        return "\n".join(lines_of(self, title="the checkpoint"))
 
     def require(self, *, file: str = "the file", option: str = "--from") -> Layout:
         """The one layout.
@@ -91,26 +106,33 @@ class Detection:
             option: by which a caller names a layout.
 
         Raises:
-            OptionError: there are none, or several.
+            UndecidedError: there are none, or several, or the config contradicts the one.
         """
         if self.layout is not None:
             return self.layout
         if not self.candidates:
-            raise OptionError(
+            raise UndecidedError(
                 saw=f"{file}, which holds no attention that the catalogue knows",
                 needed="names and shapes of a layout that headwise layouts lists",
                 do=f"look for them there, and name the layout ({option}); or register your own",
             )
         names = [" = ".join(one.layout.name for one in group) for group in self.candidates]
+        if self.contradiction is not None:
+            raise UndecidedError(
+                saw=f"{file}, with the names and shapes of {', '.join(names)}, where "
+                f"{self.contradiction}",
+                needed="a config and tensors of one model: one of them is another model's",
+                do=f"name the layout ({option}), or headwise detect with --against",
+            )
         if self.unknown is not None:
-            raise OptionError(
+            raise UndecidedError(
                 saw=f"{file}, of a {self.unknown} model, with the names and shapes of "
                 f"{', '.join(names)}",
                 needed="a model_type that the catalogue knows: others use the same names for "
                 "another function",
                 do=f"name the layout ({option}), or headwise detect with --against",
             )
-        raise OptionError(
+        raise UndecidedError(
             saw=f"{file}, which may be in {len(names)} layouts: {', '.join(names)}",
             needed="one: they are undecidable without a reference or a forward check",
             do=f"name it ({option}), or headwise detect with --reference or --against",
@@ -133,25 +155,48 @@ def detect(
         known: heads, kv_heads and what else the config or the caller knows.
     """
     config = config or {}
-    said = said or layout_of(config)
+    meant = None if said else layout_of(config)
+    said = said or meant
     found = _candidates(headers, known)
     refuted = {one.layout.name: why for one in found if (why := _objection(one, found, config))}
     groups = _grouped(one for one in found if one.layout.name not in refuted)
     named = [g for g in groups if any(one.layout.name == said for one in g)]
+    compared = ("names", "shapes", *(["config"] if config else []))
     if not named:
-        unknown = config.get("model_type") if said is None or said in refuted else None
-        return Detection(tuple(groups), refuted, unknown)
+        unknown = config.get("model_type") if said is None else None
+        against = _contradiction(config, meant, refuted) if meant and groups else None
+        return Detection(tuple(groups), refuted, unknown, against, compared)
     refuted |= {
         one.layout.name: f"the config says {said}" for g in groups if g not in named for one in g
     }
     chosen = sorted(named[0], key=lambda one: one.layout.name != said)
-    return Detection((tuple(chosen),), refuted)
+    return Detection((tuple(chosen),), refuted, compared=compared)
 
 
-def decided(kept: Iterable[tuple[Candidate, ...]], refuted: Mapping[str, str]) -> Detection:
-    """What is left by evidence. Of those that agree with it, the same map is one answer.
+def _contradiction(config: Config, meant: str, refuted: Mapping[str, str]) -> str:
+    """Why the layout that the config means is none of those that are left."""
+    kind = text_of(config).get("model_type", config.get("model_type"))
+    why = refuted.get(meant, f"the names or shapes are not those of {meant}")
+    return f"the config says model_type {kind}, whose layout is {meant}, but {why}"
 
-    Unless two say differently how it is used; what one leaves open is no difference.
+
+def decided(
+    before: Detection,
+    kept: Iterable[tuple[Candidate, ...]],
+    refuted: Mapping[str, str],
+    *,
+    by: str,
+) -> Detection:
+    """Return the answer that more evidence leaves.
+
+    Layouts that agree with the evidence are one answer where they are the same map, unless two say
+    differently how it is used; what one leaves open is no difference.
+
+    Args:
+        before: the answer without that evidence.
+        kept: the groups that agree with the evidence.
+        refuted: name -> why, of all that do not.
+        by: "values" or "behaviour".
     """
     groups: list[tuple[Candidate, ...]] = []
     for group in kept:
@@ -162,7 +207,8 @@ def decided(kept: Iterable[tuple[Candidate, ...]], refuted: Mapping[str, str]) -
                 break
         else:
             groups.append(group)
-    return Detection(tuple(groups), refuted)
+    compared = (*before.compared, by)
+    return Detection(tuple(groups), refuted, None, before.contradiction, compared)
 
 
 def _candidates(headers: Mapping[str, Header], known: Mapping[str, int]) -> list[Candidate]:
@@ -267,3 +313,54 @@ def _grouped(found: Iterable[Candidate]) -> list[tuple[Candidate, ...]]:
         else:
             groups.append([one])
     return [tuple(group) for group in groups]
+
+
+def lines_of(found: Detection, *, title: str) -> list[str]:
+    """An answer in words; ``title`` is what the tensors are called."""
+    lines: list[str] = []
+    names = [" = ".join(one.layout.name for one in group) for group in found.candidates]
+    if found.layout is not None:
+        same = " (the same map and function here)" if len(found.candidates[0]) > 1 else ""
+        lines.append(f"{title} is in the layout {names[0]}{same}")
+        lines += [f"  {reason}" for reason in found.candidates[0][0].reasons]
+    elif found.candidates:
+        lines.append(_doubt(found, title))
+        for group, name in zip(found.candidates, names, strict=True):
+            lines += [f"  {name}", *(f"    {reason}" for reason in group[0].reasons)]
+    elif found.refuted:
+        lines.append(f"{title} is in none of the {len(found.refuted)} layouts that it looks like:")
+    else:
+        lines.append(f"{title} holds no attention that the catalogue knows")
+    lines += [f"  not {name}: {why}" for name, why in found.refuted.items()]
+    return lines + _evidence(found)
+
+
+def _doubt(found: Detection, title: str) -> str:
+    """Why names and shapes do not decide."""
+    if found.contradiction is not None and not found.has_seen_values:
+        return f"{title} contradicts its config: {found.contradiction}. Its names and shapes fit:"
+    if found.unknown is not None:
+        return (
+            f"{title} may be in the layout of a {found.unknown} model, which is not known; its "
+            "names fit:"
+        )
+    by = "values" if found.has_seen_values else "names and shapes"
+    return f"{title} may be in {len(found.candidates)} layouts, which {by} cannot tell apart:"
+
+
+def _evidence(found: Detection) -> list[str]:
+    """What was compared, and what was not."""
+    if not found.candidates:
+        return []
+    if found.has_seen_values:
+        against = found.contradiction
+        return [f"The config contradicts this: {against}."] if against is not None else []
+    *most, last = found.compared
+    by = f"{', '.join(most)} and {last}"
+    asks = (
+        "a reference (--reference, the same weights elsewhere) or a forward check (--against, a "
+        "model that runs)"
+    )
+    if found.layout is not None:
+        return [f"Only {by} were compared, values were not checked: for that, give {asks}."]
+    return [f"Only {by} were compared. It is undecidable without {asks}."]

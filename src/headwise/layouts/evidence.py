@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.layouts.canonical import State
 from headwise.layouts.detect import Candidate, Detection, decided, heads_of
-from headwise.layouts.sameness import differing
+from headwise.layouts.sameness import differing, differing_part
 from headwise.layouts.sizes import Sizes
 
 
@@ -39,7 +39,7 @@ def by_values(
             kept.append(tuple(one.narrowed(found.fits[0]) for one in group))
         else:
             refuted |= {one.layout.name: found for one in group}
-    return decided(kept, refuted)
+    return decided(detection, kept, refuted, by="values")
 
 
 def _agreeing(
@@ -91,9 +91,12 @@ def _disagreement(
     for name, (mine, theirs) in conflicts.items():
         return f"{name}: {mine}; {known.layout.name}, the reference's layout, has {theirs}"
     for number, module in enumerate(one.modules):
-        found = differing(_canonical(one, number, state), _canonical(known, number, other))
-        if found:
-            return f"{module.prefix}: {', '.join(found)} are not the reference's"
+        x, y = _canonical(one, number, state), _canonical(known, number, other)
+        if found := differing(x, y):
+            parts = "; ".join(differing_part(name, x.get(name), y.get(name)) for name in found)
+            before = f"; before it, {number} of {len(one.modules)} modules agree" if number else ""
+            place = f"`{module.prefix}`" if module.prefix else "the module"
+            return f"{place} differs from the reference in {parts}{before}"
     return None
 
 

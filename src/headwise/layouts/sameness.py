@@ -15,6 +15,22 @@ from headwise.layouts.sizes import Sizes
 
 # Compared as whole numbers: NaNs are then equal to themselves, and -0 is not 0.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+LISTED = 6  # heads that are named
+# Of the canonical tensors: what a user calls them.
+PARTS = {
+    "wq": "queries",
+    "wk": "keys",
+    "wv": "values",
+    "wo": "output projection",
+    "bq": "query bias",
+    "bk": "key bias",
+    "bv": "value bias",
+    "bo": "output bias",
+    "q_norms": "query norms",
+    "k_norms": "key norms",
+    "wg": "gate",
+    "bg": "gate bias",
+}
 _NARROW = {"embed_dim": 2, "source_dim": 2, "out_dim": 3}
 
 
@@ -38,6 +54,36 @@ def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
         elif (alone := y if x is None else x) is not None and not is_positive_zero(alone):
             found.append(name)
     return found
+
+
+def differing_part(name: str, x: Tensor | None, y: Tensor | None) -> str:
+    """The part of a module where two canonical tensors differ: "values of kv head 3".
+
+    Heads are numbered from 0; of keys and values they are kv heads. They are not named where the
+    two tensors have no heads, other shapes or dtypes, or where one is missing.
+    """
+    axis = next((a for a, axis in enumerate(AXES[name]) if axis in ("heads", "kv_heads")), None)
+    part = PARTS.get(name, name)
+    if axis is None or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
+        return part
+    heads = [
+        head
+        for head in range(x.shape[axis])
+        if not same_bytes(x.select(axis, head), y.select(axis, head))
+    ]
+    word = "kv head" if AXES[name][axis] == "kv_heads" else "head"
+    return f"{part} of {_numbered(heads, word, of=x.shape[axis])}"
+
+
+def _numbered(heads: list[int], word: str, *, of: int) -> str:
+    if len(heads) == 1:
+        return f"{word} {heads[0]}"
+    if len(heads) == of:
+        return f"all {of} {word}s"
+    *most, last = map(str, heads[:LISTED])
+    if len(heads) > LISTED:
+        return f"{word}s {', '.join([*most, last])} and {len(heads) - LISTED} more"
+    return f"{word}s {', '.join(most)} and {last}"
 
 
 @dataclass(frozen=True)

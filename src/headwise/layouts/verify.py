@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from headwise.layouts.layout import Layout, is_positive_zero
 from headwise.layouts.places import AS_STORED, Form, Module, modules_of
 from headwise.layouts.plan import plan
 from headwise.layouts.registry import layout
-from headwise.layouts.sameness import same_bytes
+from headwise.layouts.sameness import differing, differing_part, same_bytes
 from headwise.layouts.steps import Step
 
+NAMED = 3  # tensors, in the sentence about all of them
 Progress = Callable[[int, int], None]
 
 
@@ -29,11 +31,16 @@ class Difference:
         name: in the second file.
         made_of: names in the first.
         what: the shapes or dtypes that differ, or how many entries, and how.
+        where: of a tensor of attention, the projections and heads that differ.
     """
 
     name: str
     made_of: tuple[str, ...]
     what: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"`{self.name}`" + (f" ({self.where})" if self.where else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,55 @@ class Verification:
         """Whether both hold the same function."""
         apart = (self.differences, self.only_first, self.only_second, self.conflicts, self.unheld)
         return not any(apart)
+
+    @property
+    def total(self) -> int:
+        """How many tensors were compared, or have no counterpart."""
+        return self.same + len(self.differences) + len(self._lacking) + len(self.only_second)
+
+    @property
+    def _lacking(self) -> list[str]:
+        """What the second has not, by its own names where its layout has any."""
+        found = (lack or (name,) for name, lack in self.only_first.items())
+        return list(dict.fromkeys(name for names in found for name in names))
+
+    def __str__(self) -> str:
+        if self.unheld:
+            return "no tensor was compared: the second's layout cannot hold the first"
+        if self.same == self.total:
+            counted = f"all {self.total} tensors are equal"
+        else:
+            counted = f"{self.same} of {self.total} tensors are equal"
+        apart = [(f"`{one.name}`", one.where) for one in self.differences]
+        lacking, more = (
+            [(f"`{name}`", "") for name in x] for x in (self._lacking, self.only_second)
+        )
+        parts = [
+            _listed("differs", "differ", apart),
+            _listed("is in the first alone", "are in the first alone", lacking),
+            _listed("is in the second alone", "are in the second alone", more),
+        ]
+        if self.conflicts:
+            parts.append(f"the two layouts use them differently ({', '.join(self.conflicts)})")
+        return "; ".join([counted, *filter(None, parts)])
+
+
+def _listed(one: str, several: str, tensors: list[tuple[str, str]]) -> str:
+    """Names with their verb, and what of each; of many, the first."""
+    if not tensors:
+        return ""
+    if len(tensors) == 1:
+        name, where = tensors[0]
+        return f"{name} {one}" + (f" ({where})" if where else "")
+    *most, last = (name + (f" ({where})" if where else "") for name, where in tensors[:NAMED])
+    if len(tensors) > NAMED:
+        shown = ", ".join([*most, last])
+        return f"{len(tensors)} {several}: {shown} and {len(tensors) - NAMED} more"
+    return f"{', '.join(most)} and {last} {several}"
+
+
+def _quoted(names: Iterable[str]) -> list[str]:
+    return [f"`{name}`" for name in names]
 
 
 def verify(
@@ -102,7 +158,7 @@ def verify(
             plan(second, target, target, accept=(), form=AS_STORED, **known)
         unheld = f"{error.saw}; needed: {error.needed}"
         return Verification(conflicts=conflicts, unheld=unheld)
-    found = _Comparison.between(first, second, source, target, steps)
+    found = _Comparison.between(first, second, source, target, steps, known)
     for number, step in enumerate(steps):
         found.add(step)
         if progress is not None:
@@ -127,6 +183,8 @@ class _Comparison:
         attention: names in the first.
         biases: of attention: names in the second, those that it might have included.
         outputs: all that is made of the first.
+        target: the layout of the second.
+        known: heads, and what else no shape tells.
     """
 
     first: Mapping[str, Tensor]
@@ -134,6 +192,8 @@ class _Comparison:
     attention: set[str]
     biases: set[str]
     outputs: set[str]
+    target: Layout
+    known: Mapping[str, int]
     same: int = 0
     met: set[str] = field(default_factory=set)
     differences: list[Difference] = field(default_factory=list)
@@ -147,12 +207,13 @@ class _Comparison:
         source: Layout,
         target: Layout,
         steps: Iterable[Step],
+        known: Mapping[str, int],
     ) -> _Comparison:
         """Before anything is compared."""
         attention = {name for module in modules_of(source, first) for name in module.tensors}
         outputs = {name for step in steps for name in step.outputs}
         biases = _biases(target, outputs) | _biases(target, second)
-        return cls(first, second, attention, biases, outputs)
+        return cls(first, second, attention, biases, outputs, target, known)
 
     def add(self, step: Step) -> None:
         """Compare what one step makes."""
@@ -200,8 +261,27 @@ class _Comparison:
         if same_bytes(tensor, self.second[name]):
             self.same += 1
         else:
-            what = _what(tensor, self.second[name])
-            self.differences.append(Difference(name, step.inputs, what))
+            what, where = _what(tensor, self.second[name]), self._where(name, tensor)
+            self.differences.append(Difference(name, step.inputs, what, where))
+
+    def _where(self, name: str, tensor: Tensor) -> str:
+        """The projections and heads in which a tensor of attention differs from the second's."""
+        other = self.second[name]
+        module = next((m for m in self._modules if name in m.tensors), None)
+        if module is None or tensor.shape != other.shape or tensor.dtype != other.dtype:
+            return ""
+        shapes = {local: tuple(self.second[n].shape) for n, local in module.tensors.items()}
+        with suppress(OptionError, ShapeError):  # another tensor of the module may be the wrong one
+            sizes = self.target.sizes(shapes, self.known)
+            local = module.tensors[name]
+            mine, theirs = (self.target.read({local: x}, sizes=sizes) for x in (tensor, other))
+            names = differing(mine, theirs)
+            return "; ".join(differing_part(n, mine[n], theirs[n]) for n in names)
+        return ""
+
+    @cached_property
+    def _modules(self) -> list[Module]:
+        return modules_of(self.target, self.second)
 
 
 def _biases(layout: Layout, names: Iterable[str]) -> set[str]:
@@ -224,9 +304,12 @@ def lines_of(found: Verification, *, most: int) -> list[str]:
     if found.unheld:
         lines.append(f"the second's layout cannot hold the first: {found.unheld}")
     kinds = [
-        [f"{one.name}, of {', '.join(one.made_of)}: {one.what}" for one in found.differences],
-        [f"{name}: in the first alone{_of(name, lack)}" for name, lack in found.only_first.items()],
-        [f"{name}: in the second alone" for name in found.only_second],
+        [f"{one}{_made_of(one)}: {one.what}" for one in found.differences],
+        [
+            f"`{name}`: in the first alone{_of(name, lack)}"
+            for name, lack in found.only_first.items()
+        ],
+        [f"`{name}`: in the second alone" for name in found.only_second],
     ]
     for kind in kinds:
         lines += kind[:most]
@@ -235,8 +318,12 @@ def lines_of(found: Verification, *, most: int) -> list[str]:
     return lines
 
 
+def _made_of(one: Difference) -> str:
+    return "" if one.made_of == (one.name,) else f", made of {', '.join(_quoted(one.made_of))}"
+
+
 def _of(name: str, lacking: tuple[str, ...]) -> str:
-    return f"; the second has no {', '.join(lacking)}" if {*lacking} - {name} else ""
+    return f"; the second has no {', '.join(_quoted(lacking))}" if {*lacking} - {name} else ""
 
 
 def _what(a: Tensor, b: Tensor) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.budget import Budget
-from headwise.errors import HeadwiseError, OptionError
+from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.functional import share_heads, split_heads
 from headwise.layer.attention import Attention
 from headwise.layer.of_config import in_layer, options_of
@@ -57,7 +57,8 @@ def by_behaviour(
         config: of the model: the numbers of rotations and norms.
 
     Raises:
-        OptionError: no candidate agrees, and one could not be compared: none of its modules was
+        OptionError: the model has no self-attention that could be seen.
+        UndecidedError: no candidate agrees, and one could not be compared: none of its modules was
             seen, or there is no counterpart here of how the model rotates.
     """
     seen = seen_in(model, inputs)
@@ -82,12 +83,12 @@ def by_behaviour(
         if not kept:
             raise _undecided(group, why)
         refuted |= {one.layout.name: f"not compared: {why.saw}" for one in group}
-    return decided(kept, refuted)
+    return decided(detection, kept, refuted, by="behaviour")
 
 
-def _undecided(group: tuple[Candidate, ...], why: Uncompared) -> OptionError:
+def _undecided(group: tuple[Candidate, ...], why: Uncompared) -> UndecidedError:
     names = " = ".join(one.layout.name for one in group)
-    return OptionError(
+    return UndecidedError(
         saw=f"{names}, which could not be compared with the model: {why.saw}",
         needed=why.needed,
         do=INSTEAD,
