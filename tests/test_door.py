@@ -38,12 +38,14 @@ def test_the_exported_names() -> None:
             "Rotary",
             "ScoreBias",
             "convert",
+            "detect",
             "register_huggingface",
             "scan",
             "upgrade",
+            "verify",
         }
     )
-    assert len(headwise.__all__) <= 14
+    assert len(headwise.__all__) <= 15
     assert dir(headwise) == sorted([*headwise.__all__, "__version__"])
 
 

@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headwise.diagnosis.detect import detect as detect
+    from headwise.diagnosis.verify import verify as verify
     from headwise.drop_in.layer import MultiheadAttention as MultiheadAttention
     from headwise.drop_in.upgrade import upgrade as upgrade
     from headwise.errors import HeadwiseError as HeadwiseError
@@ -34,9 +36,11 @@ _HOME = {
     "Rotary": "headwise.positions.rotary",
     "ScoreBias": "headwise.score_bias",
     "convert": "headwise.layouts.convert",
+    "detect": "headwise.diagnosis.detect",
     "register_huggingface": "headwise.huggingface",
     "scan": "headwise.scanning.scan",
     "upgrade": "headwise.drop_in.upgrade",
+    "verify": "headwise.diagnosis.verify",
 }
 
 __all__ = [
@@ -49,9 +53,11 @@ __all__ = [
     "Rotary",
     "ScoreBias",
     "convert",
+    "detect",
     "register_huggingface",
     "scan",
     "upgrade",
+    "verify",
 ]
 
 

@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import save_file
 
 from headwise.cli.convert import convert
+from headwise.cli.exit_status import USAGE
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts.checkpoint.stream import Stream
 from tests.cli.alone import Alone
@@ -57,6 +58,14 @@ def test_a_root_that_is_given(folder: Path, tmp_path: Path) -> None:
     assert "The names begin with 'text.', which --root can change." in out.splitlines()
     expected = {f"text.{n}": x for n, x in llamas.in_metas(llamas.weights()).items()}
     llamas.assert_same(llamas.read(tmp_path / "b"), expected)
+
+
+def test_folders_that_are_made_on_the_way_are_named(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "newer" / "b"
+    out, _ = run(folder, target, "--to", "llama-meta")
+    assert f"The folder {target.parent} was not there and was made." in out.splitlines()
+    out, _ = run(folder, target.with_name("c"), "--to", "llama-meta")
+    assert "was made" not in out
 
 
 def test_many_files_that_are_not_copied(folder: Path, tmp_path: Path) -> None:
@@ -195,14 +204,14 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     assert "is not there" in error.saw
 
 
-def test_the_command_ends_in_three_lines_and_status_1(tmp_path: Path) -> None:
+def test_the_command_ends_in_three_lines_and_status_2(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "headwise", "convert", str(tmp_path), "b", "--to", "llama"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
     )
-    assert done.returncode == 1
+    assert done.returncode == USAGE
     assert done.stdout == ""
     lines = done.stderr.strip().splitlines()
     assert lines[0] == f"headwise: {tmp_path}, which holds no weights: nothing"

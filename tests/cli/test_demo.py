@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headwise.cli.demo import demo
+from headwise.cli.exit_status import NO
 from headwise.cli.scan import command
 from headwise.cli.scan.asked import Asked
 from headwise.cli.scan.command import report_of
@@ -155,9 +156,10 @@ def test_a_failed_comparison_is_announced(
     first = result.equalities[0]
     wrong = replace(first, drop_in=replace(first.drop_in, ratio=31.5, within=False))
     shown(replace(result, equalities=(wrong, *result.equalities[1:])))
-    out, _ = run("--out", str(tmp_path / "page.html"))
-    assert "Not the same function." in out
-    assert "31.50" in out
+    done = invoke("--out", str(tmp_path / "page.html"))
+    assert done.exit_code == NO
+    assert "Not the same function." in done.stdout
+    assert "31.50" in done.stdout
 
 
 # ---- without it --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from headwise.cli.detect import detect
+from headwise.cli.exit_status import UNDECIDED
 from headwise.layouts.convert import convert
 from tests.cli.alone import Alone
 
@@ -55,13 +57,29 @@ def test_the_config_decides(cohere: Path) -> None:
     assert done.exit_code == 0
     first, *lines = done.stdout.splitlines()
     assert first.startswith(f"{cohere} is in the layout cohere")
+    assert lines[-1].startswith("Only names, shapes and config were compared, values were not ")
     assert "  shapes: they fit with heads 6, kv_heads 2, head_dim 8, embed_dim 48" in lines
     assert "  not llama: the config says cohere" in lines
 
 
+def test_a_config_of_another_model_is_said_and_decides_nothing(
+    cohere: Path, tmp_path: Path
+) -> None:
+    config = json.loads((cohere / "config.json").read_text()) | {"model_type": "gptj"}
+    shutil.copy(cohere / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run(tmp_path)
+    assert done.exit_code == UNDECIDED
+    said = "the config says model_type gptj, whose layout is gptj, but the names or shapes are "
+    assert done.stdout.startswith(f"{tmp_path} contradicts its config: {said}")
+    found = json.loads(run(tmp_path, "--json").stdout)
+    assert found["layout"] is None
+    assert found["contradiction"].startswith(said)
+
+
 def test_names_and_shapes_alone_leave_several(bare: Path) -> None:
     done = run(bare, "--heads", 6)
-    assert done.exit_code == 2
+    assert done.exit_code == UNDECIDED
     assert "which names and shapes cannot tell apart" in done.stdout
     assert "undecidable without a reference" in done.stdout
     named = {line.strip() for line in done.stdout.splitlines() if line.startswith("  ")}
@@ -88,7 +106,11 @@ def test_the_same_weights_elsewhere_decide(bare: Path, tmp_path: Path) -> None:
     left = {one["layout"] for group in found["candidates"] for one in group}
     assert "cohere" in left
     assert "llama" not in left
-    assert "wq, wk are not the reference's" in found["refuted"]["llama"]
+    assert (
+        "differs from the reference in queries of all 6 heads; keys of all 2 kv heads"
+        in (found["refuted"]["llama"])
+    )
+    assert found["compared"] == ["names", "shapes", "values"]
 
 
 def test_a_reference_with_a_config_tells_the_counts(bare: Path, cohere: Path) -> None:
@@ -101,7 +123,8 @@ def test_other_weights_leave_no_layout(bare: Path, tmp_path: Path) -> None:
     save_file(other, tmp_path / "other.safetensors")
     done = run(bare, "--heads", 6, "--reference", tmp_path / "other.safetensors")
     assert done.exit_code == 1
-    assert done.stdout.startswith(f"{bare} is in none of the layouts that its names and shapes fit")
+    assert done.stdout.startswith(f"{bare} is in none of the ")
+    assert "`model.layers.0.self_attn.` differs from the reference in " in done.stdout
 
 
 def test_no_attention_at_all(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import headwise
 from headwise import cli
+from headwise.cli.exit_status import CRASHED, USAGE
 from headwise.errors import ShapeError
 
 
@@ -28,16 +29,23 @@ def test_an_error_is_a_message_and_no_traceback(
     monkeypatch.setattr(cli, "app", refuse)
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    assert stop.value.code == 1
+    assert stop.value.code == USAGE
     assert capsys.readouterr().err == (
         "headwise: 512 and 7 heads\n  needed: a multiple\n  do:     take 8 heads\n"
     )
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_of_ours_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(cli, "app", fail)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(SystemExit) as stop:
         cli.main()
+    assert stop.value.code == CRASHED
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback")
+    assert error.endswith("ZeroDivisionError\n")
+    assert ", in fail\n" in error

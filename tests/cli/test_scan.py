@@ -317,7 +317,7 @@ def test_help_loads_nothing_heavy() -> None:
 def test_the_command_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headwise", "scan", "nowhere"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 1
+    assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line]
     assert lines[0] == "headwise: nowhere, which does not exist"
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["needed", "do"]

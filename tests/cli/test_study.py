@@ -56,8 +56,9 @@ def test_a_question_that_is_named_shows_its_facts_and_figures(
 ) -> None:
     shown(made_up(answer(bars=[1.0, 1.5])))
     monkeypatch.setattr(catalogue, "IDS", ("made-up",))
-    out, _ = run("made-up", "--out", str(tmp_path / "page.html"))
-    lines = [line.strip() for line in out.splitlines()]
+    done = STUDY.invoke("made-up", "--out", str(tmp_path / "page.html"))
+    assert done.exit_code == 1, done.exception
+    lines = [line.strip() for line in done.stdout.splitlines()]
     assert "✓ the sum is 4" in lines
     assert "✗ a bar is 1.50 high" in lines
     assert "Because 4 & nothing else." in lines
@@ -115,7 +116,7 @@ def test_the_command_itself(tmp_path: Path) -> None:
 def test_an_unknown_question_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headwise", "study", "heads"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "headwise: " in done.stderr
     assert "the question 'heads'" in done.stderr
     assert "Traceback" not in done.stderr

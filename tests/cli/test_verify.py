@@ -50,7 +50,7 @@ def test_the_same(folder: Path, meta: Path) -> None:
     assert done.exit_code == 0, done.exception
     assert done.stdout.splitlines() == [
         "llama against llama-meta",
-        "21 tensors are the same: the same function, byte for byte",
+        "The same function, byte for byte: all 21 tensors are equal.",
     ]
 
 
@@ -67,8 +67,13 @@ def test_another_number_is_named(folder: Path, meta: Path) -> None:
     save_file(state, meta)
     done = run(folder, meta, "--outputs")
     assert done.exit_code == 1
-    assert f"{name}, of model.layers.1.self_attn.v_proj.weight: 1 of" in done.stdout
+    where = "values of kv head 0"
+    made_of = "`model.layers.1.self_attn.v_proj.weight`"
+    assert f"`{name}` ({where}), made of {made_of}: 1 of" in done.stdout
     assert done.stdout.count("OTHER OUTPUTS") == 1
+    assert done.stdout.splitlines()[-1] == (
+        f"Not the same: 20 of 21 tensors are equal; `{name}` differs ({where})."
+    )
 
 
 def test_a_table_that_the_first_layer_has_serves_all_of_its_side(tmp_path: Path) -> None:
@@ -107,7 +112,14 @@ def test_digests_find_one_bit(meta: Path, tmp_path: Path) -> None:
     done = run(meta, digests)
     assert done.exit_code == 1
     assert "changed" in done.stdout
-    assert done.stdout.splitlines()[-1] == "20 of 21 tensors are what they were"
+    assert done.stdout.splitlines()[-1] == ("Not the same: 20 of 21 tensors are as in the digests.")
+
+
+def test_the_folder_that_is_made_for_digests_is_named(meta: Path, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "digests.json"
+    assert f"The folder {path.parent} was not there and was made." in (
+        run(meta, "--write-digests", path).stdout.splitlines()
+    )
 
 
 def test_nothing_to_compare_with(meta: Path) -> None:
@@ -168,7 +180,9 @@ def test_configs_that_contradict_each_other(
     done = run(folder, other)
     assert done.exit_code == 1, done.exception
     assert f"in the first's config, {theirs} in the second's" in done.stdout
-    assert done.stdout.splitlines()[-1] == "0 tensors are the same: not the same"
+    assert done.stdout.splitlines()[-1] == (
+        "Not the same: the configs contradict each other; no tensor was compared."
+    )
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
@@ -186,7 +200,7 @@ def test_what_one_leaves_open_the_other_decides(
     assert done.stdout.splitlines() == [
         " against ".join(read),
         f"  read as {' and '.join(read)}: their values agree so",
-        "21 tensors are the same: the same function, byte for byte",
+        "The same function, byte for byte: all 21 tensors are equal.",
     ]
 
 
@@ -206,8 +220,27 @@ def test_none_that_agrees_is_not_the_same(folder: Path, tmp_path: Path) -> None:
     save_file(state | {name: state[name] + 1}, bare)
     done = run(folder, bare)
     assert done.exit_code == 1, done.exception
-    assert "not llama: model.layers.1.self_attn.: wv are not the first's" in done.stdout
-    assert done.stdout.splitlines()[-1] == "0 tensors are the same: not the same"
+    differs = "`model.layers.1.self_attn.` differs from the first in values of all 2 kv heads"
+    assert f"not llama: {differs}" in done.stdout
+    assert done.stdout.splitlines()[-1] == (
+        f"Not the same: 20 of 21 tensors are equal; `{name}` differs (values of all 2 kv heads)."
+    )
+
+
+def test_of_readings_that_do_not_agree_the_one_with_the_most_equal_tensors_is_shown(
+    folder: Path, meta: Path, tmp_path: Path
+) -> None:
+    """In Meta's names, the second may be Llama's, or Cohere's with other rows of q and k."""
+    state, bare = load_file(folder / "model.safetensors"), tmp_path / "bare.safetensors"
+    name = "model.layers.0.self_attn.o_proj.weight"
+    state[name][3, 5 * llamas.HEAD_DIM] += 1
+    save_file(state, bare)
+    done = run(meta, bare, "--heads", llamas.HEADS, "--kv-heads", llamas.KV_HEADS)
+    assert done.exit_code == 1, done.exception
+    assert "read as llama-meta and llama, where most tensors are equal" in done.stdout
+    assert done.stdout.splitlines()[-1] == (
+        f"Not the same: 20 of 21 tensors are equal; `{name}` differs (output projection of head 5)."
+    )
 
 
 def test_a_layout_that_is_named_decides_for_the_other(folder: Path, tmp_path: Path) -> None:

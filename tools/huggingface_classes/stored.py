@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headwise.cli.checkpoints import opened
+from headwise.diagnosis.weights import weights_of
 from headwise.errors import HeadwiseError
 from headwise.layouts.detect import Detection
 from headwise.scanning.behaviour import by_behaviour
@@ -24,12 +24,12 @@ def layout_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder)
-        asked = opened(folder, {})
+        asked = weights_of(folder, {})
         found = asked.detection()
         if not found.candidates:
             return "", ""
         try:
-            after = by_behaviour(found, asked.source, model, given, asked.config)
+            after = by_behaviour(found, asked.tensors, model, given, asked.config)
         except HeadwiseError:  # no layer of it could be compared
             return _name(found), BY_CONFIG if found.layout else ""
     if found.layout and not after.candidates:

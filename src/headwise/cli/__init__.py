@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from headwise import __version__
+from headwise.cli import exit_status
 from headwise.cli.convert import convert
 from headwise.cli.demo import demo
 from headwise.cli.detect import detect
@@ -17,16 +18,20 @@ from headwise.cli.layouts import layouts
 from headwise.cli.scan.command import scan
 from headwise.cli.study import study
 from headwise.cli.verify import verify
-from headwise.errors import HeadwiseError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(demo)
-app.command()(study)
-app.command()(scan)
-app.command()(convert)
-app.command()(verify)
-app.command()(detect)
-app.add_typer(layouts, name="layouts")
+told = exit_status.told
+app.command(epilog=told(yes="done", no="a layer of the trained encoder is not the same"))(demo)
+app.command(
+    epilog=told(yes="every claim is borne out", no="one is not", undecided="none could be asked")
+)(study)
+app.command(epilog=told(yes="done"))(scan)
+app.command(epilog=told(yes="written", undecided="the layout of the source stays open"))(convert)
+app.command(
+    epilog=told(yes="the same", no="not the same", undecided="the layout of one stays open")
+)(verify)
+app.command(epilog=told(yes="one layout", no="none", undecided="several may be meant"))(detect)
+app.add_typer(layouts, name="layouts", epilog=told(yes="done"))
 
 
 def _print_version(wanted: bool) -> bool:
@@ -50,9 +55,6 @@ def _headwise(
 
 
 def main() -> None:
-    """Run the command line. A `HeadwiseError` becomes its message and exit status 1."""
-    try:
+    """Run the command line; every error has its exit status (`headwise.cli.exit_status`)."""
+    with exit_status.Speaking():
         app()
-    except HeadwiseError as error:
-        typer.echo(f"headwise: {error}", err=True)
-        raise SystemExit(1) from None

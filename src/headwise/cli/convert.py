@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from headwise.cli.checkpoints import Opened
+    from headwise.diagnosis.weights import Weights
     from headwise.layouts.checkpoint.conversion import Converted
     from headwise.layouts.layout import Layout
 
@@ -84,23 +84,23 @@ def _convert(
     import time
 
     from headwise.cli.checkpoints import in_options
-    from headwise.cli.ending import aside
+    from headwise.cli.ending import aside, folders_to_make
     from headwise.cli.progress import on_a_bar
 
     start = time.perf_counter()
     with in_options(), on_a_bar(aside(), "loading torch"):
         from rich.console import Console
 
-        from headwise.cli.checkpoints import opened
+        from headwise.diagnosis.weights import weights_of
         from headwise.layouts.checkpoint.conversion import convert_checkpoint
         from headwise.layouts.checkpoint.working import folder_of
         from headwise.layouts.registry import layout
         from headwise.models.threads import one_thread
 
         wanted = layout(named[1])
-        found = opened(place, given)
+        found = weights_of(place, given)
         stored = found.layout(named[0], "--from")
-    console = aside()
+    console, made_folder = aside(), folders_to_make(target)
     console.print(f"{place}: {stored.name} -> {wanted.name}", markup=False)
     try:  # moving bytes waits for memory and the disk: a second thread takes twice the time
         with in_options(), one_thread(), _bytes_on_a_bar(console) as progress:
@@ -119,8 +119,9 @@ def _convert(
         console.print(begun, markup=False)
         raise
     seconds = time.perf_counter() - start
-    lines = [*_lines(done, found, given, (stored, wanted)), _took(done, seconds), str(done.target)]
-    for line in lines:
+    lines = [*_lines(done, found, given, (stored, wanted)), made_folder]
+    lines += [_took(done, seconds), str(done.target)]
+    for line in filter(None, lines):
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
 
 
@@ -153,7 +154,7 @@ def _bytes_on_a_bar(console: Console) -> Iterator[Callable[[str, int, int], None
 
 
 def _lines(
-    done: Converted, found: Opened, given: Counts, layouts: tuple[Layout, Layout]
+    done: Converted, found: Weights, given: Counts, layouts: tuple[Layout, Layout]
 ) -> Iterator[str]:
     yield from _done_lines(done, found, layouts[1])
     yield from _counted_lines(found, given)
@@ -167,7 +168,7 @@ def _took(done: Converted, seconds: float) -> str:
     return f"{seconds:.1f} s, {size}. The weights:"
 
 
-def _done_lines(done: Converted, found: Opened, wanted: Layout) -> Iterator[str]:
+def _done_lines(done: Converted, found: Weights, wanted: Layout) -> Iterator[str]:
     from headwise.layouts.checkpoint.source import open_source
     from headwise.layouts.places import modules_of
 
@@ -193,16 +194,16 @@ def _done_lines(done: Converted, found: Opened, wanted: Layout) -> Iterator[str]
         )
 
 
-def _kept(names: list[str], roots: set[str], found: Opened, wanted: Layout) -> list[str]:
+def _kept(names: list[str], roots: set[str], found: Weights, wanted: Layout) -> list[str]:
     """The names of the source that are in the target as well, and that its layout does not know."""
     from headwise.layouts.places import modules_of, outside
 
     own = {name for module in modules_of(wanted, names) for name in module.tensors}
-    kept = [name for name in names if name in found.source.headers and name not in own]
+    kept = [name for name in names if name in found.headers and name not in own]
     return [name for name in kept if outside(wanted, name, roots) is None]
 
 
-def _counted_lines(found: Opened, given: Counts) -> Iterator[str]:
+def _counted_lines(found: Weights, given: Counts) -> Iterator[str]:
     by: dict[str, list[str]] = {"config.json": [], "given": []}
     for name, count in found.known.items():
         by["config.json" if given.get(name) is None else "given"].append(f"{name} {count}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headwise.cli.exit_status import NO
 from headwise.errors import MissingExtraError, OptionError
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def demo(
         show=lambda console: _show(report, look, console),
         as_json=(lambda: _plain(report, look)) if as_json else None,
     )
+    if not isinstance(look, MissingExtraError) and not look.equal:
+        raise typer.Exit(NO)
 
 
 def _beside(page: Path) -> Path:

@@ -12,6 +12,12 @@ import typer
 from rich.console import Console
 
 
+def folders_to_make(path: Path) -> str:
+    """A line that names the folder above ``path`` that is not there yet; "" where it is."""
+    folder = path.absolute().parent
+    return "" if folder.exists() else f"The folder {folder} was not there and was made."
+
+
 def aside() -> Console:
     """For progress, which leaves standard output to the result."""
     return Console(stderr=True, highlight=False, soft_wrap=True)

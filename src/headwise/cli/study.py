@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from headwise.cli.exit_status import NO, UNDECIDED
+
 PAGE = Path("headwise-study/index.html")
 
 
@@ -63,6 +65,10 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
         show=lambda console: show(result, console, whole=bool(questions)),
         as_json=result.as_json if as_json else None,
     )
+    if not all(answer.holds for answer in result.answers):
+        raise typer.Exit(NO)
+    if not result.answers:
+        raise typer.Exit(UNDECIDED)
 
 
 def _print_list(questions: list[str]) -> None:

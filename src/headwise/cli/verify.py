@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
+from headwise.cli.ending import folders_to_make
+from headwise.cli.exit_status import NO, YES
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from headwise.cli.read_as import ReadAs
-    from headwise.layer.outputs import Outputs
-    from headwise.layouts.verify import Verification
-
-SHOWN = 8  # differences, before the rest is counted
+SHOWN = 8  # tensors, before the rest is counted
 DIGESTS = ".json"
 Named = Annotated[str | None, typer.Option(show_default="what the files leave possible")]
 
@@ -51,21 +46,25 @@ def verify(
 
     The first is moved into the layout of the second, tensor by tensor, and
     compared. With digests as the second, every byte of the first is what it was
-    when they were written. Exit status: 0 the same, 1 not.
+    when they were written.
     """
     given = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
     named = (first_layout, second_layout)
     if second is None and write_digests is None:
         raise typer.BadParameter("Name SECOND, to compare with, or --write-digests FILE.json.")
+    made_folder = ""
     if write_digests is not None:
+        made_folder = folders_to_make(write_digests)
         _require_new(write_digests)
     if second is None or _is_digests(second):
         if outputs or any(value is not None for value in (*named, *given.values())):
             raise typer.BadParameter("Digests are compared without options of layouts and counts.")
-        status = 0 if second is None else _verify_digests(first, second)
+        status = YES if second is None else _verify_digests(first, second)
     else:
         status = _verify(first, second, named, given, outputs=outputs)
     if write_digests is not None and not status:
+        if made_folder:
+            typer.echo(made_folder)
         _write(first, write_digests)
     raise typer.Exit(status)
 
@@ -108,10 +107,11 @@ def _verify_digests(place: Path, path: Path) -> int:
         typer.echo(f"  {name}: {word}")
     if len(other) > SHOWN:
         typer.echo(f"  and {len(other) - SHOWN} more")
-    typer.echo(
-        f"{len(now) - sum(n in now for n in other)} of {len(now)} tensors are what they were"
-    )
-    return int(bool(other))
+    unchanged = len(now) - sum(name in now for name in other)
+    total = len({**before, **now})
+    answer = f"Not the same: {unchanged} of {total}" if other else f"The same: all {total}"
+    typer.echo(f"{answer} tensors are as in the digests.")
+    return NO if other else YES
 
 
 def _verify(
@@ -129,54 +129,17 @@ def _verify(
     with in_options(), on_a_bar(aside(), "loading torch") as progress:
         from rich.console import Console
 
-        from headwise.cli.checkpoints import opened
-        from headwise.cli.read_as import read_as
-        from headwise.layer.outputs import outputs_of_both
-        from headwise.layouts.verify import verify as compare
+        from headwise.diagnosis.verify import verify as compare
 
-        one, other = opened(first, given), opened(second, given)
-        read = read_as(one, other, named)
-        found: Verification | None = None
-        ran: list[Outputs] = []
-        if read.layouts is not None:
-            mine, theirs = read.layouts
-            found = compare(
-                one.source,
-                other.source,
-                mine,
-                theirs,
-                progress=lambda done, total: progress("tensors", done, total),
-                **read.known,
-            )
-            if outputs and not found.unheld:
-                config = one.config or other.config
-                ran = outputs_of_both(one.source, other.source, mine, theirs, config, **read.known)
-    console = Console(highlight=False, soft_wrap=True)
-    _show(read, found, console)
-    _show_outputs(ran, console)
-    return int(not found or not all(layer.is_same for layer in ran))
-
-
-def _show(read: ReadAs, found: Verification | None, console: Console) -> None:
-    from headwise.layouts.verify import lines_of
-
-    if read.layouts is not None:
-        console.print(" against ".join(one.name for one in read.layouts), markup=False)
-    lines = [*read.lines[:SHOWN], *(lines_of(found, most=SHOWN) if found is not None else ())]
-    if len(read.lines) > SHOWN:
-        lines.append(f"and {len(read.lines) - SHOWN} more")
-    for line in lines:
-        console.print(f"  {line}", markup=False)
-    answer = "the same function, byte for byte" if found else "not the same"
-    same = found.same if found is not None else 0
-    console.print(f"{same} tensors are the same: {answer}", markup=False)
-
-
-def _show_outputs(ran: list[Outputs], console: Console) -> None:
-    for layer in ran:
-        word = "the same outputs" if layer.is_same else "OTHER OUTPUTS"
-        console.print(
-            f"  {layer.first} {layer.second}: {word}, {layer.apart:.1e} apart; rounding allows "
-            f"{layer.allowed:.1e}",
-            markup=False,
+        found = compare(
+            first,
+            second,
+            first_layout=named[0],
+            second_layout=named[1],
+            outputs=outputs,
+            progress=progress,
+            **given,
         )
+    for line in found.lines:
+        Console(highlight=False, soft_wrap=True).print(line, markup=False)
+    return YES if found else NO

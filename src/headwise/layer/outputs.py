@@ -42,6 +42,13 @@ class Outputs:
         """Whether no more than rounding is between them."""
         return self.apart <= self.allowed
 
+    def __str__(self) -> str:
+        word = "the same outputs" if self.is_same else "OTHER OUTPUTS"
+        return (
+            f"`{self.first}` and `{self.second}`: {word}; they differ by {self.apart:.1e} of the "
+            f"largest output, of which rounding explains {self.allowed:.1e}"
+        )
+
 
 def outputs_of_both(
     first: Mapping[str, Tensor],

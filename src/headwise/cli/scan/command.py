@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headwise.cli.exit_status import INTERRUPTED
 from headwise.cli.scan.asked import Asked
 
 if TYPE_CHECKING:
     from headwise.pages.scan import ScanReport
 
 PAGE = Path("headwise-scan/index.html")
-INTERRUPTED = 130  # the exit status of what Ctrl-C ended: 128 and the number of the signal
-
 
 ModelDir = Annotated[
     Path | None,

@@ -10,7 +10,6 @@ from importlib import metadata
 
 import torch
 
-from headwise.cli.on_tokens import on_tokens
 from headwise.cli.scan import passage
 from headwise.cli.scan.asked import TABLE, Asked
 from headwise.cli.scan.passage import Passage
@@ -23,6 +22,7 @@ from headwise.scanning import machine
 from headwise.scanning.corpus import PARTS, SUFFIX, scan_corpus
 from headwise.scanning.estimate import Estimate, calls_of, estimate, require_memory
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.on_tokens import on_tokens
 from headwise.scanning.scan import scan
 from headwise.whole_files import require_writable, write_whole
 

@@ -1,4 +1,4 @@
-"""Running a model on tokens alone: that it cannot be is said in many ways."""
+"""A run of a model on tokens alone, and the error where the model fails on them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,48 @@
+"""Exit statuses of the command line, which are the same for every command.
+
+0    yes, or done
+1    no: the question that the command asks has this answer
+2    wrong use: an option, a file or a folder that the command cannot work with
+3    cannot be decided from what was given
+70   a mistake of headwise itself, with its traceback
+130  interrupted
+"""
+
+from __future__ import annotations
+
+import traceback
+from types import TracebackType
+
+import typer
+
+from headwise.errors import HeadwiseError, UndecidedError
+
+YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3
+CRASHED = 70  # EX_SOFTWARE of sysexits.h: Python's own 1 would be read as a no
+INTERRUPTED = 130  # 128 and the number of the signal that Ctrl-C sends
+
+
+def told(*, yes: str, no: str = "", undecided: str = "") -> str:
+    """The last lines of a command's help: what each status means there."""
+    meant = {YES: yes, NO: no, USAGE: "options or input that cannot be used", UNDECIDED: undecided}
+    return "Exit status: " + "; ".join(f"{n} {words}" for n, words in meant.items() if words) + "."
+
+
+class Speaking:
+    """Turns an error that leaves the block into its message and its exit status."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, HeadwiseError):
+            typer.echo(f"headwise: {error}", err=True)
+            raise SystemExit(UNDECIDED if isinstance(error, UndecidedError) else USAGE) from None
+        if isinstance(error, Exception):
+            traceback.print_exception(error)
+            raise SystemExit(CRASHED) from None

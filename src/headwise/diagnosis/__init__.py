@@ -1,0 +1,7 @@
+"""Questions about weights: which layout they are in, and whether two sets are one function.
+
+weights     weights as they are given: a file, a folder or a state dict, with a config and counts
+detect      `detect`: by names, shapes, config, values or a run of a model
+readings    the layouts of two sets of weights, side by side
+verify      `verify`: byte for byte, and with outputs
+"""
