@@ -121,3 +121,21 @@ def test_a_folder_of_another_scan(model: Path, text: Path) -> None:
     assert everything_in(Path("kept")) == before
     run(model, "--text", text, "--out", "kept", "--page", "p.html")  # the same again
     assert everything_in(Path("kept")) == before
+
+
+def test_a_damaged_part_is_named(model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(model, "--text", texts, "--out", "kept", "--stats", "entropy", "--page", "p.html")
+    before = everything_in(Path("kept"))
+    part = sorted(Path("kept/parts").iterdir())[1]
+    raw = part.read_bytes()
+    part.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    arguments = (model, "--text", texts, "--out", "kept", "--stats", "entropy")
+    error = refused(*arguments)
+    assert error.saw.startswith(f"the file {part.absolute()} is damaged or was edited: ")
+    assert error.do.startswith("remove this file and start the same run again")
+    part.unlink()
+    real, seen = work.scan, []
+    monkeypatch.setattr(work, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
+    run(*arguments)
+    assert len(seen) == 2  # the trial, and the text of the part
+    assert everything_in(Path("kept")) == before

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.corpus import digest_of, scan_corpus
+from headwise.scanning.files import FORMAT_1_NOTE
 from headwise.scanning.head_scan import HeadScan
 from tests.scanning.documents import COUNT, MADE_WITH, documents, scan_one
+from tests.scanning.edited import as_format_1, edit, fields_in
 from tests.scanning.scans import STATISTICS, Own, is_same, layer_scan, matrix, random_scan
 
 ROOT = Path(__file__).parents[2]
@@ -122,20 +124,91 @@ def test_a_part_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
         assert content(tmp_path) == before
 
 
-def test_a_damaged_part_is_refused(tmp_path: Path) -> None:
-    run(tmp_path)
-    part = next(iter(sorted((tmp_path / "parts").iterdir())))
+def test_a_damaged_part_is_named_and_its_removal_is_all_it_takes(tmp_path: Path) -> None:
+    whole = run(tmp_path)
+    before = content(tmp_path)
+    part = sorted((tmp_path / "parts").iterdir())[2]
     raw = part.read_bytes()
-    part.write_bytes(raw[:-1])
-    with pytest.raises(OptionError, match="which cannot be read"):
-        run(tmp_path)
+    half, bit = raw[: len(raw) // 2], raw[:-5] + bytes([raw[-5] ^ 64]) + raw[-4:]
+    for damaged, said in ((half, "it is no whole"), (bit, "the digest"), (b"", "it is no whole")):
+        part.write_bytes(damaged)
+        with pytest.raises(OptionError) as error:
+            run(tmp_path)
+        assert error.value.saw.startswith(f"the file {part} is damaged or was edited: ")
+        assert said in error.value.saw
+        assert error.value.do == (
+            "remove this file and start the same run again: the other parts are kept, and only "
+            "the document of this part is scanned again"
+        )
+        assert part.read_bytes() == damaged
+        part.unlink()
+        scanned = []
+
+        def watched(inputs: Tensor, scanned: list[int] = scanned) -> HeadScan:
+            scanned.append(inputs.shape[3])
+            return scan_one(inputs)
+
+        assert is_same(run(tmp_path, scan_one=watched), whole)
+        assert scanned == [9]
+        assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("chapter", "document is 'chapter' and no mapping"),
+        ({}, "document has no field 'name'"),
+        ({"name": "a", "digest": "b", "made_with": {}, "seed": 1}, "document has a field 'seed'"),
+        ({"name": 1, "digest": "b", "made_with": {}}, "document.name is 1 and no text"),
+        ({"name": "a", "digest": [], "made_with": {}}, "document.digest is a list of 0 entries"),
+        ({"name": "a", "digest": "b", "made_with": []}, "document.made_with is a list of 0"),
+        ({"name": "a", "digest": "b", "made_with": {"c": 1}}, "document.made_with.c is 1 and no"),
+    ],
+)
+def test_an_edited_document_is_refused(tmp_path: Path, document: object, said: str) -> None:
+    run(tmp_path, 1)
+    (part,) = (tmp_path / "parts").iterdir()
+    edit(part, lambda about, _: about.update(document=document))
+    with pytest.raises(OptionError) as error:
+        run(tmp_path, 1, scan_one=never)
+    assert error.value.saw.startswith(f"the file {part} is damaged or was edited: ")
+    assert said in error.value.saw
+
+
+def test_a_part_of_something_else_is_no_part(tmp_path: Path) -> None:
+    whole = run(tmp_path)
+    part = min((tmp_path / "parts").iterdir())
+    raw = part.read_bytes()
     scan_one(documents()[0][1]).save(part)
     with pytest.raises(OptionError, match="a scan that no run over documents wrote"):
         run(tmp_path)
     part.write_bytes(raw)
-    part.with_name("00000-twice.safetensors").write_bytes(raw)
+    twice = part.with_name("00000-twice.safetensors")
+    twice.write_bytes(raw)
     with pytest.raises(OptionError, match=r"beside 00000-chapter-0-\.txt\.safetensors"):
         run(tmp_path)
+    twice.rename(part.with_name("1st-draft.safetensors"))  # whose name is none of a part
+    part.with_name("00009-folder.safetensors").mkdir()
+    assert is_same(run(tmp_path, scan_one=never), whole)
+
+
+def test_a_run_goes_on_from_parts_of_format_1(tmp_path: Path) -> None:
+    whole = run(tmp_path)
+    first, second, *_, last = sorted((tmp_path / "parts").iterdir())
+    edit(first, as_format_1)
+    edit(second, as_format_1)
+    last.unlink()
+    scan = run(tmp_path)
+    assert is_same(replace(scan, notes=whole.notes), whole)
+    assert scan.notes.count(FORMAT_1_NOTE) == 1
+    assert fields_in(first)["version"] == 1
+    assert fields_in(last)["version"] == 2
+
+
+def test_a_name_with_half_a_character_is_kept(tmp_path: Path) -> None:
+    odd = [(f"a\udcff{name}", inputs) for name, inputs in documents(2)]
+    scan = scan_corpus(scan_one, odd, tmp_path, made_with=MADE_WITH)
+    assert is_same(scan_corpus(never, odd, tmp_path, made_with=MADE_WITH), scan)
 
 
 def test_a_document_that_does_not_fit_is_named_and_not_kept(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Sequence
@@ -205,15 +206,36 @@ def test_heads_that_were_not_looked_at_are_in_no_match() -> None:
 def test_the_largest_differences() -> None:
     one, two = scalars([0.0, 5.0, 1.0]), scalars([0.5, 2.0, 1.0])
     diff = one.diff(two)
-    assert [(found.head, found.value) for found in diff.top(2, name="entropy")] == [
-        (1, -3.0),
+    assert [(head.head, head.value) for head in diff.top("entropy", 2)] == [(1, -3.0), (0, 0.5)]
+    assert [(head.head, head.value) for head in diff.top("entropy", 2, lowest=True)] == [
+        (2, 0.0),
         (0, 0.5),
     ]
-    assert [found.head for found in diff.top(1)] == [1]
-    assert diff.top(1)[0].value == float(diff.apart.max())
-    assert diff.top(1)[0].layer == "layer.0"
+    assert [head.head for head in diff.top(n=1)] == [1]
+    assert diff.top() == diff.top("apart", 5)
+    assert diff.top("apart", 1)[0].value == float(diff.apart.max())
+    assert diff.top("apart", 1)[0].layer == "layer.0"
+    assert diff.top("apart", 1, lowest=True)[0].value == float(diff.apart.min())
+    diff = random_scan(0).diff(random_scan(1))
     with pytest.raises(OptionError, match="map, which has query_block x key_block numbers"):
-        random_scan(0).diff(random_scan(1)).top(name="map")
+        diff.top("map")
+    with pytest.raises(OptionError) as error:
+        diff.top("entropi")
+    assert error.value.saw == "name='entropi', which is no statistic of this comparison"
+    assert error.value.needed.startswith("'apart', or one that both scans have: entropy,")
+
+
+def test_top_of_a_scan_and_of_a_difference_have_one_signature() -> None:
+    of_scan = inspect.signature(HeadScan.top).parameters
+    of_diff = inspect.signature(ScanDiff.top).parameters
+    assert list(of_scan) == list(of_diff) == ["self", "name", "n", "lowest"]
+    for name in ("n", "lowest"):
+        assert of_scan[name] == of_diff[name]
+    assert (of_scan["name"].kind, of_scan["name"].annotation) == (
+        of_diff["name"].kind,
+        of_diff["name"].annotation,
+    )
+    assert of_diff["name"].default == "apart"
 
 
 def test_the_table_of_differences() -> None:
@@ -251,7 +273,7 @@ def test_models_of_other_shapes_are_refused() -> None:
         (random_scan(0, heads=5), "layer.0 with 6 of 6 heads looked at, and layer.0 with 5 of 5"),
         (replace(scan, layer_scans=tuple(some)), "layer.0 with 2 of 6"),
         (replace(scan, layer_scans=tuple(turned_about)), "[0, 1, 2, 3, 4, 5], and [5, 4, 3, 2"),
-        (random_scan(0, statistics=(Otherwise(),)), "and as in bits"),
+        (random_scan(0, statistics=(Otherwise(),)), "and as in bits (entropy:"),
     ):
         with pytest.raises(OptionError) as error:
             scan.diff(other)

@@ -209,7 +209,7 @@ def test_one_name_has_one_meaning() -> None:
         definition = replace(Entropy.definition, formula="in bits")
 
     scan = random_scan(0, statistics=(Entropy(),))
-    with pytest.raises(OptionError, match=r"entropy as mean over .*, and as in bits"):
+    with pytest.raises(OptionError, match=r"entropy as mean .* \(entropy-1\), and as in bits"):
         scan.merge(random_scan(0, statistics=(Otherwise(),)))
     with pytest.raises(OptionError, match="two statistics with the name entropy"):
         random_scan(0, statistics=(Entropy(), Otherwise()))

@@ -190,6 +190,8 @@ def test_layers_and_heads_may_be_chosen() -> None:
     part = scan(model, given, statistics=FEW, layers=["*.1"], heads=[3, 1])
     assert part.layers == ("blocks.1",)
     assert part.layer_scans[0].heads == (3, 1)
+    twice = scan(model, given, statistics=FEW[:1], layers=["*.1"], heads=[3, 1, 3])
+    assert twice.layer_scans[0].heads == (3, 1)
     for name in FEW:
         for head in (1, 3):
             close(part[name][0, head], whole[name][1, head])

@@ -7,13 +7,14 @@ sum over sequences and the number of sequences. So they merge, and are kept, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.heads.statistics.observation import Observation
+from headwise.heads.statistics.parts import MEAN, Part, Parts
 from headwise.heads.statistics.statistic import Definition, Statistic, Summary
 
 LOSS = "the loss's own; nats a token for the default loss"
@@ -25,6 +26,8 @@ WANG = "Wang et al. 2022, arXiv:2211.00593"
 
 class Importance(Statistic):
     """The mean over sequences of a number that running the model gives each head."""
+
+    parts = MEAN
 
     def missing(self, observation: Observation) -> str | None:  # noqa: ARG002 (of no call)
         """No pass over the weights can tell it."""
@@ -119,6 +122,7 @@ class AblationMean(Importance):
         excluded=PADDING,
         source=WANG + ", section 3 (which takes the mean at each position of a template)",
     )
+    parts: ClassVar[Parts] = {**MEAN, "stood_in": Part(axes=("value_dim",))}
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
         """Sums; the outputs that stood in for the heads must be the same.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from headwise.pages import pictures, telling
 from headwise.pages.telling import Shown, StandingOut
 from headwise.pages.template import templates
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.saved_scan import fields_of_statistic
 from headwise.whole_files import write_whole
 
 MOST_NUMBERS = 16  # heads: numbers of more would not fit into a row
@@ -86,7 +87,7 @@ class ScanReport:
             "chosen": self.chosen,
             "notes": list(self.all_notes),
             "missing": self.missing,
-            "statistics": [asdict(scan.definition(name)) for name in scan.scalars],
+            "statistics": [fields_of_statistic(scan.definition(name)) for name in scan.scalars],
             "heads": [
                 {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
                 for row in scan.table()

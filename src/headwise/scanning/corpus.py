@@ -10,37 +10,26 @@ written undisturbed. One run at a time may write to a folder.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from headwise.errors import OptionError
 from headwise.heads.statistics.statistic import Statistic
-from headwise.scanning.files import read, write
+from headwise.scanning import saved_fields
+from headwise.scanning.content_digest import digest_of as digest_of
+from headwise.scanning.files import damaged, read, write
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.saved_fields import FieldError
 
 SCAN, PARTS = "scan.safetensors", "parts"
 SUFFIX = ".safetensors"
-
-
-def digest_of(content: Any) -> str:
-    """The SHA-256 of a text, number, tensor, or of mappings and sequences of such; in hex.
-
-    It is the same in every process and on every device. A tensor counts with its dtype and shape,
-    a mapping with its keys in sorted order, so a tokenizer's output and a ``state_dict()`` do.
-
-    Raises:
-        OptionError: something of another type, or a mapping whose keys are not text.
-    """
-    running = hashlib.sha256()
-    _feed(running.update, content)
-    return running.hexdigest()
+REMOVE = (
+    "remove this file and start the same run again: the other parts are kept, and only the "
+    "document of this part is scanned again"
+)
 
 
 def scan_corpus(
@@ -93,6 +82,13 @@ def scan_corpus(
     return total
 
 
+def parts_in(out: Path) -> list[tuple[int, Path]]:
+    """Return the number and the path of each part that a folder holds, in order."""
+    found = sorted((out / PARTS).glob(f"[0-9]*-*{SUFFIX}"))
+    named = [(path.name.partition("-")[0], path) for path in found if path.is_file()]
+    return [(int(number), path) for number, path in named if re.fullmatch("[0-9]+", number)]
+
+
 class _Folder:
     """The parts that there are, and what a part must be made from to be taken."""
 
@@ -105,8 +101,7 @@ class _Folder:
         for left in [*out.glob(f".{SCAN}.*.part"), *self.parts.glob(f".*{SUFFIX}.*.part")]:
             left.unlink(missing_ok=True)  # of a run that was killed while it wrote
         self._found: dict[int, Path] = {}
-        for path in sorted(self.parts.glob(f"[0-9]*-*{SUFFIX}")):
-            index = int(path.name.partition("-")[0])
+        for index, path in parts_in(out):
             if index in self._found:
                 raise _refused(path, f"beside {self._found[index].name}", "one part a document")
             self._found[index] = path
@@ -127,7 +122,11 @@ class _Folder:
         fits: HeadScan | None,
     ) -> HeadScan:
         """A document's scan as it stands in its part, which is written where there is none."""
-        document = {"name": name, "digest": digest_of(inputs), "made_with": self._made_with}
+        document = {
+            "name": _writable(name),
+            "digest": digest_of(inputs),
+            "made_with": self._made_with,
+        }
         path = self._found.get(index)
         if path is None:
             path = self.parts / f"{index:05}-{_plain(name)}{SUFFIX}"
@@ -140,7 +139,13 @@ class _Folder:
                     do="leave it out, or scan documents of its kind into a folder of their own",
                 )
             write(fresh, path, document=document)
-        fields, saved = read(path, self._statistics)
+        fields, saved = read(path, self._statistics, remedy=REMOVE)
+        if saved is None:
+            raise _refused(path, "a scan that no run over documents wrote", "parts of such a run")
+        try:
+            _check_document(saved)
+        except FieldError as fault:
+            raise damaged(path, fault, REMOVE) from fault
         self._check(path, saved, document)
         kept = HeadScan(**fields)
         if fits is not None and (difference := fits.difference(kept)) is not None:
@@ -152,9 +157,7 @@ class _Folder:
         if beyond := [path for index, path in self._found.items() if index >= number]:
             raise _refused(beyond[0], f"with {number} documents", "a part for each document")
 
-    def _check(self, path: Path, saved: dict[str, Any] | None, document: dict[str, Any]) -> None:
-        if saved is None:
-            raise _refused(path, "a scan that no run over documents wrote", "parts of such a run")
+    def _check(self, path: Path, saved: dict[str, Any], document: dict[str, Any]) -> None:
         if saved["name"] != document["name"]:
             raise _refused(path, f"made from {saved['name']!r}", f"one of {document['name']!r}")
         # First, since it may be why the content is another: a length that cuts it, for one.
@@ -177,44 +180,20 @@ def _refused(path: Path, saw: str, needed: str) -> OptionError:
     )
 
 
+def _check_document(saved: dict[str, Any]) -> None:
+    """Raise FieldError where what is kept beside a part is not what a run writes."""
+    where = "document"
+    found = saved_fields.fields(saved, where, needed=("name", "digest", "made_with"))
+    saved_fields.text(found["name"], f"{where}.name")
+    saved_fields.text(found["digest"], f"{where}.digest")
+    saved_fields.texts_by_name(found["made_with"], f"{where}.made_with")
+
+
+def _writable(name: str) -> str:
+    """A name without half characters, which a file's name can have and UTF-8 cannot."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def _plain(name: str) -> str:
     """A name as part of a file's name on every system."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "document"
-
-
-def _feed(feed: Callable[[bytes | memoryview], None], content: Any) -> None:
-    """Each piece with its kind and its length, so that no two contents read the same."""
-    if content is None or isinstance(content, (bool, int, float)):
-        _feed_piece(feed, type(content).__name__, repr(content).encode())
-    elif isinstance(content, str):
-        _feed_piece(feed, "str", content.encode("utf-8", "surrogatepass"))
-    elif isinstance(content, Tensor):
-        plain = content.detach().cpu().contiguous()
-        _feed_piece(feed, f"{plain.dtype} {list(plain.shape)}", b"")
-        feed(plain.flatten().view(torch.uint8).numpy().data)
-    elif isinstance(content, Mapping):
-        if odd := [key for key in content if not isinstance(key, str)]:
-            raise _no_digest(f"a mapping with the key {odd[0]!r}")
-        _feed_piece(feed, "mapping", str(len(content)).encode())
-        for key in sorted(content):
-            _feed(feed, key)
-            _feed(feed, content[key])
-    elif isinstance(content, Sequence) and not isinstance(content, (bytes, bytearray)):
-        _feed_piece(feed, "sequence", str(len(content)).encode())
-        for item in content:
-            _feed(feed, item)
-    else:
-        raise _no_digest(f"a {type(content).__name__}")
-
-
-def _feed_piece(feed: Callable[[bytes | memoryview], None], kind: str, value: bytes) -> None:
-    feed(f"{kind} {len(value)} ".encode())
-    feed(value)
-
-
-def _no_digest(saw: str) -> OptionError:
-    return OptionError(
-        saw=f"{saw} as content",
-        needed="text, numbers, tensors, sequences of such, or mappings whose keys are text",
-        do="give scan_one what it needs in these; a file's text rather than its path",
-    )

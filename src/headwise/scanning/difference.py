@@ -30,6 +30,7 @@ from headwise.scanning.head_scan import OTHER_HEAD, HeadScan
 from headwise.scanning.tables import HeadValue, Row, table_of, top_of
 
 FIELD = "field"  # the axis of a statistic that names keys and tokens
+APART = "apart"  # the distance of two heads, among the columns of a table
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -108,19 +109,29 @@ class ScanDiff:
             whole[index, list(layer.heads)] = distance[range(len(column)), column]
         return whole
 
-    def top(self, n: int = 5, *, name: str | None = None) -> list[HeadValue]:
-        """The ``n`` heads that changed most.
+    def top(self, name: str = APART, n: int = 5, *, lowest: bool = False) -> list[HeadValue]:
+        """Return the ``n`` heads that changed most, the first of equals first.
+
+        The signature is that of `HeadScan.top`. Heads without a value are left out.
 
         Args:
-            n: how many.
-            name: a statistic with one number a head. The heads are those of its largest changes,
-                up or down, and their values the changes; without a name, `apart` is both.
+            name: "apart", the distance of `apart`, which counts all statistics; or a statistic with
+                one number a head. Its largest changes are found, up or down, and the values are
+                the changes with their signs.
+            n: how many heads.
+            lowest: True for the heads that changed least.
 
         Raises:
-            OptionError: not a statistic that both have, or not one number a head.
+            OptionError: neither "apart" nor a statistic that both have, or not one number a head.
         """
-        if name is None:
-            return top_of(self.layers, self.apart, n, lowest=False)
+        if name == APART:
+            return top_of(self.layers, self.apart, n, lowest=lowest)
+        if name not in self.names:
+            raise OptionError(
+                saw=f"name={name!r}, which is no statistic of this comparison",
+                needed=f"{APART!r}, or one that both scans have: {', '.join(self.names)}",
+                do=f"diff.top({APART!r}, 5) for the heads that changed most in all of them",
+            )
         change = self[name]
         if axes := self.before.definition(name).axes:
             raise OptionError(
@@ -128,10 +139,8 @@ class ScanDiff:
                 needed="one number for each head",
                 do=f"reduce diff[{name!r}] yourself",
             )
-        largest = top_of(self.layers, change.abs(), n, lowest=False)
-        return [
-            found._replace(value=float(change[found.layer_index, found.head])) for found in largest
-        ]
+        chosen = top_of(self.layers, change.abs(), n, lowest=lowest)
+        return [head._replace(value=float(change[head.layer_index, head.head])) for head in chosen]
 
     def table(self) -> list[Row]:
         """A row for each head: layer, layer_index, head, the head it is compared with as ``after``.
@@ -143,7 +152,7 @@ class ScanDiff:
             partners[index, list(layer.heads)] = torch.tensor(self.assignment[index])
         scalars = [name for name in self.names if not self.before.definition(name).axes]
         changes = {name: self[name] for name in scalars}
-        return table_of(self.before.heads, {"after": partners, "apart": self.apart, **changes})
+        return table_of(self.before.heads, {"after": partners, APART: self.apart, **changes})
 
 
 def _require_same_heads(before: HeadScan, after: HeadScan) -> None:
@@ -178,9 +187,9 @@ def _names_of_both(before: HeadScan, after: HeadScan) -> tuple[str, ...]:
     )
     for name in names:
         own, other = before.definition(name), after.definition(name)
-        if (own.formula, own.axes) != (other.formula, other.axes):
+        if own.id != other.id:
             raise OptionError(
-                saw=f"{name} as {own.formula}, and as {other.formula}",
+                saw=f"{name} as {own.formula} ({own.id}), and as {other.formula} ({other.id})",
                 needed="one meaning of each name",
                 do="scan both models with the same statistics",
             )

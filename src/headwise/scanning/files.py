@@ -3,18 +3,21 @@
 A tensor is called "layer_index/statistic/tensor_name". The JSON is one text under one key with its
 keys sorted, since safetensors does not keep several keys in order; so the same scan gives the same
 bytes.
+
+The JSON holds a SHA-256 digest of all else: of the JSON without the digest, and of the name, dtype,
+shape and values of each tensor. Each statistic has its words, for people, and an id, which says
+that it is the same statistic whatever its words are (`Definition.id`). A digest that was computed
+again after an edit proves nothing, so every field and tensor is checked as well.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_of
 from torch import Tensor
@@ -22,19 +25,34 @@ from torch import Tensor
 from headwise.errors import OptionError
 from headwise.heads import importance
 from headwise.heads.statistics.catalogue import STANDARD
-from headwise.heads.statistics.statistic import Statistic
-from headwise.scanning.head_scan import HeadScan, LayerScan
+from headwise.heads.statistics.statistic import Definition, Statistic
+from headwise.scanning import saved_fields
+from headwise.scanning.content_digest import digest_of
+from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.saved_fields import FieldError
+from headwise.scanning.saved_scan import (
+    check_fields,
+    fields_of_layer,
+    fields_of_statistic,
+    layers_of,
+    tensors_of,
+)
 from headwise.whole_files import write_whole
 
-VERSION = 1
+VERSION = 2
 KEY = "headwise.scan"  # of the metadata
+FORMAT_1_NOTE = (
+    "numbers of this scan come from a file in format 1, which has no digest: damage to them would "
+    "not be noticed"
+)
+COPY_AGAIN = "copy it again from where it was saved, or scan again"
 
 
 def write(scan: HeadScan, path: Path, *, document: Mapping[str, Any] | None = None) -> Path:
     """Save a scan; ``document`` is kept beside it, for `read` to return.
 
     Raises:
-        OptionError: nothing can be written there.
+        OptionError: nothing can be written there, or the scan could not be read again.
     """
     about: dict[str, Any] = {
         "version": VERSION,
@@ -43,69 +61,80 @@ def write(scan: HeadScan, path: Path, *, document: Mapping[str, Any] | None = No
         "sequences": scan.sequences,
         "tokens": scan.tokens,
         "notes": list(scan.notes),
-        "statistics": [asdict(statistic.definition) for statistic in scan.statistics],
-        "layers": [_about(layer) for layer in scan.layer_scans],
+        "statistics": [fields_of_statistic(statistic.definition) for statistic in scan.statistics],
+        "layers": [fields_of_layer(layer) for layer in scan.layer_scans],
+        "digest": "",
     }
     if document is not None:
         about["document"] = dict(document)
-    text = json.dumps(about, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return write_whole(path, safetensors_of(_tensors(scan), metadata={KEY: text}))
+    tensors = tensors_of(scan)
+    try:
+        check_fields(about, has_digest=True)
+        layers_of(about["layers"], tensors, scan.statistics)
+    except FieldError as fault:
+        raise OptionError(
+            saw=f"this scan cannot be saved: {fault}",
+            needed="a scan that HeadScan.load can read again",
+            do="save a scan as headwise.scan or HeadScan.merge returned it",
+        ) from fault
+    about["digest"] = _digest(about, tensors)
+    return write_whole(path, safetensors_of(tensors, metadata={KEY: _json(about)}))
 
 
 def read(
-    path: Path, statistics: Iterable[Statistic] = ()
+    path: Path, statistics: Iterable[Statistic] = (), *, remedy: str = COPY_AGAIN
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The fields of the scan in a file, and what was kept beside it.
+    """Return the fields of the scan in a file, and what was kept beside it.
+
+    Args:
+        path: the file.
+        statistics: those of the file that are not in headwise's catalogue.
+        remedy: what to do where the file is damaged.
 
     Raises:
         FileNotFoundError: there is no such file.
         OptionError: as `HeadScan.load`.
     """
-    about, tensors = _read_file(path)
     shipped = (*STANDARD, *importance.STATISTICS)
     known = {statistic.definition.name: statistic for statistic in (*shipped, *statistics)}
     try:
-        return {
-            "model": about["model"],
-            "sequences": about["sequences"],
-            "tokens": about["tokens"],
-            "notes": tuple(about["notes"]),
-            "statistics": tuple(
-                _statistic(definition, known, path, about["headwise"])
-                for definition in about["statistics"]
-            ),
-            "layer_scans": tuple(
-                _layer(index, layer, tensors) for index, layer in enumerate(about["layers"])
-            ),
-        }, about.get("document")
-    except (KeyError, TypeError) as error:
-        raise _damaged(path, f"{error.args[0] if error.args else error} is not as saved") from error
-
-
-def _about(layer: LayerScan) -> dict[str, Any]:
+        about, tensors = _read_file(path)
+        check_fields(about, has_digest=about["version"] > 1)
+        own = tuple(_statistic(saved, known, path, about) for saved in about["statistics"])
+        layer_scans = layers_of(about["layers"], tensors, own)
+    except FieldError as fault:
+        raise damaged(path, fault, remedy) from fault
+    notes = about["notes"] + ([FORMAT_1_NOTE] if about["version"] == 1 else [])
     return {
-        "name": layer.name,
-        "num_heads": layer.num_heads,
-        "heads": list(layer.heads),
-        "kind": layer.kind,
-        "calls": layer.calls,
-        "missing": dict(layer.missing),
-        # The file says itself which tensors it should hold, in the order of the summary.
-        "summaries": {name: list(summary) for name, summary in layer.summaries.items()},
-    }
+        "model": about["model"],
+        "sequences": about["sequences"],
+        "tokens": about["tokens"],
+        "notes": tuple(dict.fromkeys(notes)),
+        "statistics": own,
+        "layer_scans": layer_scans,
+    }, about.get("document")
 
 
-def _tensors(scan: HeadScan) -> dict[str, Tensor]:
-    return {
-        # safetensors takes no views, and no memory that is shared.
-        f"{index}/{name}/{part}": tensor.clone(memory_format=torch.contiguous_format)
-        for index, layer in enumerate(scan.layer_scans)
-        for name, summary in layer.summaries.items()
-        for part, tensor in summary.items()
-    }
+def damaged(path: Path, fault: FieldError, remedy: str) -> OptionError:
+    """Return the error for a file that is not as it was written."""
+    return OptionError(
+        saw=f"the file {path} is damaged or was edited: {fault}",
+        needed="the file exactly as headwise wrote it",
+        do=remedy,
+    )
+
+
+def _json(about: Mapping[str, Any]) -> str:
+    return json.dumps(about, sort_keys=True, ensure_ascii=False, allow_nan=False)
+
+
+def _digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    rest = {name: value for name, value in about.items() if name != "digest"}
+    return digest_of([_json(rest), tensors])
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the JSON and the tensors of a file whose digest, if it has one, is right."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
@@ -113,8 +142,9 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             text = (file.metadata() or {}).get(KEY)
             # What is read lazily would change with the file.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise _damaged(path, str(error)) from error
+    # torch refuses a size that no tensor has with a TypeError or a RuntimeError.
+    except (SafetensorError, TypeError, RuntimeError) as error:
+        raise FieldError(f"it is no whole .safetensors file ({str(error)[:120]})") from error
     if text is None:
         raise OptionError(
             saw=f"{path}, a safetensors file that holds no scan",
@@ -122,23 +152,29 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             do="scan the model first, if these are its weights",
         )
     try:
-        about = json.loads(text)
-        version = about["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, "its metadata cannot be read") from error
-    if version != VERSION:
+        about = saved_fields.mapping(json.loads(text), "its metadata")
+        is_as_written = _json(about) == text
+    except (ValueError, RecursionError) as error:
+        raise FieldError("its metadata cannot be read as the JSON of a scan") from error
+    version = saved_fields.whole(about.get("version"), "version")
+    if version not in (1, VERSION):
         raise OptionError(
-            saw=f"{path}, a scan in format {version}, saved by headwise {about.get('headwise')}",
-            needed=f"format {VERSION}, that of headwise {metadata.version('headwise')}",
+            saw=f"{path}, a scan in format {version}, saved by headwise "
+            f"{saved_fields.shown(about.get('headwise'))}",
+            needed=f"format 1 or {VERSION}, which headwise {metadata.version('headwise')} reads",
             do="load it with the headwise that saved it",
         )
+    if version == VERSION and not (
+        is_as_written and about.get("digest") == _digest(about, tensors)
+    ):
+        raise FieldError("its content does not have the digest that was saved with it")
     return about, tensors
 
 
 def _statistic(
-    saved: dict[str, Any], known: Mapping[str, Statistic], path: Path, headwise: str
+    saved: Mapping[str, Any], known: Mapping[str, Statistic], path: Path, about: Mapping[str, Any]
 ) -> Statistic:
-    """The statistic of that name, if it means what it meant."""
+    """Return the statistic of that name, if it means what it meant."""
     name, statistic = saved["name"], known.get(saved["name"])
     if statistic is None:
         raise OptionError(
@@ -146,34 +182,20 @@ def _statistic(
             needed=f"the object that computes it: {saved['formula']}",
             do=f"HeadScan.load(path, statistics=[...]) with the {name} that you scanned with",
         )
-    now = statistic.definition
-    if (now.formula, list(now.axes)) != (saved["formula"], list(saved["axes"])):
+    now, id_then = statistic.definition, _id_of(saved)
+    # A statistic that got a version later, with the words that it had, is still the same.
+    if id_then not in (now.id, now.id_of_words):
         raise OptionError(
-            saw=f"{path} with {name} as {saved['formula']}",
-            needed=f"{name} as it is known here: {now.formula}",
-            do=f"load it with headwise {headwise} or the statistic that saved it, or scan again",
+            saw=f"{path} with {name} as {saved['formula']} ({id_then})",
+            needed=f"{name} as it is known here: {now.formula} ({now.id})",
+            do=f"load it with headwise {about['headwise']} or the statistic that saved it, or scan "
+            "again",
         )
     return statistic
 
 
-def _layer(index: int, saved: dict[str, Any], tensors: Mapping[str, Tensor]) -> LayerScan:
-    return LayerScan(
-        name=saved["name"],
-        num_heads=saved["num_heads"],
-        heads=tuple(saved["heads"]),
-        kind=saved["kind"],
-        calls=saved["calls"],
-        summaries={
-            name: {part: tensors[f"{index}/{name}/{part}"] for part in parts}
-            for name, parts in saved["summaries"].items()
-        },
-        missing=saved["missing"],
-    )
-
-
-def _damaged(path: Path, reason: str) -> OptionError:
-    return OptionError(
-        saw=f"{path}, which cannot be read: {reason}",
-        needed="a whole file that HeadScan.save wrote",
-        do="copy it again, or scan again",
-    )
+def _id_of(saved: Mapping[str, Any]) -> str:
+    """The id in a file; in format 1, the id that its words have."""
+    if "id" in saved:
+        return str(saved["id"])
+    return Definition(**{**saved, "axes": tuple(saved["axes"])}).id

@@ -181,9 +181,14 @@ class HeadScan:
         return whole
 
     def top(self, name: str, n: int = 5, *, lowest: bool = False) -> list[HeadValue]:
-        """The ``n`` heads with the most of a statistic, the first of equals first.
+        """Return the ``n`` heads with the most of a statistic, the first of equals first.
 
-        Heads without a value are left out.
+        `ScanDiff.top` has the same signature. Heads without a value are left out.
+
+        Args:
+            name: a statistic with one number a head.
+            n: how many heads.
+            lowest: True for the heads with the least.
 
         Raises:
             OptionError: the scan has no such statistic, no layer could have it, or it is not one
@@ -284,10 +289,11 @@ class HeadScan:
     def save(self, path: str | PathLike[str]) -> Path:
         """Write one .safetensors file and return its absolute path; folders on the way are made.
 
-        The same scan gives the same bytes. A reader never meets half a file.
+        The same scan gives the same bytes. A reader never meets half a file. The file has a digest
+        of all that it holds, so `load` refuses a file that was damaged.
 
         Raises:
-            OptionError: nothing can be written there.
+            OptionError: nothing can be written there, or the scan could not be loaded again.
         """
         from headwise.scanning.files import write
 
@@ -297,14 +303,16 @@ class HeadScan:
     def load(cls, path: str | PathLike[str], statistics: Iterable[Statistic] = ()) -> HeadScan:
         """Read what `save` wrote.
 
+        A file that headwise 0.1.0 wrote has no digest (format 1). It loads, and `notes` says so.
+
         Args:
             path: the file.
             statistics: those of the file that are not in headwise's catalogue.
 
         Raises:
             FileNotFoundError: there is no such file.
-            OptionError: a file that is damaged, of another program or of a later headwise, or with
-                a statistic that is not known.
+            OptionError: a file that is damaged or was edited, of another program or of a later
+                headwise, or with a statistic that is not known or has another `Definition.id`.
         """
         from headwise.scanning.files import read
 
@@ -380,10 +388,9 @@ def _difference_of_statistics(one: HeadScan, two: HeadScan) -> str | None:
         if alone := [name for name in has.names if name not in lacks.names]:
             return f"statistic {alone[0]}, which only one of them has"
     for name in one.names:
-        if one.definition(name) != two.definition(name):
-            return (
-                f"{name} as {one.definition(name).formula}, and as {two.definition(name).formula}"
-            )
+        own, other = one.definition(name), two.definition(name)
+        if own.id != other.id:
+            return f"{name} as {own.formula} ({own.id}), and as {other.formula} ({other.id})"
     return None
 
 

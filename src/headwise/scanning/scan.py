@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -92,7 +93,7 @@ def _wanted(
         statistics=tuple(by_name[one] if isinstance(one, str) else one for one in asked),
         named=names,
         layers=None if layers is None else tuple(layers),
-        heads=None if heads is None else tuple(heads),
+        heads=None if heads is None else tuple(dict.fromkeys(map(operator.index, heads))),
     )
 
 

@@ -19,7 +19,7 @@ from headwise.heads.statistics.statistic import Statistic
 from headwise.pages.scan import ScanReport
 from headwise.pages.telling import visible
 from headwise.scanning import machine
-from headwise.scanning.corpus import PARTS, SUFFIX, scan_corpus
+from headwise.scanning.corpus import parts_in, scan_corpus
 from headwise.scanning.estimate import Estimate, calls_of, estimate, require_memory
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.on_tokens import on_tokens
@@ -51,7 +51,7 @@ class Work:
         """How many of the texts are in the folder already; 0 without a folder."""
         if self.asked.out is None:
             return 0
-        return len(list((self.asked.out / PARTS).glob(f"[0-9]*-*{SUFFIX}")))
+        return len(parts_in(self.asked.out))
 
     @property
     def begins_with(self) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.heads.statistics.observation import Observation
+from headwise.heads.statistics.parts import MEAN
 from headwise.heads.statistics.statistic import Definition, Statistic, Summary
 from headwise.heads.statistics.tile import WeightTile
 from headwise.kernels.problem import accumulation_dtype
@@ -31,6 +32,7 @@ class Copying(Statistic):
         "to [−1, 1]); here on any text, and each token attended to counts by its weight",
     )
     needs = ("tokens", "outputs", "out_proj", "unembedding")
+    parts = MEAN
 
     def start(self, observation: Observation) -> Summary:
         """Sums over the sampled queries."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from headwise.heads.statistics.observation import Observation
+from headwise.heads.statistics.parts import Part, Parts
 from headwise.heads.statistics.spread import EXCLUDED
 from headwise.heads.statistics.statistic import Definition, RowMean, Statistic, Summary
 from headwise.heads.statistics.tile import WeightTile
@@ -75,6 +77,11 @@ class MostReceived(Statistic):
         "number of queries that see it: Gu et al. 2024, arXiv:2410.10781, section 3",
         axes=("rank", "field"),
     )
+    parts: ClassVar[Parts] = {
+        "received": Part(axes=(RANKS,), values="weight"),
+        "key": Part(axes=(RANKS,), values="integer"),
+        "token": Part(axes=(RANKS,), values="integer"),
+    }
 
     def start(self, observation: Observation) -> Tensor:
         """What each key receives."""

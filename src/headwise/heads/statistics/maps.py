@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from headwise.heads.statistics.observation import CELLS, Observation
+from headwise.heads.statistics.parts import Part, Parts
 from headwise.heads.statistics.spread import EXCLUDED
 from headwise.heads.statistics.statistic import Definition, Statistic, Summary
 from headwise.heads.statistics.tile import WeightTile
@@ -24,6 +27,10 @@ class Map(Statistic):
         source="headwise.AttentionMatrix.pool",
         axes=("query_block", "key_block"),
     )
+    parts: ClassVar[Parts] = {
+        "sum": Part(axes=(CELLS, CELLS)),
+        "count": Part(axes=(CELLS,), values="count"),
+    }
 
     def start(self, observation: Observation) -> dict[str, Tensor]:
         """Sums over queries, and how many there are in each block."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from headwise.heads.statistics.observation import Observation
+from headwise.heads.statistics.parts import COUNT, Part, Parts
 from headwise.heads.statistics.spread import EXCLUDED
 from headwise.heads.statistics.statistic import Definition, RowMean, Statistic, Summary
 from headwise.heads.statistics.tile import WeightTile
@@ -96,6 +99,11 @@ class EffectiveRank(Statistic):
         source="Roy and Vetterli 2007, The effective rank, EUSIPCO; from centred second moments",
     )
     needs = ("outputs",)
+    parts: ClassVar[Parts] = {
+        "count": COUNT,
+        "sum": Part(axes=("value_dim",)),
+        "outer": Part(axes=("value_dim", "value_dim")),
+    }
 
     def start(self, observation: Observation) -> Tensor:
         """Which queries count."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise.heads.statistics.observation import Observation
+from headwise.heads.statistics.parts import mean_over
 from headwise.heads.statistics.spread import EXCLUDED
 from headwise.heads.statistics.statistic import Definition, RowMean, Statistic, Summary
 from headwise.heads.statistics.tile import WeightTile
@@ -50,6 +51,7 @@ class OffsetProfile(Statistic):
     )
     needs = ("own_key",)
     reach = OFFSETS
+    parts = mean_over(2 * OFFSETS + 1)
 
     def start(self, observation: Observation) -> Summary:
         """Sums over queries for each offset."""

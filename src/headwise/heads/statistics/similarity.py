@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from headwise.heads.statistics.observation import Observation
+from headwise.heads.statistics.parts import HEADS, mean_over
 from headwise.heads.statistics.statistic import Definition, Statistic, Summary
 from headwise.heads.statistics.tile import WeightTile
 from headwise.kernels.problem import accumulation_dtype
 
+PAIRS = mean_over(HEADS)
 AT_ONCE = 2**20  # numbers that are looked at together
 FEWEST = 4  # rows of which an unbiased CKA can be had
 
@@ -41,6 +43,7 @@ class TotalVariation(_Pairs):
         source="Bhojanapalli et al. 2021, arXiv:2110.06821",
         axes=("other_head",),
     )
+    parts = PAIRS
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
         """Have the tile's sampled rows kept."""
@@ -76,6 +79,7 @@ class OutputCosine(_Pairs):
         source="output disagreement, with the sign turned: Li et al. 2018, arXiv:1810.10183",
         axes=("other_head",),
     )
+    parts = PAIRS
     needs = ("outputs", "out_proj")
 
     def finish(self, gathered: Summary, observation: Observation) -> Summary:
@@ -112,6 +116,7 @@ class CKA(_Pairs):
         "2021, arXiv:2010.15327, section 3",
         axes=("other_head",),
     )
+    parts = PAIRS
     needs = ("outputs",)
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002

@@ -24,6 +24,7 @@ A statistic has no state of its own. To write one, take `RowMean` and say what a
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from headwise.heads.statistics.meanings import MEANINGS
 from headwise.heads.statistics.observation import Observation
+from headwise.heads.statistics.parts import MEAN, Parts
 from headwise.heads.statistics.tile import WeightTile
 
 Need = Literal[
@@ -75,6 +78,9 @@ class Definition:
         excluded: what does not count.
         source: the paper or file that defines it.
         axes: the axes of the result after heads; none for one number a head.
+        version: of the meaning of a statistic of your own. Give one where the words may change
+            later, and raise it where other numbers are computed. Without a version, other words
+            are another meaning.
     """
 
     name: str
@@ -83,6 +89,24 @@ class Definition:
     excluded: str
     source: str
     axes: tuple[str, ...] = ()
+    version: int | None = None
+
+    @property
+    def id(self) -> str:
+        """The name of the meaning: definitions with one id describe the same numbers.
+
+        It is ``entropy-1`` for a statistic of headwise, ``mine@1`` for one with a version of its
+        own, and otherwise the name and a digest of formula and axes.
+        """
+        if self.version is not None:
+            return f"{self.name}@{self.version}"
+        return MEANINGS.get(self.id_of_words, self.id_of_words)
+
+    @property
+    def id_of_words(self) -> str:
+        """The name, and a digest of formula and axes."""
+        words = "\0".join((self.formula, *self.axes)).encode("utf-8", "surrogatepass")
+        return f"{self.name}:{hashlib.sha256(words).hexdigest()[:16]}"
 
     @property
     def label(self) -> str:
@@ -95,9 +119,16 @@ class Statistic(ABC):
 
     definition: ClassVar[Definition]
     needs: ClassVar[tuple[Need, ...]] = ()
+    parts: ClassVar[Parts | None] = None  # of a summary; None: they are not checked in files
     reads_scores: ClassVar[bool] = False  # every score: a copy of the tile
     reads_lowest: ClassVar[bool] = False  # the smallest of each row alone
     reach: ClassVar[int] = 0  # how far from a query's own key the tile is asked for
+
+    def __init_subclass__(cls) -> None:
+        """Forget the parts of a base class where ``finish`` makes another summary."""
+        super().__init_subclass__()
+        if "finish" in vars(cls) and "parts" not in vars(cls):
+            cls.parts = None
 
     def missing(self, observation: Observation) -> str | None:
         """Why this call cannot have the statistic; None where it can."""
@@ -136,6 +167,8 @@ class Statistic(ABC):
 
 class RowMean(Statistic):
     """The mean over queries of a number that each query's row has."""
+
+    parts = MEAN
 
     @abstractmethod
     def of_rows(self, tile: WeightTile) -> Tensor:

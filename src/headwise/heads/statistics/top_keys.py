@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from headwise.heads.statistics.keys import NOTHING, RANKS, fields
 from headwise.heads.statistics.observation import Observation
+from headwise.heads.statistics.parts import COUNT, Part, Parts
 from headwise.heads.statistics.statistic import Definition, Statistic, Summary
 from headwise.heads.statistics.tile import WeightTile
 
@@ -39,6 +41,12 @@ class TopKeys(Statistic):
         source="headwise.AttentionMatrix.topk",
         axes=("query", "rank", "field"),
     )
+    parts: ClassVar[Parts] = {
+        "share": Part(axes=("queries", RANKS), values="weight"),
+        "key": Part(axes=("queries", RANKS), values="integer"),
+        "token": Part(axes=("queries", RANKS), values="integer"),
+        "seen": COUNT,
+    }
 
     def __init__(self, queries: tuple[int, ...] = (-1,)) -> None:
         self.queries = queries
