@@ -233,6 +233,15 @@ def test_an_edit_of_format_1_is_refused(name: str, path: Path) -> None:
     assert said in error.value.saw
 
 
+def test_a_message_shows_no_long_text_of_the_file(path: Path) -> None:
+    odd = "\x1b[31m" + 9999 * "long "
+    edit(path, of_statistic(formula=odd, id=odd))
+    with pytest.raises(OptionError, match="previous_token as \ufffd\\[31mlong") as error:
+        HeadScan.load(path)
+    assert len(str(error.value)) < len(str(path)) + 1300
+    assert "\x1b" not in str(error.value)
+
+
 def test_an_edit_that_changes_nothing_loads(path: Path, saved: Path) -> None:
     edit(path, lambda *_: None)
     assert path.read_bytes() == saved.read_bytes()

@@ -159,15 +159,18 @@ class _Folder:
 
     def _check(self, path: Path, saved: dict[str, Any], document: dict[str, Any]) -> None:
         if saved["name"] != document["name"]:
-            raise _refused(path, f"made from {saved['name']!r}", f"one of {document['name']!r}")
+            was = saved_fields.excerpt(saved["name"])
+            raise _refused(path, f"made from {was!r}", f"one of {document['name']!r}")
         # First, since it may be why the content is another: a length that cuts it, for one.
         before, now = saved["made_with"], document["made_with"]
         if other := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
-            raise _refused(path, f"made with other {other[0]}", f"the {other[0]} given now")
+            what = saved_fields.excerpt(other[0])
+            raise _refused(path, f"made with other {what}", f"the {what} given now")
         if saved["digest"] != document["digest"]:
             raise _refused(
                 path,
-                f"made from other content of {saved['name']!r}: {saved['digest'][:16]}",
+                f"made from other content of {document['name']!r}: "
+                + saved_fields.excerpt(saved["digest"][:16]),
                 f"one of the content given now, {document['digest'][:16]}",
             )
 

@@ -73,7 +73,7 @@ def write(scan: HeadScan, path: Path, *, document: Mapping[str, Any] | None = No
         layers_of(about["layers"], tensors, scan.statistics)
     except FieldError as fault:
         raise OptionError(
-            saw=f"this scan cannot be saved: {fault}",
+            saw=f"this scan cannot be saved: {saved_fields.excerpt(str(fault))}",
             needed="a scan that HeadScan.load can read again",
             do="save a scan as headwise.scan or HeadScan.merge returned it",
         ) from fault
@@ -118,7 +118,7 @@ def read(
 def damaged(path: Path, fault: FieldError, remedy: str) -> OptionError:
     """Return the error for a file that is not as it was written."""
     return OptionError(
-        saw=f"the file {path} is damaged or was edited: {fault}",
+        saw=f"the file {path} is damaged or was edited: {saved_fields.excerpt(str(fault))}",
         needed="the file exactly as headwise wrote it",
         do=remedy,
     )
@@ -175,21 +175,22 @@ def _statistic(
     saved: Mapping[str, Any], known: Mapping[str, Statistic], path: Path, about: Mapping[str, Any]
 ) -> Statistic:
     """Return the statistic of that name, if it means what it meant."""
-    name, statistic = saved["name"], known.get(saved["name"])
+    statistic = known.get(saved["name"])
+    name, formula = saved_fields.excerpt(saved["name"]), saved_fields.excerpt(saved["formula"])
     if statistic is None:
         raise OptionError(
             saw=f"{path} with statistic {name!r}, which headwise does not have",
-            needed=f"the object that computes it: {saved['formula']}",
+            needed=f"the object that computes it: {formula}",
             do=f"HeadScan.load(path, statistics=[...]) with the {name} that you scanned with",
         )
     now, id_then = statistic.definition, _id_of(saved)
     # A statistic that got a version later, with the words that it had, is still the same.
     if id_then not in (now.id, now.id_of_words):
         raise OptionError(
-            saw=f"{path} with {name} as {saved['formula']} ({id_then})",
+            saw=f"{path} with {name} as {formula} ({saved_fields.excerpt(id_then)})",
             needed=f"{name} as it is known here: {now.formula} ({now.id})",
-            do=f"load it with headwise {about['headwise']} or the statistic that saved it, or scan "
-            "again",
+            do=f"load it with headwise {saved_fields.excerpt(about['headwise'])} or the statistic "
+            "that saved it, or scan again",
         )
     return statistic
 

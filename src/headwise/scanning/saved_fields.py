@@ -7,6 +7,7 @@ from typing import Any
 
 MOST = 2**63 - 1  # the largest number of a field
 LONGEST_SHOWN = 40
+LONGEST_EXCERPT = 400
 
 
 class FieldError(Exception):
@@ -69,6 +70,12 @@ def texts_by_name(value: Any, where: str) -> dict[str, str]:
         text(name, f"a key of {where}"): text(entry, f"{where}.{name}")
         for name, entry in mapping(value, where).items()
     }
+
+
+def excerpt(words: str) -> str:
+    """Return a text from a file, short and without control codes, for a message."""
+    short = words if len(words) <= LONGEST_EXCERPT else f"{words[:LONGEST_EXCERPT]}…"
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in short)
 
 
 def shown(value: Any) -> str:
