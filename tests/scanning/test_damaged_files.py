@@ -1,4 +1,4 @@
-"""A saved scan that was damaged or edited is refused; one of format 1 loads with a note."""
+"""A saved scan that was damaged or edited is refused, in format 2 and in format 1."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.heads import importance
-from headwise.heads.statistics.catalogue import STANDARD
 from headwise.heads.statistics.keys import MostReceived
-from headwise.heads.statistics.meanings import MEANINGS
 from headwise.heads.statistics.places import PreviousToken
 from headwise.heads.statistics.similarity import TotalVariation
-from headwise.heads.statistics.statistic import Definition, Summary
+from headwise.heads.statistics.statistic import Summary
 from headwise.scanning.files import FORMAT_1_NOTE, KEY
 from headwise.scanning.head_scan import HeadScan
 from tests.scanning.edited import Edit, as_format_1, edit, fields_in, json_of
-from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan
+from tests.scanning.scans import Own, head_scan, layer_scan, matrix, random_scan
 
 FORMAT_1 = Path(__file__).parent / "files" / "format_1.safetensors"
 HEADS = 5  # of the scans here
@@ -330,75 +327,3 @@ def test_a_scan_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
         "count: a count is a whole number from 0 on"
     )
     assert not (tmp_path / "a").exists()
-
-
-# ---- format 1, and ids --------------------------------------------------------------------------
-
-
-def test_a_file_of_format_1_loads_with_a_note(tmp_path: Path) -> None:
-    scan = HeadScan.load(FORMAT_1)
-    assert scan.notes == ("one", "zwei: ä", FORMAT_1_NOTE)
-    assert FORMAT_1_NOTE.split(",", maxsplit=1)[0] in " ".join(repr(scan).split())
-    assert scan.layers == ("a", "b/ü")
-    assert (scan.sequences, scan.tokens, scan.layer_scans[1].heads) == (3, 72, (4, 1))
-    for key, tensor in tensors_in(FORMAT_1.read_bytes()).items():
-        index, name, part = key.split("/")
-        assert torch.equal(scan.layer_scans[int(index)].summaries[name][part], tensor)
-    assert len(scan.measured) == 17
-    again = HeadScan.load(scan.save(tmp_path / "a"))
-    assert is_same(again, scan)  # the note stays, once
-    assert again.merge(scan).notes == scan.notes
-    assert fields_in(tmp_path / "a")["version"] == 2
-
-
-def test_format_1_is_the_same_scan_today() -> None:
-    scan = HeadScan.load(FORMAT_1)
-    statistics = (PreviousToken(), MostReceived())
-    today = head_scan(
-        layer_scan([matrix(0, heads=HEADS)], name="a", statistics=statistics),
-        layer_scan(
-            [matrix(1, heads=HEADS)],
-            name="b/ü",
-            heads=(4, 1),
-            is_cross=True,
-            statistics=statistics,
-        ),
-        statistics=statistics,
-    )
-    diff = scan.diff(today)
-    assert diff.names == ("previous_token",)
-    # The same operations, on another processor: a few float32 steps of a share.
-    assert float(diff["previous_token"][0].abs().max()) < 24 * torch.finfo(torch.float32).eps
-
-
-def test_every_statistic_has_a_stable_id() -> None:
-    # Words that changed: a row in headwise.heads.statistics.meanings says whether it is the same.
-    shipped = (*STANDARD, *importance.STATISTICS)
-    for statistic in shipped:
-        assert statistic.definition.id_of_words in MEANINGS
-        assert statistic.definition.id.startswith(f"{statistic.definition.name}-")
-        assert statistic.parts is not None
-    assert len({statistic.definition.id for statistic in shipped}) == len(shipped)
-    assert Own.definition.id == Own.definition.id_of_words
-
-
-def test_the_words_of_format_1_keep_their_ids() -> None:
-    statistics = fields_in(FORMAT_1)["statistics"]
-    assert len(statistics) == 36
-    for saved in statistics:
-        definition = Definition(**{**saved, "axes": tuple(saved["axes"])})
-        assert definition.id == f"{definition.name}-1"
-
-
-def test_other_words_with_the_same_id_are_the_same_statistic(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = HeadScan.load(path)
-    edit(path, of_statistic(formula="as it was worded once", unit="as once"))
-    after = HeadScan.load(path)
-    assert is_same(before, after)
-    assert after.definition("previous_token") == PreviousToken.definition
-    for change in (of_statistic(id="previous_token-2"), of_statistic(id="")):
-        edit(path, change)
-        with pytest.raises(OptionError, match=r"it is known here: mean .* \(previous_token-1\)"):
-            HeadScan.load(path)

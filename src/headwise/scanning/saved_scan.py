@@ -167,7 +167,7 @@ def _layer(
 
 def _check_summary(statistic: Statistic, summary: Summary, heads: int, where: str) -> None:
     if statistic.parts is not None:
-        if (fault := fault_of_summary(statistic.parts, summary, heads)) is not None:
+        if (fault := fault_of_summary(statistic.parts, summary, num_heads=heads)) is not None:
             raise FieldError(f"{where}.{fault[0]} {fault[1]}")
         return
     # Only the statistic itself can say what its summary holds: its result has a known shape.

@@ -26,7 +26,7 @@ class Part:
     axes: tuple[int | str, ...] = ()
     values: Literal["number", "count", "weight", "integer"] = "number"
 
-    def fault(self, tensor: Tensor, lengths: dict[str, int]) -> str | None:
+    def fault(self, tensor: Tensor, *, lengths: dict[str, int]) -> str | None:
         """Return the first thing that no summary has; None where there is none.
 
         Args:
@@ -72,13 +72,13 @@ def mean_over(*axes: int | str) -> Parts:
 
 
 def fault_of_summary(
-    parts: Parts, summary: Mapping[str, Tensor], num_heads: int
+    parts: Parts, summary: Mapping[str, Tensor], *, num_heads: int
 ) -> tuple[str, str] | None:
     """Return the name of the first wrong tensor and what is wrong with it; None where none is."""
     if odd := sorted({*parts} ^ {*summary}):
         return odd[0], "is not there" if odd[0] in parts else "belongs to no such statistic"
     lengths = {HEADS: num_heads}
     for name, part in parts.items():
-        if (fault := part.fault(summary[name], lengths)) is not None:
+        if (fault := part.fault(summary[name], lengths=lengths)) is not None:
             return name, fault
     return None

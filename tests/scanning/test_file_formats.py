@@ -1,0 +1,96 @@
+"""Format 1 of a saved scan, and the ids by which a file knows its statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load as tensors_in
+
+from headwise.errors import OptionError
+from headwise.heads import importance
+from headwise.heads.statistics.catalogue import STANDARD
+from headwise.heads.statistics.keys import MostReceived
+from headwise.heads.statistics.meanings import MEANINGS
+from headwise.heads.statistics.places import PreviousToken
+from headwise.heads.statistics.statistic import Definition
+from headwise.scanning.files import FORMAT_1_NOTE
+from headwise.scanning.head_scan import HeadScan
+from tests.scanning.edited import Edit, edit, fields_in
+from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan
+
+FORMAT_1 = Path(__file__).parent / "files" / "format_1.safetensors"  # headwise 0.1.0 wrote it
+HEADS = 5  # of its layers
+
+
+def test_a_file_of_format_1_loads_with_a_note(tmp_path: Path) -> None:
+    scan = HeadScan.load(FORMAT_1)
+    assert scan.notes == ("one", "zwei: ä", FORMAT_1_NOTE)
+    assert FORMAT_1_NOTE.split(",", maxsplit=1)[0] in " ".join(repr(scan).split())
+    assert scan.layers == ("a", "b/ü")
+    assert (scan.sequences, scan.tokens, scan.layer_scans[1].heads) == (3, 72, (4, 1))
+    for key, tensor in tensors_in(FORMAT_1.read_bytes()).items():
+        index, name, part = key.split("/")
+        assert torch.equal(scan.layer_scans[int(index)].summaries[name][part], tensor)
+    assert len(scan.measured) == 17
+    again = HeadScan.load(scan.save(tmp_path / "a"))
+    assert is_same(again, scan)  # the note stays, once
+    assert again.merge(scan).notes == scan.notes
+    assert fields_in(tmp_path / "a")["version"] == 2
+
+
+def test_format_1_is_the_same_scan_today() -> None:
+    scan = HeadScan.load(FORMAT_1)
+    statistics = (PreviousToken(), MostReceived())
+    today = head_scan(
+        layer_scan([matrix(0, heads=HEADS)], name="a", statistics=statistics),
+        layer_scan(
+            [matrix(1, heads=HEADS)],
+            name="b/ü",
+            heads=(4, 1),
+            is_cross=True,
+            statistics=statistics,
+        ),
+        statistics=statistics,
+    )
+    diff = scan.diff(today)
+    assert diff.names == ("previous_token",)
+    # The same operations, on another processor: a few float32 steps of a share.
+    assert float(diff["previous_token"][0].abs().max()) < 24 * torch.finfo(torch.float32).eps
+
+
+def test_every_statistic_has_a_stable_id() -> None:
+    # Words that changed: a row in headwise.heads.statistics.meanings says whether it is the same.
+    shipped = (*STANDARD, *importance.STATISTICS)
+    for statistic in shipped:
+        assert statistic.definition.id_of_words in MEANINGS
+        assert statistic.definition.id.startswith(f"{statistic.definition.name}-")
+        assert statistic.parts is not None
+    assert len({statistic.definition.id for statistic in shipped}) == len(shipped)
+    assert Own.definition.id == Own.definition.id_of_words
+
+
+def test_the_words_of_format_1_keep_their_ids() -> None:
+    statistics = fields_in(FORMAT_1)["statistics"]
+    assert len(statistics) == 36
+    for saved in statistics:
+        definition = Definition(**{**saved, "axes": tuple(saved["axes"])})
+        assert definition.id == f"{definition.name}-1"
+
+
+def worded(**words: str) -> Edit:
+    return lambda about, _: about["statistics"][0].update(words)
+
+
+def test_other_words_with_the_same_id_are_the_same_statistic(tmp_path: Path) -> None:
+    before = random_scan(0, layers=1, statistics=(PreviousToken(),))
+    path = before.save(tmp_path / "a")
+    edit(path, worded(formula="as it was worded once", unit="as once"))
+    after = HeadScan.load(path)
+    assert is_same(before, after)
+    assert after.definition("previous_token") == PreviousToken.definition
+    for change in (worded(id="previous_token-2"), worded(id="")):
+        edit(path, change)
+        with pytest.raises(OptionError, match=r"it is known here: mean .* \(previous_token-1\)"):
+            HeadScan.load(path)
