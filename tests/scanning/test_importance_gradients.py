@@ -174,11 +174,13 @@ def test_gradients_do_not_see_behind_a_sharp_softmax() -> None:
             output[:, 13:-1].mT, given[:, 14:], reduction="none"
         ).mean(-1)
 
-    scan = gradients(planted.model(), ids, loss=wrong)
+    scan = gradients(planted.model().double(), ids, loss=wrong)
     induction = [head for layer in planted.NAMES for head in layer].index("induction")
     order = scan["gate_gradient"].flatten()
     assert order[induction] > 0
-    assert int((order > 0).sum()) == 1
+    # All other gradients are 0 but for float64's rounding, which differs between processors.
+    others = order[torch.arange(len(order)) != induction]
+    assert others.max() <= torch.finfo(torch.float32).eps * order[induction]
 
 
 def test_gates_change_no_bit() -> None:
