@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -34,7 +32,19 @@ def require_score_bias(score_bias: object) -> ScoreBias:
     )
 
 
+def require_tensors(**operands: object) -> None:
+    for name, operand in operands.items():
+        if not isinstance(operand, Tensor):
+            raise DTypeError(
+                saw=f"{name} of type {type(operand).__name__}",
+                needed=f"a tensor for {name}",
+                do=f"e.g. torch.as_tensor({name}, dtype=torch.float32), with 4 axes: "
+                "(batch, heads, length, width)",
+            )
+
+
 def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
+    require_tensors(q=q, k=k)
     if q.dim() != 4 or k.dim() != 4:
         raise ShapeError(
             saw=f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}",
@@ -77,33 +87,72 @@ def check_operand(name: str, tensor: Tensor, q: Tensor) -> None:
 def check_options(
     q: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None
 ) -> None:
-    check_score_numbers(scale, softcap)
-    if sink is not None:
-        if sink.shape != q.shape[1:2]:
-            raise ShapeError(
-                saw=f"a sink of shape {tuple(sink.shape)}",
-                needed=f"one logit for each head: (heads {q.shape[1]},)",
-                do="e.g. torch.zeros(heads)",
-            )
-        if sink.device != q.device:
-            check_operand("sink", sink.to(q.dtype), q)
-
-
-def check_score_numbers(scale: float | None, softcap: float | None) -> None:
-    # Comparisons, not math.isfinite: they also hold for the symbolic floats of a compiled graph.
-    if scale is not None and not abs(scale) < math.inf:
+    check_score_numbers(scale, softcap, dtype=q.dtype)
+    if sink is None:
+        return
+    if not isinstance(sink, Tensor) or sink.shape != q.shape[1:2]:
+        raise ShapeError(
+            saw=f"a sink of {_kind(sink)}",
+            needed=f"one logit for each head: (heads {q.shape[1]},)",
+            do="e.g. torch.zeros(heads)",
+        )
+    if sink.device != q.device:
+        check_operand("sink", sink.to(q.dtype), q)
+    if too_large := _beyond(sink, q.dtype):
         raise OptionError(
-            saw=f"scale={describe_value(scale)}",
-            needed="a finite number",
+            saw=f"a sink that holds {too_large}, with queries of dtype {q.dtype}",
+            needed=f"numbers up to {_range(q.dtype).max:.2g}, or -inf for a head without a sink",
+            do="replace NaN and +inf, or use q.double() and k.double()",
+        )
+
+
+def check_bias_range(q: Tensor, biases: list[Tensor]) -> None:
+    """Raise MaskError where a bias is finite in its own dtype, and not in that of the scores."""
+    for bias in biases:
+        wider = bias.dtype == torch.float64 != q.dtype
+        if wider and (too_large := _beyond(bias, q.dtype)):
+            raise MaskError(
+                saw=f"a float64 score bias that holds {too_large}, with queries of {q.dtype}",
+                needed=f"numbers up to {_range(q.dtype).max:.2g}, or -inf where a key is hidden",
+                do="use q.double() and k.double(), or a smaller bias",
+            )
+
+
+def check_score_numbers(scale: float | None, softcap: float | None, *, dtype: torch.dtype) -> None:
+    """``dtype`` is that of the queries; the bounds are those of the dtype of their scores."""
+    limits = _range(dtype)
+    # Comparisons, not math.isfinite: they also hold for the symbolic floats of a compiled graph.
+    if scale is not None and not abs(scale) <= limits.max:
+        raise OptionError(
+            saw=f"scale={describe_value(scale)} with queries of dtype {dtype}",
+            needed=f"a finite number from {limits.min:.2g} to {limits.max:.2g}",
             do="1/sqrt(head_dim) is the default",
         )
-    smallest = torch.finfo(torch.float32).tiny
-    if softcap is not None and not smallest <= softcap < math.inf:
+    if softcap is not None and not limits.tiny <= softcap <= limits.max:
         raise OptionError(
-            saw=f"softcap={describe_value(softcap)}",
-            needed=f"a finite number from {smallest:.2g}, or None for no softcap",
+            saw=f"softcap={describe_value(softcap)} with queries of dtype {dtype}",
+            needed=f"a number from {limits.tiny:.2g} to {limits.max:.2g}, or None for no softcap",
             do="e.g. softcap=50.0",
         )
+
+
+def _range(dtype: torch.dtype) -> torch.finfo:
+    """That of the dtype in which the scores of such queries are held."""
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def _beyond(tensor: Tensor, dtype: torch.dtype) -> float | None:
+    """The largest entry, where scores cannot hold it; NaN is larger than all. Eager on CPU only."""
+    if not may_check_values(tensor) or tensor.numel() == 0:
+        return None
+    largest = float(tensor.detach().max())
+    return None if largest <= _range(dtype).max else largest
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)}"
+    return f"type {type(value).__name__}"
 
 
 def refuse_operand(product: str, operand: Tensor, needed: str) -> None:
@@ -114,7 +163,7 @@ def refuse_operand(product: str, operand: Tensor, needed: str) -> None:
     )
 
 
-def check_rows(index: Tensor, queries: int) -> None:
+def check_rows(index: Tensor, queries: int, *, call: str) -> None:
     wrong: str | None = None
     if (
         not isinstance(index, Tensor)
@@ -130,9 +179,9 @@ def check_rows(index: Tensor, queries: int) -> None:
         wrong = f"{int(index.min())} to {int(index.max())}"
     if wrong is not None:
         raise OptionError(
-            saw=f"rows {wrong} of a matrix with {queries} queries",
+            saw=f"A.{call} with index {wrong}, of a matrix with {queries} queries",
             needed=f"a 1-D integer tensor of queries from 0 to {queries - 1}",
-            do="e.g. A.rows(torch.tensor([0]))",
+            do="e.g. index = torch.tensor([0])",
         )
 
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from headwise import functional
-from headwise.axes import MATRIX_AXES, broadcasts, human_bytes
+from headwise.axes import MATRIX_AXES, broadcasts, describe_value, human_bytes
 from headwise.bound_mask import BoundMask
 from headwise.checks import (
+    check_bias_range,
     check_operand,
     check_options,
     check_probability,
@@ -27,6 +27,7 @@ from headwise.checks import (
     refuse_operand,
     require_mask,
     require_score_bias,
+    require_tensors,
 )
 from headwise.eager import without_autocast
 from headwise.errors import LimitError, OptionError
@@ -34,9 +35,9 @@ from headwise.kernels.explain import Explanation, explain
 from headwise.kernels.observe import Observed, observe, seen_by
 from headwise.kernels.problem import Problem, accumulation_dtype
 from headwise.kernels.products import dropped_head_outputs, head_outputs
-from headwise.kernels.read import needs_plain_torch, read
+from headwise.kernels.read import read
+from headwise.kernels.rows import largest, weights_at
 from headwise.kernels.tiled import Readings, Wanted, shift_of
-from headwise.kernels.tiles import TILE_ELEMENTS
 from headwise.masks import Mask
 from headwise.operand import LeftOperand
 from headwise.score_bias import BoundBias, ScoreBias
@@ -87,6 +88,7 @@ class AttentionMatrix(LeftOperand):
         bound = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
         self._mask: BoundMask = self.mask.bind(**bound, device=q.device)
         self._bias: BoundBias = self.score_bias.bind(**bound, device=q.device)
+        check_bias_range(q, self._bias.all())
 
     # ---- what it is -------------------------------------------------------------------------
 
@@ -155,19 +157,8 @@ class AttentionMatrix(LeftOperand):
         Raises:
             OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
         """
-        check_rows(index, self.shape[2])
-        exact = accumulation_dtype(self.q.dtype)
-        with without_autocast(self.q):
-            s = functional.scores_at(
-                self.q.index_select(2, index).to(exact),
-                self.k.to(exact),
-                index,
-                mask=self._mask,
-                score_bias=self._bias,
-                scale=self.scale,
-                softcap=self.softcap,
-            )
-            return functional.weights_of(s, self.sink).to(self.q.dtype)
+        check_rows(index, self.shape[2], call="rows(index)")
+        return weights_at(self._problem(), index)
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
         """The whole matrix: the one door to queries x keys memory.
@@ -208,41 +199,30 @@ class AttentionMatrix(LeftOperand):
         return torch.exp(s - shift - reading.log_sum[..., first:stop]).to(self.q.dtype)
 
     def topk(
-        self, k: int, rows: Int[Tensor, " rows"] | None = None
+        self, k: int, queries: Int[Tensor, " rows"] | None = None, *, rows: None = None
     ) -> tuple[Float[Tensor, "batch heads rows k"], Int[Tensor, "batch heads rows k"]]:
-        """The k largest weights of each query, and their keys; ``rows`` names some queries.
+        """The k largest weights of each query, and their keys; ``queries`` chooses some of them.
 
-        Hidden keys have weight 0 and may be among the k where fewer keys are allowed.
+        Hidden keys have weight 0 and may be among the k where fewer keys are allowed. ``rows`` is
+        the former name of ``queries``, and is refused.
         """
+        if rows is not None:
+            raise OptionError(
+                saw=f"topk({k}, rows={describe_value(rows)})",
+                needed="queries=, which is the name of this argument",
+                do=f"A.topk({k}, queries=index)",
+            )
         if not 0 <= k <= self.shape[3]:
             raise OptionError(
                 saw=f"topk({k}) over {self.shape[3]} keys",
                 needed=f"k from 0 to {self.shape[3]}",
                 do="ask for fewer keys",
             )
-        if rows is None:
-            rows = torch.arange(self.shape[2], device=self.q.device)
-        batch, heads, _, keys = self.shape
-        step = max(1, TILE_ELEMENTS // max(1, batch * heads * keys))
-        # ONNX cannot split at a length that varies, and its graph is dense in any case.
-        blocks = (rows,) if torch.onnx.is_in_onnx_export() else torch.split(rows, step)
-        found = [self._topk_rows(k, part) for part in blocks]
-        if not found:
-            found = [self._topk_rows(k, rows)]
-        values, indices = zip(*found, strict=True)
-        return torch.cat(values, 2), torch.cat(indices, 2)
-
-    def _topk_rows(self, k: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        def largest() -> tuple[Tensor, Tensor]:
-            values, indices = self.rows(rows).topk(k, dim=-1)
-            return values, indices
-
-        # torch.func takes no checkpoint.
-        if not torch.is_grad_enabled() or needs_plain_torch():
-            return largest()
-        # Recomputed in the backward pass: kept rows would add up to queries x keys.
-        found: tuple[Tensor, Tensor] = checkpoint(largest, use_reentrant=False)
-        return found
+        if queries is None:
+            queries = torch.arange(self.shape[2], device=self.q.device)
+        else:
+            check_rows(queries, self.shape[2], call=f"topk({k}, queries=index)")
+        return largest(self._problem(), k, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
         """A map of this many cells: weight from a block of queries to a block of keys.
@@ -323,6 +303,7 @@ class AttentionMatrix(LeftOperand):
 
     def _problem_for(self, v: Tensor) -> tuple[Problem, Tensor]:
         """The problem with as many kv heads as the values have, and the values at full size."""
+        require_tensors(v=v)
         batch, heads, _, keys = self.shape
         kv_heads = self.k.shape[1]
         fits = v.dim() == 4 and broadcasts(v.shape[0], batch) and v.shape[2] == keys
@@ -373,6 +354,7 @@ class TransposedMatrix(LeftOperand):
         self, y: Float[Tensor, "#batch #heads queries y_dim"]
     ) -> Float[Tensor, "batch heads keys y_dim"]:
         """For each key, the sum over queries of weight times ``y``."""
+        require_tensors(y=y)
         batch, heads, _, queries = self.shape
         fits = y.dim() == 4 and y.shape[2] == queries
         if not fits or not (broadcasts(y.shape[0], batch) and broadcasts(y.shape[1], heads)):

@@ -33,6 +33,8 @@ CONSTRUCTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"source_dim": 33, "score_bias": Alibi()}, ("score_bias=Alibi", "source_dim=33")),
     ({"window": (-1, 0)}, ("left=-1",)),
     ({"softcap": 0.0}, ("softcap=0.0",)),
+    ({"softcap": 1e39}, ("softcap=1e+39", "torch.float32")),
+    ({"scale": 1e39, "dtype": torch.bfloat16}, ("scale=1e+39", "torch.bfloat16")),
     ({"scale": float("nan")}, ("scale=nan",)),
     ({"dropout": 1.5}, ("1.5",)),
     ({"window": 4}, ("window=4", "(W - 1, 0)")),

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.kernels import pieces, tiles
+from headwise.kernels import pieces, sdpa, tiles
 from headwise.kernels.pieces import Piece
 from headwise.kernels.problem import Problem
 
@@ -26,9 +26,6 @@ class Choice:
     pieces: tuple[Piece, ...] = ()
 
 
-FUSED = Choice("sdpa", "the fused kernel takes this mask")
-
-
 def choose(problem: Problem, v: Tensor) -> Choice:
     """The kernel for ``A @ v``: the fused one unless it would write queries x keys or cannot.
 
@@ -39,7 +36,9 @@ def choose(problem: Problem, v: Tensor) -> Choice:
     for tiled, why in _reasons_for_tiles(problem, v):
         if tiled:
             return Choice("tiled", why)
-    return FUSED
+    strided = [name for name, t in sdpa.operands(problem, v).items() if sdpa.is_strided(t)]
+    copies = f", after a copy of {', '.join(strided)}: the last stride is not 1" if strided else ""
+    return Choice("sdpa", f"the fused kernel takes this mask{copies}")
 
 
 def _reasons_for_tiles(problem: Problem, v: Tensor) -> Iterator[tuple[bool, str]]:
@@ -47,7 +46,10 @@ def _reasons_for_tiles(problem: Problem, v: Tensor) -> Iterator[tuple[bool, str]
     bias, dtype = problem.bias, problem.q.dtype
     yield problem.softcap is not None, "softcap: the fused kernel has none"
     yield problem.sink is not None, "sink: the fused kernel has none"
-    yield problem.scale <= 0, "scale <= 0: the fused kernel would multiply its causal -inf by it"
+    yield (
+        not problem.has_positive_scale,
+        "the scale is not above 0: the fused kernel would multiply its causal -inf by it",
+    )
     yield bias.requires_grad, "the gradient of a score bias leaves the fused path"
     yield (
         any(t.dtype != dtype for t in bias.all()),
@@ -59,6 +61,10 @@ def _reasons_for_tiles(problem: Problem, v: Tensor) -> Iterator[tuple[bool, str]
     )
     empty = 0 in (problem.q.numel(), problem.k.numel(), v.numel())
     yield empty, "nothing to fuse: an axis is empty"
+    yield (
+        _costs_more_to_copy(problem, v),
+        "few queries: copying strided keys or values for the fused kernel costs more",
+    )
     double = dtype == torch.float64 and problem.q.device.type != "cpu"
     yield double, "the fused kernel takes no float64 on this device"
 
@@ -79,6 +85,16 @@ def _is_large_when_written(problem: Problem) -> bool:
     if torch.compiler.is_compiling():
         return True  # a choice by size would hold for this size only
     return prod(max(shape[axis] for shape in shapes) for axis in range(4)) > tiles.TILE_ELEMENTS
+
+
+def _costs_more_to_copy(problem: Problem, v: Tensor) -> bool:
+    """Whether k or v must be copied for the fused kernel, and is larger than the weights."""
+    if not (sdpa.is_strided(problem.k) or sdpa.is_strided(v)):
+        return False
+    queries = problem.q.shape[2]
+    if torch.compiler.is_compiling():
+        return bool(queries == 1)  # a choice by size would hold for this size only
+    return queries * problem.group <= problem.q.shape[3]
 
 
 def _shapes_of_clauses(problem: Problem) -> Iterator[tuple[int, ...]]:

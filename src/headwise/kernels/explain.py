@@ -8,6 +8,7 @@ from math import prod
 from torch import Tensor
 
 from headwise.axes import human_bytes
+from headwise.kernels import pieces, sdpa
 from headwise.kernels.choose import choose
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiles import TILE_ELEMENTS, plan
@@ -49,10 +50,8 @@ def explain(problem: Problem, v: Tensor) -> Explanation:
     choice = choose(problem, v)
     scores = 2 * cells * head_dim
     tiles = "row sums and columns come from tiles; fused kernels return none"
-    padded = abs(value_dim - head_dim) * (batch * heads * (queries + 2 * keys))
-    fused_memory = padded * problem.q.element_size()
     width = problem.q.new_empty(0, dtype=problem.accumulate).element_size()
-    tile_memory = min(2 * TILE_ELEMENTS, 2 * max(cells, 1)) * width
+    tile_memory = _tile_memory(problem, cells)
     dense_memory = 3 * prod((batch, heads, queries, keys)) * width
     product = scores + 2 * cells * value_dim
     own = product
@@ -60,19 +59,29 @@ def explain(problem: Problem, v: Tensor) -> Explanation:
         own = 2 * heads * sum(piece.cells for piece in choice.pieces) * (head_dim + value_dim)
     return Explanation(
         (
-            Line(
-                "A @ v",
-                choice.kernel,
-                choice.why,
-                own,
-                fused_memory if choice.kernel == "sdpa" else tile_memory,
-            ),
+            Line("A @ v", choice.kernel, choice.why, own, _memory(problem, v)),
             Line("A.mT @ y", "tiled", "no fused kernel sums over queries", product, tile_memory),
             Line("statistics, diagonal", "tiled", tiles, scores, tile_memory),
             Line("head_average", "tiled", "heads of one row share a tile", scores, tile_memory),
             Line("rows, dense", "dense", "written down on request", scores, dense_memory),
         )
     )
+
+
+def _memory(problem: Problem, v: Tensor) -> int:
+    """Memory of ``A @ v`` beside its result; pieces come one after the other."""
+    choice = choose(problem, v)
+    if choice.kernel == "sdpa":
+        return sdpa.copied_bytes(problem, v)
+    if choice.kernel == "tiled":
+        return _tile_memory(problem, _visible_cells(problem))
+    rows = pieces.matrices(problem, v, choice.pieces)
+    return max((_memory(*matrix) for row in rows for matrix in row), default=0)
+
+
+def _tile_memory(problem: Problem, cells: int) -> int:
+    width = problem.q.new_empty(0, dtype=problem.accumulate).element_size()
+    return min(2 * TILE_ELEMENTS, 2 * max(cells, 1)) * width
 
 
 def _visible_cells(problem: Problem) -> int:

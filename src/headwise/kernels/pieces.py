@@ -115,18 +115,27 @@ def head_outputs(
     problem: Problem, v: Tensor, pieces: tuple[Piece, ...], product: Product
 ) -> Tensor:
     """(batch, heads, queries, value_dim): each piece by ``product``, zeros elsewhere."""
-    rows = zip(problem.q.split(1), problem.k.split(1), v.split(1), strict=True)
     outputs = []
+    for row, own in enumerate(matrices(problem, v, pieces)):
+        found = [product(*matrix) for matrix in own]
+        spans = [piece.queries for piece in pieces if piece.batch == row]
+        outputs.append(_with_gaps(found, spans, problem.q, v.shape[-1]))
+    return torch.cat(outputs).transpose(1, 2)
+
+
+def matrices(
+    problem: Problem, v: Tensor, pieces: tuple[Piece, ...]
+) -> Iterator[list[tuple[Problem, Tensor]]]:
+    """For each sequence its pieces, as problems of their own with their values."""
+    rows = zip(problem.q.split(1), problem.k.split(1), v.split(1), strict=True)
     for index, (q, k, values) in enumerate(rows):
         own = [piece for piece in pieces if piece.batch == index]
         cut_q = cut(q, [piece.queries for piece in own], dim=2)
         cut_k, cut_v = (cut(t, [piece.keys for piece in own], dim=2) for t in (k, values))
-        found = [
-            product(_problem_of(problem, piece, *parts), part_v)
+        yield [
+            (_problem_of(problem, piece, *parts), part_v)
             for piece, *parts, part_v in zip(own, cut_q, cut_k, cut_v, strict=True)
         ]
-        outputs.append(_with_gaps(found, [piece.queries for piece in own], q, v.shape[-1]))
-    return torch.cat(outputs).transpose(1, 2)
 
 
 def _problem_of(problem: Problem, piece: Piece, q: Tensor, k: Tensor) -> Problem:

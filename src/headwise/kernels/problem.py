@@ -33,6 +33,11 @@ class Problem:
         """The dtype scores and sums are held in: float32 for half types, else their own."""
         return accumulation_dtype(self.q.dtype)
 
+    @property
+    def has_positive_scale(self) -> bool:
+        """Whether the scale is above 0, and stays so in the dtype of the scores."""
+        return bool(self.scale >= torch.finfo(self.accumulate).tiny)
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Float32 for bfloat16 and float16, else the dtype itself."""

@@ -34,8 +34,8 @@ def dropped_head_outputs(problem: Problem, v: Tensor, *, dropout_p: float) -> Te
     if found := pieces.find(problem):
         dropped = partial(dropped_head_outputs, dropout_p=dropout_p)
         return pieces.head_outputs(problem, v, found, dropped)
-    own = problem.softcap is not None or problem.sink is not None or problem.scale <= 0
-    if not own and all(bias.dtype == v.dtype for bias in problem.bias.all()):
+    plain = problem.softcap is None and problem.sink is None and problem.has_positive_scale
+    if plain and all(bias.dtype == v.dtype for bias in problem.bias.all()):
         return sdpa.head_outputs(problem, v, dropout_p=dropout_p)
     kept = dropout(dense.weights(problem), dropout_p)
     values = functional.share_heads(v.to(kept.dtype), heads=kept.shape[1])

@@ -2,8 +2,9 @@
 
 It serves head outputs only. What it cannot take without writing queries x keys is refused in
 `choose`: softcap, sinks, the gradient of a score bias, and masks that would have to be written
-down and are larger than a tile. Values narrower or wider than the queries are padded with zeros,
-since torch leaves the fused path where the widths differ (docs/log.md has the figures).
+down and are larger than a tile. Torch leaves the fused path where the widths of queries and values
+differ, and where the last stride of an operand is not 1. Narrow operands are therefore padded with
+zeros, and strided ones are copied (docs/log.md has the figures).
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ def head_outputs(problem: Problem, v: Tensor, *, dropout_p: float = 0.0) -> Tens
     width = max(q.shape[-1], value_dim)
     if q.shape[-1] != value_dim:
         q, k, v = (pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+    q, k, v = (with_unit_stride(t) for t in (q, k, v))
     # Literals: compiled, a comparison of sizes is a symbolic bool, which the kernel refuses.
     causal = {"is_causal": True} if is_causal_alone(problem) else {}
     attn_mask = combined_mask(problem)
+    if attn_mask is not None and attn_mask.device.type != "cpu":
+        attn_mask = with_unit_stride(attn_mask)  # the CPU's fused kernel takes masks of any stride
     in_groups = group > 1 and q.shape[2] == 1 and not causal
     if in_groups:
         # One query a head: the heads of a group are rows of one problem, and read its keys once.
@@ -40,6 +44,31 @@ def head_outputs(problem: Problem, v: Tensor, *, dropout_p: float = 0.0) -> Tens
     )
     out = out.flatten(1, 2).unsqueeze(2) if in_groups else out
     return out[..., :value_dim] if width != value_dim else out
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether the last stride of an operand makes torch leave its fused path."""
+    return tensor.shape[-1] > 1 and tensor.stride(-1) != 1
+
+
+def with_unit_stride(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy where its last stride is not 1."""
+    return tensor.contiguous() if is_strided(tensor) else tensor
+
+
+def operands(problem: Problem, v: Tensor) -> dict[str, Tensor]:
+    """Queries, keys and values by their names."""
+    return {"q": problem.q, "k": problem.k, "v": v}
+
+
+def copied_bytes(problem: Problem, v: Tensor) -> int:
+    """Memory of the operands that `head_outputs` copies, and of the outputs' padding."""
+    width, itemsize = max(problem.q.shape[-1], v.shape[-1]), v.element_size()
+    entries = problem.q.shape[:-1].numel() * (width - v.shape[-1])
+    for tensor in operands(problem, v).values():
+        if tensor.shape[-1] != width or is_strided(tensor):
+            entries += tensor.shape[:-1].numel() * width
+    return entries * itemsize
 
 
 def combined_mask(problem: Problem) -> Tensor | None:

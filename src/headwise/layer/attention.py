@@ -94,7 +94,7 @@ class Attention(HeadByHead):
         self.rotary, self.qk_norm = rotary, qk_norm
         self.scale, self.softcap, self.dropout, self.init = scale, softcap, dropout, init
         self.window = window
-        options.check(self, score_bias, crosses=source_dim is not None)
+        options.check(self, score_bias, crosses=source_dim is not None, dtype=dtype)
         heads, kv_heads = num_heads, self.num_kv_heads
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = Projection(embed_dim, heads * self.head_dim, q_bias, **place)

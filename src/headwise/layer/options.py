@@ -46,7 +46,9 @@ def check_counts(**counts: int) -> None:
             )
 
 
-def check(layer: Parts, score_bias: PositionBias | None, *, crosses: bool) -> None:
+def check(
+    layer: Parts, score_bias: PositionBias | None, *, crosses: bool, dtype: torch.dtype | None
+) -> None:
     """Raise OptionError where sizes or options contradict each other."""
     counts = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "out_dim")
     check_counts(**{name: getattr(layer, name) for name in (*counts, "source_dim")})
@@ -63,7 +65,7 @@ def check(layer: Parts, score_bias: PositionBias | None, *, crosses: bool) -> No
             _refuse_across(name, option, f"source_dim={layer.source_dim}")
     if layer.rotary is not None:
         layer.rotary.width_in(layer.head_dim)
-    check_score_numbers(layer.scale, layer.softcap)
+    check_score_numbers(layer.scale, layer.softcap, dtype=dtype or torch.get_default_dtype())
     check_probability(layer.dropout)
 
 

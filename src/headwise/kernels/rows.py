@@ -1,0 +1,67 @@
+"""Rows of the weights, written down, and the largest weights of each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from headwise import functional
+from headwise.eager import without_autocast
+from headwise.kernels.problem import Problem
+from headwise.kernels.read import needs_plain_torch
+from headwise.kernels.sweep import pack, unpack
+from headwise.kernels.tiles import TILE_ELEMENTS
+
+
+def weights_at(problem: Problem, index: Tensor) -> Tensor:
+    """The weights of chosen queries, (batch, heads, rows, keys)."""
+    exact = problem.accumulate
+    with without_autocast(problem.q):
+        s = functional.scores_at(
+            problem.q.index_select(2, index).to(exact),
+            problem.k.to(exact),
+            index,
+            mask=problem.mask,
+            score_bias=problem.bias,
+            scale=problem.scale,
+            softcap=problem.softcap,
+        )
+        return functional.weights_of(s, problem.sink).to(problem.q.dtype)
+
+
+def largest(problem: Problem, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest weights of chosen queries, and their keys, some queries at a time."""
+    batch, heads, _, _ = problem.q.shape
+    step = max(1, TILE_ELEMENTS // max(1, batch * heads * problem.k.shape[2]))
+    # ONNX cannot split at a length that varies, and its graph is dense in any case.
+    blocks = (index,) if torch.onnx.is_in_onnx_export() else torch.split(index, step)
+    found = [_largest_of_block(problem, count, block) for block in blocks]
+    values, indices = zip(*found, strict=True)
+    return torch.cat(values, 2), torch.cat(indices, 2)
+
+
+def _largest_of_block(problem: Problem, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
+    # torch.func takes no checkpoint.
+    if not torch.is_grad_enabled() or needs_plain_torch():
+        values, indices = weights_at(problem, index).topk(count, dim=-1)
+        return values, indices
+    # Recomputed in the backward pass: kept rows would add up to queries x keys. Every tensor is an
+    # argument, so that torch saves it and raises its error where it was changed in place since.
+    leaves, tree = tree_flatten((pack(problem), index))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
+
+    def recomputed(*tensors: Any) -> tuple[Tensor, Tensor]:
+        each = iter(tensors)
+        packed, rows = tree_unflatten([next(each) if x is None else x[0] for x in others], tree)
+        values, indices = weights_at(unpack(packed), rows).topk(count, dim=-1)
+        return values, indices
+
+    found: tuple[Tensor, Tensor] = checkpoint(
+        recomputed, *tensors, use_reentrant=False, preserve_rng_state=False
+    )
+    return found

@@ -1,0 +1,97 @@
+"""AttentionMatrix: what does not fit together is refused, with its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from headwise.errors import DTypeError, LimitError, MaskError, OptionError, ShapeError
+from headwise.matrix import AttentionMatrix
+from headwise.score_bias import ScoreBias
+
+Q, K = torch.zeros(3, 6, 24, 10), torch.zeros(3, 2, 29, 10)
+NAN = torch.full((6,), math.nan, dtype=torch.float64)
+REFUSED: list[tuple[str, Callable[[], Any], type[Exception], list[str]]] = [
+    ("rank", lambda: AttentionMatrix(Q[0], K), ShapeError, ["(6, 24, 10)", "(batch, heads"]),
+    ("batch", lambda: AttentionMatrix(Q, K[:2]), ShapeError, ["batch 3", "batch 2"]),
+    ("head_dim", lambda: AttentionMatrix(Q, K[..., :9]), ShapeError, ["head_dim 10", "head_dim 9"]),
+    ("groups", lambda: AttentionMatrix(Q[:, :5], K), ShapeError, ["5 heads and 2 kv_heads"]),
+    ("dtype", lambda: AttentionMatrix(Q, K.double()), DTypeError, ["float32", "float64"]),
+    ("integers", lambda: AttentionMatrix(Q.int(), K.int()), DTypeError, ["torch.int32"]),
+    (
+        "bare mask",
+        lambda: AttentionMatrix(Q, K, mask=Q > 0),
+        MaskError,
+        ["from_sdpa", "from_torch"],
+    ),
+    ("scale", lambda: AttentionMatrix(Q, K, scale=math.nan), OptionError, ["scale=nan"]),
+    ("softcap", lambda: AttentionMatrix(Q, K, softcap=0.0), OptionError, ["softcap=0.0"]),
+    ("scale overflows", lambda: AttentionMatrix(Q, K, scale=-1e39), OptionError, ["scale=-1e+39"]),
+    (
+        "softcap overflows",
+        lambda: AttentionMatrix(Q.half(), K.half(), softcap=1e39),
+        OptionError,
+        ["softcap=1e+39", "torch.float16", "from 1.2e-38 to 3.4e+38"],
+    ),
+    (
+        "sink overflows",
+        lambda: AttentionMatrix(Q, K, sink=torch.full((6,), 1e39, dtype=torch.float64)),
+        OptionError,
+        ["1e+39", "up to 3.4e+38"],
+    ),
+    ("a sink of NaN", lambda: AttentionMatrix(Q, K, sink=NAN), OptionError, ["holds nan"]),
+    (
+        "bias overflows",
+        lambda: AttentionMatrix(
+            Q, K, score_bias=ScoreBias.dense(NAN.nan_to_num(1e39), axes="heads")
+        ),
+        MaskError,
+        ["float64 score bias", "1e+39"],
+    ),
+    ("lists", lambda: AttentionMatrix([1, 2], [3, 4]), DTypeError, ["q of type list", "tensor"]),
+    ("no keys", lambda: AttentionMatrix(Q, None), DTypeError, ["k of type NoneType"]),
+    ("a list of values", lambda: AttentionMatrix(Q, K) @ [1], DTypeError, ["v of type list"]),
+    ("a list of y", lambda: AttentionMatrix(Q, K).mT @ [1], DTypeError, ["y of type list"]),
+    ("a number as sink", lambda: AttentionMatrix(Q, K, sink=1.0), ShapeError, ["of type float"]),
+    ("sink", lambda: AttentionMatrix(Q, K, sink=torch.zeros(5)), ShapeError, ["(5,)", "heads 6"]),
+    (
+        "values",
+        lambda: AttentionMatrix(Q, K) @ K[:, :, :28],
+        ShapeError,
+        ["(3, 2, 28, 10)", "keys 29"],
+    ),
+    (
+        "value heads",
+        lambda: AttentionMatrix(Q, K) @ K.repeat(1, 2, 1, 1),
+        ShapeError,
+        ["kv_heads 2"],
+    ),
+    ("value dtype", lambda: AttentionMatrix(Q, K) @ K.double(), DTypeError, ["v of dtype"]),
+    (
+        "transposed",
+        lambda: AttentionMatrix(Q, K).mT @ K,
+        ShapeError,
+        ["(3, 2, 29, 10)", "queries 24"],
+    ),
+    ("pool", lambda: AttentionMatrix(Q, K).pool(25, 3), OptionError, ["25 queries", "24 queries"]),
+    ("topk", lambda: AttentionMatrix(Q, K).topk(30), OptionError, ["topk(30)", "29 keys"]),
+    ("dense", lambda: AttentionMatrix(Q, K).dense(limit=1000), LimitError, ["50 kB", "1.0 kB"]),
+]
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    ("build", "error", "said"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED]
+)
+def test_what_does_not_fit_is_refused_with_its_numbers(
+    build: Callable[[], Any], error: type[Exception], said: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        build()
+    for words in said:
+        assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 3
