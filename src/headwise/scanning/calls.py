@@ -15,7 +15,8 @@ class LayerCall:
     """What a layer computes, and what is known around it.
 
     Attributes:
-        layer: its name in the model; a number in brackets where one module runs several times.
+        layer: its name in the model; "(2)" where the same module runs again in one pass, and
+            "(call 2)" where one run of it attends once more for the same tokens.
         module: the module that ran; None outside of any.
         matrix: the attention matrix.
         values: what is attended to.

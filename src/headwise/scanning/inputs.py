@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
+from headwise.scanning.modules import as_written
 
 # What nobody here has a use for: keys and values kept for later steps. A scan has none either for
 # the scores of the whole vocabulary after each token, which can take more memory than all the rest.
@@ -24,6 +27,30 @@ class Arguments:
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
+
+
+def require_module(model: Any) -> nn.Module:
+    """Return the model as it was before it was compiled.
+
+    Raises:
+        OptionError: it is no module.
+    """
+    model = as_written(model)
+    if not isinstance(model, nn.Module):
+        raise no_model(model, "an nn.Module")
+    return model
+
+
+def no_model(model: object, needed: str) -> OptionError:
+    """Return the error for something that cannot be run, such as the name of a model."""
+    is_name = isinstance(model, str | PathLike)
+    return OptionError(
+        saw=f"model={describe_value(model)}, which is {'a name' if is_name else 'no model'}",
+        needed=f"{needed}, already loaded",
+        do=f"load it first, e.g. transformers.AutoModel.from_pretrained({describe_value(model)})"
+        if is_name
+        else "give the model first, then its inputs",
+    )
 
 
 def inputs_of(given: Any) -> list[Arguments]:

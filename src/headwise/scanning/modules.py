@@ -38,6 +38,7 @@ class Running:
         has_source: whether it was given something else to attend to by its name.
         projected: what the first two matrices inside were given since the last attention call.
         attended: how many attention calls it has seen inside.
+        last_keys: the keys of its own last attention call, and whether that was cross attention.
     """
 
     module: nn.Module
@@ -49,6 +50,22 @@ class Running:
     has_source: bool
     projected: list[Tensor] = field(default_factory=list)
     attended: int = 0
+    last_keys: tuple[Tensor, bool] | None = None
+    _turn: int = 1
+    _covered: int = 0  # tokens whose queries this turn has had
+
+    def turn(self, queries: int) -> int:
+        """Return the number of the turn that an attention call of so many queries belongs to.
+
+        A module may compute its attention in parts: of some sequences, or of some queries, at a
+        time. Those are one turn, until every token that the module was given has had its query.
+        What comes then attends once more for the same tokens, as in DiffLlama: another turn. Where
+        the number of tokens is not known, each call is a turn of its own.
+        """
+        if self._covered and self._covered + queries > _length_of(self.state, self.tokens):
+            self._turn, self._covered = self._turn + 1, 0
+        self._covered += queries
+        return self._turn
 
 
 class Modules:
@@ -68,7 +85,11 @@ class Modules:
         after: Callable[[Running, Any], None],
     ) -> None:
         self.stack: list[Running] = []
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names = {
+            module: _name_as_written(name)
+            for name, module in model.named_modules()
+            if as_written(module) is module
+        }
         self._blocks = {id(block) for module in model.modules() for block in _blocks_of(module)}
         self._times: Counter[str] = Counter()
         self._before, self._after = before, after
@@ -132,6 +153,14 @@ class Modules:
                 return
 
 
+def _length_of(state: Tensor | None, tokens: list[Tensor]) -> int:
+    """How many tokens a module was given, in all sequences; 0 where that cannot be told."""
+    if state is None:
+        return tokens[0].numel() if tokens else 0
+    # Of four axes the last but one may be the length, the height of a picture, or heads.
+    return 0 if state.is_nested or state.dim() > 3 else state.shape[:-1].numel()
+
+
 def version_of(state: Tensor | None) -> int:
     """How often a tensor was changed in place; −1 where nobody counts."""
     return -1 if state is None or state.is_inference() else state._version
@@ -141,8 +170,17 @@ def _blocks_of(listing: nn.Module) -> list[nn.Module]:
     """The members of a list of modules that are all of one class: layers, one after the other."""
     if not isinstance(listing, (nn.ModuleList, nn.Sequential)):
         return []
-    members = list(listing)
+    members = [as_written(member) for member in listing]
     return members if len({type(member) for member in members}) == 1 else []
+
+
+def as_written(model: Any) -> Any:
+    """A model or module as it was before torch.compile put another around it."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _name_as_written(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _has_source(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

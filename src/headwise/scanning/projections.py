@@ -29,13 +29,14 @@ class Pending:
     def __init__(self, call: LayerCall, block: Running | None) -> None:
         self.call, self.block = call, block
         self.is_settled = False
+        self.was_read = False  # a module was given the head outputs, as they are
         self._given: dict[Running, bool] = {}  # what runs on the outputs: whether inside the module
         self._inside: list[tuple[Tensor, Tensor]] = []  # projections there, and what they gave
 
     def before(self, running: Running, around: list[nn.Module]) -> None:
         """A module is about to run; ``around`` are those that are running."""
         if running.state is not None and _is_merged(running.state, self.call.outputs):
-            self._given[running] = self.call.module in around
+            self._given[running], self.was_read = self.call.module in around, True
 
     def after(self, running: Running, output: Any) -> None:
         """A module has run."""

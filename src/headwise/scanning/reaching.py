@@ -3,8 +3,9 @@
 Reached are layers of headwise; models of transformers that go through its attention interface;
 `torch.nn.MultiheadAttention` and torch's transformer layers; and whatever calls
 `scaled_dot_product_attention`. No layer is rewritten: hooks and settings are put back as they were,
-also after an exception. Attention that a module computes by products of its own is not reached, and
-neither is a compiled graph; `Reach.unseen` names the modules that look like it.
+also after an exception. What torch.compile has compiled runs uncompiled meanwhile. Attention that a
+module computes by matrix products of its own, or in a graph that was exported or scripted, is not
+reached; `Reach.unseen` names the modules that look like it.
 
 What is said around a call is observed, or not said at all.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headwise.huggingface.switching import switched
@@ -95,6 +97,8 @@ class Reach:
         )
         self._place(call)
         block = _block_of(stack, matrix)
+        if stack:
+            stack[-1].last_keys = matrix.k, call.is_cross
         for running in stack:
             running.attended += 1
         self._forget_projected()
@@ -113,7 +117,8 @@ class Reach:
         pending, self._pending = self._pending, None
         if pending is None or self._settled is None:
             return
-        self._forget_projected()  # the output projection's own, which nobody else may hold now
+        if pending.was_read:
+            self._forget_projected()  # what went into the output projection is no query and no key
         block = pending.block
         if block is not None and version_of(block.state) == block.version >= 0:
             pending.call.residual = block.state
@@ -121,14 +126,16 @@ class Reach:
 
     def _forget_projected(self) -> None:
         for running in self.modules.stack:
-            running.projected.clear()
+            if running.attended:  # else it began after the last call
+                running.projected.clear()
 
     def _layer_name(self, matrix: AttentionMatrix) -> str:
         stack, heads = self.modules.stack, matrix.shape[1]
         if not stack:
             self._bare += 1
             return "attention" if self._bare == 1 else f"attention ({self._bare})"
-        name = stack[-1].name
+        name, turn = stack[-1].name, stack[-1].turn(len(matrix.q) * matrix.shape[2])
+        name = name if turn == 1 else f"{name} (call {turn})"
         if self._heads.setdefault(name, heads) != heads:
             return f"{name} ({heads} heads)"
         return name
@@ -143,7 +150,11 @@ class Reach:
         lower, upper = _bands(matrix)
         call.own_key = 0 if queries == keys else upper
         known = self._tokens.of_self(
-            call.layer, matrix.shape, own_key=call.own_key, windowed=lower is not None
+            call.layer,
+            matrix.shape,
+            self.modules.stack,
+            own_key=call.own_key,
+            windowed=lower is not None,
         )
         call.tokens, call.dropped = known.tokens, known.dropped
         if call.own_key is None and known.seen is not None:
@@ -157,7 +168,7 @@ class Reach:
         is_embedding = isinstance(running.module, nn.Embedding)
         if running.tokens and (is_embedding or (is_whole and not self._looks_up)):
             name = running.name if is_embedding else ""
-            self._tokens.look_up(name, running.tokens[0])
+            self._tokens.look_up(name, running.tokens[0], self.modules.stack)
         if any(word in type(running.module).__name__.lower() for word in LOOKS_LIKE):
             self._ran[running.name.partition(" (")[0]] = type(running.module).__name__
         if self._pending is not None:
@@ -183,6 +194,8 @@ def reached(
     """
     with _one_at_a_time, ExitStack() as stack:
         reach = Reach(model, watch, settled)
+        # A compiled graph shows nothing: what is compiled runs as it was written, for this time.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         if model is not None:
             stack.enter_context(switched(model))
         stack.enter_context(reach.modules.followed())
@@ -213,6 +226,9 @@ def _is_cross(stack: list[Running], matrix: AttentionMatrix) -> bool:
         if running.has_source:
             return True
     given = next((running.projected for running in reversed(stack) if running.projected), [])
+    last = stack[-1].last_keys if stack else None
+    if not given and last is not None and same(last[0], matrix.k):  # attends once more
+        return last[1]
     if not given or matrix.mask.bands:
         return False
     queries, keys = given[0], given[1] if len(given) > 1 else given[0]

@@ -54,7 +54,7 @@ def require_attention(model: str, reach: Reach) -> None:
         saw=f"{model}, in which no attention was seen; looking like it: {similar}",
         needed="attention that goes through transformers' interface, torch's layers, "
         "scaled_dot_product_attention, or headwise",
-        do="for attention by products of its own, put an AttentionMatrix in its place",
+        do="where a module multiplies queries and keys itself, put an AttentionMatrix there",
     )
 
 
@@ -67,5 +67,6 @@ def notes_of(reach: Reach) -> tuple[str, ...]:
     more = f" and {len(unseen) - SHOWN} more" if len(unseen) > SHOWN else ""
     return (
         f"{len(reach.layers)} layers were seen; {len(unseen)} that look like attention ran and "
-        f"were not, since they compute it by products of their own: {names}{more}",
+        "were not: they multiply matrices themselves, call the kernel of another library, or are "
+        f"scripted or exported graphs: {names}{more}",
     )

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from headwise.scanning.modules import Running
+
 
 @dataclass(frozen=True, eq=False)
 class _Stream:
     """Tokens that were looked up in this pass."""
 
     part: str  # of the model: the beginning of its layers' names
+    within: Running | None  # the run that the embedding ran in, less modules of embeddings
     tokens: Tensor
 
 
@@ -55,34 +58,48 @@ class TokenStreams:
         self._given = given
         self._streams.clear()
 
-    def look_up(self, embedding: str, tokens: Tensor) -> None:
-        """An embedding of this name looks ``tokens`` up, (batch, length)."""
-        if not any(tokens is own or _equal(tokens, own) for own in self._given):
+    def look_up(self, embedding: str, tokens: Tensor, around: list[Running]) -> None:
+        """An embedding of this name looks ``tokens`` up, (batch, length), ``around`` it run these.
+
+        The same tokens again, in the same run, are the same text: some models have a second table.
+        """
+        if not any(_equal(tokens, own) for own in self._given):
             return  # places, kinds of tokens, or what the model made itself
         part = _part_of(embedding)
-        if any(one.part == part and one.tokens is tokens for one in self._streams):
+        outside = [running for running in around[1:] if "embed" not in running.name]
+        within = next(iter([*reversed(outside), *around[:1]]), None)
+        before = [
+            text.tokens for text in self._streams if (text.part, text.within) == (part, within)
+        ]
+        if any(_equal(tokens, text) for text in before):
             return
-        self._streams.append(_Stream(part, tokens))
-        before = self._history.get(part)
-        if before is not None:
-            fits = len(before) == len(tokens)
-            self._history[part] = torch.cat([before, tokens], 1) if fits else tokens[:, :0]
+        self._streams.append(_Stream(part, within, tokens))
+        past = self._history.get(part)
+        if past is not None:
+            fits = len(past) == len(tokens)
+            self._history[part] = torch.cat([past, tokens], 1) if fits else tokens[:, :0]
 
     def of_self(
-        self, layer: str, shape: tuple[int, int, int, int], *, own_key: int | None, windowed: bool
+        self,
+        layer: str,
+        shape: tuple[int, int, int, int],
+        around: list[Running],
+        *,
+        own_key: int | None,
+        windowed: bool,
     ) -> KeyTokens:
         """The keys of self-attention, for a matrix (batch, heads, queries, keys).
 
         Args:
             layer: its name.
             shape: of the matrix.
+            around: the runs that the layer runs in, outermost first.
             own_key: the key that stands where query 0 stands, where the mask says so.
             windowed: whether old keys may have been dropped, since none can be seen any more.
         """
         batch, _, queries, keys = shape
-        own = [s for s in self._streams if layer.startswith(s.part)]
-        stream = max(own, key=lambda s: len(s.part), default=None)
-        if stream is None or stream.tokens.shape != (batch, queries):
+        stream = self._text_of(layer, (batch, queries), around)
+        if stream is None:
             return KeyTokens()
         if own_key == 0:  # the first of a text, or all of it
             self._history[stream.part] = stream.tokens
@@ -95,6 +112,22 @@ class TokenStreams:
         if own_key is not None and own_key != seen - queries:
             return KeyTokens()  # the cache holds something else than what was seen to come in
         return KeyTokens(pad(past, (0, keys - seen), value=-1), seen=seen)
+
+    def _text_of(self, layer: str, shape: tuple[int, int], around: list[Running]) -> _Stream | None:
+        """The text (batch, length) of a layer: of its part, from the innermost run around it.
+
+        An encoder that runs twice reads two texts. Where two of one shape were looked up in one
+        run, either may be the layer's: then none is known.
+        """
+
+        def nearness(text: _Stream) -> tuple[int, int]:
+            place = next((n for n, run in enumerate(around) if run is text.within), -1)
+            return place, len(text.part)
+
+        own = [text for text in self._streams if layer.startswith(text.part)]
+        nearest = max(map(nearness, own), default=None)
+        fitting = [t for t in own if nearness(t) == nearest and t.tokens.shape == shape]
+        return fitting[0] if len(fitting) == 1 else None
 
     def of_cross(self, layer: str, shape: tuple[int, int, int, int]) -> KeyTokens:
         """The keys of cross attention: those of the only other text of this length, if any."""
@@ -109,7 +142,7 @@ class TokenStreams:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(torch.equal(a, b))
+    return a is b or (a.shape == b.shape and bool(torch.equal(a, b)))
 
 
 def _part_of(embedding: str) -> str:

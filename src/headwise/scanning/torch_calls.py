@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -52,11 +53,11 @@ class TorchCalls(TorchFunctionMode):
 
 def _is_own() -> bool:
     """Whether headwise's kernel calls: its matrix is shown by the layer that it computes for."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     # Shape checks may stand between: any caller counts, since the kernel calls no one else's code.
-    while frame.f_back is not None and frame.f_globals["__name__"] != sdpa.__name__:
+    while frame is not None and frame.f_globals.get("__name__") != sdpa.__name__:  # compiled: none
         frame = frame.f_back
-    return bool(frame.f_globals["__name__"] == sdpa.__name__)
+    return frame is not None
 
 
 def _attend(
