@@ -37,7 +37,7 @@ def test_what_it_prints_and_writes(folder: Path, tmp_path: Path) -> None:
         "Read with heads 6, kv_heads 2, head_dim 10 (config.json).",
         "Not copied, since they go with llama: config.json.",
     ]
-    assert re.fullmatch(r"\d+\.\d s, 0\.1 MB\. The weights:", time)
+    assert re.fullmatch(r"\d+\.\d s, \d+ kB\. The weights:", time)
     assert target == str(tmp_path / "b")
     assert f"{folder}: llama -> llama-meta" in err
     expected = llamas.in_metas(llamas.weights())

@@ -299,7 +299,7 @@ def test_memory_that_will_not_do(model: Path, text: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(machine, "available", lambda: 3_000_000)
     error = refused(model, "--text", text)
     assert re.search(r"24 tokens of small-bert: about \d+ MB more memory", error.saw)
-    assert "at most 3 MB" in error.needed
+    assert "at most 3.0 MB" in error.needed
     run(model, "--text", text, "--force")
 
 

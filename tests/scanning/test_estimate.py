@@ -16,7 +16,6 @@ from headwise.scanning.estimate import (
     Speed,
     calls_of,
     estimate,
-    in_gigabytes,
     memory,
     require_memory,
 )
@@ -116,8 +115,6 @@ def test_memory_against_a_run() -> None:
 
 
 def test_how_it_reads() -> None:
-    assert in_gigabytes(1_900_000_000) == "1.9 GB"
-    assert in_gigabytes(140_000_000) == "140 MB"
     found = estimate(
         Tiny(), [Call(8, 64, is_causal=True, span=None)], (), [2], held=2 * 10**9, speed=SPEED
     )
@@ -130,3 +127,19 @@ def test_too_much() -> None:
     with pytest.raises(OptionError, match=r"about 2\.0 GB more memory") as refused:
         require_memory(2 * 10**9, 10**9, what="it", do="less")
     assert "at most 1.0 GB" in refused.value.needed
+
+
+@pytest.mark.parametrize(
+    ("needed", "there", "words"),
+    [
+        (1_300, 900, ("1.3 kB", "900 B")),
+        (2_010_000_000, 1_990_000_000, ("2,010,000,000 B", "1,990,000,000 B")),
+    ],
+)
+def test_both_sizes_are_shown_so_that_they_differ(
+    needed: int, there: int, words: tuple[str, str]
+) -> None:
+    with pytest.raises(OptionError) as refused:
+        require_memory(needed, there, what="it", do="less")
+    assert refused.value.saw == f"it: about {words[0]} more memory"
+    assert refused.value.needed.startswith(f"at most {words[1]}, ")

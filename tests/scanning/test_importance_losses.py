@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headwise import Mask
 from headwise.errors import DTypeError, HeadwiseError, OptionError, ShapeError
+from headwise.models import planted, tiny
 from headwise.scanning.importance import ablations, gradients, mean_outputs
 from headwise.scanning.importance.losses import next_token
 from tests.scanning.importance_cases import BATCH, EMBED, LENGTH, Mixing, squares
@@ -128,7 +129,10 @@ def test_a_model_that_sees_the_next_token_has_no_default(
 @pytest.mark.parametrize(
     ("output", "inputs", "message"),
     [
-        (torch.randn(2, 5, 3), torch.zeros(2, 5).long(), "has no logits"),
+        (torch.randn(2, 5), torch.zeros(2, 5).long(), r"no logits: .* of shape \(2, 5\)"),
+        ((None, torch.randn(2, 6, 3)), torch.zeros(2, 5).long(), r"tuple of None, .*\(2, 6, 3\)"),
+        (torch.randn(2, 5, 3), torch.full((2, 5), 3), r"\(2, 5, 3\) for tokens from 3 to 3"),
+        (torch.randn(2, 5, 3), (torch.zeros(2, 5).long(), torch.ones(2)), "without token ids"),
         ({"logits": torch.randn(2, 5, 3)}, {"pixels": torch.randn(2, 5)}, "without token ids"),
         ({"logits": torch.randn(2, 5, 3)}, torch.randn(2, 5), "without token ids"),
         ({"logits": torch.randn(2, 3)}, torch.zeros(2, 5).long(), r"\(2, 3\)"),
@@ -139,6 +143,51 @@ def test_a_model_that_sees_the_next_token_has_no_default(
 def test_what_has_no_default_loss(output: Any, inputs: Any, message: str) -> None:
     with pytest.raises((OptionError, ShapeError), match=message):
         next_token(output, inputs)
+
+
+@pytest.mark.parametrize("measure", [gradients, ablations])
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (None, x, x[:, :1])])
+def test_logits_without_a_name(measure: Callable[..., Any], wrap: Callable[[Tensor], Any]) -> None:
+    """They are told from a state by their width: the rows of the embedding that looked ids up."""
+
+    class Plain(Language):
+        def forward(self, ids: Tensor) -> Any:  # type: ignore[override]
+            return wrap(super().forward(ids).logits)
+
+    class States(Language):
+        def forward(self, ids: Tensor) -> Any:  # type: ignore[override]
+            return wrap(self.body(self.tokens(ids)))
+
+    model, states, ids = Plain().double(), States().double(), words()["input_ids"]
+    named = Language().double()
+    named.load_state_dict(model.state_dict())
+    found, expected = measure(model, ids), measure(named, ids)
+    for name in expected.names:
+        assert torch.equal(found[name], expected[name])
+    with pytest.raises(OptionError, match=f"vocabulary {VOCABULARY}"):
+        measure(states, ids)
+    measure(states, ids % EMBED, loss=next_token)  # whoever asks for it gets it
+
+
+def test_a_state_as_wide_as_the_vocabulary_is_not_taken_for_logits() -> None:
+    class States(Language):
+        def forward(self, ids: Tensor) -> Any:  # type: ignore[override]
+            return self.body(self.tokens(ids))
+
+    model = States().double()
+    model.tokens = nn.Embedding(EMBED, EMBED).double()
+    with pytest.raises(OptionError, match="vocabulary tokens"):
+        gradients(model, words()["input_ids"] % EMBED)
+
+
+def test_the_models_that_ship() -> None:
+    text = tiny.encode("def f(x):\n    return f(x)\n" * 3)[None]
+    assert bool((gradients(tiny.load(), text)["taylor"] > 0).all())
+    ids = torch.randint(2, planted.VOCABULARY, (2, 9))
+    model = planted.model()
+    assert torch.equal(
+        gradients(model, (ids,))["taylor"], gradients(model, ids, loss=next_token)["taylor"]
+    )
 
 
 # ---- the model is left as it was found ---------------------------------------------------------

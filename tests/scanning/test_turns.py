@@ -218,10 +218,11 @@ def test_a_second_table_of_the_same_tokens_is_no_second_text() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.model = spread(transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)))
-            self.more = nn.Embedding(VOCABULARY, WIDTH).double()
+            self.model.transformer.more = nn.Embedding(VOCABULARY, WIDTH).double()
 
         def forward(self, input_ids: Tensor, **options: Any) -> Any:
-            x = self.model.transformer.wte(input_ids) + self.more(input_ids.clone())
+            tables = self.model.transformer.wte, self.model.transformer.more
+            x = tables[0](input_ids) + tables[1](input_ids.clone())
             return self.model(inputs_embeds=x, **options)
 
     model, ids = Tables().eval(), tokens(1, LENGTH)

@@ -163,9 +163,9 @@ def _lines(
 
 
 def _took(done: Converted, seconds: float) -> str:
-    large = done.nbytes > 1e8
-    size = f"{done.nbytes / 1e9:.2f} GB" if large else f"{done.nbytes / 1e6:.1f} MB"
-    return f"{seconds:.1f} s, {size}. The weights:"
+    from headwise.axes import human_bytes
+
+    return f"{seconds:.1f} s, {human_bytes(done.nbytes)}. The weights:"
 
 
 def _done_lines(done: Converted, found: Weights, wanted: Layout) -> Iterator[str]:

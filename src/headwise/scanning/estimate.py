@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.axes import human_bytes
 from headwise.errors import OptionError
 from headwise.heads.statistics.observation import CELLS, Observation, Sequences
 from headwise.heads.statistics.statistic import Statistic
@@ -58,7 +59,7 @@ class Estimate:
 
     def __str__(self) -> str:
         """``about 40 s, 1.9 GB``."""
-        return f"about {_time(self.seconds)}, {in_gigabytes(self.whole)}"
+        return f"about {_time(self.seconds)}, {human_bytes(self.whole)}"
 
 
 @torch.no_grad()
@@ -171,16 +172,14 @@ def measured_speed(calls: Sequence[Call], statistics: Sequence[Statistic]) -> Sp
 def require_memory(needed: int, there: int | None, *, what: str, do: str) -> None:
     """Raise OptionError if more memory is needed than there is."""
     if there is not None and needed > there:
+        more, left = human_bytes(needed), human_bytes(there)
+        if more == left:
+            more, left = f"{needed:,} B", f"{there:,} B"
         raise OptionError(
-            saw=f"{what}: about {in_gigabytes(needed)} more memory",
-            needed=f"at most {in_gigabytes(there)}, which is what this machine has left",
+            saw=f"{what}: about {more} more memory",
+            needed=f"at most {left}, which is what this machine has left",
             do=do,
         )
-
-
-def in_gigabytes(size: int) -> str:
-    """``1.9 GB`` or ``140 MB``."""
-    return f"{size / 1e9:,.1f} GB" if size >= 0.95e9 else f"{size / 1e6:.0f} MB"
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.heads.statistics.observation import Observation
 from headwise.heads.statistics.statistic import Statistic, Summary
@@ -111,7 +112,7 @@ class Gathering:
         count, heads = call.matrix.shape[1], self._wanted.heads
         if heads is not None and any(not 0 <= head < count for head in heads):
             raise OptionError(
-                saw=f"heads {sorted(heads)} of {call.layer}",
+                saw=f"heads {describe_value(list(heads))} of {call.layer}",
                 needed=f"heads from 0 to {count - 1}: the layer has {count}",
                 do="name heads that every layer has",
             )

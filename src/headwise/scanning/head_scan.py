@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.extras import require
+from headwise.heads.statistics.catalogue import unknown_statistic
 from headwise.heads.statistics.statistic import Definition, Statistic, Summary
 from headwise.scanning.tables import HeadValue as HeadValue
 from headwise.scanning.tables import Row, table_of, top_of
@@ -325,10 +326,8 @@ class HeadScan:
         for statistic in self.statistics:
             if statistic.definition.name == name:
                 return statistic
-        raise OptionError(
-            saw=f"statistic {name!r}",
-            needed=f"one of {', '.join(self.names)}",
-            do="take one of these, or name it in statistics= when you scan",
+        raise unknown_statistic(
+            name, self.names, do="take one of these, or name it in statistics= when you scan"
         )
 
     def _missing_everywhere(self, name: str) -> OptionError:

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from headwise.axes import describe_value
-from headwise.errors import OptionError
+from headwise.errors import OptionError, ShapeError
 from headwise.scanning.modules import as_written
+from headwise.scanning.weights import plain_parts
 
 # What nobody here has a use for: keys and values kept for later steps. A scan has none either for
 # the scores of the whole vocabulary after each token, which can take more memory than all the rest.
 NO_CACHE = {"use_cache": False}
 NO_LOGITS = {"logits_to_keep": 1}
+
+OUTSIDE = "check where the ids come from: a tokenizer must be the one that belongs to this model"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,20 +40,19 @@ def require_module(model: Any) -> nn.Module:
     """
     model = as_written(model)
     if not isinstance(model, nn.Module):
-        raise no_model(model, "an nn.Module")
+        raise no_model(model, "an nn.Module with its weights")
     return model
 
 
 def no_model(model: object, needed: str) -> OptionError:
     """Return the error for something that cannot be run, such as the name of a model."""
-    is_name = isinstance(model, str | PathLike)
-    return OptionError(
-        saw=f"model={describe_value(model)}, which is {'a name' if is_name else 'no model'}",
-        needed=f"{needed}, already loaded",
-        do=f"load it first, e.g. transformers.AutoModel.from_pretrained({describe_value(model)})"
-        if is_name
-        else "give the model first, then its inputs",
-    )
+    kind, do = "no model", "give the model first, then its inputs"
+    if isinstance(model, str | PathLike):
+        kind = "a name"
+        do = f"load it first, e.g. transformers.AutoModel.from_pretrained({describe_value(model)})"
+    elif isinstance(model, type):
+        kind, do = "a class", f"make a model of it first, e.g. {model.__name__}(...)"
+    return OptionError(saw=f"model={describe_value(model)}, which is {kind}", needed=needed, do=do)
 
 
 def inputs_of(given: Any) -> list[Arguments]:
@@ -76,10 +78,16 @@ def _arguments(one: Any) -> Arguments:
         return Arguments(one, {})
     if isinstance(one, Tensor):
         return Arguments((one,), {})
+    do = "e.g. scan(model, {'input_ids': ids, 'attention_mask': mask})"
+    if isinstance(one, int | list):  # a list stands for several inputs
+        do = "torch.tensor([ids]) for the token ids of one text"
+    elif isinstance(one, str):
+        do = 'tokenizer(text, return_tensors="pt")'
     raise OptionError(
         saw=f"an input of type {type(one).__name__}",
-        needed="a tensor, a tuple of positional arguments, a mapping of named ones, or a list",
-        do="e.g. scan(model, {'input_ids': ids, 'attention_mask': mask})",
+        needed="a tensor, a tuple of positional arguments, a mapping of named ones, or a list "
+        "of several such inputs",
+        do=do,
     )
 
 
@@ -105,35 +113,83 @@ def require_finite(model: nn.Module) -> None:
                 needed="a model with weights",
                 do="load them: model.to_empty(device=...) and then load_state_dict",
             )
-        if parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
-            continue
-        if not bool(torch.isfinite(parameter.detach().sum(dtype=torch.float64))):
-            bad = int((~torch.isfinite(parameter)).sum())
-            if not bad:
-                continue  # the sum alone overflowed
+        for part in plain_parts(parameter.detach()):
+            _require_finite(name, part)
+
+
+def _require_finite(name: str, part: Tensor) -> None:
+    if part.is_meta or not part.is_floating_point() or not part.numel():
+        return
+    if not bool(torch.isfinite(part.sum(dtype=torch.float64))):
+        bad = int((~torch.isfinite(part)).sum())
+        if bad:  # else the sum alone overflowed
             raise OptionError(
-                saw=f"{name} holds {bad:,} of {parameter.numel():,} numbers that are NaN or "
-                "infinite",
+                saw=f"{name} holds {bad:,} of {part.numel():,} numbers that are NaN or infinite",
                 needed="finite weights",
                 do="load a checkpoint that is whole, or one in a wider dtype",
             )
 
 
-def require_in_vocabulary(model: nn.Module, given: Arguments) -> None:
-    """Raise OptionError if ``input_ids`` name tokens that a model of transformers does not have."""
+def require_tokens(model: nn.Module, given: Arguments) -> None:
+    """Raise OptionError for token ids that the model cannot look up, or that are none at all."""
+    listed = given.named.get("input_ids")
+    if isinstance(listed, list | tuple):
+        raise OptionError(
+            saw=f"input_ids={describe_value(listed)}",
+            needed="a tensor of token ids, (batch, length)",
+            do='tokenizer(text, return_tensors="pt"), or torch.tensor([ids])',
+        )
+    ids = token_ids(given)
+    if ids is None:
+        return
+    if not ids.numel():
+        raise OptionError(
+            saw=f"token ids of shape {tuple(ids.shape)}: there are none",
+            needed="at least one token",
+            do="leave texts without tokens out",
+        )
     embedding = _embedding_of(model)
-    ids = given.named.get("input_ids", given.positional[0] if given.positional else None)
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+    if not isinstance(embedding, nn.Embedding):
         return
-    if not isinstance(embedding, nn.Embedding) or not ids.numel():
-        return
+    if ids.dim() < 2:
+        raise _no_batch(ids)
     low, high, size = int(ids.min()), int(ids.max()), embedding.num_embeddings
     if low < 0 or high >= size:
         raise OptionError(
             saw=f"tokens from {low} to {high}",
             needed=f"tokens from 0 to {size - 1}: the model's embedding has {size} rows",
-            do="use the tokenizer that belongs to this model",
+            do=OUTSIDE,
         )
+
+
+def token_ids(given: Arguments) -> Tensor | None:
+    """Return ``input_ids``, or the first positional argument, if these are whole numbers."""
+    ids = given.named.get("input_ids", given.positional[0] if given.positional else None)
+    is_ids = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
+    return ids if is_ids else None
+
+
+def run(model: Any, given: Arguments) -> Any:
+    """Return what a model gives for one input.
+
+    Raises:
+        OptionError: ids of one sequence, without a batch, which a layer of headwise refused.
+    """
+    try:
+        return model(*given.positional, **given.named)
+    except ShapeError as error:  # in a layer's words, which are not of tokens
+        ids = token_ids(given)
+        if ids is None or ids.dim() > 1:
+            raise
+        raise _no_batch(ids) from error
+
+
+def _no_batch(ids: Tensor) -> OptionError:
+    return OptionError(
+        saw=f"token ids of shape {tuple(ids.shape)}",
+        needed="(batch, length)",
+        do="ids[None] for one sequence",
+    )
 
 
 def _embedding_of(model: nn.Module) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headwise.kernels.problem import accumulation_dtype
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.modules import Running
+from headwise.scanning.weights import as_floats
 
 
 class Pending:
@@ -70,8 +71,9 @@ def by_head(module: nn.Module, call: LayerCall) -> Tensor | None:
 
 def _matrix(module: nn.Module) -> Tensor | None:
     """(in, out), of floating-point numbers."""
-    weight: Any = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+    held = getattr(module, "weight", None)
+    weight = as_floats(held.detach()) if isinstance(held, Tensor) else None
+    if weight is None or weight.dim() != 2:
         return None
     # transformers' Conv1D, as in GPT-2, holds it so; linear layers the other way round.
     return weight if type(module).__name__.startswith("Conv1D") else weight.mT

@@ -41,11 +41,13 @@ _one_at_a_time = threading.RLock()  # hooks of two readers of one model would me
 class Reach:
     """What was reached of one model; filled while it runs.
 
-    ``layers`` holds the layers whose attention was seen, in call order: name -> class.
+    ``layers`` holds the layers whose attention was seen, in call order: name -> class;
+    ``tables`` the shapes of the embeddings that looked up tokens.
     """
 
     def __init__(self, model: nn.Module | None, watch: Watch, settled: Settled | None) -> None:
         self.layers: dict[str, str] = {}
+        self.tables: set[tuple[int, ...]] = set()
         self._watch, self._settled = watch, settled
         self._pending: projections.Pending | None = None
         self._ran: dict[str, str] = {}
@@ -168,7 +170,9 @@ class Reach:
         is_embedding = isinstance(running.module, nn.Embedding)
         if running.tokens and (is_embedding or (is_whole and not self._looks_up)):
             name = running.name if is_embedding else ""
-            self._tokens.look_up(name, running.tokens[0], self.modules.stack)
+            looked_up = self._tokens.look_up(name, running.tokens[0], self.modules.stack)
+            if looked_up and isinstance(running.module, nn.Embedding):
+                self.tables.add(tuple(running.module.weight.shape))
         if any(word in type(running.module).__name__.lower() for word in LOOKS_LIKE):
             self._ran[running.name.partition(" (")[0]] = type(running.module).__name__
         if self._pending is not None:

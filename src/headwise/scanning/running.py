@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.scanning.reaching import Reach
 
 SHOWN = 4  # names, before the rest is counted
+MOST_LAYERS = 12  # the same, of layers to choose from
+LONGEST_NAME = 80  # characters that are compared with those of the layers
 
 
 @contextmanager
@@ -37,12 +41,18 @@ def is_chosen(layer: str, patterns: tuple[str, ...] | None) -> bool:
 
 def require_layers(found: bool, patterns: tuple[str, ...] | None, seen: list[str]) -> None:
     """Raise OptionError if no layer that was seen is one that was asked for."""
-    if not found:
-        raise OptionError(
-            saw=f"layers {list(patterns or ())}",
-            needed=f"among {seen}: the layers whose attention was seen",
-            do='name some of them, or give a pattern such as "*"',
-        )
+    if found:
+        return
+    near = get_close_matches((patterns or ("",))[0][:LONGEST_NAME], seen, n=1)
+    more = f", and {len(seen) - MOST_LAYERS} more" if len(seen) > MOST_LAYERS else ""
+    raise OptionError(
+        saw=f"layers {describe_value(list(patterns or ()))}",
+        needed=f"among {', '.join(map(repr, seen[:MOST_LAYERS])) or 'none'}{more}: the layers "
+        "whose attention was seen",
+        do=f'{near[0]!r}, the nearest, or a pattern such as "*"'
+        if near
+        else 'name some of them, or give a pattern such as "*"',
+    )
 
 
 def require_attention(model: str, reach: Reach) -> None:

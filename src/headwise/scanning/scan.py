@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.heads.statistics import catalogue
-from headwise.heads.statistics.statistic import Statistic
 from headwise.matrix import AttentionMatrix
 from headwise.scanning.gathering import Gathering, Progress, Wanted
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.inputs import (
     Arguments,
     inputs_of,
+    no_model,
     require_finite,
-    require_in_vocabulary,
+    require_tokens,
+    run,
     without_extras,
 )
+from headwise.scanning.modules import as_written
 from headwise.scanning.reaching import reached
 from headwise.scanning.running import evaluating
-from headwise.scanning.surroundings import Surroundings
+from headwise.scanning.selection import (
+    Layers,
+    Numbers,
+    Statistics,
+    select_heads,
+    select_layers,
+    select_statistics,
+    select_tokens,
+)
+from headwise.scanning.surroundings import Surroundings, unembedding_of
 from headwise.watching import shown
 
 Model = nn.Module | Callable[..., Any] | AttentionMatrix
@@ -33,11 +42,11 @@ def scan(
     model: Model,
     inputs: Any,
     *,
-    statistics: Iterable[str | Statistic] | None = None,
-    layers: Collection[str] | None = None,
-    heads: Collection[int] | None = None,
-    separators: Collection[int] = (),
-    specials: Collection[int] = (),
+    statistics: Statistics = None,
+    layers: Layers = None,
+    heads: Numbers | None = None,
+    separators: Numbers = (),
+    specials: Numbers = (),
     call: Callable[..., Any] | None = None,
     progress: Progress | None = None,
 ) -> HeadScan:
@@ -52,8 +61,9 @@ def scan(
             ``scaled_dot_product_attention``; a function that does; or an `AttentionMatrix`, with
             its values as ``inputs``.
         inputs: a tensor, a tuple of positional arguments, or a mapping of named ones; or a list
-            of several such inputs, which are merged.
+            of several such inputs, which are merged. Token ids are (batch, length).
         statistics: names of the standard set, or objects of one's own; the standard set if None.
+            This and the next four may also be a single one.
         layers: names of layers, or patterns such as "*layer.3.*"; all if None.
         heads: numbers of heads; all if None.
         separators: token ids that separate, such as that of "." or "[SEP]".
@@ -67,10 +77,17 @@ def scan(
     """
     if isinstance(model, AttentionMatrix):
         inputs, model = (model, inputs), _attend
-    given, model = inputs_of(inputs), getattr(model, "_orig_mod", model)  # not compiled
+    model = as_written(model)
+    if not callable(model) or isinstance(model, type):
+        raise no_model(model, "a model, a function that attends, or an AttentionMatrix")
+    given = inputs_of(inputs)
     module = model if isinstance(model, nn.Module) else None
     _require_readable(module, given)
-    around = Surroundings(separators, specials, unembedding=_unembedding_of(model))
+    around = Surroundings(
+        select_tokens("separators", separators),
+        select_tokens("specials", specials),
+        unembedding=unembedding_of(model),
+    )
     gathering = Gathering(_wanted(statistics, layers, heads), around, progress or _silent)
     with torch.no_grad(), evaluating(module):
         with reached(module, gathering.watch, settled=gathering.settled) as reach:
@@ -81,19 +98,13 @@ def scan(
         return gathering.result(_name_of(model), reach)
 
 
-def _wanted(
-    statistics: Iterable[str | Statistic] | None,
-    layers: Collection[str] | None,
-    heads: Collection[int] | None,
-) -> Wanted:
-    asked = catalogue.STANDARD if statistics is None else tuple(statistics)
-    names = tuple(one for one in asked if isinstance(one, str))
-    by_name = dict(zip(names, catalogue.named(names), strict=True))
+def _wanted(statistics: Statistics, layers: Layers, heads: Numbers | None) -> Wanted:
+    chosen, named = select_statistics(statistics)
     return Wanted(
-        statistics=tuple(by_name[one] if isinstance(one, str) else one for one in asked),
-        named=names,
-        layers=None if layers is None else tuple(layers),
-        heads=None if heads is None else tuple(dict.fromkeys(map(operator.index, heads))),
+        statistics=chosen,
+        named=named,
+        layers=select_layers(layers),
+        heads=select_heads(heads),
     )
 
 
@@ -103,7 +114,7 @@ def _require_readable(model: nn.Module | None, given: list[Arguments]) -> None:
         return
     require_finite(model)
     for one in given:
-        require_in_vocabulary(model, one)
+        require_tokens(model, one)
 
 
 def _run(model: Any, one: Arguments, call: Callable[..., Any] | None) -> None:
@@ -111,7 +122,7 @@ def _run(model: Any, one: Arguments, call: Callable[..., Any] | None) -> None:
         call(model, *one.positional, **one.named)
         return
     one = without_extras(model, one, with_logits=False)
-    model(*one.positional, **one.named)
+    run(model, one)
 
 
 def _attend(matrix: AttentionMatrix, v: Tensor) -> Tensor:
@@ -120,16 +131,6 @@ def _attend(matrix: AttentionMatrix, v: Tensor) -> Tensor:
 
 def _silent(layer: str, done: int, total: int) -> None:
     """Report to nobody."""
-
-
-def _unembedding_of(model: Any) -> Tensor | None:
-    """(vocabulary, embed_dim): what a language model of transformers, or of headwise, ends with."""
-    named = getattr(model, "get_output_embeddings", None)
-    module = named() if named is not None else getattr(model, "unembedding", None)
-    weight = module if isinstance(module, Tensor) else getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        return None
-    return weight.detach()
 
 
 def _name_of(model: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from headwise.heads.statistics.observation import Observation, Sequences
 from headwise.matrix import AttentionMatrix
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.modules import version_of
+from headwise.scanning.weights import as_floats
 
 
 class Surroundings:
@@ -90,6 +92,15 @@ class Surroundings:
         if call.block and block == call.block and known is not None and known.shape == shape:
             return known
         return real.new_ones(shape)
+
+
+def unembedding_of(model: Any) -> Tensor | None:
+    """(vocabulary, embed_dim): what a language model of transformers, or of headwise, ends with."""
+    named = getattr(model, "get_output_embeddings", None)
+    module = named() if named is not None else getattr(model, "unembedding", None)
+    weight = module if isinstance(module, Tensor) else getattr(module, "weight", None)
+    weight = as_floats(weight.detach()) if isinstance(weight, Tensor) else None
+    return weight if weight is not None and weight.dim() == 2 else None
 
 
 def _bound(matrix: AttentionMatrix) -> BoundMask:

@@ -58,13 +58,14 @@ class TokenStreams:
         self._given = given
         self._streams.clear()
 
-    def look_up(self, embedding: str, tokens: Tensor, around: list[Running]) -> None:
+    def look_up(self, embedding: str, tokens: Tensor, around: list[Running]) -> bool:
         """An embedding of this name looks ``tokens`` up, (batch, length), ``around`` it run these.
 
-        The same tokens again, in the same run, are the same text: some models have a second table.
+        Return whether these are tokens that the model was given. The same tokens again, in the
+        same run, are the same text: some models have a second table.
         """
         if not any(_equal(tokens, own) for own in self._given):
-            return  # places, kinds of tokens, or what the model made itself
+            return False  # places, kinds of tokens, or what the model made itself
         part = _part_of(embedding)
         outside = [running for running in around[1:] if "embed" not in running.name]
         within = next(iter([*reversed(outside), *around[:1]]), None)
@@ -72,12 +73,13 @@ class TokenStreams:
             text.tokens for text in self._streams if (text.part, text.within) == (part, within)
         ]
         if any(_equal(tokens, text) for text in before):
-            return
+            return True
         self._streams.append(_Stream(part, within, tokens))
         past = self._history.get(part)
         if past is not None:
             fits = len(past) == len(tokens)
             self._history[part] = torch.cat([past, tokens], 1) if fits else tokens[:, :0]
+        return True
 
     def of_self(
         self,

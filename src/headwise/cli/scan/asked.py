@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from headwise.errors import OptionError
@@ -41,7 +40,10 @@ class Asked:
         return tuple(
             pattern
             for name in self.layers
-            for pattern in ((f"*.{name}.*", f"*.{name}") if name.isdecimal() else (name,))
+            for pattern in (
+                # In brackets stands which run or which call of a module it is.
+                (f"*.{name}.*", f"*.{name}", f"*.{name} (*") if name.isdecimal() else (name,)
+            )
         )
 
     def require_sense(self) -> None:
@@ -78,14 +80,9 @@ class Asked:
     def _require_statistics(self) -> None:
         if self.stats is None:
             return
-        from headwise.heads.statistics.catalogue import STANDARD
+        from headwise.heads.statistics.catalogue import STANDARD, unknown_statistic
 
         known = [statistic.definition.name for statistic in STANDARD]
         for name in self.stats:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
-                raise OptionError(
-                    saw=f"--stats {name!r}",
-                    needed=f"of {', '.join(known)}",
-                    do=f"--stats {near[0]}" if near else "choose from these",
-                )
+                raise unknown_statistic(name, known, do="choose from these", option="--stats")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.pages.telling import visible
+from headwise.scanning.inputs import OUTSIDE
 
 MOST_NAMES = 6  # of special tokens: some models have hundreds
 
@@ -79,7 +80,7 @@ class Subject:
                 saw=f"tokens from {low} to {high}",
                 needed=f"tokens from 0 to {self.vocabulary - 1}: {self.title} knows "
                 f"{self.vocabulary:,}",
-                do="use the tokenizer that belongs to this model",
+                do=OUTSIDE,
             )
 
 

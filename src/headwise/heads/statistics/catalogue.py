@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.heads.statistics.copying import Copying
 from headwise.heads.statistics.keys import FirstToken, MostReceived, SinkShare
@@ -68,6 +70,7 @@ STANDARD: tuple[Statistic, ...] = (
     TopKeys(),
     Map(),
 )
+LONGEST_NAME = 80  # characters that are compared with those of the names
 
 
 def named(names: Iterable[str]) -> tuple[Statistic, ...]:
@@ -78,11 +81,29 @@ def named(names: Iterable[str]) -> tuple[Statistic, ...]:
     """
     by_name = {statistic.definition.name: statistic for statistic in STANDARD}
     wanted = tuple(names)
-    unknown = [name for name in wanted if name not in by_name]
-    if unknown:
-        raise OptionError(
-            saw=f"statistics named {', '.join(map(repr, unknown))}",
-            needed=f"of {', '.join(by_name)}",
-            do="choose from these, or pass a Statistic of your own",
-        )
+    for name in wanted:
+        if name not in by_name:
+            raise unknown_statistic(
+                name, by_name, do="choose from these, or pass a Statistic of your own"
+            )
     return tuple(by_name[name] for name in wanted)
+
+
+def unknown_statistic(
+    name: object, known: Iterable[str], *, do: str, option: str = "statistic"
+) -> OptionError:
+    """Return the error for a name that is not among these, with the nearest, if any is near.
+
+    Args:
+        name: what was given.
+        known: the names that there are.
+        do: the advice where none is near.
+        option: what the name was given as.
+    """
+    known = tuple(known)
+    near = get_close_matches(str(name)[:LONGEST_NAME], known, n=1)
+    if near:
+        do = f"{option} {near[0]}" if option.startswith("--") else f"{near[0]!r} is the nearest"
+    return OptionError(
+        saw=f"{option} {describe_value(name)}", needed=f"one of {', '.join(known)}", do=do
+    )

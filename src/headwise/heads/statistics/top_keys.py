@@ -48,8 +48,8 @@ class TopKeys(Statistic):
         "seen": COUNT,
     }
 
-    def __init__(self, queries: tuple[int, ...] = (-1,)) -> None:
-        self.queries = queries
+    def __init__(self, queries: int | tuple[int, ...] = (-1,)) -> None:
+        self.queries = (queries,) if isinstance(queries, int) else tuple(queries)
 
     def start(self, observation: Observation) -> _Chosen:
         """Where the queries are; nothing found yet."""

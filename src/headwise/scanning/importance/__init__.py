@@ -6,6 +6,7 @@
 Both give a `HeadScan`, so that ``scan["gate_gradient"]`` is a tensor (layers, heads), and scans of
 parts of the data merge into the scan of all of it. The loss is one number for each sequence:
 
+    scan = gradients(tiny.load(), tiny.encode(text)[None])
     scan = gradients(model, {"input_ids": ids, "attention_mask": mask})
     scan = gradients(model, inputs, loss=lambda output, given: loss_of(output).mean(-1))
 
@@ -17,5 +18,6 @@ parts of the data merge into the scan of all of it. The loss is one number for e
 
 from headwise.scanning.importance.ablation import ablations, mean_outputs
 from headwise.scanning.importance.gradient import gradients
+from headwise.scanning.importance.losses import next_token
 
-__all__ = ["ablations", "gradients", "mean_outputs"]
+__all__ = ["ablations", "gradients", "mean_outputs", "next_token"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -11,9 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.heads.importance import ABLATIONS
 from headwise.models.reading import Progress, no_progress
+from headwise.scanning import selection
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
@@ -25,6 +27,7 @@ from headwise.scanning.importance.runs import (
 )
 from headwise.scanning.importance.stand_ins import Mean, Means, Resample, StandIn, Zero
 from headwise.scanning.importance.switch import Switch
+from headwise.scanning.inputs import require_module
 from headwise.scanning.reaching import Reach, reached
 from headwise.scanning.running import evaluating, notes_of
 from headwise.scanning.surroundings import Surroundings
@@ -36,8 +39,8 @@ def ablations(
     *,
     by: Literal["zero", "mean", "resample"] | Means = "zero",
     loss: Loss | None = None,
-    layers: Collection[str] | None = None,
-    heads: Collection[int] | None = None,
+    layers: selection.Layers = None,
+    heads: selection.Numbers | None = None,
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> HeadScan:
@@ -54,8 +57,8 @@ def ablations(
         by: what the head gives while it is off: "zero", nothing; "mean", its mean output over all
             real positions of all ``inputs``, or of other data by their `mean_outputs`; "resample",
             what it gives another sequence of the same input.
-        loss: (output, input) -> (batch,): one number for each sequence. By default the mean
-            cross-entropy of each next token of it.
+        loss: (output, input) -> (batch,): one number for each sequence. By default `next_token`:
+            the mean cross-entropy of each next token.
         layers: names of layers, or patterns such as "*layer.3.*"; all if None.
         heads: numbers of heads; all if None.
         seed: draws the other sequence for "resample".
@@ -66,11 +69,12 @@ def ablations(
             input of one sequence for "resample".
         ShapeError, DTypeError: a loss that is not one number for each sequence.
     """
+    model = require_module(model)
     given, before = inputs_for(model, inputs), 0
     _require_known(by)
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(given)
-    chosen, wanted = Layers(layers), None if heads is None else tuple(heads)
+    chosen, wanted = Layers(layers), selection.select_heads(heads)
     switch = Switch(chosen, _stand_in(by, seed), wanted, causal=loss is None)
     notes = _measure(model, given, switch, loss, partial(_tell, progress, before, len(given)))
     statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
@@ -78,7 +82,7 @@ def ablations(
 
 
 def mean_outputs(
-    model: nn.Module, inputs: Any, *, layers: Collection[str] | None = None
+    model: nn.Module, inputs: Any, *, layers: selection.Layers = None
 ) -> dict[str, Float[Tensor, "heads value_dim"]]:
     """The mean output of each head of each layer, over all real positions of all inputs.
 
@@ -92,6 +96,7 @@ def mean_outputs(
     Raises:
         OptionError: layers that do not exist, or no attention that was seen.
     """
+    model = require_module(model)
     chosen, surroundings = Layers(layers), Surroundings()
     sums: dict[str, Tensor] = {}
     counts: Counter[str] = Counter()
@@ -113,7 +118,7 @@ def mean_outputs(
 def _require_known(by: str | Means) -> None:
     if isinstance(by, str) and by not in ABLATIONS:
         raise OptionError(
-            saw=f"by={by!r}",
+            saw=f"by={describe_value(by)}",
             needed=f"one of {', '.join(ABLATIONS)}, or what mean_outputs gave",
             do='by="zero"',
         )
@@ -140,8 +145,7 @@ def _measure(
 
 
 def _losses(model: nn.Module, one: Input, reach: Reach, loss: Loss | None) -> Tensor:
-    output = one.run(model, reach)
-    return losses.checked((loss or losses.next_token)(output, one.given))
+    return losses.of_run(model, reach, one.run(model, reach), one.given, loss)
 
 
 def _tell(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.heads.importance import GRADIENTS
+from headwise.scanning import selection
 from headwise.scanning.head_scan import HeadScan, LayerScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.gates import Gates
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.importance.runs import Layer, Layers, inputs_for
+from headwise.scanning.inputs import require_module
 from headwise.scanning.reaching import reached
 from headwise.scanning.running import evaluating, notes_of
 
@@ -23,19 +24,23 @@ def gradients(
     inputs: Any,
     *,
     loss: Loss | None = None,
-    layers: Collection[str] | None = None,
+    layers: selection.Layers = None,
 ) -> HeadScan:
     """``gate_gradient``, ``gate_gradient_normalised`` and ``taylor`` of every head.
 
     The model runs in evaluation mode. Its flags, its parameters and their gradients are left as
-    they were found.
+    they were found. Of the model of bytes that ships with headwise, for example:
+
+        model = tiny.load()
+        scan = gradients(model, tiny.encode("def f(x):")[None])
+        scan.top("gate_gradient", 3)
 
     Args:
         model: as for `headwise.scan`.
         inputs: what the model is called with: a tensor, a tuple of positional arguments, or a
             mapping of named ones; or a list of several such inputs, which are merged.
         loss: (output, input) -> (batch,): one number for each sequence, that depends on this
-            sequence alone. By default the mean cross-entropy of each next token of it.
+            sequence alone. By default `next_token`: the mean cross-entropy of each next token.
         layers: names of layers, or patterns such as "*layer.3.*"; all if None.
 
     Raises:
@@ -43,6 +48,7 @@ def gradients(
             do not exist.
         ShapeError, DTypeError: a loss that is not one number for each sequence.
     """
+    model = require_module(model)
     gates = Gates(Layers(layers), causal=loss is None)
     with (
         torch.inference_mode(mode=False),
@@ -52,7 +58,7 @@ def gradients(
     ):
         for one in inputs_for(model, inputs):
             output = one.run(model, reach)
-            gates.backward(losses.checked((loss or losses.next_token)(output, one.given)))
+            gates.backward(losses.of_run(model, reach, output, one.given, loss))
     ignored = [f"{name}: the loss does not depend on its heads" for name in gates.ignored]
     return HeadScan(
         model=type(model).__name__,

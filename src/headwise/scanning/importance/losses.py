@@ -6,16 +6,19 @@ and the absolute value could no longer be taken of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headwise.axes import describe_value
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.scanning.calls import LayerCall
+from headwise.scanning.reaching import Reach
+from headwise.scanning.surroundings import unembedding_of
 
 # (what the model returned, the inputs it was given) -> (batch,)
 Loss = Callable[[Any, Any], Tensor]
@@ -26,21 +29,27 @@ GIVE_ONE = (
 )
 
 
-def next_token(output: Any, inputs: Any) -> Float[Tensor, " batch"]:
+def next_token(
+    output: Any, inputs: Any, *, vocabularies: Collection[int] | None = None
+) -> Float[Tensor, " batch"]:
     """The mean cross-entropy of each next token of a sequence, in nats, over its real tokens.
 
     What stands behind padding is not predicted, and what is padding is no answer.
 
     Args:
-        output: of a causal language model: has ``logits``, (batch, length, vocabulary).
+        output: of a causal language model: the logits (batch, length, vocabulary), or something
+            that has them as ``logits``, or a tuple with them.
         inputs: the token ids, or a mapping with ``input_ids`` and, where some of them are padding,
             ``attention_mask``.
+        vocabularies: the numbers of tokens that the model may have: a tensor without a name is
+            taken for logits only if it has one of them. None for any number.
 
     Raises:
         OptionError: there are no logits or no ids, or a sequence has no next token.
         ShapeError: logits and ids of different numbers.
     """
-    logits, ids = _logits(output), _ids(inputs)
+    ids = _ids(inputs)
+    logits = _logits(output, ids, vocabularies)
     if logits.dim() != 3 or logits.shape[:2] != ids.shape:
         raise ShapeError(
             saw=f"logits {tuple(logits.shape)} for input ids {tuple(ids.shape)}",
@@ -58,9 +67,17 @@ def next_token(output: Any, inputs: Any) -> Float[Tensor, " batch"]:
             do="leave it out",
         )
     # Chosen, not multiplied by 0: what stands at padding may be infinite.
+    targets, size = ids[:, 1:][predicted], logits.shape[-1]
+    if not 0 <= int(targets.min()) <= int(targets.max()) < size:
+        raise ShapeError(
+            saw=f"logits {tuple(logits.shape)} for tokens from {int(targets.min())} to "
+            f"{int(targets.max())}",
+            needed="a logit for each token of the vocabulary",
+            do=GIVE_ONE,
+        )
     chosen = logits[:, :-1][predicted]
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
-    each = F.cross_entropy(chosen, ids[:, 1:][predicted], reduction="none").double()
+    each = F.cross_entropy(chosen, targets, reduction="none").double()
     rows = predicted.nonzero()[:, 0]
     total = each.new_zeros(len(ids)).index_add(0, rows, each)
     return total / counts
@@ -70,6 +87,23 @@ def real_tokens(inputs: Any, ids: Tensor) -> Tensor:
     """(batch, length): which ids are no padding."""
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+
+
+def of_run(
+    model: nn.Module, reach: Reach, output: Any, inputs: Any, loss: Loss | None
+) -> Float[Tensor, " batch"]:
+    """Return what the loss, or the default one, says of one run of a model.
+
+    Raises:
+        OptionError, DTypeError, ShapeError: as `next_token` and `checked`.
+    """
+    if loss is not None:
+        return checked(loss(output, inputs))
+    unembedding = unembedding_of(model)
+    tables = reach.tables if unembedding is None else reach.tables | {tuple(unembedding.shape)}
+    # A state as wide as the vocabulary could be taken for logits.
+    vocabularies = {rows for rows, width in tables if rows != width}
+    return checked(next_token(output, inputs, vocabularies=vocabularies))
 
 
 def checked(losses: object) -> Float[Tensor, " batch"]:
@@ -124,20 +158,43 @@ def require_causal(call: LayerCall) -> None:
         )
 
 
-def _logits(output: Any) -> Tensor:
-    found = output.get("logits") if isinstance(output, Mapping) else None
-    found = getattr(output, "logits", None) if found is None else found
-    if not isinstance(found, Tensor):
-        raise OptionError(
-            saw=f"no loss, and a model whose output, {type(output).__name__}, has no logits",
-            needed="logits for the default loss, which predicts each next token",
-            do=GIVE_ONE,
-        )
-    return found
+def _logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> Tensor:
+    named = output.get("logits") if isinstance(output, Mapping) else None
+    named = getattr(output, "logits", None) if named is None else named
+    if isinstance(named, Tensor):
+        return named
+    parts = output if isinstance(output, list | tuple) else [output]
+    for part in parts:
+        if _is_of_each(part, ids) and (vocabularies is None or part.shape[-1] in vocabularies):
+            return part
+    tokens = " or ".join(map(str, sorted(vocabularies or ()))) or "tokens"
+    raise OptionError(
+        saw=f"no loss, and a model whose output has no logits: {_shown(output)}",
+        needed=f"logits (batch {len(ids)}, length {ids.shape[1]}, vocabulary {tokens}) for the "
+        "default loss, which predicts each next token: alone, as .logits, or in a tuple",
+        do=f"{GIVE_ONE}; or loss=next_token of headwise.scanning.importance, where the output is "
+        "logits of another vocabulary",
+    )
+
+
+def _is_of_each(part: object, ids: Tensor) -> TypeGuard[Tensor]:
+    """Whether it may be logits: numbers for each token."""
+    if not isinstance(part, Tensor) or not part.is_floating_point():
+        return False
+    return part.dim() == 3 and part.shape[:2] == ids.shape
+
+
+def _shown(output: Any) -> str:
+    if isinstance(output, list | tuple):
+        return f"{type(output).__name__} of {', '.join(map(describe_value, output[:4]))}"
+    is_tensor = isinstance(output, Tensor)
+    return describe_value(output) if is_tensor else f"an output of type {type(output).__name__}"
 
 
 def _ids(inputs: Any) -> Tensor:
     found = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+    if isinstance(found, tuple) and len(found) == 1:  # with another, padding may be unknown
+        found = found[0]
     if not isinstance(found, Tensor) or found.dim() != 2 or found.is_floating_point():
         raise OptionError(
             saw="no loss, and inputs without token ids",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from headwise.heads.statistics.statistic import Summary
+from headwise.scanning import selection
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.head_scan import LayerScan
-from headwise.scanning.inputs import Arguments, inputs_of, without_extras
+from headwise.scanning.inputs import Arguments, inputs_of, require_tokens, run, without_extras
 from headwise.scanning.reaching import Reach
 from headwise.scanning.running import is_chosen, require_layers
 
@@ -26,19 +27,21 @@ class Input:
     def run(self, model: nn.Module, reach: Reach) -> Any:
         """What the model returns, once through."""
         reach.begin()
-        return model(*self.called.positional, **self.called.named)
+        return run(model, self.called)
 
 
 def inputs_for(model: nn.Module, inputs: Any) -> list[Input]:
     """A tensor, a tuple of positional arguments or a mapping of named ones; or a list of them.
 
     Raises:
-        OptionError: none of these, or nothing at all.
+        OptionError: none of these, nothing at all, or token ids that the model cannot look up.
     """
-    several = inputs if isinstance(inputs, list) else [inputs]
+    several, called = inputs if isinstance(inputs, list) else [inputs], inputs_of(inputs)
+    for one in called:
+        require_tokens(model, one)
     return [
         Input(given, without_extras(model, one, with_logits=True))
-        for given, one in zip(several, inputs_of(inputs), strict=True)
+        for given, one in zip(several, called, strict=True)
     ]
 
 
@@ -70,11 +73,11 @@ class Layers:
     """The layers that the passes of a model show, and which of them are asked for.
 
     Args:
-        patterns: names of layers, or patterns such as "*layer.3.*"; all if None.
+        patterns: names of layers, or patterns such as "*layer.3.*", or one of them; all if None.
     """
 
-    def __init__(self, patterns: Collection[str] | None) -> None:
-        self._patterns = None if patterns is None else tuple(patterns)
+    def __init__(self, patterns: selection.Layers) -> None:
+        self._patterns = selection.select_layers(patterns)
         self._seen: dict[str, Layer] = {}
 
     def see(self, call: LayerCall) -> Layer | None:

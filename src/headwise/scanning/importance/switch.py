@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.heads.statistics.statistic import Statistic, Summary
 from headwise.models.reading import Progress
@@ -140,7 +141,7 @@ class Switch:
         heads = tuple(range(layer.num_heads)) if self._heads is None else self._heads
         if not heads or any(not 0 <= head < layer.num_heads for head in heads):
             raise OptionError(
-                saw=f"heads {list(heads)} of {layer.name}",
+                saw=f"heads {describe_value(list(heads))} of {layer.name}",
                 needed=f"heads from 0 to {layer.num_heads - 1}: it has {layer.num_heads}",
                 do="name heads that every layer has, or layers that have these heads",
             )

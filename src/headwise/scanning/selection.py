@@ -1,0 +1,111 @@
+"""The layers, heads, tokens and statistics that an option names: several, or a single one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from operator import index
+from typing import Any, SupportsIndex
+
+from headwise.axes import describe_value
+from headwise.errors import OptionError
+from headwise.heads.statistics import catalogue
+from headwise.heads.statistics.statistic import Statistic
+
+Layers = str | Collection[str] | None
+Numbers = int | Collection[int]
+Statistics = str | Statistic | Iterable[str | Statistic] | None
+
+
+def select_layers(layers: Layers) -> tuple[str, ...] | None:
+    """Return names and patterns of layers, or None for all.
+
+    Raises:
+        OptionError: something that is no text.
+    """
+    if layers is None or isinstance(layers, str):
+        return None if layers is None else (layers,)
+    chosen = _several("layers", layers, needed="names of layers, or patterns", do='layers="*.3.*"')
+    for name in chosen:
+        if not isinstance(name, str):
+            raise OptionError(
+                saw=f"layers={describe_value(layers)}",
+                needed="names of layers, or patterns",
+                do=f'layers="*.{name}.*" for the layers with this number in their name'
+                if isinstance(name, int)
+                else 'layers="*.3.*"',
+            )
+    return chosen
+
+
+def select_heads(heads: Numbers | None) -> tuple[int, ...] | None:
+    """Return numbers of heads, each once, or None for all.
+
+    Raises:
+        OptionError: something that is no whole number, or no head.
+    """
+    if heads is None:
+        return None
+    chosen = tuple(dict.fromkeys(_whole("heads", heads, do="heads=[0, 3], or heads=3")))
+    if not chosen:
+        raise OptionError(
+            saw=f"heads={describe_value(heads)}, which names no head",
+            needed="at least one head",
+            do="leave heads out for all of them",
+        )
+    return chosen
+
+
+def select_tokens(name: str, tokens: Numbers) -> tuple[int, ...]:
+    """Return token ids.
+
+    Raises:
+        OptionError: something that is no whole number.
+    """
+    do = f"{name}=tokenizer.convert_tokens_to_ids([...]), or the numbers themselves"
+    return _whole(name, tokens, do=do)
+
+
+def select_statistics(statistics: Statistics) -> tuple[tuple[Statistic, ...], tuple[str, ...]]:
+    """Return the statistics, all of the standard set for None; and which of them were named.
+
+    Raises:
+        OptionError: a name that no statistic of the standard set has, or something else.
+    """
+    if statistics is None:
+        return catalogue.STANDARD, ()
+    single = isinstance(statistics, str | Statistic)
+    chosen: tuple[Any, ...] = (
+        (statistics,)
+        if single
+        else _several(
+            "statistics", statistics, needed="names, or Statistic objects", do='["entropy"]'
+        )
+    )
+    for one in chosen:
+        if not isinstance(one, str | Statistic):
+            is_class = isinstance(one, type) and issubclass(one, Statistic)
+            raise OptionError(
+                saw=f"statistics with {describe_value(one)}",
+                needed="names of the standard set, or Statistic objects",
+                do=f"{one.__name__}(), an object of the class" if is_class else '["entropy"]',
+            )
+    names = tuple(one for one in chosen if isinstance(one, str))
+    by_name = dict(zip(names, catalogue.named(names), strict=True))
+    return tuple(by_name[one] if isinstance(one, str) else one for one in chosen), names
+
+
+def _whole(name: str, numbers: Any, *, do: str) -> tuple[int, ...]:
+    needed = "a whole number, or several"
+    if isinstance(numbers, str | bytes):
+        raise OptionError(saw=f"{name}={describe_value(numbers)}", needed=needed, do=do)
+    single = isinstance(numbers, SupportsIndex) and not getattr(numbers, "shape", ())
+    chosen = (numbers,) if single else _several(name, numbers, needed=needed, do=do)
+    if not all(isinstance(n, SupportsIndex) and not isinstance(n, bool) for n in chosen):
+        raise OptionError(saw=f"{name}={describe_value(numbers)}", needed=needed, do=do)
+    return tuple(index(n) for n in chosen)
+
+
+def _several(name: str, value: Any, *, needed: str, do: str) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable):
+        raise OptionError(saw=f"{name}={describe_value(value)}", needed=needed, do=do)
+    return tuple(value)

@@ -1,0 +1,161 @@
+"""Options that name several things take a single one; what they do not take is said shortly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.errors import OptionError
+from headwise.heads.statistics.catalogue import named
+from headwise.heads.statistics.spread import Entropy
+from headwise.heads.statistics.top_keys import TopKeys
+from headwise.models import tiny
+from headwise.scanning.importance import ablations, gradients, mean_outputs
+from headwise.scanning.inputs import Arguments, require_tokens
+from headwise.scanning.scan import scan
+from headwise.scanning.selection import (
+    select_heads,
+    select_layers,
+    select_statistics,
+    select_tokens,
+)
+from tests.scanning.models import BATCH, LENGTH, VOCABULARY, bert, own, tokens
+
+# As for users, for whom the library's own refusal speaks.
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+LONGEST = 1000  # characters of a message
+
+
+def test_one_name_is_one() -> None:
+    model, ids = own(), tokens(BATCH, LENGTH)
+    whole = scan(model, ids, statistics=["previous_token"])
+    part = scan(model, ids, statistics="previous_token", layers="blocks.1", heads=3)
+    assert (part.layers, part.layer_scans[0].heads) == (("blocks.1",), (3,))
+    assert torch.equal(part["previous_token"][0, 3], whole["previous_token"][1, 3])
+    assert scan(model, ids, statistics=Entropy()).names == ("entropy",)
+    assert select_tokens("separators", 7) == (7,)
+    assert TopKeys(queries=-2).queries == (-2,)
+
+
+@pytest.mark.parametrize("measure", [gradients, ablations])
+def test_one_layer_of_importance(measure: Callable[..., Any]) -> None:
+    def loss(output: Tensor, _: Any) -> Tensor:
+        return output.square().sum((-1, -2))
+
+    model, ids = own(), tokens(BATCH, LENGTH)
+    assert measure(model, ids, loss=loss, layers="*.1").layers == ("blocks.1",)
+    assert list(mean_outputs(model, ids, layers="*.1")) == ["blocks.1"]
+
+
+def test_numbers_of_any_kind_and_each_once() -> None:
+    assert select_heads(torch.tensor([3, 1])) == (3, 1)
+    assert select_heads(torch.tensor(3)) == (3,)
+    assert select_heads([2, 0, 2]) == (2, 0)
+    assert select_heads(range(3)) == (0, 1, 2)
+    assert select_heads(None) is select_layers(None) is None
+
+
+@pytest.mark.parametrize(
+    ("select", "said"),
+    [
+        (lambda: select_heads("13"), "heads='13'"),
+        (lambda: select_heads([]), r"heads=\[\], which names no head"),
+        (lambda: select_heads([1.0]), r"heads=\[1.0\]"),
+        (lambda: select_heads(True), "heads=True"),
+        (lambda: select_heads(object()), "heads=<object"),  # type: ignore[arg-type]
+        (lambda: select_layers([3]), r'layers=\[3\][\s\S]*layers="\*\.3\.\*"'),  # type: ignore[list-item]
+        (lambda: select_layers(3), "layers=3"),  # type: ignore[arg-type]
+        (lambda: select_tokens("separators", "."), r"separators='\.'[\s\S]*convert_tokens_to_ids"),
+        (lambda: select_statistics([Entropy]), r"do: +Entropy\(\), an object"),  # type: ignore[list-item]
+        (lambda: select_statistics(3), "statistics=3"),  # type: ignore[arg-type]
+        (lambda: select_statistics([3]), "statistics with 3"),  # type: ignore[list-item]
+        (lambda: named(["entropie"]), r"'entropie'[\s\S]*do: +'entropy' is the nearest"),
+        (lambda: named(["zzz"]), "a Statistic of your own"),
+    ],
+)
+def test_what_names_nothing(select: Callable[[], Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        select()
+
+
+def test_the_nearest_layer_is_named() -> None:
+    with pytest.raises(OptionError, match=r"do: +'blocks\.1', the nearest"):
+        scan(own(), tokens(BATCH, LENGTH), layers="block.1")
+
+
+# ---- models and inputs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("measure", [scan, gradients, ablations, mean_outputs])
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("gpt2", r"model='gpt2', which is a name[\s\S]*AutoModel\.from_pretrained\('gpt2'\)"),
+        (Path("a"), "which is a name"),
+        (torch.zeros(2, 3), r"shape \(2, 3\), which is no model[\s\S]*the model first"),
+        (tiny.Tiny, r"a class[\s\S]*e\.g\. Tiny\("),
+    ],
+)
+def test_a_model_is_loaded_first(measure: Callable[..., Any], model: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        measure(model, tokens(BATCH, LENGTH))
+
+
+@pytest.mark.parametrize("make", [bert, own])
+@pytest.mark.parametrize("measure", [scan, gradients])
+def test_one_sequence_is_a_batch_of_one(
+    measure: Callable[..., Any], make: Callable[[], Any]
+) -> None:
+    with pytest.raises(OptionError, match=rf"shape \({LENGTH},\)[\s\S]*ids\[None\] for one"):
+        measure(make(), tokens(LENGTH))
+
+
+@pytest.mark.parametrize("make", [bert, own])
+def test_there_are_tokens(make: Callable[[], Any]) -> None:
+    with pytest.raises(OptionError, match=r"token ids of shape \(1, 0\): there are none"):
+        scan(make(), tokens(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"input_ids": [1, 2, 3]}, "return_tensors"),
+        ([1, 2, 3], r"torch\.tensor\(\[ids\]\)"),
+        ("a text", "return_tensors"),
+    ],
+)
+def test_tokens_are_a_tensor(given: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        scan(bert(), given)
+
+
+def test_no_tokenizer_is_blamed_where_there_may_be_none() -> None:
+    with pytest.raises(OptionError) as refused:
+        require_tokens(bert(), Arguments((torch.tensor([[5, VOCABULARY]]),), {}))
+    assert refused.value.do.startswith("check where the ids come from")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": ["a" * 10**5] * 50},
+        {"heads": range(10**5)},
+        {"heads": "1" * 10**5},
+        {"statistics": "entropy" * 10**5},
+        {"separators": "." * 10**5},
+        {"inputs": [[0] * 10**5] * 20},
+        {"inputs": {"input_ids": [[0] * 10**5]}},
+        {"model": "m" * 10**5},
+        {"model": torch.zeros(10**5)},
+    ],
+)
+def test_no_message_prints_what_was_given(options: dict[str, Any]) -> None:
+    given = {"model": own(), "inputs": tokens(BATCH, LENGTH), "statistics": "entropy"}
+    with pytest.raises(OptionError) as refused:
+        scan(**{**given, **options})
+    assert len(str(refused.value)) < LONGEST
