@@ -154,6 +154,16 @@ def test_a_config_of_another_known_model_is_a_contradiction() -> None:
     assert str(decided).endswith(f"The config contradicts this: {found.contradiction}.")
 
 
+def test_a_contradiction_is_not_decided_where_one_layout_alone_fits() -> None:
+    file, _ = file_of(layout("gpt-oss"))
+    found = detect(file, config={"model_type": "gptj"}, **known_of(layout("gpt-oss")))
+    assert names_of(found) == [{"gpt-oss"}]
+    assert found.contradiction is not None
+    assert found.layout is None
+    with pytest.raises(UndecidedError):
+        found.require()
+
+
 def test_an_answer_says_what_was_compared() -> None:
     file, canonical = file_of(layout("phi3"))
     known = known_of(layout("phi3"))
