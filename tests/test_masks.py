@@ -96,6 +96,12 @@ CLAUSES: dict[str, tuple[Mask, Predicate]] = {
 }
 
 
+@pytest.mark.parametrize("shape", [(6, 2, 0), (6, 0, 5), (0, 2, 5)])
+def test_from_torch_without_elements(shape: tuple[int, int, int]) -> None:
+    (allowed,) = Mask.from_torch(torch.zeros(shape, dtype=torch.bool), num_heads=3).dense
+    assert allowed.shape == (shape[0] // 3, 3, *shape[1:])
+
+
 @pytest.mark.parametrize("name", CLAUSES)
 def test_a_clause_is_its_definition(name: str) -> None:
     mask, predicate = CLAUSES[name]

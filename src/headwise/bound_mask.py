@@ -12,6 +12,7 @@ from torch import Tensor
 from headwise.axes import MATRIX_AXES, broadcasts, describe_value, sizes
 from headwise.eager import may_check_values
 from headwise.errors import DeviceError, MaskError, OptionError
+from headwise.integers import as_int64, is_integer
 
 Align = Literal["top-left", "bottom-right"]
 WHOLE = slice(None)
@@ -218,12 +219,7 @@ def check_bound(bound: BoundMask, batch: int, heads: int, device: torch.device) 
     ranks = {"queries": bound.queries, "keys": bound.keys}
     for pair in bound.segment_ids:
         for (axis, size), ids in zip(ranks.items(), pair, strict=True):
-            if (
-                ids.is_floating_point()
-                or ids.dim() != 2
-                or not broadcasts(ids.shape[0], batch)
-                or ids.shape[1] != size
-            ):
+            if ids.dim() != 2 or not broadcasts(ids.shape[0], batch) or ids.shape[1] != size:
                 raise MaskError(
                     saw=f"segment ids of shape {tuple(ids.shape)} and dtype {ids.dtype} "
                     f"for the {axis}",
@@ -249,20 +245,33 @@ def check_bound(bound: BoundMask, batch: int, heads: int, device: torch.device) 
             )
 
 
-def require_lengths(lengths: object, axis: str) -> None:
-    """Raise MaskError unless ``lengths`` is None or a 1-D tensor of integers."""
+def segment_ids_of(ids: object, axis: str) -> Tensor:
+    """Return segment ids in int64. Raise MaskError unless they are a tensor of integers."""
+    if isinstance(ids, Tensor) and (is_integer(ids) or ids.dtype == torch.bool):
+        return as_int64(ids, "segment ids")
+    raise MaskError(
+        saw=f"segment ids of dtype {ids.dtype} for the {axis}"
+        if isinstance(ids, Tensor)
+        else f"segment ids that are a {type(ids).__name__}, for the {axis}",
+        needed=f"a tensor of integers (batch, {axis}); a negative id belongs to no segment",
+        do="e.g. Mask.segments(torch.tensor([[0, 0, 1, 1, -1]]))",
+    )
+
+
+def lengths_of(lengths: object, axis: str) -> Tensor | None:
+    """Return lengths in int64. Raise MaskError unless they are a 1-D tensor of integers or None."""
     if lengths is None:
-        return
+        return None
     if not isinstance(lengths, Tensor) or lengths.dim() != 1:
         seen = (
             f"of shape {tuple(lengths.shape)}"
             if isinstance(lengths, Tensor)
             else describe_value(lengths)
         )
-    elif lengths.is_floating_point() or lengths.dtype == torch.bool:
+    elif not is_integer(lengths):
         seen = f"of dtype {lengths.dtype}"
     else:
-        return
+        return as_int64(lengths, f"lengths of the {axis}")
     raise MaskError(
         saw=f"lengths {seen} for the {axis}",
         needed="a tensor with one integer for each sequence: (batch,)",

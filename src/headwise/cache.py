@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from headwise.axes import human_bytes
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
+from headwise.integers import as_int64
 
 
 class Held(NamedTuple):
@@ -75,7 +76,7 @@ class Cache:
         k: Float[Tensor, "batch kv_heads new head_dim"],
         v: Float[Tensor, "batch kv_heads new value_dim"],
         *,
-        lengths: Int[Tensor, " batch"] | None = None,
+        lengths: Integer[Tensor, " batch"] | None = None,
     ) -> Held:
         """Write new keys and values, and read all that a query may see.
 
@@ -95,15 +96,16 @@ class Cache:
             for buffer, new in ((self._k, k), (self._v, v))
         )
         if lengths is not None:
-            self._close_gaps(keys, values, k.shape[2] - lengths)
+            self._close_gaps(keys, values, k.shape[2] - as_int64(lengths, "lengths"))
         held = Held(keys, values, self.starts)
         self.length = stop
         if not fits:
             self._keep_latest(held)
         return held
 
-    def select(self, sequences: Int[Tensor, " chosen"]) -> Cache:
+    def select(self, sequences: Integer[Tensor, " chosen"]) -> Cache:
         """A cache of its own with these sequences, in this order (beams, or a smaller batch)."""
+        sequences = as_int64(sequences, "sequences")
         chosen = Cache(
             self._k.index_select(0, sequences),
             self._v.index_select(0, sequences),

@@ -8,6 +8,7 @@ from torch import Tensor
 from headwise.axes import describe_value, sizes
 from headwise.eager import may_check_values
 from headwise.errors import DeviceError, DTypeError, MaskError, OptionError, ShapeError
+from headwise.integers import as_int64, is_integer
 from headwise.masks import Mask, refuse_what_is_no_mask
 from headwise.score_bias import ScoreBias
 
@@ -163,16 +164,13 @@ def refuse_operand(product: str, operand: Tensor, needed: str) -> None:
     )
 
 
-def check_rows(index: Tensor, queries: int, *, call: str) -> None:
+def checked_rows(index: Tensor, queries: int, *, call: str) -> Tensor:
+    """Return positions of queries in int64, or raise OptionError if they are none."""
     wrong: str | None = None
-    if (
-        not isinstance(index, Tensor)
-        or index.dim() != 1
-        or index.dtype not in (torch.int64, torch.int32)
-    ):
+    if not isinstance(index, Tensor) or index.dim() != 1 or not is_integer(index):
         wrong = describe_value(index)
     elif (
-        may_check_values(index)
+        may_check_values(index := as_int64(index, "rows"))
         and index.numel()
         and not 0 <= int(index.min()) <= int(index.max()) < queries
     ):
@@ -183,6 +181,7 @@ def check_rows(index: Tensor, queries: int, *, call: str) -> None:
             needed=f"a 1-D integer tensor of queries from 0 to {queries - 1}",
             do="e.g. index = torch.tensor([0])",
         )
+    return index
 
 
 def check_probability(dropout_p: float) -> None:

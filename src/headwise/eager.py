@@ -25,6 +25,11 @@ def may_read_values(tensor: Tensor) -> bool:
     )
 
 
+def is_traced() -> bool:
+    """True while torch.jit.trace, or an export by it, records."""
+    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
+
+
 def may_check_values(tensor: Tensor) -> bool:
     """Whether values may be checked on every call: where reading them waits for no accelerator."""
     return tensor.device.type == "cpu" and may_read_values(tensor)

@@ -1,4 +1,4 @@
-"""Every error headwise raises, in one tree.
+"""Every error headwise raises, in one tree, and the one warning.
 
     HeadwiseError
     ├── ShapeError         (ValueError)   sizes that do not fit together
@@ -11,6 +11,8 @@
     ├── ArgumentError      (TypeError)    an argument that a function does not have
     ├── LimitError         (MemoryError)  a dense matrix larger than the limit that was given
     └── MissingExtraError  (ImportError)  an optional dependency that is not installed
+
+    PolarityWarning        (UserWarning)  a mask that may follow the reverse convention
 
 Each message has three lines: what was seen, what was needed, what to do.
 """
@@ -72,3 +74,10 @@ class LimitError(HeadwiseError, MemoryError):
 
 class MissingExtraError(HeadwiseError, ImportError):
     """An optional dependency that is not installed; the message holds the pip line."""
+
+
+class PolarityWarning(UserWarning):
+    """A mask that means what it says only if its polarity is the one that the function documents.
+
+    `warnings.filterwarnings("ignore", category=PolarityWarning)` switches it off.
+    """

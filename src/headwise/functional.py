@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwise.bound_mask import BoundMask
 from headwise.masks import Mask
-from headwise.score_bias import BoundBias, ScoreBias
+from headwise.score_bias import BoundBias, ScoreBias, cast_bias
 
 
 def scores(
@@ -40,7 +40,7 @@ def scores(
         k,
         rows,
         mask=(mask or Mask()).bind(**bound, device=q.device),
-        score_bias=(score_bias or ScoreBias()).bind(**bound, device=q.device),
+        score_bias=(score_bias or ScoreBias()).bind(**bound, device=q.device, dtype=q.dtype),
         scale=default_scale(q) if scale is None else scale,
         softcap=softcap,
     )
@@ -61,7 +61,7 @@ def scores_at(
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     for part in score_bias.at(rows):
-        s = s + part.to(s.dtype)
+        s = s + cast_bias(part, s.dtype)
     return s.masked_fill(~mask.at(rows), -torch.inf)
 
 

@@ -12,11 +12,14 @@ A `Mask` is a conjunction of clauses, none of which is queries x keys by nature:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import SupportsIndex
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Integer
 from torch import Tensor
 
 from headwise.axes import describe_value
@@ -24,13 +27,15 @@ from headwise.bound_mask import (
     Align,
     BoundMask,
     check_bound,
+    lengths_of,
     require_align,
-    require_lengths,
     resolve_align,
+    segment_ids_of,
     with_matrix_axes,
 )
 from headwise.eager import may_check_values
 from headwise.errors import MaskError, OptionError
+from headwise.integers import as_int64
 
 
 @dataclass(frozen=True)
@@ -70,26 +75,28 @@ class Mask:
         return cls.window(left=None, right=0, align=align)
 
     @classmethod
-    def window(cls, left: int | None, right: int | None, *, align: Align | None = None) -> Mask:
+    def window(
+        cls,
+        left: SupportsIndex | None,
+        right: SupportsIndex | None,
+        *,
+        align: Align | None = None,
+    ) -> Mask:
         """A query sees ``left`` keys before its own position and ``right`` after it.
+
+        A side may be any integer: Python's, NumPy's, or a tensor with one integer.
 
         Raises:
             OptionError: a negative side, or an alignment that does not exist.
         """
-        for name, side in (("left", left), ("right", right)):
-            if side is not None and not (isinstance(side, (int, torch.SymInt)) and side >= 0):
-                example = abs(side) if isinstance(side, int) else 4
-                raise OptionError(
-                    saw=f"a window with {name}={describe_value(side)}",
-                    needed=f"{name}: a whole number from 0, or None for no bound on that side",
-                    do=f"count keys beside the query's own position, e.g. {name}={example}",
-                )
         require_align(align)
-        return cls(bands=(Band(left, right, align),))
+        return cls(bands=(Band(_side("left", left), _side("right", right), align),))
 
     @classmethod
     def lengths(
-        cls, keys: Int[Tensor, " batch"] | None = None, queries: Int[Tensor, " batch"] | None = None
+        cls,
+        keys: Integer[Tensor, " batch"] | None = None,
+        queries: Integer[Tensor, " batch"] | None = None,
     ) -> Mask:
         """Only the first ``keys[b]`` keys, and the first ``queries[b]`` queries, are real.
 
@@ -98,16 +105,26 @@ class Mask:
         Raises:
             MaskError: lengths that are no 1-D tensor of integers.
         """
-        for axis, lengths in (("keys", keys), ("queries", queries)):
-            require_lengths(lengths, axis)
-        return cls(key_lengths=keys, query_lengths=queries)
+        return cls(
+            key_lengths=lengths_of(keys, "keys"),
+            query_lengths=lengths_of(queries, "queries"),
+        )
 
     @classmethod
     def segments(
-        cls, ids: Int[Tensor, "batch queries"], key_ids: Int[Tensor, "batch keys"] | None = None
+        cls,
+        ids: Integer[Tensor, "batch queries"],
+        key_ids: Integer[Tensor, "batch keys"] | None = None,
     ) -> Mask:
-        """Queries see the keys that carry their own id; a negative id belongs to no segment."""
-        return cls(segment_ids=((ids, ids if key_ids is None else key_ids),))
+        """Queries see the keys that carry their own id; a negative id belongs to no segment.
+
+        Raises:
+            MaskError: ids that are no integers.
+        """
+        ids = segment_ids_of(ids, "queries")
+        return cls(
+            segment_ids=((ids, ids if key_ids is None else segment_ids_of(key_ids, "keys")),)
+        )
 
     @classmethod
     def may_attend(cls, allowed: Bool[Tensor, "..."], *, axes: str) -> Mask:
@@ -241,8 +258,9 @@ class Mask:
             dense=tuple(t.to(device) for t in self.dense),
         )
 
-    def of_heads(self, index: Int[Tensor, " chosen"]) -> Mask:
+    def of_heads(self, index: Integer[Tensor, " chosen"]) -> Mask:
         """The mask of chosen heads alone."""
+        index = as_int64(index, "heads")
         return replace(self, dense=tuple(_of_heads(t, index) for t in self.dense))
 
     def __str__(self) -> str:
@@ -295,7 +313,8 @@ def _from_convention(mask: Tensor, num_heads: int | None, *, true_attends: bool)
     if allowed.dim() == 4 and true_attends:
         return allowed
     if allowed.dim() == 3 and not true_attends and num_heads and allowed.shape[0] % num_heads == 0:
-        return allowed.reshape(-1, num_heads, *allowed.shape[1:])
+        by_head: Tensor = allowed.unflatten(0, (-1, num_heads))
+        return by_head
     reading = "(queries, keys) or (batch, heads, queries, keys)"
     if not true_attends:
         reading = "(queries, keys), or (batch*heads, queries, keys) together with num_heads"
@@ -329,6 +348,26 @@ def _allowed(mask: Tensor, *, true_attends: bool) -> Tensor:
             do="pass it as a score bias, ScoreBias.dense(t, axes=...); finfo.min does not block",
         )
     return allowed
+
+
+def _side(name: str, side: object) -> int | None:
+    """Return one side of a window as Python's integer, or as the symbol of a compiled graph."""
+    if side is None:
+        return None
+    count: int | torch.SymInt | None = None
+    if isinstance(side, torch.SymInt):
+        count = side
+    else:
+        with suppress(TypeError):  # raised for all that is no integer
+            count = operator.index(side)  # type: ignore[arg-type]
+    if count is not None and count >= 0:
+        return count  # type: ignore[return-value]
+    raise OptionError(
+        saw=f"a window with {name}={describe_value(side)}",
+        needed=f"{name}: a whole number from 0, or None for no bound on that side",
+        do="count keys beside the query's own position, "
+        f"e.g. {name}={4 if count is None else -count}",
+    )
 
 
 def _shorter(a: Tensor | None, b: Tensor | None) -> Tensor | None:

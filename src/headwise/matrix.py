@@ -7,11 +7,13 @@ weights is an exact product or a streamed reduction of it. It is before dropout,
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, SupportsIndex
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from headwise import functional
@@ -23,13 +25,13 @@ from headwise.checks import (
     check_options,
     check_probability,
     check_queries_and_keys,
-    check_rows,
+    checked_rows,
     refuse_operand,
     require_mask,
     require_score_bias,
     require_tensors,
 )
-from headwise.eager import without_autocast
+from headwise.eager import is_traced, without_autocast
 from headwise.errors import LimitError, OptionError
 from headwise.kernels.explain import Explanation, explain
 from headwise.kernels.observe import Observed, observe, seen_by
@@ -40,7 +42,7 @@ from headwise.kernels.rows import largest, weights_at
 from headwise.kernels.tiled import Readings, Wanted, shift_of
 from headwise.masks import Mask
 from headwise.operand import LeftOperand
-from headwise.score_bias import BoundBias, ScoreBias
+from headwise.score_bias import BoundBias, ScoreBias, cast_bias
 
 
 class Statistics(NamedTuple):
@@ -84,11 +86,10 @@ class AttentionMatrix(LeftOperand):
         self.q, self.k, self.sink, self.softcap = q, k, sink, softcap
         self.mask, self.score_bias = require_mask(mask), require_score_bias(score_bias)
         self.scale = functional.default_scale(q) if scale is None else scale
-        batch, heads, queries, keys = self.shape
-        bound = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
+        bound = dict(zip(MATRIX_AXES, self.shape, strict=True))
         self._mask: BoundMask = self.mask.bind(**bound, device=q.device)
-        self._bias: BoundBias = self.score_bias.bind(**bound, device=q.device)
-        check_bias_range(q, self._bias.all())
+        self.score_bias.check(**bound, device=q.device)
+        check_bias_range(q, self.score_bias.all())
 
     # ---- what it is -------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class AttentionMatrix(LeftOperand):
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch queries keys"]]:
         """``A @ v`` and ``A.head_average()``; in inference one pass serves both."""
         # A trace is checked in another grad mode than it was made in, and must not differ.
-        if _is_traced() or (torch.is_grad_enabled() and self._requires_grad(v)):
+        if is_traced() or (torch.is_grad_enabled() and self._requires_grad(v)):
             # Two passes forward: the fused kernel's backward is worth more than the pass.
             return self @ v, self.head_average()
         problem, v = self._problem_for(v)
@@ -151,13 +152,13 @@ class AttentionMatrix(LeftOperand):
 
     # ---- parts ------------------------------------------------------------------------------
 
-    def rows(self, index: Int[Tensor, " rows"]) -> Float[Tensor, "batch heads rows keys"]:
+    def rows(self, index: Integer[Tensor, " rows"]) -> Float[Tensor, "batch heads rows keys"]:
         """The weights of chosen queries, written down.
 
         Raises:
             OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
         """
-        check_rows(index, self.shape[2], call="rows(index)")
+        index = checked_rows(index, self.shape[2], call="rows(index)")
         return weights_at(self._problem(), index)
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
@@ -174,32 +175,31 @@ class AttentionMatrix(LeftOperand):
             )
         return self.rows(torch.arange(self.q.shape[2], device=self.q.device))
 
-    def diagonal(self, offset: int = 0) -> Float[Tensor, "batch heads diagonal"]:
+    def diagonal(self, offset: SupportsIndex = 0) -> Float[Tensor, "batch heads diagonal"]:
         """The weight from query i to key i + offset, for every i where that key exists.
 
         ``offset=-1`` is the previous token; where no such key exists the result is empty, as
         torch's diagonal is. Beside it only the row sums are computed.
         """
         _, heads, queries, keys = self.shape
+        offset = operator.index(offset)  # NumPy's integers wrap
         first, stop = max(0, -offset), max(max(0, -offset), min(queries, keys - offset))
         rows = torch.arange(first, stop, device=self.q.device)
         exact = accumulation_dtype(self.q.dtype)
         q = self.q[:, :, first:stop].to(exact)
-        k = functional.share_heads(self.k[:, :, first + offset : stop + offset], heads=heads).to(
-            exact
-        )
-        s = self.scale * (q * k).sum(-1)
+        k = self.k[:, :, first + offset : stop + offset].to(exact)
+        s = self.scale * (q * functional.share_heads(k, heads=heads)).sum(-1)
         if self.softcap is not None:
             s = self.softcap * torch.tanh(s / self.softcap)
         for part in self._bias.pairs(rows, rows + offset):
-            s = s + part.to(exact)
+            s = s + cast_bias(part, exact)
         s = s.masked_fill(~self._mask.pairs(rows, rows + offset), -torch.inf)
         reading = read(self._problem())
         shift = shift_of(reading.peak.detach(), self._detached_sink())[..., first:stop]
         return torch.exp(s - shift - reading.log_sum[..., first:stop]).to(self.q.dtype)
 
     def topk(
-        self, k: int, queries: Int[Tensor, " rows"] | None = None, *, rows: None = None
+        self, k: int, queries: Integer[Tensor, " rows"] | None = None, *, rows: None = None
     ) -> tuple[Float[Tensor, "batch heads rows k"], Int[Tensor, "batch heads rows k"]]:
         """The k largest weights of each query, and their keys; ``queries`` chooses some of them.
 
@@ -221,7 +221,7 @@ class AttentionMatrix(LeftOperand):
         if queries is None:
             queries = torch.arange(self.shape[2], device=self.q.device)
         else:
-            check_rows(queries, self.shape[2], call=f"topk({k}, queries=index)")
+            queries = checked_rows(queries, self.shape[2], call=f"topk({k}, queries=index)")
         return largest(self._problem(), k, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
@@ -298,6 +298,13 @@ class AttentionMatrix(LeftOperand):
 
     # ---- within -----------------------------------------------------------------------------
 
+    @property
+    def _bias(self) -> BoundBias:
+        # Bound for each reading: a table by distance belongs to the graph of the reading.
+        sizes = {"queries": self.shape[2], "keys": self.shape[3]}
+        dtype = accumulation_dtype(self.q.dtype)
+        return self.score_bias.bound(**sizes, device=self.q.device, dtype=dtype)
+
     def _problem(self) -> Problem:
         return Problem(self.q, self.k, self._mask, self._bias, self.scale, self.softcap, self.sink)
 
@@ -314,12 +321,11 @@ class AttentionMatrix(LeftOperand):
             )
         check_operand("v", v, self.q)
         k = self.k if own_heads else functional.share_heads(self.k, heads=heads)
-        problem = Problem(self.q, k, self._mask, self._bias, self.scale, self.softcap, self.sink)
-        return problem, v.expand(batch, k.shape[1], *v.shape[2:])
+        return replace(self._problem(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
 
     def _requires_grad(self, v: Tensor) -> bool:
         leaves = (self.q, self.k, v) if self.sink is None else (self.q, self.k, v, self.sink)
-        return self._bias.requires_grad or any(x.requires_grad for x in leaves)
+        return self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
 
     def _detached_sink(self) -> Tensor | None:
         return None if self.sink is None else self.sink.detach()
@@ -367,10 +373,6 @@ class TransposedMatrix(LeftOperand):
 
     def __repr__(self) -> str:
         return f"{self.mT!r}.mT"
-
-
-def _is_traced() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 
 
 def _blocks(length: int, blocks: int, like: Tensor) -> Tensor:

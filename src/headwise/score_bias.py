@@ -8,11 +8,11 @@ queries x keys. Everything else is a dense tensor with named axes. An entry of -
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from headwise.axes import broadcasts
@@ -27,14 +27,34 @@ from headwise.bound_mask import (
 )
 from headwise.eager import may_check_values
 from headwise.errors import DeviceError, MaskError
+from headwise.integers import as_int64
+
+
+@runtime_checkable
+class DistanceTable(Protocol):
+    """The bias of each head as a function of the distance ``key - query``."""
+
+    @property
+    def heads(self) -> int:
+        """The number of heads; 1 where one row serves all of them."""
+        ...
+
+    @property
+    def numbers(self) -> Tensor:
+        """The tensor that the caller gave."""
+        ...
+
+    def __call__(self, distances: Int[Tensor, " n"], dtype: torch.dtype) -> Tensor:
+        """(heads, n), with no rounding that ``dtype`` would not make as well."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class ByDistance:
-    """``table(distances)`` gives (heads or 1, len(distances)); distances count from ``align``."""
+    """A distance table and its name; distances count from ``align``."""
 
     name: str
-    table: Callable[[Int[Tensor, " n"]], Float[Tensor, "heads n"]]
+    table: DistanceTable
     align: Align | None
 
     def __post_init__(self) -> None:
@@ -44,28 +64,46 @@ class ByDistance:
 # Values, not functions: a copy holds its own tensors, and a pickle holds them at all.
 @dataclass(frozen=True, eq=False)
 class _Alibi:
-    slopes: Tensor
+    numbers: Tensor  # the slopes
 
-    def __call__(self, distances: Tensor) -> Tensor:
-        return -self.slopes[:, None] * distances.abs()
+    @property
+    def heads(self) -> int:
+        return self.numbers.shape[0]
+
+    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
+        # In bfloat16 a slope times a distance is off by one part in 256: whole points of the score.
+        exact = torch.promote_types(torch.promote_types(self.numbers.dtype, dtype), torch.float32)
+        return -self.numbers.to(exact)[:, None] * distances.abs()
 
 
 @dataclass(frozen=True, eq=False)
 class _Relative:
-    table: Tensor
+    numbers: Tensor  # (heads, 2 * reach + 1)
 
-    def __call__(self, distances: Tensor) -> Tensor:
-        reach = self.table.shape[1] // 2
-        return self.table[:, distances.clamp(-reach, reach) + reach]
+    @property
+    def heads(self) -> int:
+        return self.numbers.shape[0]
+
+    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
+        reach = self.numbers.shape[1] // 2
+        return self.numbers[:, distances.clamp(-reach, reach) + reach]
 
 
 @dataclass(frozen=True, eq=False)
 class _OfHeads:
-    table: Callable[[Tensor], Tensor]
+    table: DistanceTable
     index: Tensor
 
-    def __call__(self, distances: Tensor) -> Tensor:
-        rows = self.table(distances)
+    @property
+    def heads(self) -> int:
+        return 1 if self.table.heads == 1 else len(self.index)
+
+    @property
+    def numbers(self) -> Tensor:
+        return self.table.numbers
+
+    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = self.table(distances, dtype)
         return rows if rows.shape[0] == 1 else rows.index_select(0, self.index)
 
 
@@ -89,7 +127,10 @@ class ScoreBias:
 
     @classmethod
     def alibi(cls, slopes: Float[Tensor, " heads"], *, align: Align | None = None) -> ScoreBias:
-        """``-slope * |key - query|`` for each head (Press et al. 2022, arXiv:2108.12409)."""
+        """``-slope * |key - query|`` for each head (Press et al. 2022, arXiv:2108.12409).
+
+        The product is made in float32 or wider, whatever the dtype of the slopes.
+        """
         return cls(by_distance=(ByDistance("alibi", _Alibi(slopes), align),))
 
     @classmethod
@@ -109,8 +150,9 @@ class ScoreBias:
             )
         return cls(by_distance=(ByDistance("relative", _Relative(table), align),))
 
-    def of_heads(self, index: Int[Tensor, " chosen"]) -> ScoreBias:
+    def of_heads(self, index: Integer[Tensor, " chosen"]) -> ScoreBias:
         """The bias of chosen heads alone."""
+        index = as_int64(index, "heads")
         parts = tuple(replace(p, table=_OfHeads(p.table, index)) for p in self.by_distance)
         tensors = tuple(t if t.shape[1] == 1 else t.index_select(1, index) for t in self.tensors)
         return ScoreBias(parts, tensors)
@@ -124,32 +166,78 @@ class ScoreBias:
         parts = tuple(replace(part, align=part.align or align) for part in self.by_distance)
         return replace(self, by_distance=parts)
 
+    @property
+    def requires_grad(self) -> bool:
+        """True if a gradient flows into one of its tensors."""
+        return any(tensor.requires_grad for tensor in self.all())
+
+    def all(self) -> list[Tensor]:
+        """Every tensor that the bias was made of."""
+        return [*self.tensors, *(part.table.numbers for part in self.by_distance)]
+
     def bind(
-        self, *, batch: int, heads: int, queries: int, keys: int, device: torch.device
+        self,
+        *,
+        batch: int,
+        heads: int,
+        queries: int,
+        keys: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> BoundBias:
-        """Fix the sizes: one table over all distances, and the dense tensors, checked.
+        """Check the bias at these sizes, and fix them: `check`, then `bound`."""
+        self.check(batch=batch, heads=heads, queries=queries, keys=keys, device=device)
+        return self.bound(queries=queries, keys=keys, device=device, dtype=dtype)
+
+    def check(
+        self, *, batch: int, heads: int, queries: int, keys: int, device: torch.device
+    ) -> None:
+        """Check the bias at these sizes.
 
         Raises:
-            MaskError: made for other sizes, NaN or +inf in a dense bias, or an alignment missing.
+            MaskError: made for other sizes, NaN or +inf, slopes that are not finite, or an
+                alignment missing.
+            DeviceError: a tensor on another device.
         """
-        table: Tensor | None = None
+        for part in self.by_distance:
+            resolve_align(part.align, queries, keys, what=f"a {part.name} bias")
+            if not broadcasts(part.table.heads, heads):
+                raise MaskError(
+                    saw=f"a {part.name} bias for {part.table.heads} heads",
+                    needed=f"{heads} heads, or one row for all",
+                    do="give one row for each head",
+                )
+            numbers = part.table.numbers
+            # A slope of infinity would be NaN at distance 0.
+            _check_values(numbers.abs() if part.name == "alibi" else numbers, device)
+        for bias in self.tensors:
+            check_fits(bias, batch, heads, queries, keys, "a score bias")
+            _check_values(bias, device)
+
+    def bound(
+        self, *, queries: int, keys: int, device: torch.device, dtype: torch.dtype
+    ) -> BoundBias:
+        """Fix the sizes: one table over all distances, and the dense tensors.
+
+        The table is part of the autograd graph in which it is made. Make one for each reading.
+
+        Args:
+            queries: how many.
+            keys: how many.
+            device: of the queries and keys.
+            dtype: of the scores; the table is rounded no more than that.
+        """
+        rows = []
         for part in self.by_distance:
             offset = resolve_align(part.align, queries, keys, what=f"a {part.name} bias")
             count = max(0, queries + keys - 1)
             distances = torch.arange(count, device=device) + (1 - queries - offset)
-            row = part.table(distances)
-            if not broadcasts(row.shape[0], heads):
-                raise MaskError(
-                    saw=f"a {part.name} bias for {row.shape[0]} heads",
-                    needed=f"{heads} heads, or one row for all",
-                    do="give one row for each head",
-                )
-            table = row if table is None else table + row
-        if table is not None:
-            _check_values(table, device)
-        for bias in self.tensors:
-            check_fits(bias, batch, heads, queries, keys, "a score bias")
-            _check_values(bias, device)
+            rows.append(part.table(distances, dtype))
+        table = rows[0] if rows else None
+        for row in rows[1:]:
+            assert table is not None
+            exact = torch.promote_types(dtype, torch.promote_types(table.dtype, row.dtype))
+            table = table.to(exact) + row
         return BoundBias(queries=queries, keys=keys, table=table, tensors=self.tensors)
 
     def __str__(self) -> str:
@@ -178,6 +266,16 @@ class BoundBias:
     def is_zero(self) -> bool:
         """Whether there is nothing to add."""
         return not self.all()
+
+    @property
+    def may_hide(self) -> bool:
+        """False if no entry is known to be -inf.
+
+        A table is read where that waits for no accelerator; a dense tensor never is.
+        """
+        if self.table is None or self.tensors:
+            return bool(self.tensors)
+        return not (may_check_values(self.table) and bool((self.table > -torch.inf).all()))
 
     def all(self) -> list[Tensor]:
         """The dense tensors, and the table where there is one."""
@@ -226,6 +324,19 @@ class BoundBias:
         """The whole bias at chosen queries; parts broadcast to (batch, heads, rows, keys)."""
         whole = slice(None)
         return self.parts(whole, whole, rows, whole)
+
+
+def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bias in ``dtype``; a number stays finite, and keeps its sign.
+
+    Rounding alone would make -inf, which hides a key, of float32's ``finfo.min`` in bfloat16, and
+    +inf, which makes NaN, of 7e4 in float16. Such numbers become the lowest or the largest one.
+    """
+    cast = bias.to(dtype)
+    limits = torch.finfo(dtype)
+    if torch.finfo(bias.dtype).max <= limits.max:
+        return cast
+    return torch.where(bias.isinf(), cast, bias.clamp(limits.min, limits.max).to(dtype))
 
 
 def _check_values(bias: Tensor, device: torch.device) -> None:

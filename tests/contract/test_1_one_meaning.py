@@ -25,12 +25,14 @@ from tests.contract.layers import (
     merge,
     split,
 )
+from tests.honest import hides_a_whole_sequence
 from tests.strategies import DTYPES, Problem, problems
 
 PADDING = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
 PADDING[0, 17:], PADDING[1] = True, True  # the second sample may attend to nothing
 
 
+@hides_a_whole_sequence
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_every_way_to_call_the_layer_gives_the_same_output(
@@ -89,6 +91,7 @@ def test_a_sample_alone_is_what_it_is_in_a_batch(p: Problem) -> None:
         budget.assert_holds(together[b : b + 1])
 
 
+@hides_a_whole_sequence
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_what_stands_in_padding_does_not_matter(need_weights: bool) -> None:
     layer, x = identity_layer(torch.float32), inputs(torch.float32)

@@ -12,6 +12,7 @@ from headwise.masks import Mask
 from headwise.matrix import AttentionMatrix
 from headwise.score_bias import ScoreBias
 from tests.contract.layers import BATCH, LENGTH, identity_layer, inputs
+from tests.honest import hides_a_whole_sequence
 
 EMPTY = {
     "lengths": {"mask": Mask.lengths(keys=torch.tensor([0, 4, 29]))},
@@ -50,6 +51,7 @@ def test_zero_weights_zero_outputs_finite_gradients(kind: str, softcap: float | 
     assert not gradients[0][empty].any()
 
 
+@hides_a_whole_sequence
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("training", [False, True])

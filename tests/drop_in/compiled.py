@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from headwise.errors import PolarityWarning
 from tests.drop_in.cases import BATCH, CALLS, EMBED, causal, pair, randn
+from tests.honest import hides_a_whole_sequence
 
 
+@hides_a_whole_sequence
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_as_one_graph(name: str, train: bool) -> None:
@@ -21,6 +24,22 @@ def test_compiled_as_one_graph(name: str, train: bool) -> None:
         torch.testing.assert_close(
             compiled(inputs, inputs, inputs, **options), ours(inputs, inputs, inputs, **options)
         )
+
+
+def test_a_graph_warns_of_no_polarity_and_does_not_depend_on_the_warning() -> None:
+    torch.compiler.reset()
+    _, ours = pair(dtype=torch.float32, batch_first=True)
+    compiled = torch.compile(ours.eval(), fullgraph=True, backend="eager")
+    inputs, options = randn(), CALLS["padding"]
+    with torch.no_grad():
+        compiled(inputs, inputs, inputs, **options)  # a warning would be an error here
+        assert not ours._has_warned
+        with pytest.warns(PolarityWarning) as found:
+            expected = ours(inputs, inputs, inputs, **options)
+        assert found[0].filename == __file__
+        with torch.compiler.set_stance("fail_on_recompile"):
+            again = compiled(inputs, inputs, inputs, **options)
+    torch.testing.assert_close(again, expected)
 
 
 def test_compiled_for_any_length() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise import MultiheadAttention, upgrade
 from tests.drop_in.cases import BATCH, EMBED, HEADS, KEYS, QUERIES, causal, pair
+from tests.honest import hides_a_whole_sequence
 
 MEASURED = torch.__version__.startswith("2.13.")
 
@@ -43,6 +44,7 @@ def every_path(layer: nn.MultiheadAttention, x: Tensor, **options: object) -> li
 # ---- rows that may attend to nothing ----------------------------------------------------------
 
 
+@hides_a_whole_sequence
 @pytest.mark.parametrize("num_heads", [6, 5])
 def test_a_fully_padded_sample_gives_zeros_on_every_path(num_heads: int) -> None:
     ours = MultiheadAttention(EMBED, num_heads, batch_first=True, dtype=torch.float64)
@@ -64,6 +66,7 @@ def test_torch_gives_nan_for_a_fully_padded_sample_on_some_paths() -> None:
     assert {bool(output.isnan().any()) for output in outputs} == {True, False}
 
 
+@hides_a_whole_sequence
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_a_fully_padded_sample_has_finite_gradients(kind: str, need_weights: bool) -> None:
@@ -100,6 +103,7 @@ def test_one_fully_masked_head_leaves_the_others(need_weights: bool) -> None:
             assert theirs(x, x, x, **options)[0].isnan().all()
 
 
+@hides_a_whole_sequence
 def test_an_encoder_layer_has_no_nan_in_any_mode() -> None:
     torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(EMBED, HEADS, batch_first=True, dtype=torch.float64).eval()

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from headwise import MultiheadAttention, upgrade
 from tests.drop_in.cases import BATCH, EMBED, HEADS, KEYS, QUERIES
+from tests.honest import hides_a_whole_sequence
 
 X, MEMORY = torch.randn(BATCH, QUERIES, EMBED), torch.randn(BATCH, KEYS, EMBED)
 Layer = nn.TransformerEncoderLayer
@@ -77,6 +78,7 @@ def test_an_encoder_calls_its_layers_in_inference(
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
 
 
+@hides_a_whole_sequence
 def test_a_fully_padded_sample_shows_it_without_counting() -> None:
     model = encoder()
     padding = torch.zeros(BATCH, QUERIES, dtype=torch.bool)

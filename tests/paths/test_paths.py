@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.honest import hides_a_whole_sequence
 from tests.paths.__main__ import run_apart
 from tests.paths.outcomes import NOT_RUN, NOTES, Outcome
 from tests.paths.registry import PATHS, Path
@@ -16,6 +17,7 @@ ROWS = [pytest.param(path, marks=SLOW, id=path.key) for path in PATHS if path.tr
 ROWS += [pytest.param(path, id=path.key) for path in PATHS if not path.traces]
 
 
+@hides_a_whole_sequence
 @pytest.mark.parametrize("path", ROWS)
 def test_a_row_of_the_page_is_what_runs(path: Path) -> None:
     if lack := path.missing():

@@ -9,6 +9,7 @@ query that may attend to nothing gives zeros; returned weights are those before 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from headwise.drop_in import checks, state_dict_forms
 from headwise.drop_in.core import Ask, Parameters, attend
+from headwise.drop_in.reading import hidden_sequences
+from headwise.eager import may_check_values
+from headwise.errors import PolarityWarning
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -27,6 +31,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ``attn_mask`` and never changes the output. Slots of ``add_bias_kv`` and ``add_zero_attn`` may
     always be attended.
 
+    A ``key_padding_mask`` that hides a whole sequence beside one that it does not hide gets one
+    `PolarityWarning` for each layer, in eager mode on the CPU: Hugging Face's ``attention_mask``
+    (1 = real) given in its place does that.
+
     Placed by hand inside torch's encoder layers it is not called in eval under no_grad, since their
     fused path reads its weights: ``headwise.upgrade(model)`` switches that path off.
 
@@ -35,6 +43,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     Raises:
         HeadwiseError: and, for the same input, what torch's layer raises (`drop_in.refusals`).
     """
+
+    _has_warned = False  # of the class, so that a layer made before has it too
 
     def __init__(
         self,
@@ -108,7 +118,23 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         heads, weights = attend(
             query, key, value, self._parameters_in_use(), ask, batch_first=self.batch_first
         )
+        if key_padding_mask is not None:
+            self._warn_of_hidden_sequences(key_padding_mask)
         return self.out_proj(heads), weights
+
+    def _warn_of_hidden_sequences(self, padding: Tensor) -> None:
+        """Warn, once in the life of the layer, of padding that may have the reverse polarity."""
+        if not may_check_values(padding) or self._has_warned:
+            return
+        if hidden := hidden_sequences(padding):
+            self._has_warned = True
+            message = f"""\
+key_padding_mask of shape {tuple(padding.shape)} hides every key of sequence {hidden[0]}, \
+but not of every sequence
+  needed: True (or -inf) where a key is hidden; attention_mask of Hugging Face is the reverse
+  do:     key_padding_mask=attention_mask == 0. If sequence {hidden[0]} is empty, all is well"""
+            # The caller of the layer: this frame, forward, and torch's two of Module.__call__.
+            warnings.warn(message, PolarityWarning, stacklevel=5)
 
     def _parameters_in_use(self) -> Parameters:
         # Read at every call: they may be replaced, pruned, parametrized, or set to None.

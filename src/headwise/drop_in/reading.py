@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from headwise.eager import may_read_values
 from headwise.masks import Mask
-from headwise.score_bias import ScoreBias
+from headwise.score_bias import ScoreBias, cast_bias
 
 # Reading a (256, 256) mask takes 0.06 ms; below that the causal kernel saves less (docs/log.md).
 CAUSAL_PAYS_FROM = 256
@@ -66,21 +66,16 @@ def _read(
         mask = pad(mask, (0, slots))  # False and 0 both mean: may attend
     if mask.dtype == torch.bool:
         return Mask.may_attend(~mask, axes=axes), None
-    return None, ScoreBias.dense(_as(mask, dtype), axes=axes)
+    return None, ScoreBias.dense(cast_bias(mask, dtype), axes=axes)
 
 
-def _as(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask in the dtype of the scores; what was finite stays finite.
-
-    Rounding alone would turn float32's finfo.min into bfloat16's -inf: a key that may be attended
-    into one that may not.
-    """
-    if mask.dtype == dtype:
-        return mask
-    rounded = mask.to(dtype)
-    if torch.finfo(mask.dtype).max <= torch.finfo(dtype).max:
-        return rounded
-    return rounded.where(rounded.isfinite() | mask.isinf(), torch.finfo(dtype).min)
+def hidden_sequences(padding: Tensor) -> list[int]:
+    """Return the sequences of (batch, keys) whose keys are all hidden, or none if all are so."""
+    if padding.dim() != 2:
+        return []  # one sequence, without a batch axis
+    hides = padding if padding.dtype == torch.bool else padding == -torch.inf
+    hidden: list[bool] = hides.all(-1).tolist()
+    return [] if all(hidden) else [index for index, is_hidden in enumerate(hidden) if is_hidden]
 
 
 def is_causal(mask: Tensor, *, hinted: bool) -> bool:

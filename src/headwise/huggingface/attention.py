@@ -22,9 +22,10 @@ from headwise.errors import OptionError
 from headwise.float_mask import taken_apart
 from headwise.huggingface.lazy_mask import MEANING, LazyMask
 from headwise.huggingface.masks import is_made_for_eager
+from headwise.integers import as_int64
 from headwise.masks import Mask
 from headwise.matrix import AttentionMatrix
-from headwise.score_bias import ScoreBias
+from headwise.score_bias import ScoreBias, cast_bias
 from headwise.watching import shown
 
 AXES = "batch heads queries keys"
@@ -107,12 +108,19 @@ def _scores(
         meaning = getattr(given, MEANING, None)
         mask = Mask.may_attend(_four_axes(given), axes=AXES) if meaning is None else meaning
     else:
-        mask, score_bias = taken_apart(_four_axes(given), axes=AXES)
+        mask, score_bias = taken_apart(_four_axes(_narrowed(given, query)), axes=AXES)
     if options.get("cu_seq_lens_q") is not None and not mask.segment_ids:
         mask &= _segments(module, query, key, options)
     if (added := options.get("position_bias")) is not None:
-        score_bias += ScoreBias.dense(_four_axes(added), axes=AXES)
+        score_bias += ScoreBias.dense(_four_axes(_narrowed(added, query)), axes=AXES)
     return _Scores(mask, score_bias)
+
+
+def _narrowed(added: Tensor, query: Tensor) -> Tensor:
+    """Return a float64 mask in the dtype of the scores; no other dtype is wider than that."""
+    if added.dtype != torch.float64:
+        return added
+    return cast_bias(added, torch.promote_types(query.dtype, torch.float32))
 
 
 def _without_mask(module: nn.Module, query: Tensor, options: dict[str, Any]) -> Mask:
@@ -136,7 +144,8 @@ def _segments(module: nn.Module, query: Tensor, key: Tensor, options: dict[str, 
     ids = []
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         starts = options["cu_seq_lens_q"] if options.get(name) is None else options[name]
-        positions = torch.arange(length, device=starts.device, dtype=starts.dtype)
+        starts = as_int64(starts, name)
+        positions = torch.arange(length, device=starts.device)
         ids.append(torch.searchsorted(starts[1:], positions, right=True)[None])
     return Mask.segments(*ids)
 

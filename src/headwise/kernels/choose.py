@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headwise.eager import may_check_values
 from headwise.kernels import pieces, sdpa, tiles
 from headwise.kernels.pieces import Piece
 from headwise.kernels.problem import Problem
@@ -55,6 +56,7 @@ def _reasons_for_tiles(problem: Problem, v: Tensor) -> Iterator[tuple[bool, str]
         any(t.dtype != dtype for t in bias.all()),
         "the fused kernel would round the score bias to the dtype of the queries",
     )
+    yield sum_overflows(problem), "float16 cannot hold the sum of these score biases"
     yield (
         _is_large_when_written(problem),
         "the fused kernel would need this mask written down as queries x keys",
@@ -67,6 +69,18 @@ def _reasons_for_tiles(problem: Problem, v: Tensor) -> Iterator[tuple[bool, str]
     )
     double = dtype == torch.float64 and problem.q.device.type != "cpu"
     yield double, "the fused kernel takes no float64 on this device"
+
+
+def sum_overflows(problem: Problem) -> bool:
+    """Whether the fused kernel, which takes one bias, would lose a number that the tiles hold.
+
+    Values are read on the CPU alone; elsewhere such a sum becomes the largest or lowest number.
+    """
+    parts = problem.bias.all()
+    if problem.q.dtype != torch.float16 or len(parts) < 2 or not all(map(may_check_values, parts)):
+        return False
+    finite = [part.detach().masked_fill(part.isinf(), 0) for part in parts if part.numel()]
+    return sum(float(part.abs().amax()) for part in finite) > torch.finfo(torch.float16).max
 
 
 def _is_large_when_written(problem: Problem) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.bound_mask import BoundMask
 from headwise.eager import without_autocast
 from headwise.kernels import tiled
 from headwise.kernels.problem import Problem
@@ -53,15 +54,15 @@ def observe(
 ) -> Iterator[Observed]:
     """Every tile in which something may be attended, in one pass."""
     scratch, second, third = Scratch(problem), Scratch(problem), Scratch(problem)
-    keys = KeysByColumn(problem)
+    keys, bands = KeysByColumn(problem), problem.mask if _is_banded_only(problem) else None
     for tile in plan(problem):
         if tile.columns.start == tile.columns.stop:
             continue
         with without_autocast(problem.q):
             s, _, _ = tile_scores(problem, tile, keys, scratch)
             kept = third.view(*s.shape).copy_(s) if with_scores else None
-            lowest = _lowest(problem, tile, s, second) if with_lowest else None
-            allowed = _allowed(problem, tile, s)
+            lowest = _lowest(bands, tile, s, second) if with_lowest else None
+            allowed = _allowed(bands, tile, s)
             peak = s.amax(-1)
             sink = None if problem.sink is None else problem.sink[tile.heads]
             shift = tiled.shift_of(peak, sink)
@@ -123,16 +124,18 @@ def _seen_one_by_one(problem: Problem, queries: Tensor) -> Tensor:
 
 def _is_banded_only(problem: Problem) -> bool:
     """Whether bands and lengths are all that may hide."""
-    return not (problem.bias.tensors or problem.mask.dense or problem.mask.segment_ids)
+    return not (problem.bias.may_hide or problem.mask.dense or problem.mask.segment_ids)
 
 
-def _lowest(problem: Problem, tile: Tile, s: Tensor, spare: Scratch) -> Tensor:
-    """The smallest score of each row that is not hidden; inf without one."""
+def _lowest(bands: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch) -> Tensor:
+    """The smallest score of each row that is not hidden; inf without one.
+
+    ``bands``: the mask, where bands and lengths are all that hides.
+    """
     start, stop = tile.columns.start, tile.columns.stop
     left, right = start, start  # keys in [left, right) are allowed to every row
-    mask = problem.mask
-    if _is_banded_only(problem) and mask.key_lengths is None and mask.query_lengths is None:
-        left, right = mask.band_edges(tile.rows.start, tile.rows.stop)
+    if bands is not None and bands.is_plain:
+        left, right = bands.band_edges(tile.rows.start, tile.rows.stop)
         left = min(max(left, start), stop)
         right = min(max(right, left), stop)
     found = s.new_full(s.shape[:3], torch.inf)
@@ -147,10 +150,9 @@ def _lowest(problem: Problem, tile: Tile, s: Tensor, spare: Scratch) -> Tensor:
     return found
 
 
-def _allowed(problem: Problem, tile: Tile, s: Tensor) -> Tensor:
-    """Keys that each query may attend to, (batches, heads, rows)."""
-    mask = problem.mask
-    if not _is_banded_only(problem):
+def _allowed(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
+    """Keys that each query may attend to, (batches, heads, rows); ``mask`` as in `_lowest`."""
+    if mask is None:
         return (s > -torch.inf).sum(-1)
     rows = torch.arange(tile.rows.start, tile.rows.stop, device=s.device)
     last = torch.full_like(rows, mask.keys - 1)

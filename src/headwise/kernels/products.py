@@ -10,7 +10,7 @@ from torch.nn.functional import dropout
 
 from headwise import functional
 from headwise.kernels import dense, pieces, sdpa
-from headwise.kernels.choose import choose
+from headwise.kernels.choose import choose, sum_overflows
 from headwise.kernels.problem import Problem
 from headwise.kernels.read import read
 
@@ -35,6 +35,7 @@ def dropped_head_outputs(problem: Problem, v: Tensor, *, dropout_p: float) -> Te
         dropped = partial(dropped_head_outputs, dropout_p=dropout_p)
         return pieces.head_outputs(problem, v, found, dropped)
     plain = problem.softcap is None and problem.sink is None and problem.has_positive_scale
+    plain = plain and not sum_overflows(problem)
     if plain and all(bias.dtype == v.dtype for bias in problem.bias.all()):
         return sdpa.head_outputs(problem, v, dropout_p=dropout_p)
     kept = dropout(dense.weights(problem), dropout_p)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwise.kernels.problem import Problem
+from headwise.score_bias import cast_bias
 
 
 def head_outputs(problem: Problem, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
@@ -79,12 +80,12 @@ def combined_mask(problem: Problem) -> Tensor | None:
         allowed: Tensor | None = mask.at(rows)
     else:
         allowed = mask.block(whole, whole, whole, whole)
-    bias: Tensor | None = None
-    for part in problem.bias.at(rows):
-        part = part.to(problem.q.dtype)
-        bias = part if bias is None else bias + part
-    if bias is None:
+    parts = problem.bias.at(rows)
+    if not parts:
         return allowed
+    if len(parts) > 1:  # rounded once, after the sum
+        parts = [cast_bias(part, problem.accumulate) for part in parts]
+    bias = cast_bias(sum(parts[1:], parts[0]), problem.q.dtype)
     return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
 
 

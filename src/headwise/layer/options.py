@@ -92,7 +92,8 @@ def _check_kinds(layer: Parts, score_bias: object) -> None:
             do="window=(W - 1, 0) for a causal window of W keys that counts the query's own",
         )
     if window is not None:
-        Mask.window(*window)  # refuses a side that is no number from 0
+        band = Mask.window(*window).bands[0]  # refuses a side that is no number from 0
+        layer.window = band.left, band.right  # Python's integers: those of NumPy may wrap
 
 
 def _divisors(number: int) -> str:
@@ -235,7 +236,7 @@ def check_fits(call: Call, *, heads: int, keys: int) -> None:
     sizes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
     bands_and_places = replace(call.mask, key_lengths=None, query_lengths=None)
     bands_and_places.bind(**sizes, device=call.x.device)
-    call.score_bias.bind(**sizes, device=call.x.device)
+    call.score_bias.check(**sizes, device=call.x.device)
 
 
 # ---- in print ----------------------------------------------------------------------------------

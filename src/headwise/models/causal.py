@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from jaxtyping import Int
+from jaxtyping import Integer
 from torch import Tensor
 
 from headwise.masks import Mask
 
 
-def mask_of(lengths: Int[Tensor, " batch"] | None) -> Mask:
+def mask_of(lengths: Integer[Tensor, " batch"] | None) -> Mask:
     """No later token, and no padding: the first ``lengths[b]`` tokens of a sequence are real."""
     if lengths is None:
         return Mask.causal()

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from headwise.axes import describe_value
@@ -99,7 +99,7 @@ class Rotary:
     def rotate(
         self,
         x: Float[Tensor, "batch heads length head_dim"],
-        positions: Int[Tensor, " length"] | Int[Tensor, "#batch length"],
+        positions: Integer[Tensor, " length"] | Integer[Tensor, "#batch length"],
     ) -> Float[Tensor, "batch heads length head_dim"]:
         """Queries or keys, each rotated to its position.
 
@@ -121,7 +121,7 @@ class Rotary:
         self,
         q: Float[Tensor, "batch heads length head_dim"],
         k: Float[Tensor, "batch kv_heads length head_dim"],
-        positions: Int[Tensor, " length"] | Int[Tensor, "#batch length"],
+        positions: Integer[Tensor, " length"] | Integer[Tensor, "#batch length"],
     ) -> tuple[
         Float[Tensor, "batch heads length head_dim"],
         Float[Tensor, "batch kv_heads length head_dim"],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from headwise.axes import sizes
@@ -37,7 +37,7 @@ class Sequences:
     real_queries: Bool[Tensor, "batch queries"]
     real_keys: Bool[Tensor, "batch keys"]
     own_key: int | None
-    tokens: Int[Tensor, "batch keys"] | None = None
+    tokens: Integer[Tensor, "batch keys"] | None = None
     separators: Bool[Tensor, "batch keys"] | None = None
     specials: Bool[Tensor, "batch keys"] | None = None
     dropped: int = 0
@@ -49,7 +49,7 @@ class Sequences:
         *,
         real: Bool[Tensor, "batch keys"] | None = None,
         own_key: int | None = 0,
-        tokens: Int[Tensor, "batch keys"] | None = None,
+        tokens: Integer[Tensor, "batch keys"] | None = None,
         separators: Bool[Tensor, "batch keys"] | None = None,
         specials: Bool[Tensor, "batch keys"] | None = None,
     ) -> Sequences:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Integer
 from torch import Tensor
+
+from headwise.integers import as_int64
 
 
 class Repeats:
@@ -14,7 +16,10 @@ class Repeats:
     queries x keys is compared.
     """
 
-    def __init__(self, tokens: Int[Tensor, "batch keys"], real: Bool[Tensor, "batch keys"]) -> None:
+    def __init__(
+        self, tokens: Integer[Tensor, "batch keys"], real: Bool[Tensor, "batch keys"]
+    ) -> None:
+        tokens = as_int64(tokens, "tokens")
         # Padding, and what is not known, is a token of its own that nothing asks about.
         known = real & (tokens >= 0)
         name = torch.unique(tokens, return_inverse=True)[1] + 1

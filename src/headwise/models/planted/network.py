@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,7 +39,7 @@ class Planted(nn.Module):
         self.requires_grad_(False)
 
     def forward(
-        self, ids: Int[Tensor, "batch length"], *, lengths: Int[Tensor, " batch"] | None = None
+        self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch length vocabulary"]:
         """The logits of each next token: the one that followed the present one before.
 
@@ -54,7 +54,7 @@ class Planted(nn.Module):
         return F.linear(self._states(ids, lengths)[-1], self.unembedding)
 
     def matrices(
-        self, ids: Int[Tensor, "batch length"], *, lengths: Int[Tensor, " batch"] | None = None
+        self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> list[AttentionMatrix]:
         """The attention matrix of each layer, while reading ``ids``."""
         mask = mask_of(lengths)
@@ -64,7 +64,7 @@ class Planted(nn.Module):
         ]
 
     def contributions(
-        self, ids: Int[Tensor, "batch length"], *, lengths: Int[Tensor, " batch"] | None = None
+        self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> list[Float[Tensor, "batch heads length embed_dim"]]:
         """What each head of each layer adds to the state, while reading ``ids``."""
         mask = mask_of(lengths)

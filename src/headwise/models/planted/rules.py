@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.nn import functional as F
 
+from headwise.integers import as_int64
 from headwise.models.planted.network import SEPARATOR, code
 from headwise.models.planted.plan import EMBED_DIM, LAYERS, SECTIONS, TOKEN_BITS
 
@@ -20,8 +21,8 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 def truth(
     ids: Int[Tensor, "batch length"],
     *,
-    lengths: Int[Tensor, " batch"] | None = None,
-    rows: Int[Tensor, " rows"] | None = None,
+    lengths: Integer[Tensor, " batch"] | None = None,
+    rows: Integer[Tensor, " rows"] | None = None,
 ) -> list[Float[Tensor, "batch heads rows length"]]:
     """The weights of each layer, by the rules: an even share for each key attended to.
 
@@ -33,10 +34,10 @@ def truth(
         rows: which queries; all of them by default.
     """
     place = torch.arange(ids.shape[1], device=ids.device)
-    rows = place if rows is None else rows
+    rows = place if rows is None else as_int64(rows, "rows")
     real = torch.ones_like(ids, dtype=torch.bool)
     if lengths is not None:
-        real = place < lengths[:, None]
+        real = place < as_int64(lengths, "lengths")[:, None]
     allowed = (place <= rows[:, None]) & real[:, rows, None]
     return [
         torch.stack([_evenly(RULES[head.name](ids, rows) & allowed) for head in layer], dim=1)
@@ -47,8 +48,8 @@ def truth(
 def contributions_truth(
     ids: Int[Tensor, "batch length"],
     *,
-    lengths: Int[Tensor, " batch"] | None = None,
-    rows: Int[Tensor, " rows"] | None = None,
+    lengths: Integer[Tensor, " batch"] | None = None,
+    rows: Integer[Tensor, " rows"] | None = None,
 ) -> list[Float[Tensor, "batch heads rows embed_dim"]]:
     """What each head adds to the state: the mean code of the tokens it attends to, or nothing."""
     codes = code(ids, bits=TOKEN_BITS).double()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -90,7 +90,7 @@ class Tiny(nn.Module):
         return self.embedding.weight
 
     def forward(
-        self, ids: Int[Tensor, "batch length"], *, lengths: Int[Tensor, " batch"] | None = None
+        self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch length vocabulary"]:
         """The logits of each next symbol.
 
@@ -106,7 +106,7 @@ class Tiny(nn.Module):
         return F.linear(self.norm(x), self.unembedding)
 
     def matrices(
-        self, ids: Int[Tensor, "batch length"], *, lengths: Int[Tensor, " batch"] | None = None
+        self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> list[AttentionMatrix]:
         """The attention matrix of each layer, while reading ``ids``."""
         mask, x, found = mask_of(lengths), self.embedding(ids), []

@@ -1,0 +1,35 @@
+"""Integers that a caller gives, in a dtype that does not wrap.
+
+In uint8, ``0 - 1`` is 255 and ``200 + 100`` is 44; torch cannot index by int16, and cannot compare
+a uint16 tensor with an int64 one. Every integer tensor is therefore widened where it enters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise.eager import may_check_values
+from headwise.errors import OptionError
+
+
+def as_int64(tensor: Tensor, name: str) -> Tensor:
+    """Return the same integers in int64; the tensor itself if it holds them in int64 already.
+
+    Raises:
+        OptionError: uint64 numbers that int64 cannot hold (in eager mode on the CPU).
+    """
+    wide = tensor.long()
+    if tensor.dtype == torch.uint64 and may_check_values(tensor) and bool((wide < 0).any()):
+        raise OptionError(
+            saw=f"{name} of dtype torch.uint64 with numbers of 2**63 or more",
+            needed="numbers below 2**63",
+            do=f"number the {name} from 0",
+        )
+    return wide
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """True if the dtype is an integer one, of any width; bool is none."""
+    kinds = tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
+    return not any(kinds)
