@@ -74,7 +74,7 @@ def test_rows_and_heads(dtype: torch.dtype) -> None:
     some = torch.tensor([5, 0, 3])
     a = matrix(Mask.causal(align="bottom-right"))
     assert torch.equal(a.rows(some.to(dtype)), a.rows(some))
-    assert torch.equal(a.topk(2, rows=some.to(dtype))[1], a.topk(2, rows=some)[1])
+    assert torch.equal(a.topk(2, queries=some.to(dtype))[1], a.topk(2, queries=some)[1])
 
     slopes, allowed = normal(HEADS).abs(), normal(HEADS, QUERIES, KEYS) > 0
     bias = ScoreBias.alibi(slopes, align="top-left")

@@ -109,6 +109,15 @@ def test_where_values_cannot_be_read_a_bias_keeps_its_sign_too() -> None:
     assert torch.equal(cast_bias(numbers, torch.float64), numbers)
 
 
+def test_finite_numbers_of_float64_do_not_hide() -> None:
+    low = ScoreBias.dense(torch.full((5,), -1e39, dtype=torch.float64), axes="keys")
+    a = AttentionMatrix(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 5, 4), score_bias=low)
+    assert torch.equal(a.dense(), torch.full((1, 1, 3, 5), 0.2))
+    assert a.seen_by(torch.ones(1, 3, dtype=torch.bool)).flatten().tolist() == [3] * 5
+    (tile,) = a.tiles()
+    assert tile.allowed.flatten().tolist() == [5] * 3
+
+
 def test_a_sum_that_float16_cannot_hold_is_the_same_on_every_path() -> None:
     most = torch.finfo(torch.float16).max
     biases = [torch.tensor([most, most, 0.0]), torch.tensor([0.0, most, 0.0])]
