@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from headwise import AttentionMatrix, Mask, ScoreBias
-from headwise.budget import Budget
 from headwise.errors import MaskError
 from headwise.heads.statistics.catalogue import STANDARD
 from headwise.heads.statistics.observation import Observation, Sequences
 from headwise.heads.statistics.sweep import sweep
+from headwise.testing import Budget
 from tests.honest import normal
 
 BATCH, HEADS, QUERIES, KEYS, HEAD_DIM = 3, 6, 24, 29, 10

@@ -20,7 +20,7 @@ from tests.fuzz.run import KINDS, failure_of, fuzz, run_case
 FOLDER = Path(__file__).parent
 SEED = 0
 # Words of the differences that are known and not yet mended; none is the aim.
-OPEN = ("through the graph a second time", "tiles().allowed", "uint8")
+OPEN: tuple[str, ...] = ()
 # How many cases of each kind the suite has: some 20 s on one core.
 COUNTS = {
     "readings": 40,
