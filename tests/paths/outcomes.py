@@ -32,11 +32,6 @@ DENSE_DROPOUT = Note(
     "Writes queries x keys: torch's fused CPU kernel has no dropout, and what was dropped is kept "
     "for the backward pass.",
 )
-COPY_OF_A_GRAPH = Note(
-    "copy",
-    "An `AttentionMatrix` of tensors with a graph behind them cannot be deep-copied: RuntimeError, "
-    "torch copies leaves only. Under no_grad it can, and pickle leaves the graph behind.",
-)
 DENSE_ONNX = Note(
     "onnx",
     "Writes queries x keys when it runs: ONNX knows no operator of headwise, so the graph holds "
@@ -101,7 +96,6 @@ NOTES = {
     for note in (
         DENSE_DROPOUT,
         AUTOCAST_KEEPS,
-        COPY_OF_A_GRAPH,
         ONE_BY_ONE,
         DENSE_FUNC,
         FUSED_HAS_NO_FORWARD,
