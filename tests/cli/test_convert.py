@@ -185,7 +185,7 @@ def test_files_that_fit_the_result_as_well(folder: Path, tmp_path: Path) -> None
 
 def test_a_function_that_differs_and_is_accepted(folder: Path, tmp_path: Path) -> None:
     error = refused(folder, tmp_path / "b", "--to", "maxtext")
-    assert error.do.endswith("told so: --accept scale")
+    assert error.do.endswith("and --accept scale")
     out, _ = run(folder, tmp_path / "b", "--to", "maxtext", "--accept", "scale")
     assert "Accepted: scale, 1/sqrt(head_dim) in llama, 1 in maxtext." in out.splitlines()
 

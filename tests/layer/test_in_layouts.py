@@ -70,13 +70,19 @@ def test_both_pairings_of_one_checkpoint_are_one_function() -> None:
         for pairing in ("half-split", "interleaved"):
             rotary = Rotary(theta=300.0, width=6, pairing=pairing)
             again = Attention.from_layout(
-                layer.to_layout(name), layout=name, num_heads=6, rotary=rotary
+                layer.to_layout(name, accept="rotary_width"),
+                layout=name,
+                num_heads=6,
+                rotary=rotary,
+                accept="rotary_width",
             )
             mask = Mask.causal()
             torch.testing.assert_close(again(given, mask=mask), layer(given, mask=mask))
-    assert not torch.equal(
-        layer.to_layout("llama")["q_proj.weight"], layer.to_layout("llama-meta")["wq.weight"]
+    halves, neighbours = (
+        layer.to_layout(name, accept="rotary_width")[tensor]
+        for name, tensor in (("llama", "q_proj.weight"), ("llama-meta", "wq.weight"))
     )
+    assert not torch.equal(halves, neighbours)
 
 
 def test_what_the_layout_says_is_set() -> None:
@@ -117,12 +123,13 @@ def refused(of: str | Layout, **options: Any) -> OptionError:
 
 
 def test_a_rotation_that_the_layout_has_must_be_given() -> None:
-    assert refused("llama").saw == "no rotary"
+    error = refused("llama")
+    assert "rotary: half-split against none" in error.saw
+    assert error.do.startswith("give rotary=... as the layout")
 
 
 def test_an_option_that_the_layout_excludes() -> None:
-    error = refused("gpt2", rotary=Rotary())
-    assert error.needed == "no rotary: the layout says that there is none"
+    assert "rotary: none against half-split" in refused("gpt2", rotary=Rotary()).saw
 
 
 def test_a_scale_that_the_layout_leaves_open() -> None:
@@ -137,16 +144,18 @@ def test_the_weights_are_not_shared() -> None:
 
 
 def test_a_whole_model_is_told_from_a_module() -> None:
-    module = made(value_dim=10, out_dim=40).to_layout("llama")
+    whole = Rotary(theta=300.0)
+    module = made(value_dim=10, out_dim=40, rotary=whole).to_layout("llama")
     model = {
         f"model.layers.{n}.self_attn.{name}": x for n in range(2) for name, x in module.items()
     }
     with pytest.raises(OptionError, match=r"2 modules of llama, such as model.layers.0.self_attn."):
-        Attention.from_layout(model, layout="llama", num_heads=6, rotary=ROTARY)
+        Attention.from_layout(model, layout="llama", num_heads=6, rotary=whole)
 
 
 def test_how_much_of_a_head_turns_must_be_given_where_it_may_be_a_part() -> None:
-    module = made(num_kv_heads=6, value_dim=10, out_dim=40).to_layout("neox")
+    layer = made(num_kv_heads=6, value_dim=10, out_dim=40, rotary=ROTARY)
+    module = layer.to_layout("neox")
     with pytest.raises(OptionError, match="of the whole head") as refused:
         Attention.from_layout(module, layout="neox", num_heads=6, rotary=Rotary(theta=300.0))
     assert "neox may rotate a part" in refused.value.needed

@@ -53,7 +53,8 @@ def test_a_model_of_text_and_pictures_is_in_the_layout_of_its_text() -> None:
     ("said", "counts"),
     [
         ({}, {}),
-        ({"num_attention_heads": True}, {}),
+        ({"num_attention_heads": [3, 6]}, {}),  # one number for each stage
+        ({"num_attention_heads": 12.0}, {"heads": 12}),
         ({"n_head": 12}, {"heads": 12}),
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, {"heads": 12, "kv_heads": 3}),
         ({"n_head": 12, "multi_query": True}, {"heads": 12, "kv_heads": 1}),

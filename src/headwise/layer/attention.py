@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +16,7 @@ from headwise.cache import Cache
 from headwise.checks import require_mask, require_score_bias
 from headwise.layer import in_layouts, options, torch_words
 from headwise.layer.frames import Call, Whole, choose_frame
+from headwise.layer.function import require_function_for, require_function_of
 from headwise.layer.head_by_head import HeadByHead
 from headwise.layer.initialise import Source, initialise
 from headwise.layer.projection import Projection
@@ -161,18 +162,21 @@ class Attention(HeadByHead):
         layout: str | Layout,
         num_heads: int,
         num_kv_heads: int | None = None,
+        accept: Iterable[str] = (),
         **options: Any,
     ) -> Attention:
         """A layer that computes what the module with these weights does.
 
         Sizes, biases and the scale are read from the weights and from the layout. What neither
         holds is an option, as in the constructor: the numbers of ``rotary`` or of a ``softcap``.
+        The options may not say another function than the layout.
 
         Args:
             state: the tensors of one module, by their names within it.
             layout: the one that they are in, or its name; ``headwise layouts`` lists them.
             num_heads: query heads, which no shape tells.
             num_kv_heads: those of keys and values, where no shape tells them either.
+            accept: in which fields of `Function` the options may say otherwise, as in `convert`.
             options: see the constructor.
 
         Raises:
@@ -184,20 +188,33 @@ class Attention(HeadByHead):
             state, described, options, heads=num_heads, kv_heads=num_kv_heads
         )
         layer = cls(**in_layouts.options_of(canonical, described.function, options))
+        require_function_of(described, layer, accept)
         own = in_layouts.own_layout(layer)
         layer.load_state_dict(own.pack(in_layouts.in_own_order(canonical, layer)))
         return layer
 
-    def to_layout(self, target: str | Layout) -> dict[str, Tensor]:
+    def to_layout(
+        self, target: str | Layout, *, accept: Iterable[str] = ()
+    ) -> dict[str, Tensor]:
         """The weights in another layout, in memory of their own.
 
+        Whatever reads them computes the function of this layer, given the numbers that the layout
+        leaves to a model's config. Nothing of the function is folded into the weights.
+
+        Args:
+            target: the wanted layout, or its name.
+            accept: in which fields of `Function` the layout may differ, as in `convert`.
+
         Raises:
-            OptionError: the layout has no place for one of them.
+            OptionError: the layout says another function than this layer computes, or has no
+                place for one of its tensors.
             ShapeError: heads that it cannot hold.
         """
+        target = registry.layout(target)
+        require_function_for(target, self, accept)
         canonical = in_layouts.canonical_state(self, self.state_dict())
         width = {} if self.rotary is None else {"rotary_width": self.rotary.width_in(self.head_dim)}
-        return registry.layout(target).pack(canonical, **width)
+        return target.pack(canonical, **width)
 
     def cache(self, *, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for ``length`` tokens of each of ``batch`` sequences.

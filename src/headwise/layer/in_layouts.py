@@ -7,19 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.layer.parts import Parts
 from headwise.layouts import rotation
 from headwise.layouts.canonical import State
-from headwise.layouts.function import Function
+from headwise.layouts.function import SCALES, USUAL_SCALE, Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.places import modules_of
 from headwise.layouts.registry import layout
 from headwise.positions import Alibi, Rotary, T5Bias
-
-# What a layout may say of the function, and which option of the layer it is.
-_OPTIONS = ("rotary", "qk_norm", "softcap", "window", "score_bias")
 
 
 def canonical_of(
@@ -62,9 +58,15 @@ def options_of(canonical: State, function: Function, given: Mapping[str, Any]) -
     """The arguments of a layer that holds these tensors and computes this function.
 
     Raises:
-        OptionError: the layout says otherwise than ``given``, or leaves open what is not given.
+        OptionError: no ``scale``, where the layout leaves it open; or a table of distances without
+            the score bias that reads it, or the reverse.
     """
-    _require_said(function, given)
+    if function.scale is None and "scale" not in given:
+        raise OptionError(
+            saw="no scale",
+            needed="scale, which the layout leaves to the model's config",
+            do="give scale=None for 1/sqrt(head_dim), or the number",
+        )
     if isinstance(given.get("score_bias"), T5Bias) and "distances" not in canonical:
         raise OptionError(
             saw="no table of distances",
@@ -93,38 +95,11 @@ def options_of(canonical: State, function: Function, given: Mapping[str, Any]) -
     options |= {f"{name}_bias": f"b{name[0]}" in canonical for name in ("q", "k", "v", "out")}
     if source_dim != embed_dim:
         options["source_dim"] = source_dim
-    if function.scale == "1":
-        options["scale"] = 1.0
-    elif function.scale == "1/head_dim":
-        options["scale"] = 1 / head_dim
+    if function.scale in SCALES and function.scale != USUAL_SCALE:
+        options["scale"] = SCALES[function.scale](head_dim)
     if function.score_bias == "alibi":
         options["score_bias"] = Alibi()
     return options | dict(given)
-
-
-def _require_said(function: Function, given: Mapping[str, Any]) -> None:
-    if function.scale is None and "scale" not in given:
-        raise OptionError(
-            saw="no scale",
-            needed="scale, which the layout leaves to the model's config",
-            do="give scale=None for 1/sqrt(head_dim), or the number",
-        )
-    for name in _OPTIONS:
-        said, option = getattr(function, name), given.get(name)
-        bounds_no_left = name == "window" and option is not None and option[0] is None
-        if said == "none" and option is not None and not bounds_no_left:
-            raise OptionError(
-                saw=f"{name}={describe_value(option)}",
-                needed=f"no {name}: the layout says that there is none",
-                do=f"leave {name} out, or name the layout that the weights are really in",
-            )
-        if said not in (None, "none", "alibi") and option is None:
-            raise OptionError(
-                saw=f"no {name}",
-                needed=f"{name}, which the layout says there is: {said}; its numbers are in the "
-                "model's config",
-                do=f"give {name}=...",
-            )
 
 
 def own_layout(layer: Parts) -> Layout:

@@ -11,6 +11,7 @@ from typing import Any
 
 from headwise.errors import OptionError
 from headwise.layouts.config import Config, counts_of, head_dim_of, rotation_of, text_of, turns
+from headwise.layouts.config_fields import Fields, seen
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.positions import (
@@ -47,85 +48,88 @@ def options_of(config: Config, function: Function, *, layer: int) -> dict[str, A
     Raises:
         OptionError: a scaling of the rotation that there is no counterpart for.
     """
-    config = text_of(config)
+    fields = text_of(config)
     found: dict[str, Any] = {}
     if function.rotary not in (None, "none"):
-        found["rotary"] = _rotary(config, layer)
+        found["rotary"] = _rotary(fields, layer)
     if function.scale is None:
-        found |= _scale(config)
-    if function.softcap != "none" and config.get("attn_logit_softcapping"):
-        found["softcap"] = float(config["attn_logit_softcapping"])
+        found |= _scale(fields)
+    softcap = fields.number("attn_logit_softcapping")
+    if function.softcap != "none" and softcap:
+        found["softcap"] = softcap
     if function.qk_norm not in (None, "none"):
-        found["qk_norm"] = _norm(config, function.qk_norm)
+        found["qk_norm"] = _norm(fields, function.qk_norm)
     if function.score_bias == "t5":
         found["score_bias"] = T5Bias(
-            buckets=config.get("relative_attention_num_buckets", 32),
-            max_distance=config.get("relative_attention_max_distance", 128),
-            bidirectional=not config.get("is_decoder", False),
+            buckets=fields.count("relative_attention_num_buckets") or 32,
+            max_distance=fields.count("relative_attention_max_distance") or 128,
+            bidirectional=not fields.flag("is_decoder"),
         )
     return found
 
 
-def _rotary(config: Config, layer: int) -> Rotary:
-    said = rotation_of(config, layer)
-    theta = said.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base")
+def _rotary(fields: Fields, layer: int) -> Rotary:
+    said = rotation_of(fields, layer)
+    theta = said.number("rope_theta") or fields.number("rope_theta")
     return Rotary(
-        theta=float(theta or 10_000.0),
-        width=counts_of(config).get("rotary_width", head_dim_of(config)),
-        scaling=_scaling(said, config),
+        theta=theta or fields.number("rotary_emb_base") or 10_000.0,
+        width=counts_of(fields).get("rotary_width", head_dim_of(fields)),
+        scaling=_scaling(said, fields),
     )
 
 
-def _scaling(said: Config, config: Config) -> Scaling | None:
-    kind = said.get("rope_type", said.get("type", "default"))
+def _scaling(said: Fields, fields: Fields) -> Scaling | None:
+    kind = said.text("rope_type" if "rope_type" in said else "type") or "default"
     if kind == "default":
         return None
     if kind not in _SCALINGS:
         raise OptionError(
-            saw=f"a rotation scaled by {kind!r} in the config",
+            saw=f"a rotation scaled by {seen(kind)} in the config",
             needed=f"default, {', '.join(_SCALINGS)}",
             do="give rotary=Rotary(...) in the call, with frequencies that are the same here",
         )
-    return _SCALINGS[kind](said, config)
+    return _SCALINGS[kind](said, fields)
 
 
-def _original(said: Config, config: Config) -> int:
-    return int(said.get("original_max_position_embeddings") or config["max_position_embeddings"])
+def _original(said: Fields, fields: Fields) -> int:
+    name = "max_position_embeddings"
+    return said.count(f"original_{name}") or fields.count(name) or int(fields.needed(name))
 
 
-_SCALINGS: dict[str, Callable[[Config, Config], Scaling]] = {
-    "linear": lambda said, _: LinearScaling(float(said["factor"])),
-    "llama3": lambda said, config: Llama3Scaling(
-        factor=float(said["factor"]),
-        low_freq_factor=float(said["low_freq_factor"]),
-        high_freq_factor=float(said["high_freq_factor"]),
-        original_length=_original(said, config),
+_SCALINGS: dict[str, Callable[[Fields, Fields], Scaling]] = {
+    "linear": lambda said, _: LinearScaling(said.needed("factor")),
+    "llama3": lambda said, fields: Llama3Scaling(
+        factor=said.needed("factor"),
+        low_freq_factor=said.needed("low_freq_factor"),
+        high_freq_factor=said.needed("high_freq_factor"),
+        original_length=_original(said, fields),
     ),
-    "yarn": lambda said, config: YarnScaling(
-        factor=float(said["factor"]),
-        original_length=_original(said, config),
-        beta_fast=float(said.get("beta_fast") or 32.0),
-        beta_slow=float(said.get("beta_slow") or 1.0),
-        attention_factor=said.get("attention_factor"),
-        mscale=said.get("mscale"),
-        mscale_all_dim=said.get("mscale_all_dim"),
-        truncate=said.get("truncate", True),
+    "yarn": lambda said, fields: YarnScaling(
+        factor=said.needed("factor"),
+        original_length=_original(said, fields),
+        beta_fast=said.number("beta_fast") or 32.0,
+        beta_slow=said.number("beta_slow") or 1.0,
+        attention_factor=said.number("attention_factor"),
+        mscale=said.number("mscale"),
+        mscale_all_dim=said.number("mscale_all_dim"),
+        truncate=said.flag("truncate", default=True),
     ),
 }
 
 
-def _scale(config: Config) -> dict[str, float | None]:
+def _scale(fields: Fields) -> dict[str, float | None]:
     """A factor that the config says; where it is a config and says none, the usual one."""
-    if config.get("query_pre_attn_scalar"):
-        return {"scale": float(config["query_pre_attn_scalar"]) ** -0.5}
-    if config.get("attention_multiplier"):
-        return {"scale": float(config["attention_multiplier"])}
-    return {"scale": None} if config else {}
+    if (scalar := fields.positive("query_pre_attn_scalar")) is not None:
+        return {"scale": scalar**-0.5}
+    if multiplier := fields.number("attention_multiplier"):
+        return {"scale": multiplier}
+    return {"scale": None} if fields else {}
 
 
-def _norm(config: Config, said: str) -> QKNorm:
-    """From words such as "rms over head, before rotary, weight + 1"."""
-    eps = next((float(config[name]) for name in _EPS if name in config), 1e-6)
+def _norm(fields: Fields, said: str) -> QKNorm:
+    """From words such as "rms over head, weight + 1, before rotary"."""
+    epsilons = (fields.number(name) for name in _EPS)
+    eps = next((number for number in epsilons if number is not None), 1e-6)
     return QKNorm(
         kind="layer" if said.startswith("layer") else "rms",
         over="width" if "over width" in said else "head",

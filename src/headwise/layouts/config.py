@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from headwise.errors import OptionError
+from headwise.layouts.config_fields import Fields
 from headwise.layouts.sizes import Sizes
 
 Config = Mapping[str, Any]
@@ -29,6 +30,8 @@ _NAMES = {
 }
 _SHARES = ("partial_rotary_factor", "rotary_pct")  # of head_dim that is rotated
 _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
+
+_MOST = 2**20  # heads or channels: every number that divides the heads may be tried
 
 _ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # and not where all is seen
 
@@ -87,17 +90,18 @@ _LAYOUTS = {
     }.items()
     for kind in kinds.split()
 }
+_KNOWN = {*_LAYOUTS, "falcon", "gpt_bigcode"}  # the last two differ by their switches
 
 
-def read_config(place: Path) -> Config:
+def read_config(place: Path) -> Fields:
     """The config.json in a folder, or beside a file; empty where there is none.
 
     Raises:
-        OptionError: it is no JSON object.
+        OptionError: it is no JSON object. Its fields are checked where they are read.
     """
     path = (place if place.is_dir() else place.parent) / "config.json"
     if not path.is_file():
-        return {}
+        return Fields({}, place=str(path))
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or numbers beyond reason
@@ -106,21 +110,26 @@ def read_config(place: Path) -> Config:
         raise _refused(path, f"which cannot be read: {error.strerror}") from error
     if not isinstance(found, dict):
         raise _refused(path, f"which holds a {type(found).__name__}")
-    return found
+    return Fields(found, place=str(path))
 
 
 def counts_of(config: Config) -> Sizes:
     """heads, kv_heads, head_dim and rotary_width, as far as they are said.
 
     A config of several models, of text and of pictures, says what all of them have alike.
+
+    Raises:
+        OptionError: a count that is no whole number from 1.
     """
-    towers = (config[name] for name in config if name.endswith("_config"))
-    others = [_counts(one) for one in towers if isinstance(one, dict)]
-    sides = [config.get(f"{side}_attention_heads") for side in ("encoder", "decoder")]
-    others += [{"heads": heads} for heads in sides if isinstance(heads, int)]
+    fields = Fields.of(config)
+    towers = [name for name in fields if name.endswith("_config")]
+    inner = (fields.inner(name) for name in towers if isinstance(fields[name], dict))
+    others = [_counts(tower) for tower in inner if tower is not None]
+    sides = (_first_count(fields, [f"{side}_attention_heads"]) for side in ("encoder", "decoder"))
+    others += [{"heads": heads} for heads in sides if heads is not None]
     return {
         name: count
-        for name, count in _counts(text_of(config)).items()
+        for name, count in _counts(text_of(fields)).items()
         if all(other.get(name, count) == count for other in others)
     }
 
@@ -130,39 +139,40 @@ def head_dim_of(config: Config) -> int | None:
     return _head_dim(text_of(config), counts_of(config))
 
 
-def _counts(config: Config) -> Sizes:
-    found = {
-        size: next((config[name] for name in names if _is_count(config.get(name))), None)
-        for size, names in _NAMES.items()
-    }
-    counts = {size: count for size, count in found.items() if count is not None}
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+def _counts(fields: Fields) -> Sizes:
+    counts = {size: _first_count(fields, names) for size, names in _NAMES.items()}
+    if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         counts["kv_heads"] = 1
     # attn_config.kv_n_heads and the like stand one level lower.
-    inner = config.get("attn_config")
-    if isinstance(inner, dict) and _is_count(inner.get("kv_n_heads")):
-        counts["kv_heads"] = inner["kv_n_heads"]
-    share = _share(config)
-    if share is not None and "rotary_width" not in counts:
-        head_dim = _head_dim(config, counts)
+    inner = fields.inner("attn_config") or Fields({})
+    counts["kv_heads"] = inner.count("kv_n_heads", most=_MOST) or counts["kv_heads"]
+    found = {size: count for size, count in counts.items() if count is not None}
+    share = _share(fields)
+    if share is not None and "rotary_width" not in found:
+        head_dim = _head_dim(fields, found)
         if head_dim:
-            counts["rotary_width"] = int(head_dim * share)
-    return counts
+            found["rotary_width"] = int(head_dim * share)
+    return found
 
 
-def text_of(config: Config) -> Config:
+def _first_count(fields: Fields, names: Iterable[str]) -> int | None:
+    counts = (fields.count(name, most=_MOST) for name in names)
+    return next((count for count in counts if count is not None), None)
+
+
+def text_of(config: Config) -> Fields:
     """The part that describes the language model, where there is one beside others."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else config
+    fields = Fields.of(config)
+    return fields.inner("text_config") or fields
 
 
-def rotation_of(config: Config, layer: int) -> Config:
+def rotation_of(config: Config, layer: int) -> Fields:
     """What is said of the rotation in one layer; empty where nothing is, or not in one place."""
-    config = text_of(config)
-    found = (config.get(name) for name in ("rope_parameters", "rope_scaling"))
-    said: Config = next((one for one in found if isinstance(one, dict)), {})
-    inner = said.get(_listed(config, "layer_types", layer) or "full_attention")
-    return inner if isinstance(inner, dict) else said
+    fields = text_of(config)
+    found = (fields.inner(name) for name in ("rope_parameters", "rope_scaling"))
+    said = next((one for one in found if one is not None), Fields({}, place=fields.place))
+    kind = _listed(fields, "layer_types", layer) or "full_attention"
+    return said.inner(kind) or said if isinstance(said.get(kind), dict) else said
 
 
 def turns(config: Config, layer: int) -> bool | None:
@@ -171,56 +181,56 @@ def turns(config: Config, layer: int) -> bool | None:
     The rules are those of transformers: SmolLM3 and Llama 4 list the layers, Cohere 2 and
     EXAONE 4 rotate those with a window.
     """
-    config = text_of(config)
-    if config.get("no_rope_layers"):
-        rotates = _listed(config, "no_rope_layers", layer)
+    fields = text_of(config)
+    if fields.items_of("no_rope_layers"):
+        rotates = _listed(fields, "no_rope_layers", layer)
         return None if rotates is None else bool(rotates)  # 1 where it does, whatever the name says
-    kinds = config.get("layer_types")
-    if config.get("model_type") in _ROTATE_IN_WINDOWS and config.get("sliding_window") and kinds:
-        kind = _listed(config, "layer_types", layer)
+    kinds, windows = fields.items_of("layer_types"), fields.get("sliding_window")
+    if fields.text("model_type") in _ROTATE_IN_WINDOWS and windows and kinds:
+        kind = _listed(fields, "layer_types", layer)
         return None if kind is None else bool(kind == "sliding_attention")
-    if (kind := config.get("position_embedding_type")) in ("absolute", "rotary"):
+    if (kind := fields.text("position_embedding_type")) in ("absolute", "rotary"):
         return bool(kind == "rotary")
-    return True if any(config.get(name) for name in _ROTATIONS) else None
+    return True if any(fields.get(name) for name in _ROTATIONS) else None
 
 
-def _listed(config: Config, name: str, layer: int) -> Any:
+def _listed(fields: Fields, name: str, layer: int) -> Any:
     """What a list over the layers says of one; None for a layer that it does not reach."""
-    said = config.get(name) or ()
+    said = fields.items_of(name)
     return said[layer] if layer < len(said) else None
 
 
 def layout_of(config: Config) -> str | None:
     """The name of the layout that files of this model have; None where it is not known."""
-    kind = config.get("model_type")
+    fields = Fields.of(config)
+    while (kind := fields.text("model_type")) not in _KNOWN and "text_config" in fields:
+        inner = text_of(fields)
+        if inner is fields:
+            break
+        fields = inner
     if kind == "falcon":
-        if config.get("new_decoder_architecture"):
+        if fields.flag("new_decoder_architecture"):
             return "falcon-40b"
-        return "falcon-7b" if config.get("multi_query") else "falcon-rw"
+        return "falcon-7b" if fields.flag("multi_query") else "falcon-rw"
     if kind == "gpt_bigcode":
-        return "gpt-bigcode-mqa" if config.get("multi_query", True) else "gpt-bigcode-mha"
-    if kind not in _LAYOUTS and text_of(config) is not config:
-        return layout_of(text_of(config))
-    return _LAYOUTS.get(str(kind))
+        multi = fields.flag("multi_query", default=True)
+        return "gpt-bigcode-mqa" if multi else "gpt-bigcode-mha"
+    return _LAYOUTS.get(kind or "")
 
 
-def _share(config: Config) -> float | None:
-    rotation = rotation_of(config, 0)
+def _share(fields: Fields) -> float | None:
+    rotation = rotation_of(fields, 0)
     for name in _SHARES:
-        share = config.get(name, rotation.get(name))
-        if isinstance(share, (int, float)) and 0 < share <= 1:
-            return float(share)
+        share = fields.number(name) if name in fields else rotation.number(name)
+        if share is not None and 0 < share <= 1:
+            return share
     return None
 
 
-def _head_dim(config: Config, counts: Sizes) -> int | None:
-    width = next((config[n] for n in ("hidden_size", "n_embd") if _is_count(config.get(n))), None)
+def _head_dim(fields: Fields, counts: Sizes) -> int | None:
+    width = _first_count(fields, ("hidden_size", "n_embd"))
     whole = width // counts["heads"] if width and "heads" in counts else None
     return counts.get("head_dim", whole)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _refused(path: Path, seen: str) -> OptionError:

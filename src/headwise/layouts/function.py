@@ -6,6 +6,7 @@ entries of a bfloat16 matrix with a head_dim of 128.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from headwise.errors import OptionError
@@ -13,6 +14,13 @@ from headwise.errors import OptionError
 # How a layer is called, not what it computes: a caller can follow either.
 CALLING = ("mask", "axes")
 PAIRINGS = ("half-split", "interleaved")
+USUAL_SCALE = "1/sqrt(head_dim)"
+# The scales that layouts name, as functions of head_dim.
+SCALES: dict[str, Callable[[int], float]] = {
+    USUAL_SCALE: lambda head_dim: head_dim**-0.5,
+    "1": lambda _: 1.0,
+    "1/head_dim": lambda head_dim: 1 / head_dim,
+}
 # What a field can say, where that is not free text; a pairing may be followed by more words.
 _SAID = {
     "rotary": ("none", *PAIRINGS),
@@ -39,7 +47,7 @@ class Function:
         axes: of its input: "batch length width" or "length batch width".
     """
 
-    scale: str | None = "1/sqrt(head_dim)"
+    scale: str | None = USUAL_SCALE
     rotary: str | None = "none"
     rotary_width: str | None = "head_dim"
     score_bias: str | None = "none"
@@ -69,14 +77,64 @@ class Function:
     def conflicts(self, other: Function) -> dict[str, tuple[str, str]]:
         """What both say, and say differently: name -> (this, other).
 
-        Two pairings of the rotation are no conflict: rows are moved from one to the other.
+        Two pairings of the rotation are no conflict: rows are moved from one to the other. The
+        width of a rotation is compared only where both say that they rotate.
         """
+        both_rotate = not {None, "none"} & {self.rotary, other.rotary}
         found = {}
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if field.name in CALLING or None in (mine, theirs) or mine == theirs:
+        for name in FIELDS:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if name in CALLING or None in (mine, theirs) or mine == theirs:
                 continue
-            if field.name == "rotary" and {mine, theirs} == set(PAIRINGS):
+            if name == "rotary" and {mine, theirs} == set(PAIRINGS):
                 continue
-            found[field.name] = (mine, theirs)
+            if name == "rotary_width" and not both_rotate:
+                continue
+            found[name] = (mine, theirs)
         return found
+
+    def with_rotary_width(self, sizes: Mapping[str, int]) -> Function:
+        """This function with the rotary_width in ``sizes``, where it leaves that open."""
+        width, head_dim = sizes.get("rotary_width"), sizes["head_dim"]
+        if width is None or self.rotary_width is not None:
+            return self
+        return replace(
+            self, rotary_width="head_dim" if width == head_dim else f"{width} of {head_dim}"
+        )
+
+
+FIELDS = tuple(field.name for field in fields(Function))
+
+
+def require_same(
+    conflicts: Mapping[str, tuple[str, str]],
+    accept: Iterable[str],
+    *,
+    between: str,
+    do: str = "configure the model that reads the weights accordingly, and",
+) -> None:
+    """Raise OptionError where two functions differ in a field that is not accepted.
+
+    Args:
+        conflicts: see `Function.conflicts`.
+        accept: names of `Function`; one name may be given alone.
+        between: the two that are compared, such as "llama and gpt2".
+        do: the advice before "accept rotary".
+    """
+    accepted = {accept} if isinstance(accept, str) else {*accept}
+    if unknown := sorted(accepted - {*FIELDS}):
+        raise OptionError(
+            saw=f"accept {', '.join(unknown)}",
+            needed=f"names among {', '.join(sorted(FIELDS))}",
+            do="accept nothing first: the error then names what differs",
+        )
+    left = {name: both for name, both in conflicts.items() if name not in accepted}
+    if left:
+        listed = "; ".join(
+            f"{name}: {mine} against {theirs}" for name, (mine, theirs) in left.items()
+        )
+        raise OptionError(
+            saw=f"{between} use the same weights differently: {listed}",
+            needed="one function on both sides, since nothing of it is folded into weights",
+            do=f"{do} accept {', '.join(left)}",
+        )

@@ -7,7 +7,7 @@ another one only where they are fused on one side.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -15,13 +15,12 @@ from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts import moving
 from headwise.layouts.around import around
 from headwise.layouts.canonical import ROTATED
-from headwise.layouts.function import Function
+from headwise.layouts.function import require_same
 from headwise.layouts.layout import Layout
 from headwise.layouts.places import AS_STORED, Form, Module, modules_of, slots, strays
 from headwise.layouts.sizes import Sizes
 from headwise.layouts.steps import Header, Inside, Step, components, copy
 
-FIELDS = {field.name for field in fields(Function)}
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,7 +49,6 @@ def plan(
         DTypeError: attention in integers or in 8-bit numbers, or in several dtypes where they
             would share a tensor.
     """
-    require_same_function(source, target, accept)
     modules = modules_of(source, headers)
     if not modules:
         raise OptionError(
@@ -60,6 +58,8 @@ def plan(
         )
     for module in modules:
         _require_known(module, source, headers)
+    conflicts = conflicts_of(headers, source, target, known)
+    require_same(conflicts, accept, between=f"{source.name} and {target.name}")
     _require_one_head_dim(modules, source, headers, known)
     if form.base is None and any(module.place.is_base for module in modules):
         form = replace(form, base=True)  # of an unembedding beside it, too
@@ -74,29 +74,21 @@ def plan(
     return sorted(steps, key=lambda step: bool(step.outputs))
 
 
-def require_same_function(source: Layout, target: Layout, accept: Iterable[str]) -> None:
-    """Raise OptionError where both layouts say how weights are used, and differ."""
-    conflicts, accepted = source.function.conflicts(target.function), _named(accept)
-    if unknown := sorted(accepted - FIELDS):
-        raise OptionError(
-            saw=f"accept {', '.join(unknown)}",
-            needed=f"names among {', '.join(sorted(FIELDS))}",
-            do="give none first: what differs is then said, and by which name it is accepted",
-        )
-    left = {name: both for name, both in conflicts.items() if name not in accepted}
-    if left:
-        said = "; ".join(
-            f"{name}: {mine} against {theirs}" for name, (mine, theirs) in left.items()
-        )
-        raise OptionError(
-            saw=f"{source.name} and {target.name} use the same weights differently: {said}",
-            needed="two layouts of one function, since nothing of it is folded into weights",
-            do=f"if the model that reads the result is told so: accept {', '.join(left)}",
-        )
+def conflicts_of(
+    headers: Mapping[str, Header], source: Layout, target: Layout, known: Mapping[str, int]
+) -> dict[str, tuple[str, str]]:
+    """The fields of `Function` in which these modules of the source differ from the target.
 
+    Beside what both layouts say, the rotary_width that is known counts.
 
-def _named(accept: Iterable[str]) -> set[str]:
-    return {accept} if isinstance(accept, str) else {*accept}
+    Raises:
+        OptionError, ShapeError: the modules cannot be read in the source's layout.
+    """
+    found = source.function.conflicts(target.function)
+    for module in modules_of(source, headers):
+        function = source.function.with_rotary_width(_sizes(module, source, headers, known))
+        found |= function.conflicts(target.function)
+    return found
 
 
 def _require_known(module: Module, layout: Layout, headers: Mapping[str, Header]) -> None:

@@ -14,7 +14,7 @@ from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.canonical import BIASES
 from headwise.layouts.layout import Layout, is_positive_zero
 from headwise.layouts.places import AS_STORED, Form, Module, modules_of
-from headwise.layouts.plan import plan
+from headwise.layouts.plan import conflicts_of, plan
 from headwise.layouts.registry import layout
 from headwise.layouts.sameness import differing, differing_part, same_bytes
 from headwise.layouts.steps import Step
@@ -150,6 +150,7 @@ def verify(
     conflicts = source.function.conflicts(target.function)
     form = _form(modules_of(source, first), modules_of(target, second))
     try:
+        conflicts |= conflicts_of(first, source, target, known)
         steps = plan(first, source, target, accept=conflicts, form=form, **known)
     except (OptionError, ShapeError, DTypeError) as error:
         # What cannot be read at all is no difference; other shapes are one.

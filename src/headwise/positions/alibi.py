@@ -59,9 +59,7 @@ class Alibi:
         dtype: torch.dtype | None = None,
     ) -> AlibiSlopes:
         """The slopes for this many heads, as a module without parameters."""
-        _check(num_heads, self.bias_max)
-        slopes = _slopes(num_heads, self.bias_max)
-        return AlibiSlopes(slopes, least=torch.float32, device=device, dtype=dtype)
+        return AlibiSlopes(num_heads, bias_max=self.bias_max, device=device, dtype=dtype)
 
 
 class AlibiSlopes(WithNumbers):
@@ -70,6 +68,19 @@ class AlibiSlopes(WithNumbers):
     They stay float32 under ``half()`` and ``bfloat16()``. Of 32 heads the first slope, 2 ** -0.25,
     would be off by 0.0011 in bfloat16: at a distance of 4,096 that is a score of 4.3.
     """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        bias_max: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check(num_heads, bias_max)
+        slopes = _slopes(num_heads, bias_max)
+        super().__init__(slopes, least=torch.float32, device=device, dtype=dtype)
+        self.bias_max = bias_max
 
     def forward(self, *, align: Align | None) -> ScoreBias:
         """``-slope * |key - query|``."""
