@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import sys
 from pathlib import Path
@@ -171,6 +172,33 @@ def test_a_kind_that_nobody_knows(tmp_path: Path) -> None:
     changed_config(folder, model_type="unheard_of", architectures=None)
     with pytest.raises(OptionError, match="unheard_of"):
         load(folder)
+
+
+WRONG: tuple[Any, ...] = (0, -1, 0.5, float("nan"), True, "", "abc", [], [1, 2], [[[]]], {"a": 1})
+
+
+def test_mutated_configs(tmp_path: Path) -> None:
+    """transformers raises what it likes at a field of a wrong type; here it is one error."""
+    stored(tmp_path, gpt2())
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    every = [(name, value) for name in config for value in WRONG]
+    chosen, refused = random.Random(0).sample(every, 60), 0
+    for name, value in [*chosen, ("model_type", ["gpt2"]), ("architectures", [[1]])]:
+        path.write_text(json.dumps({**config, name: value}), "utf-8")
+        try:
+            load(tmp_path)
+        except OptionError:
+            refused += 1
+    assert refused > len(chosen) / 2
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", '"gpt2"', "{", "[" * 100_000, "\ufeff{}"])
+def test_a_config_that_is_no_object(tmp_path: Path, text: str) -> None:
+    stored(tmp_path, gpt2())
+    (tmp_path / "config.json").write_text(text, "utf-8")
+    with pytest.raises(OptionError, match="config.json"):
+        load(tmp_path)
 
 
 def test_a_model_that_reads_no_tokens(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def _lines(
 ) -> Iterator[str]:
     yield from _done_lines(done, found, layouts[1])
     yield from _counted_lines(found, given)
-    yield from _accepted_lines(*layouts)
+    yield from _accepted_lines(found, *layouts)
     yield from _left_lines(done, *layouts)
 
 
@@ -212,8 +212,11 @@ def _counted_lines(found: Weights, given: Counts) -> Iterator[str]:
         yield f"Read with {', '.join(said)}."
 
 
-def _accepted_lines(stored: Layout, wanted: Layout) -> Iterator[str]:
-    for name, (mine, theirs) in stored.function.conflicts(wanted.function).items():
+def _accepted_lines(found: Opened, stored: Layout, wanted: Layout) -> Iterator[str]:
+    from headwise.layouts.plan import conflicts_of
+
+    conflicts = conflicts_of(found.source.headers, stored, wanted, found.known)
+    for name, (mine, theirs) in conflicts.items():
         yield f"Accepted: {name}, {mine} in {stored.name}, {theirs} in {wanted.name}."
 
 

@@ -10,7 +10,6 @@ Code that lies beside the weights runs only where that was asked for.
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import pickle
 import warnings
@@ -27,12 +26,24 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.extras import require
 from headwise.layouts.checkpoint.torch_file import unread
+from headwise.layouts.config import read_config
 
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
 PURPOSE = "which reads stored models"
 SEPARATORS = (".", "\n")
+_UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
 
 
 class StoredTokenizer:
@@ -172,9 +183,8 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
 
 
 def _require_known_code(folder: Path, transformers: Any, *, trusted: bool) -> None:
-    with _refusing(folder, CONFIG):
-        stored = json.loads((folder / CONFIG).read_text("utf-8"))
-    name = stored.get("model_type")
+    stored = read_config(folder)
+    name = stored.text("model_type")
     known = name in transformers.models.auto.configuration_auto.CONFIG_MAPPING
     if "auto_map" in stored and not known and not trusted:
         raise OptionError(
@@ -250,19 +260,17 @@ def _notes(info: dict[str, Any]) -> tuple[str, ...]:
 
 @contextmanager
 def _refusing(folder: Path, what: str) -> Iterator[None]:
-    """Whatever cannot be read is the folder's fault, and is said so."""
+    """Turn what transformers raises at a folder that it cannot read into an OptionError.
+
+    transformers checks some types of a config, and computes with the others as they are: a number
+    of heads that is 0, or a text in the place of a list, ends in an error of Python.
+    """
     from safetensors import SafetensorError
 
+    unreadable: tuple[type[Exception], ...] = (*_UNREADABLE, *_strict(), SafetensorError)
     try:
         yield
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        SafetensorError,
-        pickle.UnpicklingError,
-    ) as error:
+    except unreadable as error:
         if "weights_only" in str(error):
             raise unread(folder, str(error)) from None
         reason = " ".join(str(error).split())
@@ -272,6 +280,14 @@ def _refusing(folder: Path, what: str) -> Iterator[None]:
             "version of transformers knows",
             do="copy the folder again; look whether it opens with transformers alone",
         ) from error
+
+
+def _strict() -> tuple[type[Exception], ...]:
+    """The error of a config whose types huggingface_hub checks, in releases that do."""
+    import huggingface_hub.errors
+
+    found = getattr(huggingface_hub.errors, "StrictDataclassError", None)
+    return () if found is None else (found,)
 
 
 @contextmanager

@@ -193,9 +193,7 @@ class Attention(HeadByHead):
         layer.load_state_dict(own.pack(in_layouts.in_own_order(canonical, layer)))
         return layer
 
-    def to_layout(
-        self, target: str | Layout, *, accept: Iterable[str] = ()
-    ) -> dict[str, Tensor]:
+    def to_layout(self, target: str | Layout, *, accept: Iterable[str] = ()) -> dict[str, Tensor]:
         """The weights in another layout, in memory of their own.
 
         Whatever reads them computes the function of this layer, given the numbers that the layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headwise.layouts.config import Config, text_of, turns
+from headwise.layouts.config import Config, text_of
 from headwise.layouts.config_fields import Fields
 from headwise.layouts.function import PAIRINGS, Function
 from headwise.layouts.sizes import Sizes
