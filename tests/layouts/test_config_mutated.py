@@ -74,8 +74,8 @@ VALUES: tuple[Any, ...] = (
 ALSO = ("num_attention_heads", "num_key_value_heads", "head_dim", "partial_rotary_factor",
         "rope_parameters", "max_position_embeddings", "is_decoder", "text_config", "clip_qkv",
         "norm_eps", "hidden_size", "layer_types", "no_rope_layers")  # fmt: skip
-NUMBER, LONGEST = 600, 1000  # mutations; characters of an error
-DETECTED = 20  # of so many mutations one goes through the whole of detect, which takes longer
+NUMBER, LONGEST = 300, 1000  # mutations; characters of an error
+DETECTED = 50  # of so many mutations one goes through the whole of detect, which takes longer
 
 
 HEADS = {"num_attention_heads": 12}
