@@ -197,7 +197,7 @@ def test_mutated_configs(tmp_path: Path) -> None:
 def test_a_config_that_is_no_object(tmp_path: Path, text: str) -> None:
     stored(tmp_path, gpt2())
     (tmp_path / "config.json").write_text(text, "utf-8")
-    with pytest.raises(OptionError, match="config.json"):
+    with pytest.raises(OptionError, match=r"config\.json"):
         load(tmp_path)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from headwise.errors import OptionError
 
 _SHOWN = 40  # characters of a text in an error
+_LONGEST = 200  # characters of a name
 _MOST = 2**31 - 1
 
 
@@ -72,10 +73,12 @@ class Fields(dict[str, Any]):
         return bool(value)
 
     def text(self, name: str) -> str | None:
-        """A text."""
+        """A name, which an answer may print."""
         value = self.get(name)
-        if value is not None and not isinstance(value, str):
-            raise self._refused(name, "a text")
+        if value is None:
+            return None
+        if not isinstance(value, str) or len(value) > _LONGEST or not value.isprintable():
+            raise self._refused(name, f"a text of at most {_LONGEST} printable characters")
         return value
 
     def items_of(self, name: str) -> list[Any]:

@@ -11,6 +11,9 @@ from typing import Any
 from headwise.errors import CheckpointError
 from headwise.layouts.checkpoint.folder import require_inside
 from headwise.layouts.checkpoint.header import once
+from headwise.layouts.config_fields import seen
+
+LONGEST = 255  # letters of a file's name
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +50,11 @@ def read(path: Path) -> Index:
     if not isinstance(metadata, dict):
         raise _refused(path, f"whose metadata is a {type(metadata).__name__}")
     for name, file in weight_map.items():
+        if not _is_utf8(name):
+            raise _refused(path, f"which names a tensor {name!r}: half of a letter is no text")
         if not isinstance(file, str) or not _is_name(file):
             raise _refused(
-                path, f"which has {name!r} in {file!r}: not the name of a file beside it"
+                path, f"which has {name!r} in {seen(file)}: not the name of a file beside it"
             )
     try:
         encode(weight_map, metadata)
@@ -84,7 +89,13 @@ def encode(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:
 
 def _is_name(file: str) -> bool:
     name = PurePosixPath(file).name
-    return bool(name) and file == name and name != ".." and not {"\\", "\0"} & set(file)
+    is_plain = bool(name) and file == name and name != ".." and not {"\\", "\0"} & set(file)
+    return is_plain and len(file) <= LONGEST and _is_utf8(file)
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether it has no lone half of a letter, which JSON can write and nothing can print."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _refused(path: Path, saw: str) -> CheckpointError:
