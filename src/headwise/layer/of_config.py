@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.layouts.config import Config, counts_of, head_dim_of, rotation_of, text_of, turns
-from headwise.layouts.config_fields import Fields, seen
+from headwise.layouts.config_fields import Fields
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.positions import (
@@ -84,7 +85,7 @@ def _scaling(said: Fields, fields: Fields) -> Scaling | None:
         return None
     if kind not in _SCALINGS:
         raise OptionError(
-            saw=f"a rotation scaled by {seen(kind)} in the config",
+            saw=f"a rotation scaled by {describe_value(kind)} in the config",
             needed=f"default, {', '.join(_SCALINGS)}",
             do="give rotary=Rotary(...) in the call, with frequencies that are the same here",
         )

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from headwise.axes import describe_value
 from headwise.errors import OptionError
 
-_SHOWN = 40  # characters of a text in an error
 _LONGEST = 200  # characters of a name
 _MOST = 2**31 - 1
 
@@ -98,24 +98,10 @@ class Fields(dict[str, Any]):
         return Fields(value, place=f"{name} of {self.place}")
 
     def _refused(self, name: str, needed: str) -> OptionError:
+        value = self.get(name)
+        described = "not there" if value is None else describe_value(value)
         return OptionError(
-            saw=f"{name} in {self.place} is {seen(self.get(name))}",
+            saw=f"{name} in {self.place} is {described}",
             needed=f"{name}: {needed}",
             do="write the value that the model's publisher gives",
         )
-
-
-def seen(value: object) -> str:
-    """Return a value in a few words: a text cut short, a list or an object by its length."""
-    if value is None:
-        return "not there"
-    if isinstance(value, str):
-        more = f"... ({len(value)} characters)" if len(value) > _SHOWN else ""
-        return f"{value[:_SHOWN]!r}{more}"
-    if isinstance(value, list | tuple):
-        return f"a list of {len(value)}"
-    if isinstance(value, dict):
-        return f"an object with {len(value)} fields"
-    if isinstance(value, int) and abs(value) > _MOST:
-        return f"a whole number of {value.bit_length()} bits"
-    return str(value)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from headwise.axes import describe_value
 from headwise.errors import CheckpointError
 from headwise.layouts.checkpoint.folder import require_inside
 from headwise.layouts.checkpoint.header import once
-from headwise.layouts.config_fields import seen
 
 LONGEST = 255  # letters of a file's name
 
@@ -54,7 +54,8 @@ def read(path: Path) -> Index:
             raise _refused(path, f"which names a tensor {name!r}: half of a letter is no text")
         if not isinstance(file, str) or not _is_name(file):
             raise _refused(
-                path, f"which has {name!r} in {seen(file)}: not the name of a file beside it"
+                path,
+                f"which has {name!r} in {describe_value(file)}: not the name of a file beside it",
             )
     try:
         encode(weight_map, metadata)
