@@ -212,10 +212,10 @@ def _counted_lines(found: Weights, given: Counts) -> Iterator[str]:
         yield f"Read with {', '.join(said)}."
 
 
-def _accepted_lines(found: Opened, stored: Layout, wanted: Layout) -> Iterator[str]:
+def _accepted_lines(found: Weights, stored: Layout, wanted: Layout) -> Iterator[str]:
     from headwise.layouts.plan import conflicts_of
 
-    conflicts = conflicts_of(found.source.headers, stored, wanted, found.known)
+    conflicts = conflicts_of(found.headers, stored, wanted, found.known)
     for name, (mine, theirs) in conflicts.items():
         yield f"Accepted: {name}, {mine} in {stored.name}, {theirs} in {wanted.name}."
 

@@ -13,6 +13,7 @@ from headwise.errors import OptionError
 from headwise.layouts.checkpoint.counts import known_counts
 from headwise.layouts.checkpoint.source import Source, open_source
 from headwise.layouts.config import Config, read_config
+from headwise.layouts.config_fields import Fields
 from headwise.layouts.detect import Detection
 from headwise.layouts.detect import detect as by_names
 from headwise.layouts.layout import Layout
@@ -137,7 +138,7 @@ def weights_of(
         )
     if isinstance(given, (str, Path)):
         source = open_source(Path(given))
-        said = dict(read_config(source.folder) if config is None else config)
+        said = read_config(source.folder) if config is None else Fields.of(config)
         return Weights(str(given), source, said, known_counts(said, counts, place=source.folder))
     if not isinstance(given, Mapping):
         raise OptionError(
@@ -152,7 +153,7 @@ def weights_of(
                 needed="names and tensors",
                 do="give the part that holds the tensors, or leave this entry out",
             )
-    said = dict(config or {})
+    said = Fields.of(config or {})
     return Weights(title, given, said, known_counts(said, counts, place=Path(title)))
 
 
