@@ -80,21 +80,27 @@ def scan(
     model = as_written(model)
     if not callable(model) or isinstance(model, type):
         raise no_model(model, "a model, a function that attends, or an AttentionMatrix")
-    given = inputs_of(inputs)
-    module = model if isinstance(model, nn.Module) else None
-    _require_readable(module, given)
     around = Surroundings(
         select_tokens("separators", separators),
         select_tokens("specials", specials),
         unembedding=unembedding_of(model),
     )
     gathering = Gathering(_wanted(statistics, layers, heads), around, progress or _silent)
+    return _gathered(model, inputs_of(inputs), gathering, call)
+
+
+def _gathered(
+    model: Any, inputs: list[Arguments], gathering: Gathering, call: Callable[..., Any] | None
+) -> HeadScan:
+    """Run the model on each input, and return what was gathered."""
+    module = model if isinstance(model, nn.Module) else None
+    _require_readable(module, inputs)
     with torch.no_grad(), evaluating(module):
         with reached(module, gathering.watch, settled=gathering.settled) as reach:
-            for one in given:
+            for arguments in inputs:
                 reach.begin()
                 gathering.next_input()
-                _run(model, one, call)
+                _run(model, arguments, call)
         return gathering.result(_name_of(model), reach)
 
 

@@ -67,20 +67,25 @@ def next_token(
             do="leave it out",
         )
     # Chosen, not multiplied by 0: what stands at padding may be infinite.
-    targets, size = ids[:, 1:][predicted], logits.shape[-1]
-    if not 0 <= int(targets.min()) <= int(targets.max()) < size:
-        raise ShapeError(
-            saw=f"logits {tuple(logits.shape)} for tokens from {int(targets.min())} to "
-            f"{int(targets.max())}",
-            needed="a logit for each token of the vocabulary",
-            do=GIVE_ONE,
-        )
+    targets = ids[:, 1:][predicted]
+    _require_logits_of(targets, logits)
     chosen = logits[:, :-1][predicted]
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     each = F.cross_entropy(chosen, targets, reduction="none").double()
     rows = predicted.nonzero()[:, 0]
     total = each.new_zeros(len(ids)).index_add(0, rows, each)
     return total / counts
+
+
+def _require_logits_of(targets: Tensor, logits: Tensor) -> None:
+    """Raise ShapeError where a token has no logit."""
+    lowest, highest = int(targets.min()), int(targets.max())
+    if not 0 <= lowest <= highest < logits.shape[-1]:
+        raise ShapeError(
+            saw=f"logits {tuple(logits.shape)} for tokens from {lowest} to {highest}",
+            needed="a logit for each token of the vocabulary",
+            do=GIVE_ONE,
+        )
 
 
 def real_tokens(inputs: Any, ids: Tensor) -> Tensor:
