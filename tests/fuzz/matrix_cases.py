@@ -76,7 +76,7 @@ def draw(chance: Chance, *, grad: bool = False) -> Problem:
     if chance.maybe(0.03):
         queries, keys = chance.choose(((0, keys), (queries, 0)))
     width = chance.choose((10, 1, 3, 16))
-    loud = chance.choose((1.0, 0.0, 0.3, 3.0))
+    loud = chance.choose((1.0, 0.0, 0.3, 3.0, 100.0))
     q = chance.laid_out((chance.normal(batch, heads, queries, width) * loud).to(dtype))
     k = chance.laid_out(chance.normal(batch, kv_heads, keys, width, dtype=dtype))
     sink = (chance.normal(heads) * 2).to(dtype) if chance.maybe(0.3) else None
