@@ -119,9 +119,8 @@ def _convert(
         console.print(begun, markup=False)
         raise
     seconds = time.perf_counter() - start
-    lines = [*_lines(done, found, given, (stored, wanted)), made_folder]
-    lines += [_took(done, seconds), str(done.target)]
-    for line in filter(None, lines):
+    lines = [*_lines(done, found, given, (stored, wanted)), made_folder, _took(done, seconds)]
+    for line in filter(None, [*lines, str(done.target)]):
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
 
 

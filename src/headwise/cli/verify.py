@@ -52,9 +52,8 @@ def verify(
     named = (first_layout, second_layout)
     if second is None and write_digests is None:
         raise typer.BadParameter("Name SECOND, to compare with, or --write-digests FILE.json.")
-    made_folder = ""
+    made_folder = "" if write_digests is None else folders_to_make(write_digests)
     if write_digests is not None:
-        made_folder = folders_to_make(write_digests)
         _require_new(write_digests)
     if second is None or _is_digests(second):
         if outputs or any(value is not None for value in (*named, *given.values())):
@@ -63,9 +62,7 @@ def verify(
     else:
         status = _verify(first, second, named, given, outputs=outputs)
     if write_digests is not None and not status:
-        if made_folder:
-            typer.echo(made_folder)
-        _write(first, write_digests)
+        _write(first, write_digests, made_folder)
     raise typer.Exit(status)
 
 
@@ -88,11 +85,13 @@ def _require_new(path: Path) -> None:
     require_writable(path)
 
 
-def _write(place: Path, path: Path) -> None:
+def _write(place: Path, path: Path, made_folder: str) -> None:
     from headwise.layouts.checkpoint.source import open_source
     from headwise.layouts.digests import digests_of, write_digests
 
     found = digests_of(open_source(place))
+    if made_folder:
+        typer.echo(made_folder)
     typer.echo(f"{len(found)} digests: {write_digests(path, found)}")
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwise.diagnosis.weights import Counts, Given, Weights, weights_of
 from headwise.layouts.checkpoint.counts import known_counts
 from headwise.layouts.config import Config
 from headwise.layouts.detect import Detection
 from headwise.layouts.evidence import by_values
+
+if TYPE_CHECKING:
+    from headwise.huggingface.folder import StoredModel
 
 LENGTH = 48  # tokens that a model is run with
 
@@ -58,12 +62,19 @@ def detect(
     shared = {} if other is None else other.known
     if against is None:
         return _by_values(given, other, shared)
-    from headwise.huggingface.folder import load
-
-    stored = load(Path(against))
+    stored = _loaded(Path(against))
     # The same weights have the same counts: what is known of one is known of all.
     shared = known_counts(stored.config, counts, place=Path(against)) | shared
-    found = _by_values(given, other, shared)
+    return _by_run(given, _by_values(given, other, shared), stored, title=str(against))
+
+
+def _loaded(folder: Path) -> StoredModel:
+    from headwise.huggingface.folder import load
+
+    return load(folder)
+
+
+def _by_run(given: Weights, found: Detection, stored: StoredModel, *, title: str) -> Detection:
     import torch
 
     from headwise.scanning.behaviour import INSTEAD, by_behaviour
@@ -72,7 +83,7 @@ def detect(
     length = min(LENGTH, stored.positions or LENGTH)
     ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     inputs = stored.inputs(ids)
-    with on_tokens(str(against), length, do=INSTEAD), torch.no_grad():
+    with on_tokens(title, length, do=INSTEAD), torch.no_grad():
         stored.model(**inputs)
     return by_behaviour(found, given.tensors, stored.model, inputs, stored.config)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headwise.diagnosis.readings import Readings, readings
-from headwise.diagnosis.weights import Counts, Given, weights_of
+from headwise.diagnosis.readings import Named, readings
+from headwise.diagnosis.weights import Counts, Given, Weights, weights_of
 from headwise.layer.outputs import Outputs, outputs_of_both
 from headwise.layouts.config import Config
 from headwise.layouts.layout import Layout
@@ -110,7 +110,18 @@ def verify(
     }
     one = weights_of(first, counts, config=config, title="the first state dict")
     other = weights_of(second, counts, config=config, title="the second state dict")
-    read: Readings = readings(one, other, (first_layout, second_layout))
+    return _verdict(one, other, (first_layout, second_layout), outputs=outputs, progress=progress)
+
+
+def _verdict(
+    one: Weights,
+    other: Weights,
+    named: Named,
+    *,
+    outputs: bool,
+    progress: Callable[[str, int, int], None],
+) -> Verdict:
+    read = readings(one, other, named)
     if read.layouts is None:
         return Verdict(layouts=None, notes=read.lines, tensors=None)
     mine, theirs = read.layouts
