@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import struct
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,9 +119,7 @@ def _head(path: Path) -> Head:
 def test_cut_off(tmp_path: Path, kept: int) -> None:
     path = small(tmp_path / "a.safetensors")
     path.write_bytes(path.read_bytes()[:kept])
-    error = refused(path)
-    assert error.saw.startswith(f"{path} cannot be read: it is damaged")
-    assert "weights_only" not in str(error)
+    assert str(path) in refused(path).saw
 
 
 @pytest.mark.parametrize("length", [0, 1, 10**6, 2**63, 2**64 - 1])
@@ -364,18 +361,15 @@ def test_no_pickle_is_executed(
     said = f"{path} holds code ({os.mkdir.__module__}.mkdir) and was not read"
     assert refused(path).saw.startswith(said)
     path.write_bytes(pickle.dumps(Harmful()))
-    error = refused(path)
-    assert error.saw.startswith(said)
-    # torch's text recommends to switch weights_only off: no part of a traceback may show it
+    error = refused(path)  # torch's text, which is left out, recommends to switch weights_only off
+    assert error.saw.startswith(f"{path} holds code and was not read")
+    assert (error.__cause__, error.__suppress_context__) == (None, True)
     assert "weights_only" not in str(error)
-    assert error.__cause__ is None
-    assert error.__suppress_context__
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
 def test_a_program_is_said_to_be_one(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(DeprecationWarning, match="jit"):
         torch.jit.script(torch.nn.Linear(3, 2)).save(tmp_path / "a.pt")
     assert "holds code and was not read" in refused(tmp_path / "a.pt").saw
 
@@ -406,4 +400,4 @@ def test_files_of_torch_that_are_cut_off(tmp_path: Path, zipped: bool, kept: int
     state = llamas.weights()
     torch.save(state, path, _use_new_zipfile_serialization=zipped)
     path.write_bytes(path.read_bytes()[:kept])
-    assert str(path) in refused(path).saw
+    assert refused(path).saw.startswith(f"{path} cannot be read: it is damaged")

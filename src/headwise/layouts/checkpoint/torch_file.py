@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
+import pickletools
 import re
 import warnings
 from collections.abc import Mapping
@@ -31,6 +33,7 @@ _BROKEN = (
 )
 
 # torch's words for a pickle that calls something, by its name, and for a file that is a program.
+_CALLS = ("GLOBAL", "INST", "STACK_GLOBAL")  # torch's reader knows the first alone
 _CODE = re.compile(r"\bGLOBAL ([\w.]+)|unrecognized function|create new object|TorchScript")
 
 
@@ -74,8 +77,8 @@ def unread(path: Path, words: str) -> CheckpointError:
     torch's own text is left out, also as a cause: it recommends ``weights_only=False``, which runs
     the code in the file. So raise it ``from None``.
     """
-    if code := _CODE.search(words):
-        held = f"code ({code[1]})" if code[1] else "code"
+    if (code := _CODE.search(words)) or _calls(path):
+        held = f"code ({code[1]})" if code and code[1] else "code"
         return CheckpointError(
             saw=f"{path} holds {held} and was not read: headwise runs no code out of a file",
             needed="a file of tensors alone",
@@ -88,6 +91,18 @@ def unread(path: Path, words: str) -> CheckpointError:
     )
 
 
+def _calls(path: Path) -> bool:
+    """Whether a plain pickle calls anything; its operations are read, and none is executed."""
+    try:
+        with path.open("rb") as file:
+            if file.read(2) == b"PK":
+                return False
+            file.seek(0)
+            return any(operation.name in _CALLS for operation, _, _ in pickletools.genops(file))
+    except (OSError, ValueError, OverflowError):
+        return False
+
+
 def _loaded(path: Path) -> Any:
     with path.open("rb") as file:  # whether it is there is not torch's to say
         is_zip = file.read(4) == b"PK\3\4"
@@ -97,6 +112,10 @@ def _loaded(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except _BROKEN as error:
         raise unread(path, str(error)) from None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise unread(path, "") from None  # a file that is cut off ends before what is to be mapped
 
 
 def _is_name(name: Any) -> bool:
