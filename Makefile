@@ -6,8 +6,10 @@
 # make classes try every model type of transformers, and write docs/huggingface.md
 # make mutants break the source on purpose; a test must notice (ONLY="03-scale 07-window" for some)
 # make fuzz   options at random against an oracle (MINUTES=10 SEED=7)
+# make oldest  the tests that touch torch most, with the oldest torch of the declared range
+# make newest  the same with the newest; each end has an environment of its own, of several GB
 # make docs    the documentation, in site/
-# make clean   remove everything that was built, .venv too
+# make clean   remove everything that was built, the environments too
 #
 # Needs Python 3.11 or newer (make PYTHON=python3.12 ...) and the package index, nothing else.
 
@@ -17,7 +19,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.filled
 
-.PHONY: demo test check lint bench study classes mutants fuzz docs clean
+# The ends of the range of torch: make oldest OLDEST_PYTHON=python3.12
+OLDEST_PYTHON ?= python3.11
+NEWEST_PYTHON ?= python3.13
+ENDS_TESTS := tests/contract tests/drop_in tests/layer tests/kernels tests/paths
+
+.PHONY: demo test check lint bench study classes mutants fuzz oldest newest docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -56,6 +63,9 @@ MINUTES ?= 10
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
+oldest newest: %: .venv-%/.filled
+	.venv-$@/bin/python -m pytest $(ENDS_TESTS)
+
 # The environment. The stamp is younger than the two files that say what is in it.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -77,6 +87,19 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@
 
+# An environment for each end. Its constraints are those of constraints.txt, but for what its own file
+# pins.
+.venv-oldest/.filled: ENDS_PYTHON = $(OLDEST_PYTHON)
+.venv-newest/.filled: ENDS_PYTHON = $(NEWEST_PYTHON)
+.venv-oldest/.filled .venv-newest/.filled: .venv-%/.filled: pyproject.toml constraints.txt constraints-%.txt
+	$(ENDS_PYTHON) -m venv .venv-$*
+	awk -F== 'NR == FNR { pinned[$$1]; print; next } !($$1 in pinned)' \
+		constraints-$*.txt constraints.txt > .venv-$*/constraints.txt
+	@echo "Filling .venv-$*. It takes several minutes and several GB: torch's wheel is the one for CUDA."
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c .venv-$*/constraints.txt -e '.[demo,dev]'
+	@touch $@
+
 clean:
-	rm -rf .venv site build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest site build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -141,6 +141,35 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def private_parts_of_torch(tree: ast.AST) -> list[str]:
+    """Dotted names inside torch with a part that begins with an underscore, imported or used."""
+    places: dict[str, str] = {}  # local name -> what it is in torch
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    places[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                places[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+
+    def place(node: ast.AST) -> str | None:
+        if isinstance(node, ast.Name):
+            return places.get(node.id)
+        if isinstance(node, ast.Attribute) and (parent := place(node.value)):
+            return f"{parent}.{node.attr}"
+        return None
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and (whole := place(node.value)):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    places[target.id] = whole
+    names = [name for name in imports(tree) if name.split(".")[0] == "torch"]
+    names += [whole for node in ast.walk(tree) if (whole := place(node))]
+    return sorted({name for name in names if re.search(r"\._(?!_)", name)})
+
+
 def blind_excepts(tree: ast.AST) -> list[str]:
     return [
         f"line {node.lineno}"
@@ -174,6 +203,13 @@ def test_one_vocabulary_and_keywords_after_tensors(path: Path) -> None:
     tree = ast.parse(path.read_text("utf-8"))
     assert synonyms(tree) == []
     assert positional_after_tensors(functions_for_users(tree, path)) == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if path.name != "private_torch.py"], ids=name_of
+)
+def test_private_parts_of_torch_stand_in_one_file(path: Path) -> None:
+    assert private_parts_of_torch(ast.parse(path.read_text("utf-8"))) == []
 
 
 def test_nothing_is_distributed(source: ast.Module) -> None:
@@ -214,3 +250,21 @@ def test_these_checks_can_fail() -> None:
     assert list(imports(tree)) == ["torch.distributed.tensor", "headwise.Mask"]
     assert long_functions(tree) == ["long: 51 lines"]
     assert blind_excepts(tree) == ["line 58"]
+    tree = ast.parse(
+        "import torch\n"
+        "import torch.nn.functional as F\n"
+        "from torch import Tensor\n"
+        "from torch.utils._pytree import tree_map\n"
+        "aten = torch.ops.aten\n"
+        "layer._own, torch.__version__\n"
+        "torch._C.f, F._g, Tensor._h, aten._i.default\n"
+    )
+    assert private_parts_of_torch(tree) == [
+        "torch.Tensor._h",
+        "torch._C",
+        "torch._C.f",
+        "torch.nn.functional._g",
+        "torch.ops.aten._i",
+        "torch.ops.aten._i.default",
+        "torch.utils._pytree.tree_map",
+    ]

@@ -68,9 +68,9 @@ class BoundMask:
         distance = columns - rows[:, None]
         hidden = torch.zeros_like(distance, dtype=torch.bool)
         if self.lower is not None:
-            hidden |= distance < self.lower
+            hidden = hidden | (distance < self.lower)
         if self.upper is not None:
-            hidden |= distance > self.upper
+            hidden = hidden | (distance > self.upper)
         return hidden
 
     def block(

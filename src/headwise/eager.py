@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from headwise import private_torch
+
 
 def may_read_values(tensor: Tensor) -> bool:
     """Whether a value can be read now: a plain tensor, nothing tracing, transforming or capturing.
@@ -18,16 +20,11 @@ def may_read_values(tensor: Tensor) -> bool:
         type(tensor) in (Tensor, torch.nn.Parameter)
         and not tensor.is_meta
         and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not is_traced()
+        and not private_torch.in_functorch(unknown=True)
+        and not private_torch.in_dispatch_mode()
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
-
-
-def is_traced() -> bool:
-    """True while torch.jit.trace, or an export by it, records."""
-    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 
 
 def may_check_values(tensor: Tensor) -> bool:
@@ -38,7 +35,7 @@ def may_check_values(tensor: Tensor) -> bool:
 def as_autocast_has_it(*tensors: Tensor) -> tuple[Tensor, ...]:
     """In one dtype where autocast is on, as it hands them to torch's own operator."""
     kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not autocasts(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
@@ -47,6 +44,22 @@ def as_autocast_has_it(*tensors: Tensor) -> tuple[Tensor, ...]:
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Products keep their operands' dtype. The meta device has no autocast to switch off."""
     kind = tensor.device.type
-    if not torch.amp.is_autocast_available(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
+
+
+def is_traced() -> bool:
+    """True while torch.jit.trace records, or the older exporter to ONNX, which uses it."""
+    return not torch.compiler.is_compiling() and bool(
+        torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    )
+
+
+def autocasts(kind: str) -> bool:
+    """True if autocast is on for this type of device, such as "cpu"."""
+    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+# torch.compile and torch.export of torch 2.11 cannot look into torch's own function.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)

@@ -57,7 +57,7 @@ def scores_at(
     softcap: float | None,
 ) -> Float[Tensor, "batch heads rows keys"]:
     """The scores of chosen queries; ``rows`` are their positions, ``q`` their vectors."""
-    s = scale * (q @ share_heads(k, heads=q.shape[1]).mT)
+    s = scale * (q @ share_heads(k, heads=q.shape[1]).transpose(-2, -1))
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     for part in score_bias.at(rows):
@@ -125,8 +125,8 @@ def split_heads(
     x: Float[Tensor, "batch length width"], *, heads: int
 ) -> Float[Tensor, "batch heads length head_width"]:
     """Give each head its part of a projection: head h the h-th run of entries."""
-    parts: Tensor = x.unflatten(-1, (heads, -1))
-    return parts.transpose(1, 2)
+    # Not unflatten: torch's older exporter to ONNX would fix the length by it.
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
 
 
 def merge_heads(

@@ -248,7 +248,7 @@ class AttentionMatrix(LeftOperand):
         in_query_block = _blocks(self.shape[2], queries, exact)
         mean = in_query_block / in_query_block.sum(0).clamp(min=1)
         with without_autocast(self.q):
-            return (mean.mT @ exact).to(self.q.dtype)
+            return (mean.transpose(-2, -1) @ exact).to(self.q.dtype)
 
     # ---- reductions -------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.axes import describe_value
+from headwise.eager import is_traced
 from headwise.errors import OptionError
 
 Kind = Literal["rms", "layer"]
@@ -127,6 +128,10 @@ class Norm(nn.Module):
         wide, weight = x.to(exact), self.weight.to(exact)
         if self.options.one_plus:
             weight = 1.0 + weight
+        if self.bias is None and torch.onnx.is_in_onnx_export() and is_traced():
+            # torch's older exporter to ONNX knows no rms_norm.
+            mean = wide.square().mean(-1, keepdim=True)
+            return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)
         if self.bias is None:
             return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
         return F.layer_norm(wide, weight.shape, weight, self.bias.to(exact), eps).to(x.dtype)

@@ -47,6 +47,49 @@ def test_code_that_replaces_the_bias(new: str | None, options: dict[str, int]) -
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [
+        (torch.float64, torch.float16),
+        (torch.float64, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float64),
+    ],
+)
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_bias_and_slots_of_another_dtype(
+    dtype: torch.dtype, other: torch.dtype, same: bool, need_weights: bool
+) -> None:
+    """torch adds a bias of any dtype, and takes slots of a narrower one: so does this layer."""
+    names = ["in_proj_bias"]
+    if torch.promote_types(dtype, other) == dtype:
+        names += ["bias_k", "bias_v"]
+    theirs, ours = pair(dtype=dtype, add_bias_kv=True, batch_first=True)
+    one_dtype = copy.deepcopy(theirs)
+    torch.manual_seed(5)
+    for name in names:
+        value = torch.randn(getattr(ours, name).shape).to(other)
+        for layer in (theirs, ours, one_dtype):
+            new = value.to(dtype) if layer is one_dtype else value
+            setattr(layer, name, nn.Parameter(new.clone()))
+    q, k = (x.transpose(0, 1).to(dtype).contiguous() for x in (Q, K))
+    given = (q, q, q) if same else (q, k, k)
+    ran = [layer(*given, need_weights=need_weights) for layer in (ours, theirs, one_dtype)]
+    torch.testing.assert_close(ran[0], ran[1])
+    with torch.no_grad():
+        inferred = ours.eval()(*given, need_weights=need_weights)[0]
+    torch.testing.assert_close(inferred, ran[1][0])
+    # torch sums the gradient of a narrow bias in that dtype; of one dtype it is exact.
+    found, exact = (
+        torch.autograd.grad(run[0].square().sum(), [getattr(layer, name) for name in names])
+        for layer, run in ((ours, ran[0]), (one_dtype, ran[2]))
+    )
+    narrow = other if torch.promote_types(dtype, other) == dtype else dtype
+    assert {g.dtype for g in found} == {other}
+    torch.testing.assert_close([g.to(narrow) for g in found], [g.to(narrow) for g in exact])
+
+
 def test_pruned_and_parametrized_projections() -> None:
     class Halved(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:

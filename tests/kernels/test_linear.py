@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.overrides import has_torch_function
 
+from headwise import private_torch
 from headwise.kernels import linear as kernel
 from headwise.kernels.linear import project
 
-needs_onednn = pytest.mark.skipif(not kernel._ONEDNN, reason="torch was built without oneDNN")
+needs_onednn = pytest.mark.skipif(
+    not private_torch.HAS_ONEDNN_LINEAR, reason="torch was built without oneDNN's product"
+)
 
 
 @pytest.fixture
@@ -113,6 +119,68 @@ def test_it_is_torchs_where_it_is_not_plain(calls: list[object]) -> None:
     torch.jit.trace(project, (x, weight, bias), check_trace=False)
     project(x.to("meta"), weight.to("meta"), bias.to("meta"))
     assert calls == []
+
+
+class Wrapper(Tensor):
+    """A tensor around another one, without a torch function of its own: as DTensor is."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Wrapper:
+        self: Wrapper = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        self.held = held
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace != "aten":
+            raise NotImplementedError(f"no rule for {func}")
+        plain = [x.held if isinstance(x, Wrapper) else x for x in args]
+        return func(*plain, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("wrapped", ["x", "weight", "bias"])
+def test_a_tensor_around_another_goes_to_torch(wrapped: str, calls: list[object]) -> None:
+    given = dict(zip(("x", "weight", "bias"), operands(24), strict=True))
+    assert not has_torch_function((Wrapper(given["x"]),))
+    expected = linear(**given)
+    given[wrapped] = Wrapper(given[wrapped])
+    assert torch.equal(project(**given), expected)
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_bias"),
+    [
+        (torch.float64, torch.float16),
+        (torch.float32, torch.float64),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("layout", ["rows", "transposed"])
+def test_a_bias_of_another_dtype(dtype: torch.dtype, of_bias: torch.dtype, layout: str) -> None:
+    x, weight, bias = operands(3, 24)
+    assert bias is not None
+    x, weight, bias = LAYOUTS[layout](x).to(dtype), weight.to(dtype), bias.to(of_bias)
+    if layout == "rows":
+        with pytest.raises(RuntimeError, match="dtype"):
+            linear(x, weight, bias)  # torch takes such a bias for some strides only
+    found = project(x, weight, bias.requires_grad_())
+    exact = linear(x.double(), weight.double(), bias.double())
+    terms = linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+    # One rounding for each product and sum, and one where the result leaves the wider dtype.
+    limit = (x.shape[-1] + 2) * torch.finfo(dtype).eps * terms
+    assert found.dtype == dtype
+    assert torch.all((found - exact).abs() <= limit)
+    found.sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.dtype == of_bias
+    assert torch.all(bias.grad == 3 * 24)
 
 
 def test_its_errors_are_torchs() -> None:

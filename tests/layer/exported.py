@@ -13,7 +13,8 @@ from tests.layer.ecosystem import AT, BY_NAME, SUBJECTS, every_size
 from tests.paths.in_eager import judge
 from tests.paths.measure import Call, run
 from tests.paths.subjects import Outputs, Subject
-from tests.paths.traced import onnx_session, through_a_file
+from tests.paths.traced import through_a_file
+from tests.paths.traced_to_onnx import onnx_session, trace_to_onnx
 
 (QUERIES, KEYS), _ = AT[0]
 # From 4 on: of fewer tokens the window (9, 2) hides nothing, which is another graph.
@@ -58,4 +59,12 @@ def test_onnx(name: str) -> None:
         program = torch.onnx.export(
             module, inputs, dynamo=True, dynamic_shapes=sizes, verbose=False
         )
-    check_every_size(subject, onnx_session(program), module)
+    check_every_size(subject, onnx_session(program.model_proto.SerializeToString()), module)
+
+
+@pytest.mark.parametrize("name", ["window", "sink", "t5", "lengths", "cross"])
+def test_traced_to_onnx(name: str) -> None:
+    subject = BY_NAME[name]
+    module = subject.module().eval()
+    call = onnx_session(trace_to_onnx(module, *made_at(subject)))
+    check_every_size(subject, call, module)

@@ -1,7 +1,7 @@
-"""The layer under FSDP2, in two processes on the CPU: ``python -m tests.layer.sharded FOLDER``.
+"""The layer under FSDP2 and tensor parallelism: ``python -m tests.layer.sharded FOLDER``.
 
-Run by test_ecosystem_fsdp.py. Nothing here needs a network: the processes meet in a file, and talk
-over the loopback interface.
+Run by test_ecosystem_fsdp.py. Two processes on the CPU need no network: they meet in a file, and
+talk over the loopback interface.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from headwise import Attention, Mask, Rotary
 from headwise.positions import T5Bias
@@ -130,6 +135,30 @@ def stepped(layer: Attention, x: Tensor) -> Tensor:
     return torch.cat(steps, dim=1)
 
 
+def tensor_parallel(mesh: DeviceMesh) -> None:
+    """Float32 DTensors: each process has half of the heads, and torch's plan the rest."""
+    plain, split, exact = whole(), whole(), whole().double()
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = dict.fromkeys(PROJECTIONS[:3], columns) | {"out_proj": rows}
+    parallelize_module(split, mesh, plan)
+    split.num_heads //= RANKS
+    split.num_kv_heads //= RANKS
+    for layer in (plain, split, exact):
+        layer.score_bias = layer.sink = None  # theirs are for all heads
+    x = tokens()
+    with torch.no_grad():
+        torch.testing.assert_close(split(x, mask=MASK), plain(x, mask=MASK))
+    for layer in (plain, split, exact):
+        layer(x.to(layer.q_norm.weight.dtype), mask=MASK).square().sum().backward()
+    for name in PROJECTIONS:
+        grads = [layer.get_submodule(name).weight.grad for layer in (split, plain, exact)]
+        assert isinstance(grads[0], DTensor)
+        found, single, double = grads[0].full_tensor(), *grads[1:]
+        limit = 3 * (single - double).abs().max()
+        limit += torch.finfo(torch.float32).eps * double.abs().max()
+        assert (found - double).abs().max() <= limit
+
+
 def from_meta(mesh: DeviceMesh) -> None:
     """Made without memory, sharded, and then drawn, or loaded from a whole state_dict."""
     with torch.device("meta"):
@@ -161,6 +190,7 @@ CHECKS: tuple[Callable[[DeviceMesh], None], ...] = (
     training,
     training_of_units,
     readings,
+    tensor_parallel,
     from_meta,
 )
 

@@ -11,6 +11,8 @@ from tests.layer.ecosystem import run_apart
 FILE = Path(__file__).with_name("exported.py")
 
 
-@pytest.mark.parametrize(("chosen", "count"), [("test_exported", 7), ("test_onnx", 4)])
+@pytest.mark.parametrize(
+    ("chosen", "count"), [("test_exported", 7), ("test_onnx", 4), ("test_traced_to_onnx", 5)]
+)
 def test_exported(chosen: str, count: int) -> None:
     run_apart(FILE, chosen, count)

@@ -1,4 +1,4 @@
-"""The layer under FSDP2, in two processes."""
+"""The layer under FSDP2, and as torch's tensor parallelism splits it, in two processes."""
 
 from __future__ import annotations
 
@@ -21,4 +21,5 @@ def test_two_processes(tmp_path: Path) -> None:
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    assert done.stdout.split() == ["training", "training_of_units", "readings", "from_meta"]
+    checks = ["training", "training_of_units", "readings", "tensor_parallel", "from_meta"]
+    assert done.stdout.split() == checks

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.paths import in_eager, traced, transformed
+from tests.paths import in_eager, traced, traced_to_onnx, transformed
 from tests.paths.outcomes import Outcome
 from tests.paths.subjects import SUBJECTS, Subject
 
@@ -104,6 +104,19 @@ PATHS = (
         compiler=True,
     ),
     Path("export", "torch.export, saved and loaded", RUNNING, traced.exported, traces=True),
-    Path("onnx", "torch.onnx.export, run by onnxruntime", GRAPH, traced.to_onnx, traces=True),
+    Path(
+        "onnx",
+        "torch.onnx.export(dynamo=True), run by onnxruntime",
+        GRAPH,
+        traced_to_onnx.by_dynamo,
+        traces=True,
+    ),
+    Path(
+        "onnx-traced",
+        "torch.onnx.export(dynamo=False), run by onnxruntime",
+        GRAPH,
+        traced_to_onnx.by_tracing,
+        traces=True,
+    ),
     Path("jit", "torch.jit.trace, saved and loaded", RUNNING, traced.jit_traced, traces=True),
 )

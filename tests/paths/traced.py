@@ -34,7 +34,6 @@ from tests.paths.measure import (
 )
 from tests.paths.outcomes import (
     BLOCKS,
-    DENSE_ONNX,
     NOT_RUN,
     REGISTERED,
     TRACE_IS_FIXED,
@@ -186,7 +185,7 @@ def inductor(*, backward: bool) -> Callable[[Subject], Outcome]:
     return path
 
 
-# ---- torch.export and ONNX ---------------------------------------------------------------------
+# ---- torch.export ------------------------------------------------------------------------------
 
 
 def exported(subject: Subject) -> Outcome:
@@ -252,43 +251,6 @@ def registered(module: nn.Module, subject: Subject) -> tuple[Note, ...]:
                 assert "headwise" in done.stderr
     assert codes[1] == 0
     return (REGISTERED,) if codes[0] else ()
-
-
-def to_onnx(subject: Subject) -> Outcome:
-    """Run by onnxruntime at every length."""
-    if subject.training:
-        return NOT_RUN
-    module = subject.module().eval()
-    program = export_to_onnx(module, subject)
-    call = onnx_session(program)
-    each_length(subject, module, call, ALL_LENGTHS, backward=False)
-    graphs = [program.exported_program.graph_module]
-    assert count_nodes(graphs, "sweep") == 0
-    notes = dense_notes(module, lambda: is_dense_graph(graphs, subject, module), DENSE_ONNX)
-    return works(*notes, *hint_needed(subject, lambda encoder, _: export_to_onnx(encoder, subject)))
-
-
-def export_to_onnx(module: nn.Module, subject: Subject) -> Any:
-    inputs = subject.at(*LONG)
-    with torch.no_grad():
-        return torch.onnx.export(
-            module, inputs, dynamo=True, dynamic_shapes=dynamic(inputs), verbose=False
-        )
-
-
-def onnx_session(program: Any) -> Call:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(
-        program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"]
-    )
-    names = [own.name for own in session.get_inputs()]
-
-    def call(*inputs: Tensor) -> Outputs:
-        given = {n: x.detach().numpy() for n, x in zip(names, inputs, strict=True)}
-        return tuple(torch.from_numpy(x) for x in session.run(None, given))
-
-    return call
 
 
 # ---- torch.jit.trace ---------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import multi_head_attention_forward
-from torch.utils._pytree import tree_leaves
 
 from headwise.budget import Budget, Verdict
 from headwise.drop_in.layer import MultiheadAttention
+from headwise.nested import leaves
 
 BATCH, LENGTH, SEED = 3, 17, 0
 
@@ -125,8 +125,8 @@ def run(model: nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]) -> 
     with evaluating(model), torch.random.fork_rng():
         torch.manual_seed(SEED)
         output = model(*inputs, **options)
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    parts = [part for leaf in leaves for part in (leaf.unbind() if leaf.is_nested else (leaf,))]
+    tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+    parts = [part for leaf in tensors for part in (leaf.unbind() if leaf.is_nested else (leaf,))]
     return [part.detach().clone() for part in parts if part.is_floating_point()]
 
 

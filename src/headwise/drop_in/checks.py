@@ -23,6 +23,7 @@ from headwise.drop_in.refusals import (
     RuntimeOptionError,
     RuntimeShapeError,
 )
+from headwise.eager import autocasts
 from headwise.errors import OptionError
 
 
@@ -291,17 +292,13 @@ def settled(name: str, x: Tensor, like: Tensor) -> Tensor:
         _refuse_device(name, x, like, "the queries")
     if x.dtype == like.dtype:
         return x
-    if not _is_autocast(x.device):
+    if not autocasts(x.device.type):
         raise RuntimeDTypeError(
             saw=f"expected scalar type {like.dtype} but found {x.dtype} for the {name}",
             needed="queries, keys and values of one dtype, or torch.autocast",
             do=f"cast what the {name} come from: .to({like.dtype})",
         )
     return x.to(like.dtype)
-
-
-def _is_autocast(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _refuse_device(name: str, x: Tensor, like: Tensor, other: str) -> NoReturn:
@@ -319,7 +316,7 @@ def _refuse_mix(name: str, x: Tensor, weight: Tensor) -> None:
         return
     if x.device != weight.device:
         _refuse_device(name, x, weight, "its weight")
-    if not _is_autocast(x.device):
+    if not autocasts(x.device.type):
         raise RuntimeDTypeError(
             saw=f"mat1 and mat2 must have the same dtype, but got {x.dtype} for {name}"
             f" and {weight.dtype} for its weight",

@@ -200,6 +200,8 @@ def _with_slots(k: Tensor, v: Tensor, parameters: Parameters, ask: Ask) -> tuple
             (keys, parameters.bias_k, "bias_k"),
             (values, parameters.bias_v, "bias_v"),
         ):
+            if torch.promote_types(slot.dtype, k.dtype) == k.dtype:
+                slot = slot.to(k.dtype)  # as torch.cat does
             slot = checks.settled(name, slot, k)
             rows.append(slot.view(1, heads, 1, head_dim).expand(batch, heads, 1, head_dim))
     if parameters.add_zero_attn:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from headwise import private_torch
 from headwise.errors import MaskError
 from headwise.masks import Mask
+from headwise.nested import mapped
 
 MEANING = "headwise_mask"  # the attribute by which a written mask may carry the lazy one
 
@@ -37,7 +37,7 @@ class LazyMask(Tensor):
     mask: Mask
     written: Tensor | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = private_torch.no_torch_function
 
     @staticmethod
     def __new__(
@@ -52,7 +52,7 @@ class LazyMask(Tensor):
     ) -> LazyMask:
         """The mask at these sizes, with its tensors on ``device``."""
         shape = (batch, 1, queries, keys)
-        self: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self: LazyMask = private_torch.make_wrapper(cls, shape, dtype=dtype, device=device)
         self.mask, self.written = mask, None
         return self
 
@@ -84,7 +84,7 @@ class LazyMask(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Callable[..., Any],
+        func: Any,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -92,11 +92,13 @@ class LazyMask(Tensor):
         """Any operator, on the written mask."""
         kwargs = kwargs or {}
         packet = getattr(func, "overloadpacket", None)
-        if packet in _ALIASES or (packet is _aten._to_copy and _only_moves(kwargs, args[0].dtype)):
+        if packet in _ALIASES or (
+            func.name() == private_torch.TO_COPY and _only_moves(kwargs, args[0].dtype)
+        ):
             return args[0]._on(kwargs.get("device", args[0].device))
         if packet in _SUMS:
             _refuse_scores(*args[:2])
-        return func(*tree_map(_written, args), **tree_map(_written, kwargs))
+        return func(*mapped(_written, args), **mapped(_written, kwargs))
 
     def _on(self, device: torch.device) -> LazyMask:
         batch, _, queries, keys = self.shape

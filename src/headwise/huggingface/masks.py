@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel, masking_utils
 
+from headwise import private_torch
+from headwise.eager import is_traced
 from headwise.errors import OptionError
 from headwise.huggingface import patterns
 from headwise.huggingface.lazy_mask import MEANING, LazyMask
@@ -155,13 +157,17 @@ def _device(call: dict[str, Any]) -> torch.device:
 
 
 def _is_eager(device: torch.device) -> bool:
-    """Whether tensors made now are plain ones, and Python runs at every call."""
+    """Whether tensors made now are plain ones, and Python runs at every call.
+
+    Also False where this torch has no tensors without memory, which a `LazyMask` is.
+    """
     return (
-        not torch.compiler.is_compiling()
+        private_torch.HAS_WRAPPERS
+        and not torch.compiler.is_compiling()
         and device.type != "meta"
         and type(torch.empty(0, device=device)) is Tensor
-        and torch._C._get_tracing_state() is None
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not is_traced()
+        and not private_torch.in_functorch(unknown=True)
     )
 
 

@@ -23,7 +23,7 @@ def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -
     log_sum, sink_entropy = _normaliser(s, shift, problem.sink)
     log_p = (s - (shift + log_sum)[..., None]).clamp(min=log_floor(exact))
     out = result.out if v is None else p @ functional.share_heads(v.to(exact), heads=p.shape[1])
-    transposed = result.transposed if y is None else p.mT @ y.to(exact)
+    transposed = result.transposed if y is None else p.transpose(-2, -1) @ y.to(exact)
     return Readings(
         out=out.to(problem.q.dtype),
         transposed=transposed.to(problem.q.dtype),

@@ -4,6 +4,9 @@ For float32 on CPU, oneDNN's matrix product was 5 to 20 % faster than the BLAS c
 on one machine, and twice as fast on another, forward and backward (docs/log.md). It serves plain
 tensors in eager mode; everything else (tracing, autocast, tensor subclasses, torch.func) is
 F.linear's, with the same result within rounding.
+
+A bias of another dtype is added to the product and leaves its dtype alone, as in
+`torch.nn.MultiheadAttention`. F.linear itself takes such a bias for some strides of ``x`` only.
 """
 
 from __future__ import annotations
@@ -15,19 +18,25 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import has_torch_function
 
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+from headwise import private_torch
+from headwise.eager import autocasts, is_traced
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias``, with F.linear's shapes, errors and gradients."""
-    if not _ONEDNN or not _is_plain(x, weight, bias):
+    if bias is not None and bias.dtype != x.dtype and not autocasts(x.device.type):
+        out = project(x, weight, None)
+        return (out + bias).to(out.dtype)
+    if not private_torch.HAS_ONEDNN_LINEAR or not _is_plain(x, weight, bias):
         return linear(x, weight, bias)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         # Rows: what a Function returns as a view may not be changed in place.
         rows: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
-        out: Tensor = rows.unflatten(0, x.shape[:-1])
-        return out
+        shaped: Tensor = rows.unflatten(0, x.shape[:-1])
+        return shaped
     return _product(x, weight, bias)
 
 
@@ -53,22 +62,23 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return out
+    return private_torch.onednn_linear(x, weight, bias)
 
 
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return (
         bool(torch.backends.mkldnn.enabled)
+        # DTensor and other subclasses of torch have no torch function, and cannot be told by one.
+        and all(type(t) in _PLAIN for t in tensors)
         and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
         and not torch.compiler.is_compiling()
-        and not torch._C._get_tracing_state()
+        and not is_traced()
         and not torch.is_autocast_enabled("cpu")
         and not has_torch_function(tensors)
-        and not torch._C._functorch.peek_interpreter_stack()
-        and torch.autograd.forward_ad._current_level < 0
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not private_torch.in_functorch(unknown=True)
+        and not private_torch.in_forward_mode()
+        and not private_torch.in_dispatch_mode()
         and x.numel() > 0
         and weight.numel() > 0
         and weight.dim() == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headwise import private_torch
 from headwise.kernels import dense, sweep
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Readings, Wanted
@@ -30,5 +31,5 @@ def needs_plain_torch() -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    in_forward_mode = torch.autograd.forward_ad._current_level >= 0
-    return in_forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+    # Where torch does not say, its own error under torch.func is better than hidden memory.
+    return private_torch.in_forward_mode() or private_torch.in_functorch(unknown=False)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from headwise import functional
@@ -15,6 +14,7 @@ from headwise.kernels.problem import Problem
 from headwise.kernels.read import needs_plain_torch
 from headwise.kernels.sweep import pack, unpack
 from headwise.kernels.tiles import TILE_ELEMENTS
+from headwise.nested import leaves, mapped
 
 
 def weights_at(problem: Problem, index: Tensor) -> Tensor:
@@ -51,13 +51,13 @@ def _largest_of_block(problem: Problem, count: int, index: Tensor) -> tuple[Tens
         return values, indices
     # Recomputed in the backward pass: kept rows would add up to queries x keys. Every tensor is an
     # argument, so that torch saves it and raises its error where it was changed in place since.
-    leaves, tree = tree_flatten((pack(problem), index))
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
+    whole = (pack(problem), index)
+    tensors = [x for x in leaves(whole) if isinstance(x, Tensor)]
+    form = mapped(lambda x: Tensor if isinstance(x, Tensor) else x, whole)
 
     def recomputed(*tensors: Any) -> tuple[Tensor, Tensor]:
         each = iter(tensors)
-        packed, rows = tree_unflatten([next(each) if x is None else x[0] for x in others], tree)
+        packed, rows = mapped(lambda x: next(each) if x is Tensor else x, form)
         values, indices = weights_at(unpack(packed), rows).topk(count, dim=-1)
         return values, indices
 

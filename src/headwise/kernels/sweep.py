@@ -16,6 +16,7 @@ from headwise.bound_mask import BoundMask
 from headwise.kernels import dense, tiled
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Gradients, Readings, Upstream, Wanted
+from headwise.nested import leaves, mapped
 from headwise.score_bias import BoundBias
 
 # Everything a Problem holds, as an operator can carry it; pack and unpack keep the same order.
@@ -132,19 +133,17 @@ def _fake_sweep_backward(*arguments: Any) -> tuple[Any, ...]:
 def _setup(ctx: Any, inputs: Packed, output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     # Lists of tensors are saved one by one, and put back in place in the backward pass.
-    flat, ctx.tree = torch.utils._pytree.tree_flatten([inputs, output[2:4]])
-    ctx.is_tensor = [isinstance(x, Tensor) for x in flat]
-    ctx.save_for_backward(*(x for x in flat if isinstance(x, Tensor)))
-    ctx.others = [x for x in flat if not isinstance(x, Tensor)]
+    saved = [inputs, output[2:4]]
+    ctx.save_for_backward(*(x for x in leaves(saved) if isinstance(x, Tensor)))
+    ctx.form = mapped(lambda x: Tensor if isinstance(x, Tensor) else x, saved)
     table, biases = inputs[3:5]
     ctx.biases_needed = [bias.requires_grad for bias in biases]
     ctx.table_needed = table is not None and table.requires_grad
 
 
 def _backward(ctx: Any, *upstream: Tensor | None) -> Packed:
-    tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-    flat = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
-    arguments, (peak, log_sum) = torch.utils._pytree.tree_unflatten(flat, ctx.tree)
+    tensors = iter(ctx.saved_tensors)
+    arguments, (peak, log_sum) = mapped(lambda x: next(tensors) if x is Tensor else x, ctx.form)
     if torch.is_grad_enabled():
         return _differentiable_backward(arguments, upstream)
     q, k, v, y, sink, table, biases = torch.ops.headwise.sweep_backward(
@@ -166,10 +165,8 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> Packed:
 
 def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, ...]) -> Packed:
     """The same gradients from the dense weights, so that they have gradients themselves."""
-    flat, tree = torch.utils._pytree.tree_flatten(arguments)
     # Aliases: a tensor that is given twice, as q and as k, has a gradient as each.
-    flat = [x.view_as(x) if isinstance(x, Tensor) else x for x in flat]
-    packed = torch.utils._pytree.tree_unflatten(flat, tree)
+    packed = mapped(lambda x: x.view_as(x) if isinstance(x, Tensor) else x, arguments)
     v, y, *asked = packed[COUNT:]
     readings = dense.read(unpack(packed[:COUNT]), v, y, Wanted(*asked))
     used = [
@@ -177,18 +174,19 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
         for reading, own in zip(readings, upstream, strict=True)
         if own is not None and reading.requires_grad
     ]
-    needed = [isinstance(x, Tensor) and x.requires_grad for x in flat]
+
+    def needs_gradient(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.requires_grad
+
     found = torch.autograd.grad(
         [reading for reading, _ in used],
-        [x for x, is_needed in zip(flat, needed, strict=True) if is_needed],
+        [x for x in leaves(packed) if needs_gradient(x)],
         [own for _, own in used],
         create_graph=True,
         allow_unused=True,
     )
     each = iter(found)
-    gradients: Packed = torch.utils._pytree.tree_unflatten(
-        [next(each) if is_needed else None for is_needed in needed], tree
-    )
+    gradients: Packed = mapped(lambda x: next(each) if needs_gradient(x) else None, packed)
     return gradients
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headwise.arguments import explains
 from headwise.cache import Cache
 from headwise.checks import require_mask, require_score_bias
+from headwise.functional import split_heads
 from headwise.layer import in_layouts, options, torch_words
 from headwise.layer.frames import Call, Whole, choose_frame
 from headwise.layer.function import require_function_for, require_function_of
@@ -270,7 +271,7 @@ class Attention(HeadByHead):
         """Project, split into heads, normalise, rotate, remember: the matrix and the values."""
         q = self._heads(self.q_proj(frame.x), self.num_heads, self.q_norm)
         k = self._heads(self.k_proj(frame.source), self.num_kv_heads, self.k_norm)
-        v = self.v_proj(frame.source).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        v = split_heads(self.v_proj(frame.source), heads=self.num_kv_heads)
         if self.rotary is not None:
             q, k = self.rotary.rotate_both(q, k, frame.positions())
         q = self._normed(q, self.q_norm, "head", "after")
@@ -301,8 +302,7 @@ class Attention(HeadByHead):
     def _heads(self, x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
         """(batch, length, heads * head_dim) to (batch, heads, length, head_dim)."""
         x = self._normed(x, norm, "width", "before")
-        x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
-        return self._normed(x, norm, "head", "before")
+        return self._normed(split_heads(x, heads=heads), norm, "head", "before")
 
     def _normed(self, x: Tensor, norm: nn.Module | None, over: Over, place: Place) -> Tensor:
         if norm is None or self.qk_norm is None:

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from headwise.checks import check_probability
+from headwise.functional import split_heads
 from headwise.layer import options
 from headwise.layer.initialise import einops
 from headwise.layer.projection import Projection
@@ -111,5 +112,4 @@ class EinopsAttention(nn.Module):
         """(batch, length, embed_dim) to (batch, heads, length, width of a head)."""
         axes = ("batch", "queries" if name == "q" else "keys", "embed_dim")
         options.check_tokens(name, x, self.embed_dim, axes, options.stored(projection, x))
-        split: Tensor = projection(x).unflatten(-1, (self.num_heads, -1))
-        return split.transpose(1, 2)
+        return split_heads(projection(x), heads=self.num_heads)

@@ -111,7 +111,7 @@ class RelativeBias(WithNumbers):
     def forward(self, *, align: Align | None) -> ScoreBias:
         """The number of the bucket of ``key - query``; a table by distance, never a matrix."""
         table: Tensor = self.relative_attention_bias(self.numbers)
-        return ScoreBias.relative(table.mT, align=align)
+        return ScoreBias.relative(table.transpose(-2, -1), align=align)
 
     def extra_repr(self) -> str:
         """The options."""

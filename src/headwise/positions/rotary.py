@@ -169,8 +169,7 @@ class Rotary:
         """Each channel replaced by the other one of its pair."""
         if self.pairing == "half-split":
             return x.roll(x.shape[-1] // 2, -1)
-        swapped: Tensor = x.unflatten(-1, (-1, 2)).flip(-1)
-        return swapped.flatten(-2)
+        return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).flatten(-2)
 
 
 def _is_width(width: object) -> bool:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwise.budget import Budget
 from headwise.peers.gpt2 import GPT2
 from headwise.peers.peer import Peer
 from headwise.peers.torch_layer import TorchLayer
 from headwise.peers.weights import Weights
+from headwise.private_torch import SOFTMAX, DispatchMode
 from headwise.studies.words import scientific
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 2, 4, 6, 64
@@ -97,17 +97,17 @@ def sees_ahead(peer: Peer) -> bool:
     return notices(peer, x, LENGTH - 1, peer(x)[:, 0], query=0)
 
 
-class _Softmax(TorchDispatchMode):
+class _Softmax(DispatchMode):  # type: ignore[misc]
     """Watches every softmax that torch computes: the lowest number in, the precision out."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.lowest: list[float] = []
         self.dtypes: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._softmax.default:
+        if func.name() == SOFTMAX:
             self.lowest.append(float(args[0].min()))
             self.dtypes.append(result.dtype)
         return result

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from headwise.nested import leaves
+from headwise.private_torch import DispatchMode
 
 INPUT, PROJECTED, ATTENDED, OUTPUT = range(4)
 
@@ -173,11 +174,11 @@ def taken_apart(x: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> Ten
     return x.reshape([sizes[name] for name in names]).permute(order)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):  # type: ignore[misc]
     """Knows tensors by their memory, and keeps all it knows, so that no memory is used again."""
 
     def __init__(self, layer: nn.Module, x: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.parameters = {_memory(p) for p in layer.parameters()}
         self.stages = {_memory(x): INPUT}
         self.steps: list[Step] = []
@@ -186,9 +187,9 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        read = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         given = tuple(x for x in read if _memory(x) in self.stages)
-        results = tuple(x for x in tree_leaves(out) if isinstance(x, Tensor))
+        results = tuple(x for x in leaves(out) if isinstance(x, Tensor))
         if given and results:
             operation = func.overloadpacket.__name__
             stage = max(self.stages[_memory(x)] for x in given)

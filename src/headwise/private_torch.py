@@ -1,0 +1,95 @@
+"""Private functions of torch, each with what happens where a torch lacks it.
+
+No other file of the library names a private part of torch (tests/test_house.py). Each part is
+looked up once, at import. Where it is missing, the results stay the same within rounding, and only
+speed, memory or a check of values is lost:
+
+| private part of torch | where it is missing |
+| --- | --- |
+| `mkldnn._linear_pointwise` | `kernels.linear` computes by `torch.nn.functional.linear` |
+| `_C._functorch.peek_interpreter_stack` | the caller of `in_functorch` says what to assume |
+| `forward_ad._current_level` | `in_forward_mode` asks torch to make a dual tensor |
+| `_C._len_torch_dispatch_stack` | `in_dispatch_mode` answers yes: values are not checked |
+| `Tensor._make_wrapper_subclass` | masks of transformers' models are written |
+| `_C._disabled_torch_function_impl` | the same |
+| `utils._python_dispatch.TorchDispatchMode` | two questions of the study raise an ImportError |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def find(path: str) -> Any:
+    """Return what stands at a dotted path inside torch, or None where this torch has nothing."""
+    part: Any = torch
+    for name in path.split("."):
+        part = getattr(part, name, None)
+    return part
+
+
+_linear_pointwise = find("ops.mkldnn._linear_pointwise")
+_interpreter_stack = find("_C._functorch.peek_interpreter_stack")
+_dispatch_modes = find("_C._len_torch_dispatch_stack")
+_make_wrapper = find("Tensor._make_wrapper_subclass")
+no_torch_function = find("_C._disabled_torch_function_impl")
+
+HAS_ONEDNN_LINEAR = torch.backends.mkldnn.is_available() and _linear_pointwise is not None
+HAS_WRAPPERS = _make_wrapper is not None and no_torch_function is not None
+
+# Names by which `torch._ops.OpOverload.name` tells two of torch's private operators.
+SOFTMAX, TO_COPY = "aten::_softmax", "aten::_to_copy"
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``x @ weight.T + bias`` by oneDNN's product, where `HAS_ONEDNN_LINEAR`."""
+    out: Tensor = _linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+def in_functorch(*, unknown: bool) -> bool:
+    """True if a transform of torch.func (grad, vmap, jvp, ...) is running.
+
+    Args:
+        unknown: the answer where torch does not say.
+    """
+    return unknown if _interpreter_stack is None else _interpreter_stack() is not None
+
+
+def in_forward_mode() -> bool:
+    """True if forward-mode differentiation is running."""
+    level: int | None = getattr(forward_ad, "_current_level", None)
+    if level is not None:
+        return level >= 0
+    try:
+        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+    except RuntimeError:  # torch makes dual tensors inside of a level only
+        return False
+    return True
+
+
+def in_dispatch_mode() -> bool:
+    """True if a dispatch mode is on: torch fakes, counts or changes every operator."""
+    return _dispatch_modes is None or _dispatch_modes() > 0
+
+
+def make_wrapper(
+    kind: type, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Return a tensor of this class without memory, where `HAS_WRAPPERS`."""
+    return _make_wrapper(kind, shape, dtype=dtype, device=device)
+
+
+class _NoDispatchMode:
+    def __init__(self) -> None:
+        raise ImportError(
+            f"torch {torch.__version__} has no TorchDispatchMode, by which headwise counts the"
+            " operators of a call. Install another version of torch to measure this question."
+        )
+
+
+DispatchMode: Any = find("utils._python_dispatch.TorchDispatchMode") or _NoDispatchMode
