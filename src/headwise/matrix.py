@@ -33,6 +33,7 @@ from headwise.checks import (
 )
 from headwise.eager import is_traced, without_autocast
 from headwise.errors import LimitError, OptionError
+from headwise.kernels import cells
 from headwise.kernels.explain import Explanation, explain
 from headwise.kernels.observe import Observed, observe, seen_by
 from headwise.kernels.problem import Problem, accumulation_dtype
@@ -43,6 +44,10 @@ from headwise.kernels.tiled import Readings, Wanted, shift_of
 from headwise.masks import Mask
 from headwise.operand import LeftOperand
 from headwise.score_bias import BoundBias, ScoreBias, cast_bias
+
+# Up to so many blocks of either axis a map is a product with the members of each block, which the
+# fused kernel computes; from more, whose product would be as wide, the tiles sum the cells.
+SMALL_MAP = 64
 
 
 class Statistics(NamedTuple):
@@ -241,14 +246,17 @@ class AttentionMatrix(LeftOperand):
                     needed=f"from 1 to {size}",
                     do=f"ask for 1 to {max(1, size)} blocks",
                 )
-        in_key_block = _blocks(self.shape[3], keys, self.q)
-        by_key = self @ in_key_block[None, None]
-        # Counts of queries leave the range of float16 and the precision of bfloat16.
-        exact = by_key.to(accumulation_dtype(self.q.dtype))
-        in_query_block = _blocks(self.shape[2], queries, exact)
-        mean = in_query_block / in_query_block.sum(0).clamp(min=1)
-        with without_autocast(self.q):
-            return (mean.transpose(-2, -1) @ exact).to(self.q.dtype)
+        if max(queries, keys) > SMALL_MAP:
+            wanted = Wanted(query_blocks=queries, key_blocks=keys)
+            sums = read(self._problem(), wanted=wanted).cells
+        else:
+            by_key = self @ cells.membership(self.shape[3], keys, self.q)[None, None]
+            # Counts of queries leave the range of float16 and the precision of bfloat16.
+            by_key = by_key.to(accumulation_dtype(self.q.dtype))
+            with without_autocast(self.q):
+                members = cells.membership(self.shape[2], queries, by_key)
+                sums = members.transpose(-2, -1) @ by_key
+        return (sums / cells.sizes(self.shape[2], queries, sums)[:, None]).to(self.q.dtype)
 
     # ---- reductions -------------------------------------------------------------------------
 
@@ -373,10 +381,3 @@ class TransposedMatrix(LeftOperand):
 
     def __repr__(self) -> str:
         return f"{self.mT!r}.mT"
-
-
-def _blocks(length: int, blocks: int, like: Tensor) -> Tensor:
-    """(length, blocks): 1 where a position is in a block."""
-    position = torch.arange(length, device=like.device)
-    block = position * blocks // max(1, length)
-    return (block[:, None] == torch.arange(blocks, device=like.device)).to(like.dtype)

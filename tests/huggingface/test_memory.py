@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> LargestTensor:
     """Sees into the tiled kernel too, which is one operator."""
 
     def opened(problem: Any, v: Any, y: Any, wanted: Any) -> Readings:
-        flags = (wanted.entropy, wanted.received, wanted.average)
+        flags = astuple(wanted)
         return Readings(*sweep.sweep(*sweep.pack(problem), v, y, *flags))
 
     monkeypatch.setattr(sweep, "read", opened)

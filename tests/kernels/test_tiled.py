@@ -19,7 +19,7 @@ from headwise.score_bias import ScoreBias
 from tests import strategies
 from tests.memory import LargestTensor
 
-EVERYTHING = Wanted(entropy=True, received=True, average=True)
+EVERYTHING = Wanted(entropy=True, received=True, average=True, query_blocks=5, key_blocks=7)
 
 
 def bound(p: strategies.Problem) -> Problem:
@@ -75,7 +75,7 @@ def test_every_tiling_has_the_gradient_of_the_written_down_arithmetic(
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-COMPARED = ("out", "transposed", "log_sum", "entropy", "received", "average")
+COMPARED = ("out", "transposed", "log_sum", "entropy", "received", "average", "cells")
 
 
 def test_a_tile_that_is_hidden_whole_still_gives_its_sink_a_gradient() -> None:
@@ -105,7 +105,7 @@ def long_problem(length: int = 3000) -> Problem:
 
 def test_no_tensor_is_larger_than_a_tile() -> None:
     problem, v = long_problem(), torch.randn(1, 2, 3000, 5)
-    wanted = Wanted(entropy=True, received=True)
+    wanted = Wanted(entropy=True, received=True, query_blocks=1, key_blocks=3000)
     tile_bytes = tiles.TILE_ELEMENTS * 4
     with LargestTensor() as forward:
         readings = tiled.forward(problem, v, v, wanted)
@@ -180,7 +180,7 @@ def test_finite_input_gives_no_nan(dtype: torch.dtype) -> None:
 def test_sum_diagonals_by_hand() -> None:
     block = torch.tensor([[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]])
     # column - row = -1: 4;  0: 1 + 5;  1: 2 + 6;  2: 3
-    assert tiled.sum_diagonals(block).tolist() == [[4.0, 6.0, 8.0, 3.0]]
+    assert tiles.sum_diagonals(block).tolist() == [[4.0, 6.0, 8.0, 3.0]]
 
 
 def test_the_floor_has_weight_zero() -> None:
@@ -221,7 +221,7 @@ def test_the_operator_is_well_formed(options: str) -> None:
             "sink": torch.zeros(2, requires_grad=True),
         }
     problem = AttentionMatrix(q, k, **kwargs)._problem()
-    arguments = (*sweep.pack(problem), v, v, True, True, True)
+    arguments = (*sweep.pack(problem), v, v, True, True, True, 4, 5)
     # Schema, fake tensors and autograd registration, as torch itself checks them.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.headwise.sweep.default, arguments, test_utils=checks)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise import functional
+from headwise.kernels import cells
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Readings, Wanted, empty_readings, log_floor, shift_of
 
@@ -32,7 +33,13 @@ def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -
         entropy=sink_entropy - (p * log_p).sum(-1) if wanted.entropy else result.entropy,
         received=p.sum(2) if wanted.received else result.received,
         average=p.mean(1).to(problem.q.dtype) if wanted.average else result.average,
+        cells=_cells(p, wanted) if wanted.query_blocks else result.cells,
     )
+
+
+def _cells(p: Tensor, wanted: Wanted) -> Tensor:
+    in_query_block = cells.membership(p.shape[2], wanted.query_blocks, p)
+    return in_query_block.mT @ p @ cells.membership(p.shape[3], wanted.key_blocks, p)
 
 
 def weights(problem: Problem) -> Tensor:

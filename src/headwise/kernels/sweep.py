@@ -7,6 +7,7 @@ and ``headwise::sweep_backward`` are opaque instead, with shapes for tracing and
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ COUNT = 13  # arguments that describe the problem
 # whole compiler, 80 MB and a second, at the first one.
 _LIBRARY = torch.library.Library("headwise", "DEF")
 _LIBRARY.define(
-    f"sweep({_PROBLEM}, Tensor? v, Tensor? y, bool entropy, bool received, bool average)"
+    f"sweep({_PROBLEM}, Tensor? v, Tensor? y, bool entropy, bool received, bool average, "
+    "SymInt query_blocks, SymInt key_blocks)"
     f" -> ({_READINGS})"
 )
 _LIBRARY.define(
@@ -159,7 +161,8 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> Packed:
         [g if needed else None for g, needed in zip(biases, ctx.biases_needed, strict=True)],
         *([None] * len(arguments[5]), [None] * len(arguments[6])),
         *([None] * (COUNT - 7)),
-        *(given(v, COUNT), given(y, COUNT + 1), None, None, None),
+        *(given(v, COUNT), given(y, COUNT + 1)),
+        *([None] * len(arguments[COUNT + 2 :])),
     )
 
 
@@ -209,5 +212,4 @@ torch.library.register_autograd("headwise::sweep", _backward, setup_context=_set
 
 def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -> Readings:
     """Every asked reading, differentiable, through the operator."""
-    flags = (wanted.entropy, wanted.received, wanted.average)
-    return Readings(*torch.ops.headwise.sweep(*pack(problem), v, y, *flags))
+    return Readings(*torch.ops.headwise.sweep(*pack(problem), v, y, *astuple(wanted)))

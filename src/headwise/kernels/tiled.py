@@ -7,6 +7,7 @@ For the scores s of one query, shifted by m = max(s, sink) (0 where nothing may 
     transposed  = p^T @ y                          what keys receive of y
     received    = p^T @ 1
     average     = mean of p over heads
+    cells       = sum of p over a block of queries and a block of keys
     log_sum     = log Z                            logsumexp = m + log_sum
     entropy     = log Z + sum p (m - s)            the sink counts as one more outcome
 
@@ -16,7 +17,7 @@ large scores. Weights are divided by Z, not by exp(logsumexp), so that rows sum 
 Backward. Every reading is a function of p (or of log Z, whose gradient with m held fixed is that
 of the logsumexp), so all gradients meet in dp = dL/dp and one softmax backward:
 
-    dp = dout v^T + y dtransposed^T + dreceived + daverage / heads - dentropy log p
+    dp = dout v^T + y dtransposed^T + dreceived + daverage / heads + dcells - dentropy log p
     ds = p (dp - sum p dp + dlog_sum)              (+ dpeak at the row's maximum)
 
 (the softmax backward of FlashAttention, arXiv:2205.14135 appendix B, over more readings).
@@ -30,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.kernels import cells, tiles
 from headwise.kernels.problem import Problem, accumulation_dtype
 from headwise.kernels.tiles import KeysByColumn, Scratch, Tile, grouped, lanes, plan, tile_scores
 
@@ -44,6 +46,7 @@ class Readings(NamedTuple):
     entropy: Tensor  # (batch, heads, queries), nats
     received: Tensor  # (batch, heads, keys)
     average: Tensor  # (batch, queries, keys)
+    cells: Tensor  # (batch, heads, blocks of queries, blocks of keys)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Wanted:
     entropy: bool = False
     received: bool = False
     average: bool = False
+    query_blocks: int = 0  # cells, where there are blocks of both
+    key_blocks: int = 0
 
 
 # exp(x) is computed as exp2(x log2 e), three times faster on CPU. The shift comes off first, so the
@@ -96,8 +101,12 @@ def forward(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted
         if v is not None:
             result.out[at] = _product(problem, tile, e, v) / total[..., None]
         _column_sums(tile, e, total, y, transposed, result.received)
+        if wanted.average or result.cells.numel():
+            e.div_(total[..., None])
+        if result.cells.numel():
+            cells.add_tile(result.cells, problem, tile, e)
         if wanted.average:
-            mean = e.div_(total[..., None] * e.shape[1]).sum(1)
+            mean = e.sum(1).div_(e.shape[1])
             result.average[tile.batches, tile.rows, tile.columns] = mean.to(result.average.dtype)
     return result._replace(transposed=transposed.to(problem.q.dtype))
 
@@ -110,6 +119,7 @@ def empty_readings(
     keys = k.shape[2]
     exact = accumulation_dtype(q.dtype)
     rows, columns = (batch, heads, queries), (batch, heads, keys)
+    blocks = (batch, heads, wanted.query_blocks, wanted.key_blocks)
 
     def zeros(shape: tuple[int, ...], dtype: torch.dtype, asked: bool) -> Tensor:
         return q.new_zeros(shape if asked else (0,), dtype=dtype)
@@ -122,6 +132,7 @@ def empty_readings(
         entropy=zeros(rows, exact, wanted.entropy),
         received=zeros(columns, exact, wanted.received),
         average=zeros((batch, queries, keys), q.dtype, wanted.average),
+        cells=zeros(blocks, exact, wanted.query_blocks > 0),
     )
 
 
@@ -188,6 +199,7 @@ class Upstream:
     entropy: Tensor | None
     received: Tensor | None
     average: Tensor | None
+    cells: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,6 +302,8 @@ def _gradient_of_weights(
     if upstream.average is not None:
         share = upstream.average[tile.batches, None, tile.rows, tile.columns].to(exact)
         dp.add_(share, alpha=1.0 / problem.q.shape[1])
+    if upstream.cells is not None:
+        dp.add_(cells.of_tile(upstream.cells, problem, tile))
     if upstream.entropy is not None:
         log_p.clamp_(min=log_floor(exact))
         own = upstream.entropy[tile.batches, tile.heads, tile.rows, None]
@@ -372,18 +386,10 @@ def _add_bias_gradients(problem: Problem, tile: Tile, ds: Tensor, gradients: Gra
             shared = [axis for axis, n in enumerate(gradient.shape) if n == 1]
             gradient[own] += ds.sum(shared, keepdim=True) if shared else ds
     if gradients.table is not None:
-        diagonals = sum_diagonals(ds.sum(0))
+        diagonals = tiles.sum_diagonals(ds.sum(0))
         first = tile.columns.start - (tile.rows.stop - 1) + problem.mask.queries - 1
         span = slice(first, first + diagonals.shape[-1])
         if gradients.table.shape[0] == 1:
             gradients.table[0, span] += diagonals.sum(0)
         else:
             gradients.table[tile.heads, span] += diagonals
-
-
-def sum_diagonals(block: Tensor) -> Tensor:
-    """(heads, rows, columns) -> (heads, rows + columns - 1): sums over equal column - row."""
-    heads, rows, columns = block.shape
-    # Row i, from the last to the first, moves i places to the right in rows of one column fewer.
-    padded = torch.nn.functional.pad(block.flip(1), (0, rows)).flatten(1)
-    return padded[:, : rows * (rows + columns - 1)].view(heads, rows, -1).sum(1)

@@ -163,6 +163,14 @@ def tile_scores(
     return s, q, derivative
 
 
+def sum_diagonals(block: Tensor) -> Tensor:
+    """(heads, rows, columns) -> (heads, rows + columns - 1): sums over equal column - row."""
+    heads, rows, columns = block.shape
+    # Row i, from the last to the first, moves i places to the right in rows of one column fewer.
+    padded = torch.nn.functional.pad(block.flip(1), (0, rows)).flatten(1)
+    return padded[:, : rows * (rows + columns - 1)].view(heads, rows, -1).sum(1)
+
+
 def _apply_mask(problem: Problem, tile: Tile, s: Tensor) -> None:
     """Write -inf where the mask hides; a band touches only the columns at its edges."""
     mask, start, stop = problem.mask, tile.columns.start, tile.columns.stop
