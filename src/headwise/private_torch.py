@@ -13,11 +13,12 @@ speed, memory or a check of values is lost:
 | `Tensor._make_wrapper_subclass` | masks of transformers' models are written |
 | `_C._disabled_torch_function_impl` | the same |
 | `utils._python_dispatch.TorchDispatchMode` | two questions of the study raise an ImportError |
+| `utils._python_dispatch.is_traceable_wrapper_subclass` | `is_wrapper` asks the tensor itself |
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ _linear_pointwise = find("ops.mkldnn._linear_pointwise")
 _interpreter_stack = find("_C._functorch.peek_interpreter_stack")
 _dispatch_modes = find("_C._len_torch_dispatch_stack")
 _make_wrapper = find("Tensor._make_wrapper_subclass")
+_is_wrapper = find("utils._python_dispatch.is_traceable_wrapper_subclass")
 no_torch_function = find("_C._disabled_torch_function_impl")
 
 HAS_ONEDNN_LINEAR = torch.backends.mkldnn.is_available() and _linear_pointwise is not None
@@ -82,6 +84,13 @@ def make_wrapper(
 ) -> Any:
     """Return a tensor of this class without memory, where `HAS_WRAPPERS`."""
     return _make_wrapper(kind, shape, dtype=dtype, device=device)
+
+
+def is_wrapper(tensor: Tensor) -> TypeGuard[Any]:
+    """True if a tensor is made of other tensors, as quantised and sharded ones are."""
+    if _is_wrapper is None:
+        return hasattr(tensor, "__tensor_flatten__")
+    return bool(_is_wrapper(tensor))
 
 
 class _NoDispatchMode:

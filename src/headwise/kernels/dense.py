@@ -39,7 +39,7 @@ def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -
 
 def _cells(p: Tensor, wanted: Wanted) -> Tensor:
     in_query_block = cells.membership(p.shape[2], wanted.query_blocks, p)
-    return in_query_block.mT @ p @ cells.membership(p.shape[3], wanted.key_blocks, p)
+    return in_query_block.transpose(-2, -1) @ p @ cells.membership(p.shape[3], wanted.key_blocks, p)
 
 
 def weights(problem: Problem) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from headwise.private_torch import is_wrapper
 
 
 def plain_parts(weight: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that a weight is made of: itself, or its integers and its scales."""
-    if not is_traceable_wrapper_subclass(weight):
+    if not is_wrapper(weight):
         yield weight
         return
     for name in weight.__tensor_flatten__()[0]:
@@ -22,7 +23,7 @@ def as_floats(weight: Tensor) -> Tensor | None:
 
     A quantised weight is dequantised: these are the numbers that its products are made with.
     """
-    if is_traceable_wrapper_subclass(weight):
+    if is_wrapper(weight):
         if type(weight).dequantize is Tensor.dequantize:  # spread over devices
             return None
         weight = weight.dequantize()
