@@ -11,7 +11,6 @@ import torch
 
 from headwise.errors import DTypeError, LimitError, MaskError, OptionError, ShapeError
 from headwise.matrix import AttentionMatrix
-from headwise.score_bias import ScoreBias
 
 Q, K = torch.zeros(3, 6, 24, 10), torch.zeros(3, 2, 29, 10)
 NAN = torch.full((6,), math.nan, dtype=torch.float64)
@@ -44,14 +43,6 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], list[str]]] = [
         ["1e+39", "up to 3.4e+38"],
     ),
     ("a sink of NaN", lambda: AttentionMatrix(Q, K, sink=NAN), OptionError, ["holds nan"]),
-    (
-        "bias overflows",
-        lambda: AttentionMatrix(
-            Q, K, score_bias=ScoreBias.dense(NAN.nan_to_num(1e39), axes="heads")
-        ),
-        MaskError,
-        ["float64 score bias", "1e+39"],
-    ),
     ("lists", lambda: AttentionMatrix([1, 2], [3, 4]), DTypeError, ["q of type list", "tensor"]),
     ("no keys", lambda: AttentionMatrix(Q, None), DTypeError, ["k of type NoneType"]),
     ("a list of values", lambda: AttentionMatrix(Q, K) @ [1], DTypeError, ["v of type list"]),

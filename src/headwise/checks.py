@@ -107,18 +107,6 @@ def check_options(
         )
 
 
-def check_bias_range(q: Tensor, biases: list[Tensor]) -> None:
-    """Raise MaskError where a bias is finite in its own dtype, and not in that of the scores."""
-    for bias in biases:
-        wider = bias.dtype == torch.float64 != q.dtype
-        if wider and (too_large := _beyond(bias, q.dtype)):
-            raise MaskError(
-                saw=f"a float64 score bias that holds {too_large}, with queries of {q.dtype}",
-                needed=f"numbers up to {_range(q.dtype).max:.2g}, or -inf where a key is hidden",
-                do="use q.double() and k.double(), or a smaller bias",
-            )
-
-
 def check_score_numbers(scale: float | None, softcap: float | None, *, dtype: torch.dtype) -> None:
     """``dtype`` is that of the queries; the bounds are those of the dtype of their scores."""
     limits = _range(dtype)

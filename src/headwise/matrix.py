@@ -20,7 +20,6 @@ from headwise import functional
 from headwise.axes import MATRIX_AXES, broadcasts, describe_value, human_bytes
 from headwise.bound_mask import BoundMask
 from headwise.checks import (
-    check_bias_range,
     check_operand,
     check_options,
     check_probability,
@@ -94,7 +93,6 @@ class AttentionMatrix(LeftOperand):
         bound = dict(zip(MATRIX_AXES, self.shape, strict=True))
         self._mask: BoundMask = self.mask.bind(**bound, device=q.device)
         self.score_bias.check(**bound, device=q.device)
-        check_bias_range(q, self.score_bias.all())
 
     # ---- what it is -------------------------------------------------------------------------
 

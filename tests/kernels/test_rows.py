@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.budget import Budget
 from headwise.errors import OptionError
-from headwise.kernels import rows
+from headwise.kernels import tiles
 from headwise.masks import Mask
 from headwise.matrix import AttentionMatrix
 from headwise.score_bias import ScoreBias
@@ -49,7 +49,7 @@ def largest(x: dict[str, Tensor]) -> Tensor:
 def test_a_tensor_that_changed_in_place_raises_the_error_of_torch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "TILE_ELEMENTS", 2 * BATCH * HEADS * KEYS)  # more than one block
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 2 * BATCH * HEADS * KEYS)  # more than one block
     x = tensors()
     leaf = torch.ones((), dtype=torch.float64, requires_grad=True)
     # A change of something derived from a leaf, as an optimizer step is for a later layer.
@@ -68,7 +68,7 @@ def test_a_tensor_that_changed_in_place_raises_the_error_of_torch(
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_the_gradient_of_chosen_queries(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "TILE_ELEMENTS", 24 // blocks * BATCH * HEADS * KEYS)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 24 // blocks * BATCH * HEADS * KEYS)
     q = torch.randn(BATCH, HEADS, QUERIES, 10, requires_grad=True)
     k = torch.randn(BATCH, KV_HEADS, KEYS, 10, requires_grad=True)
     chosen = torch.randperm(QUERIES)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from headwise import budget
 from headwise.budget import BACKWARD, FORWARD, Budget
-from headwise.kernels import pieces, rows, sweep, tiles
+from headwise.kernels import pieces, sweep, tiles
 from tests.memory import LargestTensor
 from tests.paths.subjects import BATCH, EMBED, HEADS, Outputs, Subject
 
@@ -157,13 +157,11 @@ class Inside(LargestTensor):
 @contextmanager
 def small_tiles(elements: int = TILE_ELEMENTS) -> Iterator[None]:
     before = tiles.TILE_ELEMENTS
-    for module in (tiles, rows):
-        module.TILE_ELEMENTS = elements
+    tiles.TILE_ELEMENTS = elements
     try:
         yield
     finally:
-        for module in (tiles, rows):
-            module.TILE_ELEMENTS = before
+        tiles.TILE_ELEMENTS = before
 
 
 @contextmanager

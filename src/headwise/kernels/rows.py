@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise import functional
 from headwise.eager import without_autocast
+from headwise.kernels import tiles
 from headwise.kernels.problem import Problem
 from headwise.kernels.read import needs_plain_torch
 from headwise.kernels.sweep import pack, unpack
-from headwise.kernels.tiles import TILE_ELEMENTS
 from headwise.nested import leaves, mapped
 
 
@@ -36,7 +36,7 @@ def weights_at(problem: Problem, index: Tensor) -> Tensor:
 def largest(problem: Problem, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
     """The largest weights of chosen queries, and their keys, some queries at a time."""
     batch, heads, _, _ = problem.q.shape
-    step = max(1, TILE_ELEMENTS // max(1, batch * heads * problem.k.shape[2]))
+    step = max(1, tiles.TILE_ELEMENTS // max(1, batch * heads * problem.k.shape[2]))
     # ONNX cannot split at a length that varies, and its graph is dense in any case.
     blocks = (index,) if torch.onnx.is_in_onnx_export() else torch.split(index, step)
     found = [_largest_of_block(problem, count, block) for block in blocks]
