@@ -225,6 +225,14 @@ def test_the_largest_differences() -> None:
     assert error.value.needed.startswith("'apart', or one that both scans have: entropy,")
 
 
+def test_a_scan_and_a_difference_are_iterated_by_names() -> None:
+    one, two = random_scan(0), random_scan(1)
+    assert list(one) == list(one.names)
+    assert list(one.diff(two)) == list(one.diff(two).names)
+    assert "entropy" in one
+    assert "no statistic" not in one
+
+
 def test_top_of_a_scan_and_of_a_difference_have_one_signature() -> None:
     of_scan = inspect.signature(HeadScan.top).parameters
     of_diff = inspect.signature(ScanDiff.top).parameters

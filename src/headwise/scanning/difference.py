@@ -16,6 +16,7 @@ What names keys and tokens, such as the keys that receive most, has no differenc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -71,6 +72,9 @@ class ScanDiff:
     def layers(self) -> tuple[str, ...]:
         """The names of the layers, as in ``before``."""
         return self.before.layers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
 
     def __getitem__(self, name: str) -> Tensor:
         """(layers, heads, *axes) in float64: ``after - before``, NaN where either has no value.
