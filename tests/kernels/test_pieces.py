@@ -87,7 +87,7 @@ def test_pieces_are_the_reference(
     leaves = [t.requires_grad_() for t in (q, k, v)]
     options: dict[str, Any] = {"mask": mask, "score_bias": biases(keys)[bias]}
     if bias == "learned":
-        leaves.append(options["score_bias"].by_distance[0].table.table)
+        leaves.append(options["score_bias"].by_distance[0].table.numbers)
     matrix = AttentionMatrix(q, k, **options)
     assert matrix.explain(v).lines[0].kernel == "pieces"
     out, expected = matrix @ v, functional.head_outputs(q, k, v, **options)

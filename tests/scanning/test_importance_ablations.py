@@ -275,7 +275,7 @@ def test_windows_in_the_batch() -> None:
         ({"by": {"layers.0": torch.zeros(HEADS, 9)}}, r"means of layers.0: \(6, 9\)"),
         ({"heads": [1, 6]}, r"heads \[1, 6\] of layers.0"),
         ({"heads": [-1]}, r"heads \[-1\]"),
-        ({"heads": []}, r"heads \[\]"),
+        ({"heads": []}, r"heads=\[\]"),
         ({"layers": ["layers.7"]}, "layers.7"),
         ({"by": "mean", "layers": ["layers.7"]}, "layers.7"),
     ],

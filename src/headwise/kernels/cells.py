@@ -83,8 +83,9 @@ def membership(length: int, blocks: int, like: Tensor) -> Tensor:
 
 def sizes(length: int, blocks: int, like: Tensor) -> Tensor:
     """How many positions each block has, at least 1."""
-    edges = torch.arange(blocks + 1, device=like.device) * -length // blocks
-    return (edges[:-1] - edges[1:]).clamp(min=1).to(like.dtype)
+    # Of positive numbers: ONNX rounds quotients of integers towards 0.
+    edges = (torch.arange(blocks + 1, device=like.device) * length + (blocks - 1)) // blocks
+    return (edges[1:] - edges[:-1]).clamp(min=1).to(like.dtype)
 
 
 def _blocks_of_tile(cells: Tensor, problem: Problem, tile: Tile) -> tuple[Blocks, Blocks]:

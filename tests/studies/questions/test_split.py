@@ -128,7 +128,7 @@ def test_heads_of_interleaved_channels_are_noticed(monkeypatch: pytest.MonkeyPat
 
     class Interleaved(Attention):
         def _heads(self, x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
-            return x.unflatten(-1, (-1, heads)).movedim(-1, 1)
+            return x.unflatten(-1, (-1, heads)).movedim(-1, 1).contiguous()
 
     monkeypatch.setattr(own_layers, "Attention", Interleaved)
     said = " ".join(failing(ask(split.QUESTION)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.errors import PolarityWarning
 from headwise.masks import Mask
 from headwise.models.reading import Progress
 from headwise.peers.gpt2 import GPT2
@@ -174,7 +176,9 @@ def same_objects(layers: Layers) -> dict[str, Any]:
     mask = Mask.from_torch_padding(padding)
     budget = whole_layer.budget(x, x, x, layers.weights, num_heads=HEADS, mask=mask)
     call = {"key_padding_mask": padding, "need_weights": False}
-    outputs = {name: layers.packed.inner(*way, **call)[0] for name, way in ways.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolarityWarning)  # a text of padding alone is asked for
+        outputs = {name: layers.packed.inner(*way, **call)[0] for name, way in ways.items()}
     outputs |= {
         "Attention_one": layers.apart.inner(x, mask=mask),
         "Attention_two": layers.apart.inner(x, copy, mask=mask),
