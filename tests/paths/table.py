@@ -14,8 +14,10 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "paths.md"
 HEAD = """\
 # Paths
 
-What works where. Each cell was run on the CPU by the tests in `tests/paths`, which fail when this
-page is not what they find. `python -m tests.paths --write` writes it.
+What works where. Each cell was run on the CPU, with torch 2.13.0, by the tests in `tests/paths`,
+which fail when this page is not what they find. `python -m tests.paths --write` writes it.
+`make oldest` and `make newest` run these and other tests at both ends of the range of torch; the
+[log](log.md) has what was run there, and what did not pass.
 
 - **works**: the outputs, and on paths with a backward pass the gradients, are within the error
   budget of the float64 reference, or the same bits as in eager mode. Where lengths can vary, one
