@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 from headwise.errors import OptionError
+from headwise.scanning.content_digest import digest_of
 from headwise.scanning.scan import scan
 from headwise.scanning.weights import as_floats, plain_parts
 from tests.scanning.models import BATCH, CASES, LENGTH, llama, tokens
@@ -65,3 +67,20 @@ def test_weights_without_a_form_as_floats() -> None:
     floats = whole.float()
     assert as_floats(floats) is floats
     assert [part is whole for part in plain_parts(whole)] == [True]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_their_digest_counts_their_parts(kind: str) -> None:
+    """`headwise scan --out` keeps a digest of the weights beside its parts."""
+    model = quantised(kind)
+    digest = digest_of(model.state_dict())
+    assert digest_of(copy.deepcopy(model).state_dict()) == digest
+    model.layers[1].mlp.up_proj.weight.scale.data[3] *= 2
+    assert digest_of(model.state_dict()) != digest
+
+
+def test_their_digest_counts_how_they_are_quantised() -> None:
+    weight = quantised("weights").layers[0].mlp.up_proj.weight
+    digest = digest_of(weight)
+    weight.reduce_range = not weight.reduce_range
+    assert digest_of(weight) != digest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
+from headwise.private_torch import is_wrapper
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object; other in every process
 
 
 def digest_of(content: Any) -> str:
@@ -32,6 +36,8 @@ def _feed(feed: Callable[[bytes | memoryview], None], content: Any) -> None:
         _feed_piece(feed, type(content).__name__, repr(content).encode())
     elif isinstance(content, str):
         _feed_piece(feed, "str", content.encode("utf-8", "surrogatepass"))
+    elif isinstance(content, Tensor) and is_wrapper(content):
+        _feed_wrapper(feed, content)
     elif isinstance(content, Tensor):
         plain = content.detach().cpu().contiguous()
         _feed_piece(feed, f"{plain.dtype} {list(plain.shape)}", b"")
@@ -49,6 +55,13 @@ def _feed(feed: Callable[[bytes | memoryview], None], content: Any) -> None:
             _feed(feed, item)
     else:
         raise _no_digest(f"a {type(content).__name__}")
+
+
+def _feed_wrapper(feed: Callable[[bytes | memoryview], None], content: Any) -> None:
+    """Feed a tensor that is made of others, such as a quantised one: its class, parts and rest."""
+    names, rest = content.__tensor_flatten__()
+    _feed_piece(feed, type(content).__name__, _ADDRESS.sub("", repr(rest)).encode())
+    _feed(feed, {name: getattr(content, name) for name in names})
 
 
 def _feed_piece(feed: Callable[[bytes | memoryview], None], kind: str, value: bytes) -> None:
