@@ -59,7 +59,12 @@ def autocasts(kind: str) -> bool:
     return _has_autocast(kind) and torch.is_autocast_enabled(kind)
 
 
-# torch.compile and torch.export of torch 2.11 cannot look into torch's own function.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+# Looked up once: torch.compile of torch 2.11 cannot look into torch's own function.
+_AUTOCASTS = {
+    kind: torch.amp.is_autocast_available(kind) for kind in ("cpu", "cuda", "mps", "xpu", "meta")
+}
+
+
 def _has_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)
+    known = _AUTOCASTS.get(kind)
+    return torch.amp.is_autocast_available(kind) if known is None else known
