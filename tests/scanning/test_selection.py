@@ -159,3 +159,12 @@ def test_no_message_prints_what_was_given(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError) as refused:
         scan(**{**given, **options})
     assert len(str(refused.value)) < LONGEST
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [torch.tensor([True, False]), torch.tensor(True), torch.tensor([[0, 1]]), torch.ones(2)],
+)
+def test_a_tensor_of_other_numbers_names_no_heads(heads: Tensor) -> None:
+    with pytest.raises(OptionError, match="heads="):
+        select_heads(heads)

@@ -6,10 +6,13 @@ from collections.abc import Collection, Iterable
 from operator import index
 from typing import Any, SupportsIndex
 
+from torch import Tensor
+
 from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.heads.statistics import catalogue
 from headwise.heads.statistics.statistic import Statistic
+from headwise.integers import is_integer
 
 Layers = str | Collection[str] | None
 Numbers = int | Collection[int]
@@ -98,14 +101,22 @@ def _whole(name: str, numbers: Any, *, do: str) -> tuple[int, ...]:
     needed = "a whole number, or several"
     if isinstance(numbers, str | bytes):
         raise OptionError(saw=f"{name}={describe_value(numbers)}", needed=needed, do=do)
-    single = isinstance(numbers, SupportsIndex) and not getattr(numbers, "shape", ())
+    single = _is_whole(numbers)
     chosen = (numbers,) if single else _several(name, numbers, needed=needed, do=do)
-    if not all(isinstance(n, SupportsIndex) and not isinstance(n, bool) for n in chosen):
+    if not all(_is_whole(n) for n in chosen):
         raise OptionError(saw=f"{name}={describe_value(numbers)}", needed=needed, do=do)
     return tuple(index(n) for n in chosen)
 
 
+def _is_whole(number: Any) -> bool:
+    """True for an integer or a tensor of one; a bool is none, in a tensor too."""
+    if isinstance(number, Tensor):
+        return number.dim() == 0 and is_integer(number)
+    one_number = isinstance(number, SupportsIndex) and not getattr(number, "shape", ())
+    return one_number and not isinstance(number, bool)
+
+
 def _several(name: str, value: Any, *, needed: str, do: str) -> tuple[Any, ...]:
-    if not isinstance(value, Iterable):
+    if not isinstance(value, Iterable) or (isinstance(value, Tensor) and value.dim() == 0):
         raise OptionError(saw=f"{name}={describe_value(value)}", needed=needed, do=do)
     return tuple(value)
