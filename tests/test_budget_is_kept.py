@@ -70,8 +70,11 @@ def test_a_sum_that_stands_still_is_within(keys: int, share: float) -> None:
     k[..., 1:, 0] = math.log(share * 2**-24)
     p, bias = Problem(q, k, v), torch.zeros(1, 1, 1, keys)
     Budget.for_head_outputs(q, k, v, factor=0.0).assert_holds(fused(p, bias))
-    weights = torch.softmax(functional.scores(q, k), -1)
-    Budget.for_weights(q, k, factor=0.0).assert_holds(weights)
+    # torch's softmax adds n / 8 terms one after the other in each lane of AVX2 (n / 16 of AVX-512):
+    # more than 4 * sqrt(n) from 1,024 keys, in a row as contrived as this one.
+    if keys <= 1024:
+        weights = torch.softmax(functional.scores(q, k), -1)
+        Budget.for_weights(q, k, factor=0.0).assert_holds(weights)
     exp = (functional.scores(q, k)).exp()
     Budget.for_logsumexp(q, k, factor=0.0).assert_holds(exp.sum(-1).log())
 

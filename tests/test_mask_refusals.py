@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jaxtyping
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
-from headwise.errors import DeviceError, MaskError, OptionError
+from headwise.errors import DeviceError, DTypeError, MaskError, OptionError
 from headwise.masks import Mask
 
 
@@ -37,6 +38,31 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: Mask.window(-2, 0),
         OptionError,
         ["left=-2", "left: a whole number from 0"],
+    ),
+    "a list in torch's convention": (
+        lambda: Mask.from_torch([True]),  # type: ignore[arg-type]
+        DTypeError,
+        ["mask of type list"],
+    ),
+    "no padding": (
+        lambda: Mask.from_torch_padding(None),  # type: ignore[arg-type]
+        DTypeError,
+        ["mask of type NoneType"],
+    ),
+    "an array": (
+        lambda: Mask.from_sdpa(numpy.ones((24, 29), bool)),  # type: ignore[arg-type]
+        DTypeError,
+        ["mask of type ndarray", "torch.as_tensor"],
+    ),
+    "a list that may attend": (
+        lambda: Mask.may_attend([True], axes="keys"),  # type: ignore[arg-type]
+        DTypeError,
+        ["allowed of type list"],
+    ),
+    "a list of heads": (
+        lambda: Mask.causal().of_heads([0]),  # type: ignore[arg-type]
+        OptionError,
+        ["heads of type list", "torch.tensor([0])"],
     ),
     "negative right": (lambda: Mask.window(None, -1), OptionError, ["right=-1", "right=1"]),
     "alignment": (

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.errors import DTypeError, LimitError, MaskError, OptionError, ShapeError
+from headwise.errors import (
+    ArgumentError,
+    DTypeError,
+    LimitError,
+    MaskError,
+    OptionError,
+    ShapeError,
+)
 from headwise.matrix import AttentionMatrix
 
 Q, K = torch.zeros(3, 6, 24, 10), torch.zeros(3, 2, 29, 10)
@@ -70,6 +77,61 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], list[str]]] = [
     ),
     ("pool", lambda: AttentionMatrix(Q, K).pool(25, 3), OptionError, ["25 queries", "24 queries"]),
     ("topk", lambda: AttentionMatrix(Q, K).topk(30), OptionError, ["topk(30)", "29 keys"]),
+    ("topk of text", lambda: AttentionMatrix(Q, K).topk("a"), OptionError, ["topk('a')"]),
+    ("topk of a half", lambda: AttentionMatrix(Q, K).topk(1.5), OptionError, ["topk(1.5)"]),
+    (
+        "topk's former argument",
+        lambda: AttentionMatrix(Q, K).topk(2, rows=None),
+        ArgumentError,
+        ["no argument 'rows'", "A.topk(k, queries=index)"],
+    ),
+    ("pool of a half", lambda: AttentionMatrix(Q, K).pool(1.5, 1), OptionError, ["1.5 queries"]),
+    ("a scale of text", lambda: AttentionMatrix(Q, K, scale="a"), OptionError, ["scale='a'"]),
+    ("a softcap of text", lambda: AttentionMatrix(Q, K, softcap="a"), OptionError, ["softcap='a'"]),
+    ("limit", lambda: AttentionMatrix(Q, K).dense(limit="a"), OptionError, ["limit='a'", "bytes"]),
+    (
+        "dropout of text",
+        lambda: AttentionMatrix(Q, K).dropped(K, dropout_p="a"),
+        OptionError,
+        ["got 'a'"],
+    ),
+    (
+        "values of an average",
+        lambda: AttentionMatrix(Q, K).outputs_and_average([1]),
+        DTypeError,
+        ["v of type list"],
+    ),
+    (
+        "seen_by",
+        lambda: AttentionMatrix(Q, K).seen_by([True]),
+        ShapeError,
+        ["[True]", "queries 24"],
+    ),
+    (
+        "seen_by of numbers",
+        lambda: AttentionMatrix(Q, K).seen_by(torch.ones(3, 24)),
+        ShapeError,
+        ["torch.float32", "bool"],
+    ),
+    (
+        "causal",
+        lambda: AttentionMatrix(Q, K, is_causal=True),
+        ArgumentError,
+        ["is_causal", "mask=Mask.causal()"],
+    ),
+    (
+        "attn_mask",
+        lambda: AttentionMatrix(Q, K, attn_mask=Q > 0),
+        ArgumentError,
+        ["Mask.from_sdpa(m)", "ScoreBias.dense(m"],
+    ),
+    (
+        "dropout_p",
+        lambda: AttentionMatrix(Q, K, dropout_p=0.5),
+        ArgumentError,
+        ["A.dropped(v, dropout_p=0.5)"],
+    ),
+    ("gqa", lambda: AttentionMatrix(Q, K, enable_gqa=True), ArgumentError, ["leave it out"]),
     ("dense", lambda: AttentionMatrix(Q, K).dense(limit=1000), LimitError, ["50 kB", "1.0 kB"]),
 ]
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.errors import DeviceError, MaskError, OptionError
+from headwise.errors import DeviceError, DTypeError, MaskError, OptionError
+from headwise.masks import Mask
 from headwise.score_bias import BoundBias, ScoreBias
 from tests.strategies import score_biases
 
@@ -202,6 +203,36 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         lambda: ScoreBias.dense(PAIRS > 0, axes="queries keys"),
         MaskError,
         ["torch.bool", "Mask.may_attend"],
+    ),
+    "a list": (
+        lambda: ScoreBias.dense([1.0], axes="keys"),  # type: ignore[arg-type]
+        DTypeError,
+        ["bias of type list"],
+    ),
+    "slopes in a list": (
+        lambda: ScoreBias.alibi([1.0]),  # type: ignore[arg-type]
+        DTypeError,
+        ["slopes of type list"],
+    ),
+    "slopes for pairs": (
+        lambda: ScoreBias.alibi(PAIRS),
+        MaskError,
+        ["(24, 29)", "floats of shape (heads)"],
+    ),
+    "a table in a list": (
+        lambda: ScoreBias.relative([[1.0]]),  # type: ignore[arg-type]
+        DTypeError,
+        ["table of type list"],
+    ),
+    "a table of integers": (
+        lambda: ScoreBias.relative(torch.zeros(6, 9, dtype=torch.int64)),
+        MaskError,
+        ["torch.int64", "(heads, distances)"],
+    ),
+    "a mask added": (
+        lambda: ScoreBias.dense(PAIRS, axes="queries keys") + Mask.causal(),  # type: ignore[operator]
+        MaskError,
+        ["ScoreBias + ", "needed: a ScoreBias"],
     ),
     "axes out of order": (
         lambda: ScoreBias.dense(PAIRS, axes="keys queries"),

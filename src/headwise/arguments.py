@@ -1,8 +1,8 @@
-"""Arguments that a function does not have, refused with the answer to what was meant.
+"""Arguments of the wrong type, and those that a function does not have.
 
-`explains` wraps a function whose callers come from other libraries. Where Python would say
-"got an unexpected keyword argument", an `ArgumentError`, which is a TypeError too, says what to
-pass instead.
+`explains` wraps a function whose callers come from other libraries. Where Python would say "got an
+unexpected keyword argument", an `ArgumentError`, which is a TypeError too, says what to pass
+instead.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
+from torch import Tensor
+
 from headwise.axes import describe_value
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, DTypeError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +32,24 @@ class Answer(NamedTuple):
 
     needed: str
     do: str
+
+
+def require_tensors(**arguments: object) -> None:
+    """Raise DTypeError for an argument that is no tensor; its name is the keyword."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise DTypeError(
+                saw=f"{name} of type {type(value).__name__}",
+                needed=f"a tensor for {name}",
+                do=f"e.g. torch.as_tensor({name})",
+            )
+
+
+def is_number(value: object) -> bool:
+    """True if a value can be compared with a float: a number of any library, or a scalar tensor."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, float | int) or hasattr(value, "__float__")
 
 
 def explains(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headwise.arguments import is_number, require_tensors
 from headwise.axes import describe_value, sizes
 from headwise.eager import may_check_values
-from headwise.errors import DeviceError, DTypeError, MaskError, OptionError, ShapeError
+from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.integers import as_int64, is_integer
 from headwise.masks import Mask, refuse_what_is_no_mask
-from headwise.score_bias import ScoreBias
+from headwise.score_bias import ScoreBias, refuse_what_is_no_bias
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,24 +25,7 @@ def require_mask(mask: object) -> Mask:
 def require_score_bias(score_bias: object) -> ScoreBias:
     if score_bias is None:
         return ScoreBias()
-    if isinstance(score_bias, ScoreBias):
-        return score_bias
-    raise MaskError(
-        saw=f"score_bias={describe_value(score_bias)}",
-        needed="a ScoreBias, or None",
-        do='ScoreBias.dense(t, axes="queries keys"), or ScoreBias.alibi(slopes)',
-    )
-
-
-def require_tensors(**operands: object) -> None:
-    for name, operand in operands.items():
-        if not isinstance(operand, Tensor):
-            raise DTypeError(
-                saw=f"{name} of type {type(operand).__name__}",
-                needed=f"a tensor for {name}",
-                do=f"e.g. torch.as_tensor({name}, dtype=torch.float32), with 4 axes: "
-                "(batch, heads, length, width)",
-            )
+    return refuse_what_is_no_bias(score_bias, "score_bias=")
 
 
 def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
@@ -111,13 +95,13 @@ def check_score_numbers(scale: float | None, softcap: float | None, *, dtype: to
     """``dtype`` is that of the queries; the bounds are those of the dtype of their scores."""
     limits = _range(dtype)
     # Comparisons, not math.isfinite: they also hold for the symbolic floats of a compiled graph.
-    if scale is not None and not abs(scale) <= limits.max:
+    if scale is not None and not (is_number(scale) and abs(scale) <= limits.max):
         raise OptionError(
             saw=f"scale={describe_value(scale)} with queries of dtype {dtype}",
             needed=f"a finite number from {limits.min:.2g} to {limits.max:.2g}",
             do="1/sqrt(head_dim) is the default",
         )
-    if softcap is not None and not limits.tiny <= softcap <= limits.max:
+    if softcap is not None and not (is_number(softcap) and limits.tiny <= softcap <= limits.max):
         raise OptionError(
             saw=f"softcap={describe_value(softcap)} with queries of dtype {dtype}",
             needed=f"a number from {limits.tiny:.2g} to {limits.max:.2g}, or None for no softcap",
@@ -173,9 +157,10 @@ def checked_rows(index: Tensor, queries: int, *, call: str) -> Tensor:
 
 
 def check_probability(dropout_p: float) -> None:
-    if not 0 <= dropout_p <= 1:
+    if not (is_number(dropout_p) and 0 <= dropout_p <= 1):
         raise OptionError(
-            saw=f"dropout probability has to be between 0 and 1, but got {dropout_p}",
+            saw="dropout probability has to be between 0 and 1, but got "
+            f"{describe_value(dropout_p)}",
             needed="0 <= dropout <= 1",
             do="set layer.dropout, e.g. 0.1",
         )

@@ -12,9 +12,7 @@ A `Mask` is a conjunction of clauses, none of which is queries x keys by nature:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import SupportsIndex
 
@@ -22,6 +20,7 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
+from headwise.arguments import require_tensors
 from headwise.axes import describe_value
 from headwise.bound_mask import (
     Align,
@@ -35,7 +34,7 @@ from headwise.bound_mask import (
 )
 from headwise.eager import may_check_values
 from headwise.errors import MaskError, OptionError
-from headwise.integers import as_int64
+from headwise.integers import as_count, as_int64
 
 
 @dataclass(frozen=True)
@@ -297,6 +296,7 @@ def refuse_what_is_no_mask(value: object, place: str) -> Mask:
 
 
 def _require_bool(tensor: Tensor, where: str) -> None:
+    require_tensors(allowed=tensor)
     if tensor.dtype != torch.bool:
         raise MaskError(
             saw=f"{where} given a tensor of dtype {tensor.dtype}",
@@ -329,6 +329,7 @@ def _from_convention(mask: Tensor, num_heads: int | None, *, true_attends: bool)
 
 def _allowed(mask: Tensor, *, true_attends: bool) -> Tensor:
     """True = may attend, from a bool mask of either polarity or a float mask of 0 and -inf."""
+    require_tensors(mask=mask)
     if mask.dtype == torch.bool:
         return mask if true_attends else ~mask
     if not mask.is_floating_point():
@@ -354,14 +355,9 @@ def _side(name: str, side: object) -> int | None:
     """Return one side of a window as Python's integer, or as the symbol of a compiled graph."""
     if side is None:
         return None
-    count: int | torch.SymInt | None = None
-    if isinstance(side, torch.SymInt):
-        count = side
-    else:
-        with suppress(TypeError):  # raised for all that is no integer
-            count = operator.index(side)  # type: ignore[arg-type]
+    count = as_count(side)
     if count is not None and count >= 0:
-        return count  # type: ignore[return-value]
+        return count
     raise OptionError(
         saw=f"a window with {name}={describe_value(side)}",
         needed=f"{name}: a whole number from 0, or None for no bound on that side",

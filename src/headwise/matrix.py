@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from headwise import functional
+from headwise.arguments import Answer, explains, is_number, require_tensors
 from headwise.axes import MATRIX_AXES, broadcasts, describe_value, human_bytes
 from headwise.bound_mask import BoundMask
 from headwise.checks import (
@@ -28,10 +29,10 @@ from headwise.checks import (
     refuse_operand,
     require_mask,
     require_score_bias,
-    require_tensors,
 )
 from headwise.eager import is_traced, without_autocast
-from headwise.errors import LimitError, OptionError
+from headwise.errors import LimitError, OptionError, ShapeError
+from headwise.integers import as_count
 from headwise.kernels import cells
 from headwise.kernels.explain import Explanation, explain
 from headwise.kernels.observe import Observed, observe, seen_by
@@ -47,6 +48,20 @@ from headwise.score_bias import BoundBias, ScoreBias, cast_bias
 # Up to so many blocks of either axis a map is a product with the members of each block, which the
 # fused kernel computes; from more, whose product would be as wide, the tiles sum the cells.
 SMALL_MAP = 64
+
+# What scaled_dot_product_attention calls the options of a matrix.
+_SDPA_WORDS = {
+    "attn_mask": Answer(
+        "a Mask for a bool mask (True = may attend there), a ScoreBias for a float one",
+        'mask=Mask.from_sdpa(m), or score_bias=ScoreBias.dense(m, axes="queries keys")',
+    ),
+    "is_causal": Answer("a mask", "mask=Mask.causal()"),
+    "dropout_p": Answer("a matrix before dropout", "A.dropped(v, dropout_p={value})"),
+    "enable_gqa": Answer("any number of kv_heads that divides that of heads", "leave it out"),
+}
+_ROWS_IS_QUERIES = {
+    "rows": Answer("queries=, which is the name of this", "A.topk(k, queries=index)")
+}
 
 
 class Statistics(NamedTuple):
@@ -74,6 +89,7 @@ class AttentionMatrix(LeftOperand):
         ShapeError, DTypeError, DeviceError, OptionError, MaskError: what does not fit together.
     """
 
+    @explains(_SDPA_WORDS)
     def __init__(
         self,
         q: Float[Tensor, "batch heads queries head_dim"],
@@ -140,6 +156,7 @@ class AttentionMatrix(LeftOperand):
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch queries keys"]]:
         """``A @ v`` and ``A.head_average()``; in inference one pass serves both."""
+        require_tensors(v=v)
         # A trace is checked in another grad mode than it was made in, and must not differ.
         if is_traced() or (torch.is_grad_enabled() and self._requires_grad(v)):
             # Two passes forward: the fused kernel's backward is worth more than the pass.
@@ -169,7 +186,14 @@ class AttentionMatrix(LeftOperand):
 
         Raises:
             LimitError: it would take more than ``limit`` bytes (None: no limit).
+            OptionError: a limit that is no number.
         """
+        if limit is not None and not is_number(limit):
+            raise OptionError(
+                saw=f"dense(limit={describe_value(limit)})",
+                needed="a number of bytes, or None for no limit",
+                do="e.g. dense(limit=2**34)",
+            )
         if limit is not None and self._bytes() > limit:
             raise LimitError(
                 saw=f"dense() of {self!r}",
@@ -201,31 +225,29 @@ class AttentionMatrix(LeftOperand):
         shift = shift_of(reading.peak.detach(), self._detached_sink())[..., first:stop]
         return torch.exp(s - shift - reading.log_sum[..., first:stop]).to(self.q.dtype)
 
+    @explains(_ROWS_IS_QUERIES)
     def topk(
-        self, k: int, queries: Integer[Tensor, " rows"] | None = None, *, rows: None = None
+        self, k: SupportsIndex, queries: Integer[Tensor, " rows"] | None = None
     ) -> tuple[Float[Tensor, "batch heads rows k"], Int[Tensor, "batch heads rows k"]]:
         """The k largest weights of each query, and their keys; ``queries`` chooses some of them.
 
-        Hidden keys have weight 0 and may be among the k where fewer keys are allowed. ``rows`` is
-        the former name of ``queries``, and is refused.
+        Hidden keys have weight 0 and may be among the k where fewer keys are allowed.
+
+        Raises:
+            OptionError: a ``k`` that is no number of keys, or ``queries`` that do not exist.
         """
-        if rows is not None:
+        count = as_count(k)
+        if count is None or not 0 <= count <= self.shape[3]:
             raise OptionError(
-                saw=f"topk({k}, rows={describe_value(rows)})",
-                needed="queries=, which is the name of this argument",
-                do=f"A.topk({k}, queries=index)",
-            )
-        if not 0 <= k <= self.shape[3]:
-            raise OptionError(
-                saw=f"topk({k}) over {self.shape[3]} keys",
+                saw=f"topk({describe_value(k)}) over {self.shape[3]} keys",
                 needed=f"k from 0 to {self.shape[3]}",
-                do="ask for fewer keys",
+                do="ask for fewer keys" if count else f"e.g. topk({min(5, self.shape[3])})",
             )
         if queries is None:
             queries = torch.arange(self.shape[2], device=self.q.device)
         else:
-            queries = checked_rows(queries, self.shape[2], call=f"topk({k}, queries=index)")
-        return largest(self._problem(), k, queries)
+            queries = checked_rows(queries, self.shape[2], call=f"topk({count}, queries=index)")
+        return largest(self._problem(), count, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
         """A map of this many cells: weight from a block of queries to a block of keys.
@@ -234,16 +256,8 @@ class AttentionMatrix(LeftOperand):
         a row of the map sums to 1 where every query attends. Blocks are as equal as they can be:
         position i of n is in block floor(i * blocks / n).
         """
-        for axis, asked, size in (
-            ("queries", queries, self.shape[2]),
-            ("keys", keys, self.shape[3]),
-        ):
-            if not 1 <= asked <= max(1, size):
-                raise OptionError(
-                    saw=f"pool to {asked} {axis} of a matrix with {size} {axis}",
-                    needed=f"from 1 to {size}",
-                    do=f"ask for 1 to {max(1, size)} blocks",
-                )
+        queries = _blocks("queries", queries, self.shape[2])
+        keys = _blocks("keys", keys, self.shape[3])
         if max(queries, keys) > SMALL_MAP:
             wanted = Wanted(query_blocks=queries, key_blocks=keys)
             sums = read(self._problem(), wanted=wanted).cells
@@ -282,7 +296,19 @@ class AttentionMatrix(LeftOperand):
         return read(self._problem(), wanted=Wanted(received=True)).received
 
     def seen_by(self, queries: Bool[Tensor, "batch queries"]) -> Int[Tensor, "batch _ keys"]:
-        """How many of these queries may attend to each key; one axis of heads where all agree."""
+        """How many of these queries may attend to each key; one axis of heads where all agree.
+
+        Raises:
+            ShapeError: ``queries`` is no bool tensor of (batch, queries).
+        """
+        expected = self.shape[0], self.shape[2]
+        is_bool = isinstance(queries, Tensor) and queries.dtype == torch.bool
+        if not is_bool or queries.shape != expected:
+            raise ShapeError(
+                saw=f"seen_by({describe_value(queries)})",
+                needed=f"a bool tensor of shape (batch {expected[0]}, queries {expected[1]})",
+                do=f"torch.ones({expected[0]}, {expected[1]}, dtype=torch.bool) for all queries",
+            )
         return seen_by(self._problem(), queries)
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
@@ -348,6 +374,18 @@ class AttentionMatrix(LeftOperand):
 
     def _bytes(self) -> int:
         return math.prod(self.shape) * self.q.element_size()
+
+
+def _blocks(axis: str, blocks: SupportsIndex, size: int) -> int:
+    """Return into how many blocks a map divides an axis, or raise OptionError."""
+    count = as_count(blocks)
+    if count is None or not 1 <= count <= max(1, size):
+        raise OptionError(
+            saw=f"pool to {describe_value(blocks)} {axis} of a matrix with {size} {axis}",
+            needed=f"a whole number from 1 to {size}",
+            do=f"ask for 1 to {max(1, size)} blocks",
+        )
+    return count
 
 
 class TransposedMatrix(LeftOperand):

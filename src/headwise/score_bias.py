@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
-from headwise.axes import broadcasts
+from headwise.arguments import require_tensors
+from headwise.axes import broadcasts, describe_value
 from headwise.bound_mask import (
     Align,
     at_pairs,
@@ -117,6 +118,7 @@ class ScoreBias:
     @classmethod
     def dense(cls, bias: Float[Tensor, "..."], *, axes: str) -> ScoreBias:
         """A float tensor whose axes are named, e.g. ``axes="heads queries keys"``."""
+        require_tensors(bias=bias)
         if not bias.is_floating_point():
             raise MaskError(
                 saw=f"ScoreBias.dense given a tensor of dtype {bias.dtype}",
@@ -130,7 +132,11 @@ class ScoreBias:
         """``-slope * |key - query|`` for each head (Press et al. 2022, arXiv:2108.12409).
 
         The product is made in float32 or wider, whatever the dtype of the slopes.
+
+        Raises:
+            MaskError: slopes that are no floats, or not one for each head.
         """
+        _require_numbers(slopes, "slopes", ("heads",))
         return cls(by_distance=(ByDistance("alibi", _Alibi(slopes), align),))
 
     @classmethod
@@ -142,6 +148,7 @@ class ScoreBias:
         ``table`` has 2 * reach + 1 columns; farther keys take the outermost entry (the clipping
         of Shaw et al. 2018, arXiv:1803.02155).
         """
+        _require_numbers(table, "table", ("heads", "distances"))
         if table.shape[1] % 2 == 0:
             raise MaskError(
                 saw=f"a relative table with {table.shape[1]} distances",
@@ -158,6 +165,7 @@ class ScoreBias:
         return ScoreBias(parts, tensors)
 
     def __add__(self, other: ScoreBias) -> ScoreBias:
+        refuse_what_is_no_bias(other, "ScoreBias + ")
         return ScoreBias(self.by_distance + other.by_distance, self.tensors + other.tensors)
 
     def aligned(self, align: Align) -> ScoreBias:
@@ -337,6 +345,27 @@ def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.finfo(bias.dtype).max <= limits.max:
         return cast
     return torch.where(bias.isinf(), cast, bias.clamp(limits.min, limits.max).to(dtype))
+
+
+def refuse_what_is_no_bias(value: object, place: str) -> ScoreBias:
+    """Return a ScoreBias as it is; refuse all else."""
+    if isinstance(value, ScoreBias):
+        return value
+    raise MaskError(
+        saw=f"{place}{describe_value(value)}",
+        needed="a ScoreBias",
+        do='ScoreBias.dense(t, axes="queries keys"), or ScoreBias.alibi(slopes)',
+    )
+
+
+def _require_numbers(tensor: Tensor, name: str, axes: tuple[str, ...]) -> None:
+    require_tensors(**{name: tensor})
+    if not tensor.is_floating_point() or tensor.dim() != len(axes):
+        raise MaskError(
+            saw=f"{name}={describe_value(tensor)}",
+            needed=f"floats of shape ({', '.join(axes)})",
+            do=f"e.g. {name}.float(), with one row for each head",
+        )
 
 
 def _check_values(bias: Tensor, device: torch.device) -> None:

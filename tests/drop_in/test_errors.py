@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from headwise import HeadwiseError, MultiheadAttention
 from headwise.drop_in import multi_head_attention_forward, refusals
+from headwise.errors import DTypeError
 from tests.drop_in.cases import BATCH, EMBED, HEADS, KEYS, QUERIES, pair
 
 Q, K, V = (
@@ -230,6 +232,19 @@ def test_nan_in_a_mask_is_refused(where: str) -> None:
     for training in (True, False):
         with pytest.raises(HeadwiseError, match="nan"):
             ours.train(training)(Q, K, V, **{where: mask})
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("wrong", [None, [[1.0]], numpy.zeros((24, 3, 60))])
+def test_an_input_is_a_tensor(wrong: object) -> None:
+    _, ours = pair()
+    for inputs, name in (
+        ((wrong, K, V), "query"),
+        ((Q, wrong, V), "key"),
+        ((Q, K, wrong), "value"),
+    ):
+        with pytest.raises(DTypeError, match=f"{name} of type {type(wrong).__name__}"):
+            ours(*inputs)
 
 
 def test_negative_dropout_is_refused_with_weights_and_without() -> None:

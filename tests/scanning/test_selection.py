@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from headwise.errors import OptionError
 from headwise.heads.statistics.catalogue import named
@@ -73,6 +74,8 @@ def test_numbers_of_any_kind_and_each_once() -> None:
         (lambda: select_tokens("separators", "."), r"separators='\.'[\s\S]*convert_tokens_to_ids"),
         (lambda: select_statistics([Entropy]), r"do: +Entropy\(\), an object"),  # type: ignore[list-item]
         (lambda: select_statistics(3), "statistics=3"),  # type: ignore[arg-type]
+        (lambda: select_layers(b"x"), "layers=b'x'"),  # type: ignore[arg-type]
+        (lambda: select_statistics(b"entropy"), "statistics=b'entropy'"),  # type: ignore[arg-type]
         (lambda: select_statistics([3]), "statistics with 3"),  # type: ignore[list-item]
         (lambda: named(["entropie"]), r"'entropie'[\s\S]*do: +'entropy' is the nearest"),
         (lambda: named(["zzz"]), "a Statistic of your own"),
@@ -132,6 +135,24 @@ def test_there_are_tokens(make: Callable[[], Any]) -> None:
 def test_tokens_are_a_tensor(given: Any, said: str) -> None:
     with pytest.raises(OptionError, match=said):
         scan(bert(), given)
+
+
+@pytest.mark.parametrize("measure", [scan, mean_outputs])
+@pytest.mark.parametrize("given", [{}, (), [()]])
+def test_there_is_an_input(measure: Callable[..., Any], given: Any) -> None:
+    with pytest.raises(OptionError, match="an input without arguments"):
+        measure(own(), given)
+
+
+def test_a_function_without_arguments_has_empty_inputs() -> None:
+    q = torch.randn(1, 2, 5, 4)
+    assert scan(lambda: functional.scaled_dot_product_attention(q, q, q), ()).tokens == 5
+
+
+@pytest.mark.parametrize("option", ["call", "progress"])
+def test_what_is_called_is_a_function(option: str) -> None:
+    with pytest.raises(OptionError, match=f"{option}=3[\\s\\S]*{option}=lambda"):
+        scan(own(), tokens(BATCH, LENGTH), **{option: 3})
 
 
 def test_no_tokenizer_is_blamed_where_there_may_be_none() -> None:

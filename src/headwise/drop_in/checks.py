@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from headwise.arguments import is_number
 from headwise.axes import describe_value
 from headwise.drop_in.refusals import (
     AssertedMaskDTypeError,
@@ -206,9 +207,10 @@ def require_bias(bias: Tensor | None, embed_dim: int) -> None:
 
 def require_probability(dropout_p: float) -> None:
     """A dropout probability is one."""
-    if not 0 <= dropout_p <= 1:
+    if not (is_number(dropout_p) and 0 <= dropout_p <= 1):
         raise RuntimeOptionError(
-            saw=f"dropout probability has to be between 0 and 1, but got {dropout_p}",
+            saw="dropout probability has to be between 0 and 1, but got"
+            f" {describe_value(dropout_p)}",
             needed="0 <= dropout <= 1",
             do="set layer.dropout, e.g. 0.1",
         )

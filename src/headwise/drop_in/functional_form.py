@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import linear
 
+from headwise.arguments import require_tensors
 from headwise.drop_in import checks
 from headwise.drop_in.core import Ask, Parameters, attend
 
@@ -41,6 +42,7 @@ def multi_head_attention_forward(
     Inputs are (length, batch, width), or (length, width). ``static_k`` and ``static_v`` stand for
     projected keys and values, (batch*heads, keys, head_dim); masks are then for their length.
     """
+    require_tensors(query=query, key=key, value=value)
     checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
     checks.require_sizes(embed_dim_to_check, num_heads)
     weights = (in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.arguments import require_tensors
 from headwise.drop_in import checks, state_dict_forms
 from headwise.drop_in.core import Ask, Parameters, attend
 from headwise.drop_in.reading import hidden_sequences
@@ -94,6 +95,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         or (batch, heads, queries, keys) with ``average_attn_weights=False``; without the batch
         axis for unbatched inputs.
         """
+        require_tensors(query=query, key=key, value=value)
         checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             # torch's own path for nested tensors, with its own conditions and messages.

@@ -63,12 +63,16 @@ def inputs_of(given: Any) -> list[Arguments]:
     """
     several = given if isinstance(given, list) else [given]
     if not several:
-        raise OptionError(
-            saw="no inputs",
-            needed="at least one",
-            do="give what the model is called with: a tensor, a tuple, a mapping, or several",
-        )
+        raise _no_inputs("no inputs")
     return [_arguments(one) for one in several]
+
+
+def _no_inputs(saw: str) -> OptionError:
+    return OptionError(
+        saw=saw,
+        needed="at least one",
+        do="give what the model is called with: a tensor, a tuple, a mapping, or several",
+    )
 
 
 def _arguments(one: Any) -> Arguments:
@@ -173,8 +177,11 @@ def run(model: Any, given: Arguments) -> Any:
     """Return what a model gives for one input.
 
     Raises:
-        OptionError: ids of one sequence, without a batch, which a layer of headwise refused.
+        OptionError: no arguments where the model needs some; or ids of one sequence, without a
+            batch, which a layer of headwise refused.
     """
+    if not given.positional and not given.named and _needs_arguments(model):
+        raise _no_inputs("an input without arguments")
     try:
         return model(*given.positional, **given.named)
     except ShapeError as error:  # in a layer's words, which are not of tokens
@@ -182,6 +189,13 @@ def run(model: Any, given: Arguments) -> Any:
         if ids is None or ids.dim() > 1:
             raise
         raise _no_batch(ids) from error
+
+
+def _needs_arguments(model: Any) -> bool:
+    written = model.forward if isinstance(model, nn.Module) else model
+    parameters = inspect.signature(written).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is p.empty and p.kind not in variadic for p in parameters)
 
 
 def _no_batch(ids: Tensor) -> OptionError:

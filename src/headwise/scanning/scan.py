@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.axes import describe_value
+from headwise.errors import OptionError
 from headwise.matrix import AttentionMatrix
 from headwise.scanning.gathering import Gathering, Progress, Wanted
 from headwise.scanning.head_scan import HeadScan
@@ -80,6 +82,7 @@ def scan(
     model = as_written(model)
     if not callable(model) or isinstance(model, type):
         raise no_model(model, "a model, a function that attends, or an AttentionMatrix")
+    _require_callables(call=call, progress=progress)
     around = Surroundings(
         select_tokens("separators", separators),
         select_tokens("specials", specials),
@@ -87,6 +90,18 @@ def scan(
     )
     gathering = Gathering(_wanted(statistics, layers, heads), around, progress or _silent)
     return _gathered(model, inputs_of(inputs), gathering, call)
+
+
+def _require_callables(**given: object) -> None:
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise OptionError(
+                saw=f"{name}={describe_value(function)}",
+                needed="a function, or None",
+                do="call=lambda model, **given: model.generate(**given)"
+                if name == "call"
+                else "progress=lambda layer, calls, total: print(layer, calls)",
+            )
 
 
 def _gathered(

@@ -117,6 +117,7 @@ def _is_whole(number: Any) -> bool:
 
 
 def _several(name: str, value: Any, *, needed: str, do: str) -> tuple[Any, ...]:
-    if not isinstance(value, Iterable) or (isinstance(value, Tensor) and value.dim() == 0):
+    is_scalar = isinstance(value, Tensor) and value.dim() == 0
+    if not isinstance(value, Iterable) or isinstance(value, bytes) or is_scalar:
         raise OptionError(saw=f"{name}={describe_value(value)}", needed=needed, do=do)
     return tuple(value)
