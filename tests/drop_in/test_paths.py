@@ -177,7 +177,8 @@ def test_nested_tensors_are_torchs() -> None:
 
 def test_scripting_is_refused_by_torch() -> None:
     # Stated in the class: torch.compile and torch.export take its place.
-    with pytest.warns(DeprecationWarning, match="jit.script"), pytest.raises(RuntimeError):
+    deprecated = (DeprecationWarning, FutureWarning)  # by torch 2.13, and by 2.14
+    with pytest.warns(deprecated, match="jit.script"), pytest.raises(RuntimeError):
         torch.jit.script(MultiheadAttention(EMBED, HEADS))
 
 

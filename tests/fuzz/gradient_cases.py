@@ -263,6 +263,8 @@ def plain_reading(name: str, s: Tensor, sink: Tensor | None) -> Tensor:
     """Logsumexp or entropy of written scores."""
     if sink is not None:
         s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
+    if s.shape[-1] == 0:
+        s = torch.nn.functional.pad(s, (0, 1), value=-torch.inf)  # no maximum of nothing
     peak = s.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
     e = torch.exp(s - peak)
     total = e.sum(-1, keepdim=True)

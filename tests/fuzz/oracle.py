@@ -187,9 +187,10 @@ class Matrix:
         batch, heads, queries, keys = d_scores.shape
         raw = self.factor * d_scores * self.slope
         by_head = mT(raw) @ self.q
+        kv_heads = self.k.shape[1]
         found = {
             "q": raw @ shared(self.k, heads),
-            "k": by_head.reshape(batch, self.k.shape[1], -1, *by_head.shape[2:]).sum(2),
+            "k": by_head.reshape(batch, kv_heads, heads // kv_heads, *by_head.shape[2:]).sum(2),
         }
         if self.sink is not None:
             found["sink"] = d_sink[..., 0].sum((0, 2))

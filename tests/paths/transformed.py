@@ -152,10 +152,7 @@ def jvp(call: Callable[..., Outputs], inputs: Outputs, places: list[int], vector
 
     tangents = tuple(u.to(x.dtype) for u, x in zip(upstream(inputs), inputs, strict=True))
     along = tuple(tangents[i].to(vectors[0].dtype) for i in places)
-    with warnings.catch_warnings():
-        # torch scripts its own derivatives of some operators, which it has deprecated.
-        warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
-        return torch.func.jvp(of_vectors, tuple(vectors), along)[1]
+    return torch.func.jvp(of_vectors, tuple(vectors), along)[1]
 
 
 def jvp_is_dense(subject: Subject, module: nn.Module) -> bool:
