@@ -44,7 +44,11 @@ def as_autocast_has_it(*tensors: Tensor) -> tuple[Tensor, ...]:
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Products keep their operands' dtype. The meta device has no autocast to switch off."""
     kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
+    return (
+        torch.autocast(kind, enabled=False)
+        if torch.amp.is_autocast_available(kind)
+        else nullcontext()
+    )
 
 
 def is_traced() -> bool:
@@ -56,15 +60,4 @@ def is_traced() -> bool:
 
 def autocasts(kind: str) -> bool:
     """True if autocast is on for this type of device, such as "cpu"."""
-    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
-
-
-# Looked up once: torch.compile of torch 2.11 cannot look into torch's own function.
-_AUTOCASTS = {
-    kind: torch.amp.is_autocast_available(kind) for kind in ("cpu", "cuda", "mps", "xpu", "meta")
-}
-
-
-def _has_autocast(kind: str) -> bool:
-    known = _AUTOCASTS.get(kind)
-    return torch.amp.is_autocast_available(kind) if known is None else known
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

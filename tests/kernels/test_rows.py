@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.budget import Budget
-from headwise.errors import OptionError
+from headwise.errors import ArgumentError, OptionError
 from headwise.kernels import tiles
 from headwise.masks import Mask
 from headwise.matrix import AttentionMatrix
@@ -98,8 +98,8 @@ def test_the_largest_weights_are_within_the_budget() -> None:
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_the_former_name_and_other_queries_are_refused() -> None:
     matrix = AttentionMatrix(torch.zeros(1, 2, 24, 10), torch.zeros(1, 2, 29, 10))
-    with pytest.raises(OptionError, match=r"A\.topk\(3, queries=index\)"):
-        matrix.topk(3, rows=torch.tensor([1]))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"A\.topk\(k, queries=index\)"):
+        matrix.topk(3, rows=torch.tensor([1]))  # type: ignore[call-arg]
     for wrong in ([1], torch.tensor([24]), torch.tensor([0.5])):
         with pytest.raises(OptionError, match=r"topk\(3, queries=index\).* 24 queries"):
             matrix.topk(3, queries=wrong)  # type: ignore[arg-type]
