@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from typing import SupportsIndex
+
 import torch
 from torch import Tensor
 
-from headwise.arguments import is_number, require_tensors
+from headwise.arguments import Answer, is_number, require_tensors
 from headwise.axes import describe_value, sizes
 from headwise.eager import may_check_values
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
-from headwise.integers import as_int64, is_integer
+from headwise.integers import as_count, as_int64, is_integer
 from headwise.masks import Mask, refuse_what_is_no_mask
 from headwise.score_bias import ScoreBias, refuse_what_is_no_bias
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# What scaled_dot_product_attention calls the options of a matrix.
+SDPA_WORDS = {
+    "attn_mask": Answer(
+        "a Mask for a bool mask (True = may attend there), a ScoreBias for a float one",
+        'mask=Mask.from_sdpa(m), or score_bias=ScoreBias.dense(m, axes="queries keys")',
+    ),
+    "is_causal": Answer("a mask", "mask=Mask.causal()"),
+    "dropout_p": Answer("a matrix before dropout", "A.dropped(v, dropout_p={value})"),
+    "enable_gqa": Answer("any number of kv_heads that divides that of heads", "leave it out"),
+}
+ROWS_IS_QUERIES = {
+    "rows": Answer("queries=, which is the name of this", "A.topk(k, queries=index)")
+}
 
 
 def require_mask(mask: object) -> Mask:
@@ -163,4 +179,26 @@ def check_probability(dropout_p: float) -> None:
             f"{describe_value(dropout_p)}",
             needed="0 <= dropout <= 1",
             do="set layer.dropout, e.g. 0.1",
+        )
+
+
+def checked_blocks(axis: str, blocks: SupportsIndex, size: int) -> int:
+    """Return into how many blocks a map divides an axis, or raise OptionError."""
+    count = as_count(blocks)
+    if count is None or not 1 <= count <= max(1, size):
+        raise OptionError(
+            saw=f"pool to {describe_value(blocks)} {axis} of a matrix with {size} {axis}",
+            needed=f"a whole number from 1 to {size}",
+            do=f"ask for 1 to {max(1, size)} blocks",
+        )
+    return count
+
+
+def check_queries_seen(queries: Tensor, *, batch: int, length: int) -> None:
+    is_bool = isinstance(queries, Tensor) and queries.dtype == torch.bool
+    if not is_bool or queries.shape != (batch, length):
+        raise ShapeError(
+            saw=f"seen_by({describe_value(queries)})",
+            needed=f"a bool tensor of shape (batch {batch}, queries {length})",
+            do=f"torch.ones({batch}, {length}, dtype=torch.bool) for all queries",
         )

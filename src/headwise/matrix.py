@@ -17,21 +17,25 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from headwise import functional
-from headwise.arguments import Answer, explains, is_number, require_tensors
+from headwise.arguments import explains, is_number, require_tensors
 from headwise.axes import MATRIX_AXES, broadcasts, describe_value, human_bytes
 from headwise.bound_mask import BoundMask
 from headwise.checks import (
+    ROWS_IS_QUERIES,
+    SDPA_WORDS,
     check_operand,
     check_options,
     check_probability,
     check_queries_and_keys,
+    check_queries_seen,
+    checked_blocks,
     checked_rows,
     refuse_operand,
     require_mask,
     require_score_bias,
 )
 from headwise.eager import is_traced, without_autocast
-from headwise.errors import LimitError, OptionError, ShapeError
+from headwise.errors import LimitError, OptionError
 from headwise.integers import as_count
 from headwise.kernels import cells
 from headwise.kernels.explain import Explanation, explain
@@ -48,20 +52,6 @@ from headwise.score_bias import BoundBias, ScoreBias, cast_bias
 # Up to so many blocks of either axis a map is a product with the members of each block, which the
 # fused kernel computes; from more, whose product would be as wide, the tiles sum the cells.
 SMALL_MAP = 64
-
-# What scaled_dot_product_attention calls the options of a matrix.
-_SDPA_WORDS = {
-    "attn_mask": Answer(
-        "a Mask for a bool mask (True = may attend there), a ScoreBias for a float one",
-        'mask=Mask.from_sdpa(m), or score_bias=ScoreBias.dense(m, axes="queries keys")',
-    ),
-    "is_causal": Answer("a mask", "mask=Mask.causal()"),
-    "dropout_p": Answer("a matrix before dropout", "A.dropped(v, dropout_p={value})"),
-    "enable_gqa": Answer("any number of kv_heads that divides that of heads", "leave it out"),
-}
-_ROWS_IS_QUERIES = {
-    "rows": Answer("queries=, which is the name of this", "A.topk(k, queries=index)")
-}
 
 
 class Statistics(NamedTuple):
@@ -89,7 +79,7 @@ class AttentionMatrix(LeftOperand):
         ShapeError, DTypeError, DeviceError, OptionError, MaskError: what does not fit together.
     """
 
-    @explains(_SDPA_WORDS)
+    @explains(SDPA_WORDS)
     def __init__(
         self,
         q: Float[Tensor, "batch heads queries head_dim"],
@@ -225,7 +215,7 @@ class AttentionMatrix(LeftOperand):
         shift = shift_of(reading.peak.detach(), self._detached_sink())[..., first:stop]
         return torch.exp(s - shift - reading.log_sum[..., first:stop]).to(self.q.dtype)
 
-    @explains(_ROWS_IS_QUERIES)
+    @explains(ROWS_IS_QUERIES)
     def topk(
         self, k: SupportsIndex, queries: Integer[Tensor, " rows"] | None = None
     ) -> tuple[Float[Tensor, "batch heads rows k"], Int[Tensor, "batch heads rows k"]]:
@@ -256,8 +246,8 @@ class AttentionMatrix(LeftOperand):
         a row of the map sums to 1 where every query attends. Blocks are as equal as they can be:
         position i of n is in block floor(i * blocks / n).
         """
-        queries = _blocks("queries", queries, self.shape[2])
-        keys = _blocks("keys", keys, self.shape[3])
+        queries = checked_blocks("queries", queries, self.shape[2])
+        keys = checked_blocks("keys", keys, self.shape[3])
         if max(queries, keys) > SMALL_MAP:
             wanted = Wanted(query_blocks=queries, key_blocks=keys)
             sums = read(self._problem(), wanted=wanted).cells
@@ -301,14 +291,7 @@ class AttentionMatrix(LeftOperand):
         Raises:
             ShapeError: ``queries`` is no bool tensor of (batch, queries).
         """
-        expected = self.shape[0], self.shape[2]
-        is_bool = isinstance(queries, Tensor) and queries.dtype == torch.bool
-        if not is_bool or queries.shape != expected:
-            raise ShapeError(
-                saw=f"seen_by({describe_value(queries)})",
-                needed=f"a bool tensor of shape (batch {expected[0]}, queries {expected[1]})",
-                do=f"torch.ones({expected[0]}, {expected[1]}, dtype=torch.bool) for all queries",
-            )
+        check_queries_seen(queries, batch=self.shape[0], length=self.shape[2])
         return seen_by(self._problem(), queries)
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
@@ -374,18 +357,6 @@ class AttentionMatrix(LeftOperand):
 
     def _bytes(self) -> int:
         return math.prod(self.shape) * self.q.element_size()
-
-
-def _blocks(axis: str, blocks: SupportsIndex, size: int) -> int:
-    """Return into how many blocks a map divides an axis, or raise OptionError."""
-    count = as_count(blocks)
-    if count is None or not 1 <= count <= max(1, size):
-        raise OptionError(
-            saw=f"pool to {describe_value(blocks)} {axis} of a matrix with {size} {axis}",
-            needed=f"a whole number from 1 to {size}",
-            do=f"ask for 1 to {max(1, size)} blocks",
-        )
-    return count
 
 
 class TransposedMatrix(LeftOperand):
