@@ -22,7 +22,7 @@ READY := .venv/.filled
 # The ends of the range of torch: make oldest OLDEST_PYTHON=python3.12
 OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
-ENDS_TESTS := tests/contract tests/drop_in tests/layer tests/kernels tests/paths
+ENDS_TESTS := tests/contract tests/layers/torch_api tests/layers/native tests/kernels tests/paths
 
 .PHONY: demo test check lint bench study classes mutants fuzz oldest newest docs clean
 .DEFAULT_GOAL := demo

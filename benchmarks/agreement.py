@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise import Attention, Mask, functional
-from headwise.rounding import Roundoff, growth
+from headwise import Attention, Mask, reference
+from headwise.budget.rounding import Roundoff, growth
 from headwise.testing import Budget
 
 COMPARED = 64  # so many of the last queries
@@ -38,7 +38,7 @@ def require_agreement(
             q, k = layer.rotary.rotate_both(q, k, torch.arange(first, first + x.shape[1]))
         if held:
             k, v = (torch.cat(pair, dim=2) for pair in zip(held, (k, v), strict=True))
-        outputs = functional.head_outputs(q[:, :, -COMPARED:], k, v, mask=mask)
+        outputs = reference.head_outputs(q[:, :, -COMPARED:], k, v, mask=mask)
         return outputs.transpose(1, 2).flatten(2)
 
     def written(x: Tensor, *held: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks import scan
 from benchmarks.matrix import statistics_tensors
 from headwise import AttentionMatrix, Mask
-from headwise.heads.statistics import catalogue
-from headwise.heads.statistics.observation import Observation, Sequences
-from headwise.heads.statistics.sweep import sweep
+from headwise.scanning.statistics import catalogue
+from headwise.scanning.statistics.observation import Observation, Sequences
+from headwise.scanning.statistics.sweep import sweep
 
 
 def peak_mb() -> float:

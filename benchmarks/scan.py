@@ -11,9 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.case import Case
 from headwise import AttentionMatrix, Mask
-from headwise.heads.statistics import catalogue
-from headwise.heads.statistics.observation import Observation, Sequences
-from headwise.heads.statistics.sweep import sweep
+from headwise.scanning.statistics import catalogue
+from headwise.scanning.statistics.observation import Observation, Sequences
+from headwise.scanning.statistics.sweep import sweep
 
 SHAPE = (1, 12, 8192, 64)
 TEN = (

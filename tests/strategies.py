@@ -15,8 +15,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.masks import Mask
-from headwise.score_bias import ScoreBias
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INFINITY = float("inf")

@@ -13,11 +13,11 @@ from hypothesis import given
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from headwise import functional
-from headwise.budget import Budget
-from headwise.masks import Mask
+from headwise import reference
+from headwise.budget.budget import Budget
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
-from headwise.score_bias import ScoreBias
 from tests.strategies import DTYPES, Problem, problem, problems
 
 SIZES = {"batch": 3, "heads": 6, "kv_heads": 2, "queries": 24, "keys": 29, "head_dim": 10}
@@ -50,7 +50,7 @@ def test_two_keys_are_a_logistic_function_of_the_score_difference() -> None:
 def test_equal_scores_attend_uniformly() -> None:
     _, k, v = draw()
     matrix = AttentionMatrix(torch.zeros(3, 6, 24, 10, dtype=torch.float64), k)
-    mean = functional.share_heads(v, heads=6).mean(2, keepdim=True).expand(-1, -1, 24, -1)
+    mean = reference.share_heads(v, heads=6).mean(2, keepdim=True).expand(-1, -1, 24, -1)
     torch.testing.assert_close(matrix @ v, mean)
     torch.testing.assert_close(matrix.entropy(), torch.full_like(matrix.entropy(), math.log(29)))
     torch.testing.assert_close(matrix.received(), torch.full((3, 6, 29), 24 / 29).double())
@@ -168,7 +168,7 @@ def test_values_may_be_shared_by_all_heads_by_groups_or_by_none(value_heads: int
     q, k, _ = draw()
     v = torch.randn(3, value_heads, 29, 7, dtype=torch.float64)
     shared = v.repeat_interleave(6 // value_heads, dim=1)
-    expected = functional.weights(q, k) @ shared
+    expected = reference.weights(q, k) @ shared
     torch.testing.assert_close(AttentionMatrix(q, k) @ v, expected)
 
 
@@ -231,7 +231,7 @@ def test_forward_mode_gradients_are_not_lost() -> None:
         dual = AttentionMatrix(forward_ad.make_dual(q, tangent), k, softcap=5.0) @ v
         found = forward_ad.unpack_dual(dual).tangent
     _, expected = torch.func.jvp(
-        lambda x: functional.head_outputs(x, k, v, softcap=5.0), (q,), (tangent,)
+        lambda x: reference.head_outputs(x, k, v, softcap=5.0), (q,), (tangent,)
     )
     torch.testing.assert_close(found, expected)
 

@@ -19,9 +19,9 @@ from headwise import (
     Rotary,
     ScoreBias,
 )
-from headwise.axes import LONGEST_VALUE, describe_value
-from headwise.positions import Alibi, LinearScaling, T5Bias
-from headwise.qk_norm import QKNorm
+from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.positions import Alibi, LinearScaling, T5Bias
+from headwise.support.axes import LONGEST_VALUE, describe_value
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 

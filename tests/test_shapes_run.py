@@ -6,10 +6,10 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from headwise import functional
+from headwise import reference
 
 
 def test_a_wrong_shape_is_noticed() -> None:
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 29, 11)
     with pytest.raises(TypeCheckError, match="head_dim"):
-        functional.scores(q, k)
+        reference.scores(q, k)

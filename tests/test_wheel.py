@@ -8,8 +8,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import headwise
-
-ROOT = Path(__file__).parents[1]
+from tests.root import ROOT
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from headwise.heads.statistics.catalogue import STANDARD
+from headwise.scanning.statistics.catalogue import STANDARD
 
 PAGE = Path(__file__).parents[1] / "docs" / "scan.md"
 BEGIN, END = "<!-- the standard set -->", "<!-- end of the standard set -->"

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headwise.pages import charts
+from headwise.reports import charts
 from headwise.studies import catalogue
 from headwise.studies.question import Answer
 from headwise.studies.study import study

@@ -11,35 +11,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headwise.diagnosis.detect import detect as detect
     from headwise.diagnosis.verify import verify as verify
-    from headwise.drop_in.layer import MultiheadAttention as MultiheadAttention
-    from headwise.drop_in.upgrade import upgrade as upgrade
     from headwise.errors import HeadwiseError as HeadwiseError
     from headwise.huggingface import register_huggingface as register_huggingface
-    from headwise.layer.attention import Attention as Attention
+    from headwise.layers.native.attention import Attention as Attention
+    from headwise.layers.positions.rotary import Rotary as Rotary
+    from headwise.layers.torch_api.layer import MultiheadAttention as MultiheadAttention
+    from headwise.layers.torch_api.upgrade import upgrade as upgrade
     from headwise.layouts.convert import convert as convert
     from headwise.layouts.layout import Layout as Layout
-    from headwise.masks import Mask as Mask
+    from headwise.masks.mask import Mask as Mask
+    from headwise.masks.score_bias import ScoreBias as ScoreBias
     from headwise.matrix import AttentionMatrix as AttentionMatrix
-    from headwise.positions.rotary import Rotary as Rotary
     from headwise.scanning.scan import scan as scan
-    from headwise.score_bias import ScoreBias as ScoreBias
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Attention": "headwise.layer.attention",
+    "Attention": "headwise.layers.native.attention",
     "AttentionMatrix": "headwise.matrix",
     "HeadwiseError": "headwise.errors",
     "Layout": "headwise.layouts.layout",
-    "Mask": "headwise.masks",
-    "MultiheadAttention": "headwise.drop_in.layer",
-    "Rotary": "headwise.positions.rotary",
-    "ScoreBias": "headwise.score_bias",
+    "Mask": "headwise.masks.mask",
+    "MultiheadAttention": "headwise.layers.torch_api.layer",
+    "Rotary": "headwise.layers.positions.rotary",
+    "ScoreBias": "headwise.masks.score_bias",
     "convert": "headwise.layouts.convert",
     "detect": "headwise.diagnosis.detect",
     "register_huggingface": "headwise.huggingface",
     "scan": "headwise.scanning.scan",
-    "upgrade": "headwise.drop_in.upgrade",
+    "upgrade": "headwise.layers.torch_api.upgrade",
     "verify": "headwise.diagnosis.verify",
 }
 

@@ -16,11 +16,18 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
-from headwise import functional
-from headwise.arguments import explains, is_number, require_tensors
-from headwise.axes import MATRIX_AXES, broadcasts, describe_value, human_bytes
-from headwise.bound_mask import BoundMask
-from headwise.checks import (
+from headwise import reference
+from headwise.errors import LimitError, OptionError
+from headwise.kernels import cells
+from headwise.kernels.explain import Explanation, explain
+from headwise.kernels.observe import Observed, observe, seen_by
+from headwise.kernels.problem import Problem, accumulation_dtype
+from headwise.kernels.products import dropped_head_outputs, head_outputs
+from headwise.kernels.read import read
+from headwise.kernels.rows import largest, weights_at
+from headwise.kernels.tiled import Readings, Wanted, shift_of
+from headwise.masks.bound_mask import BoundMask
+from headwise.masks.checks import (
     ROWS_IS_QUERIES,
     SDPA_WORDS,
     check_operand,
@@ -34,20 +41,13 @@ from headwise.checks import (
     require_mask,
     require_score_bias,
 )
-from headwise.eager import is_traced, without_autocast
-from headwise.errors import LimitError, OptionError
-from headwise.integers import as_count
-from headwise.kernels import cells
-from headwise.kernels.explain import Explanation, explain
-from headwise.kernels.observe import Observed, observe, seen_by
-from headwise.kernels.problem import Problem, accumulation_dtype
-from headwise.kernels.products import dropped_head_outputs, head_outputs
-from headwise.kernels.read import read
-from headwise.kernels.rows import largest, weights_at
-from headwise.kernels.tiled import Readings, Wanted, shift_of
-from headwise.masks import Mask
-from headwise.operand import LeftOperand
-from headwise.score_bias import BoundBias, ScoreBias, cast_bias
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import BoundBias, ScoreBias, cast_bias
+from headwise.support.arguments import explains, is_number, require_tensors
+from headwise.support.axes import MATRIX_AXES, broadcasts, describe_value, human_bytes
+from headwise.support.eager import is_traced, without_autocast
+from headwise.support.integers import as_count
+from headwise.support.operand import LeftOperand
 
 # Up to so many blocks of either axis a map is a product with the members of each block, which the
 # fused kernel computes; from more, whose product would be as wide, the tiles sum the cells.
@@ -95,7 +95,7 @@ class AttentionMatrix(LeftOperand):
         check_options(q, scale, softcap, sink)
         self.q, self.k, self.sink, self.softcap = q, k, sink, softcap
         self.mask, self.score_bias = require_mask(mask), require_score_bias(score_bias)
-        self.scale = functional.default_scale(q) if scale is None else scale
+        self.scale = reference.default_scale(q) if scale is None else scale
         bound = dict(zip(MATRIX_AXES, self.shape, strict=True))
         self._mask: BoundMask = self.mask.bind(**bound, device=q.device)
         self.score_bias.check(**bound, device=q.device)
@@ -205,7 +205,7 @@ class AttentionMatrix(LeftOperand):
         exact = accumulation_dtype(self.q.dtype)
         q = self.q[:, :, first:stop].to(exact)
         k = self.k[:, :, first + offset : stop + offset].to(exact)
-        s = self.scale * (q * functional.share_heads(k, heads=heads)).sum(-1)
+        s = self.scale * (q * reference.share_heads(k, heads=heads)).sum(-1)
         if self.softcap is not None:
             s = self.softcap * torch.tanh(s / self.softcap)
         for part in self._bias.pairs(rows, rows + offset):
@@ -301,7 +301,7 @@ class AttentionMatrix(LeftOperand):
     def tiles(self, *, with_scores: bool = False, with_lowest: bool = False) -> Iterator[Observed]:
         """The weights, tile by tile, for a reduction of one's own; without gradients.
 
-        `headwise.heads.statistics` is made of such. A tile's memory is reused by the next.
+        `headwise.scanning.statistics` is made of such. A tile's memory is reused by the next.
         """
         parts = observe(self._problem(), with_scores=with_scores, with_lowest=with_lowest)
         while True:
@@ -335,7 +335,7 @@ class AttentionMatrix(LeftOperand):
                 "A @ v", v, f"(batch {batch}, kv_heads {kv_heads}, keys {keys}, value_dim)"
             )
         check_operand("v", v, self.q)
-        k = self.k if own_heads else functional.share_heads(self.k, heads=heads)
+        k = self.k if own_heads else reference.share_heads(self.k, heads=heads)
         return replace(self._problem(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
 
     def _requires_grad(self, v: Tensor) -> bool:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
+from headwise.checkpoints.stream import Stream
 from headwise.cli.convert import convert
 from headwise.cli.exit_status import USAGE
 from headwise.errors import CheckpointError, OptionError
-from headwise.layouts.checkpoint.stream import Stream
+from tests.checkpoints import llamas
 from tests.cli.alone import Alone
-from tests.layouts.checkpoint import llamas
 
 CONVERT = Alone(convert)
 invoke, run, refused = CONVERT.invoke, CONVERT.run, CONVERT.refused

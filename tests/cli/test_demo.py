@@ -18,12 +18,12 @@ from headwise.cli.scan.asked import Asked
 from headwise.cli.scan.command import report_of
 from headwise.errors import HeadwiseError, MissingExtraError
 from headwise.models import minilm
-from headwise.pages.scan import ScanReport
+from headwise.reports.scan import ScanReport
 from headwise.studies import first_look as study
 from headwise.studies.first_look import FirstLook
 from tests.cli.alone import Alone
 from tests.looks import random_look, with_distinct_checks
-from tests.pages.html import Tree
+from tests.reports.html import Tree
 
 DEMO = Alone(demo)
 invoke, run = DEMO.invoke, DEMO.run

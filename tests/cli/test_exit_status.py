@@ -21,10 +21,10 @@ from headwise.errors import ShapeError, UndecidedError
 from headwise.layouts.canonical import State
 from headwise.studies import study as studies
 from headwise.studies.question import Answer
-from tests.layouts.checkpoint import llamas
+from tests.checkpoints import llamas
+from tests.root import ROOT
 from tests.studies.answers import answer, made_up
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = ("demo", "study", "scan", "convert", "verify", "detect", "layouts")
 Status = Callable[..., int]
 

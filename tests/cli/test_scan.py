@@ -16,12 +16,12 @@ import transformers
 
 from headwise.errors import HeadwiseError
 from headwise.models import minilm
-from headwise.pages.telling import RULE, most_telling, standing_out
+from headwise.reports.telling import RULE, most_telling, standing_out
 from headwise.scanning import machine
 from headwise.scanning.head_scan import HeadScan
 from tests.cli.scan_command import refused, run
 from tests.huggingface.stored import TEXT, bert, gpt2, stored
-from tests.pages.html import Tree
+from tests.reports.html import Tree
 from tests.test_door import HEAVY, loaded_by
 
 

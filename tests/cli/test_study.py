@@ -17,7 +17,7 @@ from headwise.studies import study as studies
 from headwise.studies.encoder import Fallback
 from headwise.studies.study import LeftOut, Study
 from tests.cli.alone import Alone
-from tests.pages.html import Tree
+from tests.reports.html import Tree
 from tests.studies.answers import answer, made_up
 
 Show = Callable[[Study], None]

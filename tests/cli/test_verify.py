@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from headwise.cli.verify import verify
 from headwise.errors import OptionError
 from headwise.layouts.convert import convert
+from tests.checkpoints import llamas
 from tests.cli.alone import Alone
-from tests.layouts.checkpoint import llamas
 
 ALONE = Alone(verify)
 run = ALONE.invoke

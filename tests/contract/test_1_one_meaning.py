@@ -10,11 +10,11 @@ from hypothesis import given
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headwise.budget import Budget
+from headwise.budget.budget import Budget
 from headwise.kernels import pieces, sdpa, sweep
 from headwise.kernels.choose import choose
 from headwise.kernels.tiled import Wanted
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from tests.contract.layers import (
     BATCH,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from headwise import functional
-from headwise.budget import Budget
+from headwise import reference
+from headwise.budget.budget import Budget
 from headwise.matrix import AttentionMatrix
 from tests.contract.layers import identity_layer, inputs, split
 from tests.strategies import DTYPES, Problem, problems
@@ -26,7 +26,7 @@ def test_weights_are_before_dropout_and_differentiable(average: bool, dropout: f
     Budget.for_weights(heads, heads, read=read).assert_holds(weights.detach())
     upstream = torch.randn_like(weights)
     (gradient,) = torch.autograd.grad(weights, x, upstream)
-    (expected,) = torch.autograd.grad(read(functional.weights(split(x), split(x))), x, upstream)
+    (expected,) = torch.autograd.grad(read(reference.weights(split(x), split(x))), x, upstream)
     torch.testing.assert_close(gradient, expected)
 
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from headwise.errors import HeadwiseError
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
-from headwise.score_bias import ScoreBias
 from tests.contract.layers import identity_layer, inputs
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headwise import Mask, MultiheadAttention, ScoreBias, functional
+from headwise import Mask, MultiheadAttention, ScoreBias, reference
 from headwise.testing import Budget
 from tests.fuzz import oracle_layers
 from tests.fuzz.draw import DTYPES, Chance, plain
@@ -217,7 +217,7 @@ def _plain(layer: MultiheadAttention, p: dict[str, Tensor], masks: Masks) -> tup
     biases = p["in_proj_bias"].chunk(3) if "in_proj_bias" in p else [p["query"].new_zeros(1)] * 3
     heads = layer.num_heads
     q, k, v = (
-        functional.split_heads(p[name] @ w.mT + b, heads=heads)
+        reference.split_heads(p[name] @ w.mT + b, heads=heads)
         for name, w, b in zip(("query", "key", "value"), projections, biases, strict=True)
     )
     rows = [(p["bias_k"], p["bias_v"])] if "bias_k" in p else []
@@ -225,9 +225,9 @@ def _plain(layer: MultiheadAttention, p: dict[str, Tensor], masks: Masks) -> tup
         rows.append((q.new_zeros(1, 1, layer.embed_dim),) * 2)
     for row in rows:
         k, v = (
-            torch.cat([x, functional.split_heads(r, heads=heads).expand(len(x), -1, -1, -1)], 2)
+            torch.cat([x, reference.split_heads(r, heads=heads).expand(len(x), -1, -1, -1)], 2)
             for x, r in zip((k, v), row, strict=True)
         )
-    weights = functional.weights(q, k, mask=masks.mask, score_bias=masks.score_bias)
-    out = functional.merge_heads(weights @ v) @ p["out_proj.weight"].mT
+    weights = reference.weights(q, k, mask=masks.mask, score_bias=masks.score_bias)
+    out = reference.merge_heads(weights @ v) @ p["out_proj.weight"].mT
     return out + p.get("out_proj.bias", 0.0), weights, weights.mean(1)

@@ -10,11 +10,11 @@ import torch
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils._pytree import tree_leaves
 
-from headwise.budget import Budget
+from headwise.budget.budget import Budget
 from headwise.huggingface import NAME
 from headwise.huggingface.attention import attend
-from headwise.masks import Mask
-from headwise.score_bias import ScoreBias
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias
 from tests.honest import ordinary
 from tests.huggingface.models import DECODER, LENGTH, MODELS, Pair, built, lengths_mask
 from tests.huggingface.test_attention import SHAPES, Layer, hiding

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from headwise.budget import FORWARD, Budget
+from headwise.budget.budget import FORWARD, Budget
 from headwise.huggingface import NAME, attention, register_huggingface
 from headwise.matrix import AttentionMatrix
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.errors import MaskError
 from headwise.huggingface.lazy_mask import LazyMask
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 from tests.memory import LargestTensor
 
 BATCH, QUERIES, KEYS = 3, 24, 29

@@ -86,7 +86,7 @@ def test_switching_there_and_back(pair: Pair) -> None:
 def test_the_budget_can_fail(pair: Pair) -> None:
     # A wrong mask in one layer, of the smallest kind: the last key is hidden from every query.
     from headwise.huggingface import attention
-    from headwise.masks import Mask
+    from headwise.masks.mask import Mask
 
     x = pair.input()
     budget = pair.budget(x)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import headwise
-from headwise.budget import Budget
+from headwise.budget.budget import Budget
 from headwise.errors import MissingExtraError, OptionError
 from headwise.huggingface import NAME, patterns, register_huggingface
 from headwise.models import minilm

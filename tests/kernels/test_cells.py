@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from headwise import matrix as module
-from headwise.budget import Budget
+from headwise.budget.budget import Budget
 from headwise.kernels import cells, tiles
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from tests.memory import LargestTensor
 from tests.strategies import DTYPES, Problem, problems

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from headwise.budget import Budget
+from headwise.budget.budget import Budget
 from headwise.kernels import sdpa, tiles
 from headwise.kernels.choose import choose
 from headwise.kernels.linear import project
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
-from headwise.score_bias import ScoreBias
 from tests.memory import LargestTensor
 
 LENGTHS = Mask.lengths(keys=torch.tensor([20, 7, 24]))

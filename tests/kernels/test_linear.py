@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import has_torch_function
 
-from headwise import private_torch
 from headwise.kernels import linear as kernel
 from headwise.kernels.linear import project
+from headwise.support import private_torch
 
 needs_onednn = pytest.mark.skipif(
     not private_torch.HAS_ONEDNN_LINEAR, reason="torch was built without oneDNN's product"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise import AttentionMatrix, Mask, ScoreBias, functional
+from headwise import AttentionMatrix, Mask, ScoreBias, reference
 from headwise.kernels import pieces
 from headwise.kernels.pieces import Piece, Span
 from headwise.testing import Budget
@@ -90,7 +90,7 @@ def test_pieces_are_the_reference(
         leaves.append(options["score_bias"].by_distance[0].table.numbers)
     matrix = AttentionMatrix(q, k, **options)
     assert matrix.explain(v).lines[0].kernel == "pieces"
-    out, expected = matrix @ v, functional.head_outputs(q, k, v, **options)
+    out, expected = matrix @ v, reference.head_outputs(q, k, v, **options)
     with torch.no_grad():
         Budget.for_head_outputs(q, k, v, **options).assert_holds(out)
     upstream = torch.randn_like(out)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.budget import Budget
+from headwise.budget.budget import Budget
 from headwise.errors import ArgumentError, OptionError
 from headwise.kernels import tiles
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
-from headwise.score_bias import ScoreBias
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 3, 4, 2, 24, 29
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headwise.budget import Budget
+from headwise.budget.budget import Budget
 from headwise.kernels import pieces, sdpa
 from headwise.kernels.choose import choose
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from tests.memory import LargestTensor
 

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from headwise import functional
+from headwise import reference
 from headwise.kernels import dense, sweep, tiled, tiles
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Readings, Upstream, Wanted
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
-from headwise.score_bias import ScoreBias
 from tests import strategies
 from tests.memory import LargestTensor
 
@@ -230,4 +230,4 @@ def test_the_operator_is_well_formed(options: str) -> None:
 def test_the_oracle_agrees_with_the_reference() -> None:
     p = strategies.problem(11, softcap=None, sink=None)
     found = dense.read(bound(p), p.v, None, EVERYTHING)
-    torch.testing.assert_close(found.out, functional.head_outputs(p.q, p.k, p.v, **p.kwargs))
+    torch.testing.assert_close(found.out, reference.head_outputs(p.q, p.k, p.v, **p.kwargs))

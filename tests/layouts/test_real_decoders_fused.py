@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from headwise import ScoreBias
-from headwise.bound_mask import Align
-from headwise.positions import Alibi, Rotary, alibi_slopes
-from headwise.qk_norm import QKNorm
+from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.positions import Alibi, Rotary, alibi_slopes
+from headwise.masks.bound_mask import Align
 from tests.layouts.captured import DIVIDED, THETA, WHOLE, angles, captured, model_of
 from tests.layouts.real import Real, assert_same_function
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Mask
-from headwise.positions import Rotary
-from headwise.qk_norm import QKNorm
+from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.positions import Rotary
 from tests.layouts.captured import (
     DIVIDED,
     GROUPED,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Mask
-from headwise.positions import Rotary
+from headwise.layers.positions import Rotary
 from tests.layouts.captured import DIVIDED, GROUPED, SINGLE, THETA, angles, captured, model_of
 from tests.layouts.real import BATCH, LENGTH, Real, assert_same_function, inputs, sharpen
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headwise import Attention, Mask, Rotary
-from headwise.qk_norm import QKNorm
+from headwise.layers.native.qk_norm import QKNorm
 from tests.layouts.real import Real, assert_same_function, inputs, sharpen
 
 

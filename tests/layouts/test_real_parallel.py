@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Mask
-from headwise.positions import Rotary
+from headwise.layers.positions import Rotary
 from tests.layouts.captured import SINGLE, THETA
 from tests.layouts.real import LENGTH, Real, assert_same_function, inputs, sharpen
 

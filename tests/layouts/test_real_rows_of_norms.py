@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask
+from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.positions import Rotary
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
-from headwise.positions import Rotary
-from headwise.qk_norm import QKNorm
 from tests.layouts.captured import DIVIDED, SINGLE, THETA, angles, captured, model_of
 from tests.layouts.real import LENGTH, Real, assert_gives, inputs, sharpen
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headwise import functional
+from headwise import reference
 from headwise.errors import MissingExtraError
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 from headwise.models import minilm
 
 try:
@@ -53,7 +53,7 @@ def test_the_weights_in_torchs_packing_give_the_layers_output(implementation: st
         p = call.projections
         q, k, v = F.linear(call.x, p.in_proj_weight, p.in_proj_bias).chunk(3, -1)
         q, k, v = (x.unflatten(-1, (12, 32)).transpose(1, 2) for x in (q, k, v))
-        outputs = functional.head_outputs(q, k, v, mask=mask).transpose(1, 2).flatten(2)
+        outputs = reference.head_outputs(q, k, v, mask=mask).transpose(1, 2).flatten(2)
         output = F.linear(outputs, p.out_proj_weight, p.out_proj_bias)
         torch.testing.assert_close(output, call.output, atol=1e-5, rtol=1e-4)
 

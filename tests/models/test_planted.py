@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.layer.attention import Attention
+from headwise.layers.native.attention import Attention
 from headwise.models import planted
 from headwise.models.planted.network import SHARPNESS, code
 from headwise.models.planted.plan import EMBED_DIM, GAP, LAYERS, SECTIONS, TOKEN_BITS

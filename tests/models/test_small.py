@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.drop_in.layer import MultiheadAttention
+from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.models import small, text
 from headwise.models.reading import AttentionCall, Reading
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise.errors import OptionError
-from headwise.layer.attention import Attention
+from headwise.layers.native.attention import Attention
 from headwise.models import tiny
 from headwise.models.tiny import measures
 from headwise.models.tiny.batches import twice

@@ -20,6 +20,7 @@ import torch
 from tests.paths.outcomes import Outcome
 from tests.paths.registry import PATHS, Path
 from tests.paths.table import PAGE, page
+from tests.root import ROOT
 
 AT_ONCE = 2
 
@@ -31,7 +32,7 @@ def run_apart(path: Path) -> dict[str, Outcome]:
         AssertionError: a cell failed; the message is what it wrote.
     """
     command = [sys.executable, "-m", "tests.paths", path.key]
-    done = subprocess.run(command, cwd=PAGE.parents[1], capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise AssertionError(f"{path.title}\n{done.stderr[-6000:]}")
     row = json.loads(done.stdout.splitlines()[-1])

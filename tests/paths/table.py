@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping
 
 from tests.paths.outcomes import NOTES, Outcome
 from tests.paths.registry import PATHS, Path
 from tests.paths.subjects import SUBJECTS
+from tests.root import ROOT
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "paths.md"
+PAGE = ROOT / "docs" / "paths.md"
 
 HEAD = """\
 # Paths

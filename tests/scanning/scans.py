@@ -8,19 +8,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.heads.statistics.keys import FirstToken, MostReceived
-from headwise.heads.statistics.maps import Map
-from headwise.heads.statistics.observation import Observation, Sequences
-from headwise.heads.statistics.places import Distance, OffsetProfile, PreviousToken
-from headwise.heads.statistics.similarity import TotalVariation
-from headwise.heads.statistics.spread import Entropy, Maximum, RelativeEntropy
-from headwise.heads.statistics.statistic import Definition, RowMean, Statistic
-from headwise.heads.statistics.sweep import sweep
-from headwise.heads.statistics.tile import WeightTile
-from headwise.heads.statistics.top_keys import TopKeys
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
-from headwise.scanning.head_scan import HeadScan, LayerScan
+from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.readings import LayerScan
+from headwise.scanning.statistics.keys import FirstToken, MostReceived
+from headwise.scanning.statistics.maps import Map
+from headwise.scanning.statistics.observation import Observation, Sequences
+from headwise.scanning.statistics.places import Distance, OffsetProfile, PreviousToken
+from headwise.scanning.statistics.similarity import TotalVariation
+from headwise.scanning.statistics.spread import Entropy, Maximum, RelativeEntropy
+from headwise.scanning.statistics.statistic import Definition, RowMean, Statistic
+from headwise.scanning.statistics.sweep import sweep
+from headwise.scanning.statistics.tile import WeightTile
+from headwise.scanning.statistics.top_keys import TopKeys
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 6, 24, 10
 STATISTICS: tuple[Statistic, ...] = (

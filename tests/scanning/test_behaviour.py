@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import nn
 
+from headwise.checkpoints.config import counts_of, layout_of
+from headwise.checkpoints.detect import Detection, detect
 from headwise.errors import OptionError
-from headwise.layouts.config import counts_of, layout_of
-from headwise.layouts.detect import Detection, detect
 from headwise.scanning.behaviour import by_behaviour
 
 SMALL = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

@@ -21,11 +21,10 @@ from headwise.errors import OptionError
 from headwise.scanning.corpus import digest_of, scan_corpus
 from headwise.scanning.files import FORMAT_1_NOTE
 from headwise.scanning.head_scan import HeadScan
+from tests.root import ROOT
 from tests.scanning.documents import COUNT, MADE_WITH, documents, scan_one
 from tests.scanning.edited import as_format_1, edit, fields_in
 from tests.scanning.scans import STATISTICS, Own, is_same, layer_scan, matrix, random_scan
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(out: Path, count: int = COUNT, **changed: Any) -> HeadScan:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MissingExtraError, OptionError
-from headwise.heads.statistics.spread import Entropy, Maximum
-from headwise.layer.attention import Attention
+from headwise.layers.hooks import watching
+from headwise.layers.native.attention import Attention
 from headwise.scanning.difference import ScanDiff
 from headwise.scanning.head_scan import HeadScan
-from headwise.watching import watching
+from headwise.scanning.statistics.spread import Entropy, Maximum
 from tests.scanning.scans import (
     BATCH,
     HEADS,

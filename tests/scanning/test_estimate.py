@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from headwise.errors import OptionError
-from headwise.heads.statistics.catalogue import STANDARD
 from headwise.models.tiny import Tiny
 from headwise.scanning.estimate import (
     Call,
@@ -19,6 +18,7 @@ from headwise.scanning.estimate import (
     memory,
     require_memory,
 )
+from headwise.scanning.statistics.catalogue import STANDARD
 from tests.huggingface.stored import bert, gpt2, masked_lm
 
 SPEED = Speed(product=1e-10, entry=1e-8)
@@ -89,7 +89,7 @@ import torch
 torch.set_num_threads(1)
 from headwise.scanning import machine
 from headwise.scanning.estimate import calls_of, estimate
-from headwise.heads.statistics.catalogue import STANDARD
+from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.models.tiny import Tiny
 from headwise.scanning.scan import scan
 

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load as tensors_in
 
 from headwise.errors import OptionError
-from headwise.heads import importance
-from headwise.heads.statistics.catalogue import STANDARD
-from headwise.heads.statistics.keys import MostReceived
-from headwise.heads.statistics.meanings import MEANINGS
-from headwise.heads.statistics.places import PreviousToken
-from headwise.heads.statistics.statistic import Definition
 from headwise.scanning.files import FORMAT_1_NOTE
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.statistics import importance
+from headwise.scanning.statistics.catalogue import STANDARD
+from headwise.scanning.statistics.keys import MostReceived
+from headwise.scanning.statistics.meanings import MEANINGS
+from headwise.scanning.statistics.places import PreviousToken
+from headwise.scanning.statistics.statistic import Definition
 from tests.scanning.edited import Edit, edit, fields_in
 from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan
 
@@ -61,7 +61,8 @@ def test_format_1_is_the_same_scan_today() -> None:
 
 
 def test_every_statistic_has_a_stable_id() -> None:
-    # Words that changed: a row in headwise.heads.statistics.meanings says whether it is the same.
+    # Words that changed: a row in headwise.scanning.statistics.meanings says whether it is the
+    # same.
     shipped = (*STANDARD, *importance.STATISTICS)
     for statistic in shipped:
         assert statistic.definition.id_of_words in MEANINGS

@@ -14,9 +14,10 @@ from safetensors.torch import load as tensors_in
 from safetensors.torch import save as safetensors_of
 
 from headwise.errors import OptionError
-from headwise.heads.statistics.spread import Entropy
 from headwise.scanning.files import KEY, read, write
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.statistics.spread import Entropy
+from tests.root import ROOT
 from tests.scanning.edited import edit, fields_in
 from tests.scanning.scans import (
     STATISTICS,
@@ -90,7 +91,7 @@ def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
     program = (
         "import sys; from tests.scanning.scans import random_scan\nrandom_scan(7).save(sys.argv[1])"
     )
-    root = Path(__file__).parents[2]
+    root = ROOT
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "b")], check=True, cwd=root)
     assert raw == (tmp_path / "b").read_bytes()
 

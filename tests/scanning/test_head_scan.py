@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headwise.errors import MissingExtraError, OptionError
-from headwise.heads.statistics.spread import Entropy
+from headwise.scanning.statistics.spread import Entropy
 from tests.scanning.scans import (
     BATCH,
     HEADS,

@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headwise import Attention
-from headwise.budget import BACKWARD, Budget
+from headwise.budget.budget import BACKWARD, Budget
 from headwise.errors import OptionError
-from headwise.heads.importance import STATISTICS
-from headwise.heads.statistics.observation import Observation, Sequences
-from headwise.heads.statistics.sweep import sweep
 from headwise.matrix import AttentionMatrix
 from headwise.models import planted
 from headwise.scanning.head_scan import HeadScan
@@ -23,6 +20,9 @@ from headwise.scanning.importance import gradients
 from headwise.scanning.importance.gates import UNRECORDED, Gates
 from headwise.scanning.importance.runs import Layers
 from headwise.scanning.reaching import reached
+from headwise.scanning.statistics.importance import STATISTICS
+from headwise.scanning.statistics.observation import Observation, Sequences
+from headwise.scanning.statistics.sweep import sweep
 from tests.scanning.importance_cases import (
     BATCH,
     EMBED,

@@ -1,8 +1,8 @@
 """A scan of the planted model gives what its rules say, in closed form.
 
 The weights are the rules' own, computed from the tokens without scores or softmax, and the
-statistics of them are the slow ones of `tests.heads.dense_statistics`, in float64. The scan may be
-off by the rounding of float32 alone (`tests.heads.calls.roundoff`).
+statistics of them are the slow ones of `tests.scanning.statistics.dense_statistics`, in float64.
+The scan may be off by the rounding of float32 alone (`tests.scanning.statistics.calls.roundoff`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from headwise.models import planted
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan import scan
-from tests.heads.calls import roundoff
-from tests.heads.dense_statistics import REFERENCE, Seen
+from tests.scanning.statistics.calls import roundoff
+from tests.scanning.statistics.dense_statistics import REFERENCE, Seen
 
 # Made of scores, values, the residual or the unembedding, of which the rules say nothing.
 NOT_OF_RULES = {

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from headwise import AttentionMatrix, Mask
 from headwise.errors import OptionError
-from headwise.heads.statistics.catalogue import STANDARD
 from headwise.kernels import tiles
 from headwise.scanning.scan import scan
+from headwise.scanning.statistics.catalogue import STANDARD
 from tests.memory import LargestTensor
 from tests.scanning.models import (
     BATCH,

@@ -12,9 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from headwise.errors import OptionError
-from headwise.heads.statistics.catalogue import named
-from headwise.heads.statistics.spread import Entropy
-from headwise.heads.statistics.top_keys import TopKeys
 from headwise.models import tiny
 from headwise.scanning.importance import ablations, gradients, mean_outputs
 from headwise.scanning.inputs import Arguments, require_tokens
@@ -25,6 +22,9 @@ from headwise.scanning.selection import (
     select_statistics,
     select_tokens,
 )
+from headwise.scanning.statistics.catalogue import named
+from headwise.scanning.statistics.spread import Entropy
+from headwise.scanning.statistics.top_keys import TopKeys
 from tests.scanning.models import BATCH, LENGTH, VOCABULARY, bert, own, tokens
 
 # As for users, for whom the library's own refusal speaks.

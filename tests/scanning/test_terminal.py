@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.heads.statistics.maps import Map
-from headwise.heads.statistics.spread import Entropy
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.statistics.maps import Map
+from headwise.scanning.statistics.spread import Entropy
 from tests.scanning.scans import Own, head_scan, layer_scan, matrix, random_scan
 
 

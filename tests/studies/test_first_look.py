@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise import functional
+from headwise import reference
 from headwise.errors import MissingExtraError
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from headwise.models import minilm, small
 from headwise.models.reading import AttentionCall, Projections, Reading
@@ -134,7 +134,7 @@ def test_maps_and_close_ups_are_parts_of_the_matrix(no_dense_matrix: None) -> No
     for layer, call in enumerate(reading.calls):
         p = call.projections
         q, k, _ = study._split(call.x, p.in_proj_weight, p.in_proj_bias, HEADS)
-        weights = functional.weights(q.double(), k.double(), mask=mask)[0]
+        weights = reference.weights(q.double(), k.double(), mask=mask)[0]
         block = torch.arange(LENGTH) * 32 // LENGTH
         for head in range(HEADS):
             pooled = torch.zeros(32, 32, dtype=torch.float64)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from headwise.pages import charts
+from headwise.reports import charts
 from headwise.studies import catalogue
 from headwise.studies.question import Answer, Question
 from headwise.studies.study import ask
-from tests.pages.html import Tree
+from tests.reports.html import Tree
 from tools import study as documentation
 
 # Names with digits in them, which no experiment measures.

@@ -1,9 +1,9 @@
 """Outputs against the same model in float64, within the error of its own float32.
 
-As in `headwise.budget`: twice the largest error that the model's own attention makes over a family
-of parameters and inputs, each moved by a few units in the last place, and as a floor how far the
-exact outputs move when these move by one. In the float64 run nothing is float32: what a model casts
-to it on the way is kept wide.
+As in `headwise.budget.budget`: twice the largest error that the model's own attention makes over a
+family of parameters and inputs, each moved by a few units in the last place, and as a floor how far
+the exact outputs move when these move by one. In the float64 run nothing is float32: what a model
+casts to it on the way is kept wide.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from headwise.budget import DRAWS, FORWARD, REACH, Budget, Verdict
+from headwise.budget.budget import DRAWS, FORWARD, REACH, Budget, Verdict
 
 Outputs = dict[str, Tensor]
 WEIGHTS = ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from headwise.checkpoints.detect import Detection
 from headwise.diagnosis.weights import weights_of
 from headwise.errors import HeadwiseError
-from headwise.layouts.detect import Detection
 from headwise.scanning.behaviour import by_behaviour
 
 BY_RUN, BY_CONFIG, REFUTED = "run", "config", "refuted"

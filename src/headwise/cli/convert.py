@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from headwise.checkpoints.conversion import Converted
     from headwise.diagnosis.weights import Weights
-    from headwise.layouts.checkpoint.conversion import Converted
     from headwise.layouts.layout import Layout
 
 SHOWN = 4  # names that were kept
@@ -91,11 +91,11 @@ def _convert(
     with in_options(), on_a_bar(aside(), "loading torch"):
         from rich.console import Console
 
+        from headwise.checkpoints.conversion import convert_checkpoint
+        from headwise.checkpoints.working import folder_of
         from headwise.diagnosis.weights import weights_of
-        from headwise.layouts.checkpoint.conversion import convert_checkpoint
-        from headwise.layouts.checkpoint.working import folder_of
         from headwise.layouts.registry import layout
-        from headwise.models.threads import one_thread
+        from headwise.support.threads import one_thread
 
         wanted = layout(named[1])
         found = weights_of(place, given)
@@ -162,13 +162,13 @@ def _lines(
 
 
 def _took(done: Converted, seconds: float) -> str:
-    from headwise.axes import human_bytes
+    from headwise.support.axes import human_bytes
 
     return f"{seconds:.1f} s, {human_bytes(done.nbytes)}. The weights:"
 
 
 def _done_lines(done: Converted, found: Weights, wanted: Layout) -> Iterator[str]:
-    from headwise.layouts.checkpoint.source import open_source
+    from headwise.checkpoints.source import open_source
     from headwise.layouts.places import modules_of
 
     if done.found == "its beginning":

@@ -13,7 +13,7 @@ from headwise.errors import MissingExtraError, OptionError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.pages.scan import ScanReport
+    from headwise.reports.scan import ScanReport
     from headwise.studies.first_look import FirstLook
 
 PAGE = Path("headwise-demo/index.html")
@@ -60,7 +60,7 @@ def demo(
 
 def _beside(page: Path) -> Path:
     """Where the scan's page goes if it is not the main one; refused before any work."""
-    from headwise.whole_files import require_writable
+    from headwise.support.whole_files import require_writable
 
     if page.name.casefold() == BESIDE:
         raise OptionError(
@@ -88,7 +88,7 @@ def _save(
     report: ScanReport, look: FirstLook | MissingExtraError, *, page: Path, beside: Path
 ) -> list[Path]:
     """Write the pages; the main one is the last."""
-    from headwise.pages import first_look, scan
+    from headwise.reports import first_look, scan
 
     if isinstance(look, MissingExtraError):
         return [scan.save(report, page)]

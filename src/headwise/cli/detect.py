@@ -11,7 +11,7 @@ from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, Rot
 from headwise.cli.exit_status import NO, UNDECIDED, YES
 
 if TYPE_CHECKING:
-    from headwise.layouts.detect import Candidate, Detection
+    from headwise.checkpoints.detect import Candidate, Detection
 
 
 def detect(
@@ -56,8 +56,8 @@ def _detect(
     with in_options(), on_a_bar(aside(), "loading torch"):
         from rich.console import Console
 
+        from headwise.checkpoints.detect import lines_of
         from headwise.diagnosis.detect import detect as ask
-        from headwise.layouts.detect import lines_of
 
         found = ask(place, reference=reference, against=against, **given)
     if as_json:

@@ -9,8 +9,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from headwise.pages.first_look import Measure, measures
-from headwise.pages.pictures import css, ink
+from headwise.reports.first_look import Measure, measures
+from headwise.reports.pictures import css, ink
 from headwise.studies.first_look import FirstLook
 
 

@@ -42,12 +42,12 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
 
     from headwise.cli.ending import aside, end
     from headwise.cli.progress import on_a_bar
-    from headwise.whole_files import require_writable
+    from headwise.support.whole_files import require_writable
 
     start = time.perf_counter()
     with on_a_bar(aside(), "loading torch") as progress:
-        from headwise.pages import charts
-        from headwise.pages.study import save
+        from headwise.reports import charts
+        from headwise.reports.study import save
         from headwise.studies import catalogue
         from headwise.studies.study import study as ask
 

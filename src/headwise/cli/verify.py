@@ -67,14 +67,14 @@ def verify(
 
 
 def _is_digests(path: Path) -> bool:
-    from headwise.layouts.checkpoint.folder import INDEX
+    from headwise.checkpoints.folder import INDEX
 
     return path.suffix == DIGESTS and not path.name.endswith(INDEX)
 
 
 def _require_new(path: Path) -> None:
-    from headwise.layouts.checkpoint.working import require_free
-    from headwise.whole_files import require_writable
+    from headwise.checkpoints.working import require_free
+    from headwise.support.whole_files import require_writable
 
     if not _is_digests(path):
         raise typer.BadParameter(
@@ -86,8 +86,8 @@ def _require_new(path: Path) -> None:
 
 
 def _write(place: Path, path: Path, made_folder: str) -> None:
-    from headwise.layouts.checkpoint.source import open_source
-    from headwise.layouts.digests import digests_of, write_digests
+    from headwise.checkpoints.digests import digests_of, write_digests
+    from headwise.checkpoints.source import open_source
 
     found = digests_of(open_source(place))
     if made_folder:
@@ -96,8 +96,8 @@ def _write(place: Path, path: Path, made_folder: str) -> None:
 
 
 def _verify_digests(place: Path, path: Path) -> int:
-    from headwise.layouts.checkpoint.source import open_source
-    from headwise.layouts.digests import digests_of, read_digests
+    from headwise.checkpoints.digests import digests_of, read_digests
+    from headwise.checkpoints.source import open_source
 
     before, now = read_digests(path), digests_of(open_source(place))
     other = [name for name in {**before, **now} if before.get(name) != now.get(name)]

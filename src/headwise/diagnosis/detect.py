@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headwise.checkpoints.config import Config
+from headwise.checkpoints.counts import known_counts
+from headwise.checkpoints.detect import Detection
+from headwise.checkpoints.evidence import by_values
 from headwise.diagnosis.weights import Counts, Given, Weights, weights_of
-from headwise.layouts.checkpoint.counts import known_counts
-from headwise.layouts.config import Config
-from headwise.layouts.detect import Detection
-from headwise.layouts.evidence import by_values
 
 if TYPE_CHECKING:
-    from headwise.huggingface.folder import StoredModel
+    from headwise.checkpoints.stored_model import StoredModel
 
 LENGTH = 48  # tokens that a model is run with
 
@@ -69,7 +69,7 @@ def detect(
 
 
 def _loaded(folder: Path) -> StoredModel:
-    from headwise.huggingface.folder import load
+    from headwise.checkpoints.stored_model import load
 
     return load(folder)
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from headwise.checkpoints.detect import Candidate, Detection
+from headwise.checkpoints.evidence import by_values
+from headwise.checkpoints.verify import verify
 from headwise.diagnosis.weights import Weights
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts.detect import Candidate, Detection
-from headwise.layouts.evidence import by_values
 from headwise.layouts.layout import Layout
-from headwise.layouts.verify import verify
 
 OPTIONS = ("--first-layout", "--second-layout")
 FOUND = ("heads", "kv_heads", "rotary_width")  # out by values, where nobody says them

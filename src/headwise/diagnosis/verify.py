@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headwise.checkpoints.config import Config
+from headwise.checkpoints.verify import Verification, lines_of
+from headwise.checkpoints.verify import verify as compare
+from headwise.diagnosis.outputs import Outputs, outputs_of_both
 from headwise.diagnosis.readings import Named, readings
 from headwise.diagnosis.weights import Counts, Given, Weights, weights_of
-from headwise.layer.outputs import Outputs, outputs_of_both
-from headwise.layouts.config import Config
 from headwise.layouts.layout import Layout
-from headwise.layouts.verify import Verification, lines_of
-from headwise.layouts.verify import verify as compare
 
 SHOWN = 8  # differences of a kind, before the rest is counted
 

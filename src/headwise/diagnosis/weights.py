@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from headwise.checkpoints.config import Config, read_config
+from headwise.checkpoints.config_fields import Fields
+from headwise.checkpoints.counts import known_counts
+from headwise.checkpoints.detect import Detection
+from headwise.checkpoints.detect import detect as by_names
+from headwise.checkpoints.source import Source, open_source
 from headwise.errors import OptionError
-from headwise.layouts.checkpoint.counts import known_counts
-from headwise.layouts.checkpoint.source import Source, open_source
-from headwise.layouts.config import Config, read_config
-from headwise.layouts.config_fields import Fields
-from headwise.layouts.detect import Detection
-from headwise.layouts.detect import detect as by_names
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
 from headwise.layouts.steps import Header

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from headwise.eager import as_autocast_has_it
 from headwise.errors import OptionError
-from headwise.float_mask import taken_apart
 from headwise.huggingface.lazy_mask import MEANING, LazyMask
 from headwise.huggingface.masks import is_made_for_eager
-from headwise.integers import as_int64
-from headwise.masks import Mask
+from headwise.layers.hooks import shown
+from headwise.masks.float_mask import taken_apart
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias, cast_bias
 from headwise.matrix import AttentionMatrix
-from headwise.score_bias import ScoreBias, cast_bias
-from headwise.watching import shown
+from headwise.support.eager import as_autocast_has_it
+from headwise.support.integers import as_int64
 
 AXES = "batch heads queries keys"
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise import private_torch
 from headwise.errors import MaskError
-from headwise.masks import Mask
-from headwise.nested import mapped
+from headwise.masks.mask import Mask
+from headwise.support import private_torch
+from headwise.support.nested import mapped
 
 MEANING = "headwise_mask"  # the attribute by which a written mask may carry the lazy one
 

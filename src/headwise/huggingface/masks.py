@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel, masking_utils
 
-from headwise import private_torch
-from headwise.eager import is_traced
 from headwise.errors import OptionError
 from headwise.huggingface import patterns
 from headwise.huggingface.lazy_mask import MEANING, LazyMask
 from headwise.huggingface.patterns import Place
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
+from headwise.support import private_torch
+from headwise.support.eager import is_traced
 
 
 def prepare() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 
 MaskFunction = Callable[..., Tensor]
 

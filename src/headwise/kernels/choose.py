@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.eager import may_check_values
 from headwise.kernels import pieces, sdpa, tiles
 from headwise.kernels.pieces import Piece
 from headwise.kernels.problem import Problem
+from headwise.support.eager import may_check_values
 
 Kernel = Literal["sdpa", "tiled", "pieces"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise import functional
+from headwise import reference
 from headwise.kernels import cells
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Readings, Wanted, empty_readings, log_floor, shift_of
@@ -18,12 +18,12 @@ def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -
     if 0 in (queries, keys):
         return result
     s = _scores(problem)
-    p = functional.weights_of(s, problem.sink)
+    p = reference.weights_of(s, problem.sink)
     peak = s.amax(-1)
     shift = shift_of(peak.detach(), None if problem.sink is None else problem.sink.detach())
     log_sum, sink_entropy = _normaliser(s, shift, problem.sink)
     log_p = (s - (shift + log_sum)[..., None]).clamp(min=log_floor(exact))
-    out = result.out if v is None else p @ functional.share_heads(v.to(exact), heads=p.shape[1])
+    out = result.out if v is None else p @ reference.share_heads(v.to(exact), heads=p.shape[1])
     transposed = result.transposed if y is None else p.transpose(-2, -1) @ y.to(exact)
     return Readings(
         out=out.to(problem.q.dtype),
@@ -44,11 +44,11 @@ def _cells(p: Tensor, wanted: Wanted) -> Tensor:
 
 def weights(problem: Problem) -> Tensor:
     """The attention matrix in the dtype of accumulation."""
-    return functional.weights_of(_scores(problem), problem.sink)
+    return reference.weights_of(_scores(problem), problem.sink)
 
 
 def _scores(problem: Problem) -> Tensor:
-    return functional.scores_at(
+    return reference.scores_at(
         problem.q.to(problem.accumulate),
         problem.k.to(problem.accumulate),
         torch.arange(problem.q.shape[2], device=problem.q.device),

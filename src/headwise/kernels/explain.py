@@ -7,11 +7,11 @@ from math import prod
 
 from torch import Tensor
 
-from headwise.axes import human_bytes
 from headwise.kernels import pieces, sdpa
 from headwise.kernels.choose import choose
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiles import TILE_ELEMENTS, plan
+from headwise.support.axes import human_bytes
 
 
 @dataclass(frozen=True)

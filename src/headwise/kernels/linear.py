@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import has_torch_function
 
-from headwise import private_torch
-from headwise.eager import autocasts, is_traced
+from headwise.support import private_torch
+from headwise.support.eager import autocasts, is_traced
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

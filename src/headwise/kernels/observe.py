@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.bound_mask import BoundMask
-from headwise.eager import without_autocast
 from headwise.kernels import tiled
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiles import TILE_ELEMENTS, KeysByColumn, Scratch, Tile, plan, tile_scores
+from headwise.masks.bound_mask import BoundMask
+from headwise.support.eager import without_autocast
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.bound_mask import BoundMask
-from headwise.eager import may_read_values
 from headwise.kernels.problem import Problem
+from headwise.masks.bound_mask import BoundMask
+from headwise.support.eager import may_read_values
 
 # What one more call of a kernel is worth, in multiply-adds: measured on two CPU cores
 # (docs/log.md). For an accelerator it is an estimate, a thousand times as many.

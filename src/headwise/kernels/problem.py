@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.bound_mask import BoundMask
-from headwise.score_bias import BoundBias
+from headwise.masks.bound_mask import BoundMask
+from headwise.masks.score_bias import BoundBias
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from headwise import functional
+from headwise import reference
 from headwise.kernels import dense, pieces, sdpa
 from headwise.kernels.choose import choose, sum_overflows
 from headwise.kernels.problem import Problem
@@ -39,5 +39,5 @@ def dropped_head_outputs(problem: Problem, v: Tensor, *, dropout_p: float) -> Te
     if plain and all(bias.dtype == v.dtype for bias in problem.bias.all()):
         return sdpa.head_outputs(problem, v, dropout_p=dropout_p)
     kept = dropout(dense.weights(problem), dropout_p)
-    values = functional.share_heads(v.to(kept.dtype), heads=kept.shape[1])
+    values = reference.share_heads(v.to(kept.dtype), heads=kept.shape[1])
     return (kept @ values).to(v.dtype)

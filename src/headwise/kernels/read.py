@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise import private_torch
 from headwise.kernels import dense, sweep
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Readings, Wanted
+from headwise.support import private_torch
 
 
 def read(

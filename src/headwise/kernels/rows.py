@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from headwise import functional
-from headwise.eager import without_autocast
+from headwise import reference
 from headwise.kernels import tiles
 from headwise.kernels.problem import Problem
 from headwise.kernels.read import needs_plain_torch
 from headwise.kernels.sweep import pack, unpack
-from headwise.nested import leaves, mapped
+from headwise.support.eager import without_autocast
+from headwise.support.nested import leaves, mapped
 
 
 def weights_at(problem: Problem, index: Tensor) -> Tensor:
     """The weights of chosen queries, (batch, heads, rows, keys)."""
     exact = problem.accumulate
     with without_autocast(problem.q):
-        s = functional.scores_at(
+        s = reference.scores_at(
             problem.q.index_select(2, index).to(exact),
             problem.k.to(exact),
             index,
@@ -30,7 +30,7 @@ def weights_at(problem: Problem, index: Tensor) -> Tensor:
             scale=problem.scale,
             softcap=problem.softcap,
         )
-        return functional.weights_of(s, problem.sink).to(problem.q.dtype)
+        return reference.weights_of(s, problem.sink).to(problem.q.dtype)
 
 
 def largest(problem: Problem, count: int, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.bound_mask import BoundMask
 from headwise.kernels import dense, tiled
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Gradients, Readings, Upstream, Wanted
-from headwise.nested import leaves, mapped
-from headwise.score_bias import BoundBias
+from headwise.masks.bound_mask import BoundMask
+from headwise.masks.score_bias import BoundBias
+from headwise.support.nested import leaves, mapped
 
 # Everything a Problem holds, as an operator can carry it; pack and unpack keep the same order.
 _PROBLEM = (

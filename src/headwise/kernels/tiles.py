@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.problem import Problem
-from headwise.score_bias import cast_bias
+from headwise.masks.score_bias import cast_bias
 
 # 8 MB of float32. On two cores, half of it cost 13 % more and twice of it 10 % more (docs/log.md).
 TILE_ELEMENTS = 2**21

@@ -8,10 +8,10 @@ from functools import lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
 
-from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.layouts import catalogue
 from headwise.layouts.layout import Layout
+from headwise.support.axes import describe_value
 
 _own: dict[str, Layout] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Integer
 from torch import Tensor
 
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 
 
 def mask_of(lengths: Integer[Tensor, " batch"] | None) -> Mask:

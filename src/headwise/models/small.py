@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.models.reading import AttentionCall, Progress, Projections, Reading, no_progress
-from headwise.models.threads import one_thread
+from headwise.support.threads import one_thread
 
 EMBED_DIM, NUM_HEADS, NUM_LAYERS = 64, 4, 2
 LENGTH, SHORTER = 256, 90  # letters that are read; the second is padded to the first

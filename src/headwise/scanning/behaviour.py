@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.budget import Budget
+from headwise.budget.budget import Budget
+from headwise.checkpoints.config import rotation_of
+from headwise.checkpoints.detect import Candidate, Detection, decided, heads_of
+from headwise.checkpoints.layer_options import in_layer, options_of
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
-from headwise.functional import share_heads, split_heads
-from headwise.layer.attention import Attention
-from headwise.layer.of_config import in_layer, options_of
-from headwise.layouts.config import rotation_of
-from headwise.layouts.detect import Candidate, Detection, decided, heads_of
+from headwise.layers.native.attention import Attention
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.places import Module
 from headwise.layouts.sizes import Sizes
+from headwise.reference import share_heads, split_heads
 from headwise.scanning.self_attention import Seen, paired, scores_of, seen_in
 
 SCORES, VALUES = "scores", "values"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.private_torch import is_wrapper
+from headwise.support.private_torch import is_wrapper
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object; other in every process
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import OptionError
-from headwise.heads.statistics.statistic import Statistic
 from headwise.scanning import saved_fields
 from headwise.scanning.content_digest import digest_of as digest_of
 from headwise.scanning.files import damaged, read, write
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.saved_fields import FieldError
+from headwise.scanning.statistics.statistic import Statistic
 
 SCAN, PARTS = "scan.safetensors", "parts"
 SUFFIX = ".safetensors"

@@ -26,9 +26,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.extras import require
-from headwise.scanning.head_scan import OTHER_HEAD, HeadScan
+from headwise.scanning.readings import OTHER_HEAD, Readings
 from headwise.scanning.tables import HeadValue, Row, table_of, top_of
+from headwise.support.extras import require
 
 FIELD = "field"  # the axis of a statistic that names keys and tokens
 APART = "apart"  # the distance of two heads, among the columns of a table
@@ -46,13 +46,13 @@ class ScanDiff:
             is compared with. Without matching, the same.
     """
 
-    before: HeadScan
-    after: HeadScan
+    before: Readings
+    after: Readings
     names: tuple[str, ...]
     assignment: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def between(cls, before: HeadScan, after: HeadScan, *, match: bool) -> ScanDiff:
+    def between(cls, before: Readings, after: Readings, *, match: bool) -> ScanDiff:
         """As `HeadScan.diff`.
 
         Raises:
@@ -159,7 +159,7 @@ class ScanDiff:
         return table_of(self.before.heads, {"after": partners, APART: self.apart, **changes})
 
 
-def _require_same_heads(before: HeadScan, after: HeadScan) -> None:
+def _require_same_heads(before: Readings, after: Readings) -> None:
     one, two = before.layer_scans, after.layer_scans
     found = None
     if len(one) != len(two):
@@ -182,7 +182,7 @@ def _require_same_heads(before: HeadScan, after: HeadScan) -> None:
         )
 
 
-def _names_of_both(before: HeadScan, after: HeadScan) -> tuple[str, ...]:
+def _names_of_both(before: Readings, after: Readings) -> tuple[str, ...]:
     """Statistics that a layer of each has, and whose difference means something."""
     names = tuple(
         name
@@ -206,7 +206,7 @@ def _names_of_both(before: HeadScan, after: HeadScan) -> tuple[str, ...]:
     return names
 
 
-def _distances(before: HeadScan, after: HeadScan, names: tuple[str, ...]) -> list[Tensor]:
+def _distances(before: Readings, after: Readings, names: tuple[str, ...]) -> list[Tensor]:
     """For each layer, from each head of one to each of the other, among those looked at."""
     looked = [list(layer.heads) for layer in before.layer_scans]
     totals = [torch.zeros(len(heads), len(heads), dtype=torch.float64) for heads in looked]

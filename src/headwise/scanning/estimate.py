@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.axes import human_bytes
 from headwise.errors import OptionError
-from headwise.heads.statistics.observation import CELLS, Observation, Sequences
-from headwise.heads.statistics.statistic import Statistic
-from headwise.heads.statistics.sweep import sweep
 from headwise.kernels.tiles import TILE_ELEMENTS
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.reaching import reached
+from headwise.scanning.statistics.observation import CELLS, Observation, Sequences
+from headwise.scanning.statistics.statistic import Statistic
+from headwise.scanning.statistics.sweep import sweep
+from headwise.support.axes import human_bytes
 
 TILES_AT_ONCE = 8  # scores, weights, and what statistics make of one tile
 STATES_AT_ONCE = 6  # of the model's width: residuals, what is normalised, inputs of a product

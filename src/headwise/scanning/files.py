@@ -23,12 +23,9 @@ from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.heads import importance
-from headwise.heads.statistics.catalogue import STANDARD
-from headwise.heads.statistics.statistic import Definition, Statistic
 from headwise.scanning import saved_fields
 from headwise.scanning.content_digest import digest_of
-from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.readings import Readings
 from headwise.scanning.saved_fields import FieldError
 from headwise.scanning.saved_scan import (
     check_fields,
@@ -37,7 +34,10 @@ from headwise.scanning.saved_scan import (
     layers_of,
     tensors_of,
 )
-from headwise.whole_files import write_whole
+from headwise.scanning.statistics import importance
+from headwise.scanning.statistics.catalogue import STANDARD
+from headwise.scanning.statistics.statistic import Definition, Statistic
+from headwise.support.whole_files import write_whole
 
 VERSION = 2
 KEY = "headwise.scan"  # of the metadata
@@ -48,7 +48,7 @@ FORMAT_1_NOTE = (
 COPY_AGAIN = "copy it again from where it was saved, or scan again"
 
 
-def write(scan: HeadScan, path: Path, *, document: Mapping[str, Any] | None = None) -> Path:
+def write(scan: Readings, path: Path, *, document: Mapping[str, Any] | None = None) -> Path:
     """Save a scan; ``document`` is kept beside it, for `read` to return.
 
     Raises:

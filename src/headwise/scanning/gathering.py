@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headwise.axes import describe_value
 from headwise.errors import OptionError
-from headwise.heads.statistics.observation import Observation
-from headwise.heads.statistics.statistic import Statistic, Summary
-from headwise.heads.statistics.sweep import sweep
 from headwise.scanning.calls import LayerCall
-from headwise.scanning.head_scan import HeadScan, LayerScan
+from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.reaching import Reach
+from headwise.scanning.readings import LayerScan
 from headwise.scanning.running import is_chosen, notes_of, require_attention, require_layers
+from headwise.scanning.statistics.observation import Observation
+from headwise.scanning.statistics.statistic import Statistic, Summary
+from headwise.scanning.statistics.sweep import sweep
 from headwise.scanning.surroundings import Surroundings
+from headwise.support.axes import describe_value
 
 Progress = Callable[[str, int, int], None]
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.axes import describe_value
 from headwise.errors import OptionError, ShapeError
 from headwise.scanning.modules import as_written
 from headwise.scanning.weights import plain_parts
+from headwise.support.axes import describe_value
 
 # What nobody here has a use for: keys and values kept for later steps. A scan has none either for
 # the scores of the whole vocabulary after each token, which can take more memory than all the rest.

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from headwise.huggingface.switching import switched
+from headwise.layers.hooks import watching
 from headwise.matrix import AttentionMatrix
 from headwise.scanning import projections
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.modules import Modules, Running, same, version_of
 from headwise.scanning.tokens import TokenStreams
 from headwise.scanning.torch_calls import TorchCalls
-from headwise.watching import watching
 
 # A module of these names that ran and showed nothing may be attention that was not reached.
 LOOKS_LIKE = ("attention", "attn")
@@ -84,7 +84,7 @@ class Reach:
         self._tokens.begin_input()
 
     def show(self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
-        """A watcher of `headwise.watching`."""
+        """A watcher of `headwise.layers.hooks`."""
         self.settle()
         stack = self.modules.stack
         call = LayerCall(

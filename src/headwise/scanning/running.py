@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from headwise.axes import describe_value
 from headwise.errors import OptionError
 from headwise.scanning.reaching import Reach
+from headwise.support.axes import describe_value
 
 SHOWN = 4  # names, before the rest is counted
 MOST_LAYERS = 12  # the same, of layers to choose from

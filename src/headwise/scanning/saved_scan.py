@@ -9,11 +9,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from headwise.heads.statistics.parts import fault_of_summary
-from headwise.heads.statistics.statistic import Definition, Statistic, Summary
 from headwise.scanning import saved_fields
-from headwise.scanning.head_scan import HeadScan, LayerScan
+from headwise.scanning.readings import LayerScan, Readings
 from headwise.scanning.saved_fields import FieldError
+from headwise.scanning.statistics.parts import fault_of_summary
+from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
 
 MOST_HEADS = 2**20  # of a layer
 FIELDS = ("version", "headwise", "model", "sequences", "tokens", "notes", "statistics", "layers")
@@ -44,7 +44,7 @@ def fields_of_layer(layer: LayerScan) -> dict[str, Any]:
     }
 
 
-def tensors_of(scan: HeadScan) -> dict[str, Tensor]:
+def tensors_of(scan: Readings) -> dict[str, Tensor]:
     """Return every tensor of a scan by its name in a file."""
     return {
         # safetensors takes no views, and no memory that is shared.

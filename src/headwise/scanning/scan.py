@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.axes import describe_value
 from headwise.errors import OptionError
+from headwise.layers.hooks import shown
 from headwise.matrix import AttentionMatrix
 from headwise.scanning.gathering import Gathering, Progress, Wanted
 from headwise.scanning.head_scan import HeadScan
@@ -35,7 +35,7 @@ from headwise.scanning.selection import (
     select_tokens,
 )
 from headwise.scanning.surroundings import Surroundings, unembedding_of
-from headwise.watching import shown
+from headwise.support.axes import describe_value
 
 Model = nn.Module | Callable[..., Any] | AttentionMatrix
 

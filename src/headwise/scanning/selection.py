@@ -8,11 +8,11 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor
 
-from headwise.axes import describe_value
 from headwise.errors import OptionError
-from headwise.heads.statistics import catalogue
-from headwise.heads.statistics.statistic import Statistic
-from headwise.integers import is_integer
+from headwise.scanning.statistics import catalogue
+from headwise.scanning.statistics.statistic import Statistic
+from headwise.support.axes import describe_value
+from headwise.support.integers import is_integer
 
 Layers = str | Collection[str] | None
 Numbers = int | Collection[int]

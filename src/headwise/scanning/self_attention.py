@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.functional import share_heads
 from headwise.layouts.places import Module
 from headwise.matrix import AttentionMatrix
+from headwise.reference import share_heads
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.reaching import reached
 from headwise.scanning.running import evaluating

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise import functional
-from headwise.bound_mask import BoundMask
-from headwise.heads.statistics.observation import Observation, Sequences
+from headwise import reference
+from headwise.masks.bound_mask import BoundMask
 from headwise.matrix import AttentionMatrix
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.modules import version_of
+from headwise.scanning.statistics.observation import Observation, Sequences
 from headwise.scanning.weights import as_floats
 
 
@@ -140,8 +140,8 @@ def _of_heads(
 ) -> tuple[AttentionMatrix, Tensor]:
     """The matrix of some query heads, each with the keys and the values that it reads."""
     count = matrix.shape[1]
-    k = functional.share_heads(matrix.k, heads=count).index_select(1, heads)
-    v = functional.share_heads(values, heads=count).index_select(1, heads)
+    k = reference.share_heads(matrix.k, heads=count).index_select(1, heads)
+    v = reference.share_heads(values, heads=count).index_select(1, heads)
     chosen = AttentionMatrix(
         matrix.q.index_select(1, heads),
         k,

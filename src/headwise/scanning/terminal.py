@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from headwise.scanning.head_scan import HeadScan, LayerScan
+from headwise.scanning.readings import LayerScan, Readings
 
 WIDTH = 80
 MOST_ROWS = 32  # layers
@@ -34,13 +34,13 @@ TOP = 3  # heads of each
 LONGEST_NAME, SHORTEST_LABEL = 30, 12
 
 
-def picture(scan: HeadScan) -> str:
+def picture(scan: Readings) -> str:
     """The whole text: counts, layers x heads, heads that stand out, what is missing."""
     parts = [_counts(scan), *_heads(scan), *_extremes(scan), *_missing(scan), *_notes(scan)]
     return "\n".join(parts)
 
 
-def _counts(scan: HeadScan) -> str:
+def _counts(scan: Readings) -> str:
     heads = sorted({layer.num_heads for layer in scan.layer_scans})
     each = f" of {heads[0]}" if heads else ""
     if len(heads) > 1:
@@ -59,7 +59,7 @@ def _counts(scan: HeadScan) -> str:
 # ---- layers x heads -----------------------------------------------------------------------------
 
 
-def _heads(scan: HeadScan) -> list[str]:
+def _heads(scan: Readings) -> list[str]:
     """A row for each layer, with its name where there is room."""
     name = next((name for name in SHOWN if name in scan.scalars), next(iter(scan.scalars), None))
     if name is None:
@@ -123,7 +123,7 @@ def _ends(count: int, most: int) -> list[int | None]:
 # ---- in words -----------------------------------------------------------------------------------
 
 
-def _extremes(scan: HeadScan) -> list[str]:
+def _extremes(scan: Readings) -> list[str]:
     known = [name for name in KNOWN_FOR if name in scan.scalars]
     names = known or list(scan.scalars)
     width = min(max((len(name) for name in names), default=0), LONGEST_NAME)
@@ -143,7 +143,7 @@ def _short(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:.3g}"
 
 
-def _missing(scan: HeadScan) -> list[str]:
+def _missing(scan: Readings) -> list[str]:
     """A line for each reason, with the statistics and the number of layers."""
     reasons: dict[str, dict[str, int]] = {}
     for layer in scan.layer_scans:
@@ -159,7 +159,7 @@ def _missing(scan: HeadScan) -> list[str]:
     return ["missing:", *_elided(lines)] if lines else []
 
 
-def _notes(scan: HeadScan) -> list[str]:
+def _notes(scan: Readings) -> list[str]:
     lines = [_wrapped(note) for note in scan.notes]
     return ["notes:", *_elided(lines)] if lines else []
 

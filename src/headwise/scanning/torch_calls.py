@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from headwise import functional
-from headwise.drop_in.functional_form import multi_head_attention_forward
-from headwise.eager import as_autocast_has_it
-from headwise.float_mask import taken_apart
+from headwise import reference
 from headwise.kernels import sdpa
-from headwise.masks import Mask
+from headwise.layers.hooks import shown
+from headwise.layers.torch_api.functional_form import multi_head_attention_forward
+from headwise.masks.float_mask import taken_apart
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
-from headwise.score_bias import ScoreBias
-from headwise.watching import shown
+from headwise.support.eager import as_autocast_has_it
 
 AXES = "batch heads queries keys"
 
@@ -78,7 +78,7 @@ def _attend(
     query, key, value = as_autocast_has_it(query, key, value)
     q, k, v = axes.four(query, heads=heads), axes.four(key), axes.four(value)
     if k.shape[1] != v.shape[1]:  # a layer has one number of kv heads
-        k, v = (functional.share_heads(x, heads=heads) for x in (k, v))
+        k, v = (reference.share_heads(x, heads=heads) for x in (k, v))
     mask, score_bias = Mask(), ScoreBias()
     if is_causal:
         mask = Mask.causal(align="top-left")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from headwise.private_torch import is_wrapper
+from headwise.support.private_torch import is_wrapper
 
 
 def plain_parts(weight: Tensor) -> Iterator[Tensor]:

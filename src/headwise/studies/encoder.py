@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise.drop_in.layer import MultiheadAttention
 from headwise.errors import MissingExtraError
+from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.models import minilm, small, text
 from headwise.models.reading import Progress, Reading, no_progress
 

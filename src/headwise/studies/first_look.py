@@ -19,16 +19,16 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise import functional
-from headwise.budget import Budget, Verdict
-from headwise.drop_in.layer import MultiheadAttention
-from headwise.heads.statistics import catalogue
-from headwise.heads.statistics.observation import Observation, Sequences
-from headwise.heads.statistics.sweep import sweep
-from headwise.masks import Mask
+from headwise import reference
+from headwise.budget.budget import Budget, Verdict
+from headwise.layers.torch_api.layer import MultiheadAttention
+from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from headwise.models import text
 from headwise.models.reading import AttentionCall, Progress, Projections, Reading, no_progress
+from headwise.scanning.statistics import catalogue
+from headwise.scanning.statistics.observation import Observation, Sequences
+from headwise.scanning.statistics.sweep import sweep
 from headwise.studies import encoder
 
 CELLS = 32  # a pooled map is this many blocks of queries by this many blocks of keys
@@ -222,7 +222,7 @@ def compare_layer(
         layer=layer,
         reference=_check(budget.check(call.output)),
         drop_in=_check(budget.check(output)),
-        matrix=_check(budget.check(drop_in.out_proj(functional.merge_heads(matrix @ v)))),
+        matrix=_check(budget.check(drop_in.out_proj(reference.merge_heads(matrix @ v)))),
         difference=float((output - call.output).abs().max()),
     )
     return equality, matrix
@@ -253,8 +253,8 @@ def _layer_by_the_reference(
     mask: Mask,
 ) -> Float[Tensor, "batch queries embed_dim"]:
     q, k, v = _split(x, in_proj_weight, in_proj_bias, num_heads)
-    outputs = functional.head_outputs(q, k, v, mask=mask)
-    return F.linear(functional.merge_heads(outputs), out_proj_weight, out_proj_bias)
+    outputs = reference.head_outputs(q, k, v, mask=mask)
+    return F.linear(reference.merge_heads(outputs), out_proj_weight, out_proj_bias)
 
 
 def _split(
@@ -262,7 +262,7 @@ def _split(
 ) -> tuple[Tensor, ...]:
     """Queries, keys and values, each (batch, heads, length, head_dim)."""
     return tuple(
-        functional.split_heads(part, heads=num_heads)
+        reference.split_heads(part, heads=num_heads)
         for part in F.linear(x, weight, bias).chunk(3, dim=-1)
     )
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise import functional
-from headwise.masks import Mask
+from headwise import reference
+from headwise.masks.mask import Mask
 from headwise.studies.experiments.gradient_formulas import Pass, rounding_bounds, weight_gradients
 
 BATCH, HEADS, QUERIES, KEYS = 3, 5, 11, 13
@@ -47,7 +47,7 @@ def made(
 def by_autograd(**options: object) -> tuple[tuple[Tensor, ...], Pass]:
     w = {name: value.requires_grad_() for name, value in weights().items()}
     forward = made(w, **options)  # type: ignore[arg-type]
-    heads = functional.head_outputs(*forward[2:5], mask=forward.mask, scale=forward.scale)
+    heads = reference.head_outputs(*forward[2:5], mask=forward.mask, scale=forward.scale)
     output = torch.einsum("bhqv,hov->bqo", heads, forward.wo)
     found = torch.autograd.grad(output, list(w.values()), forward.upstream)
     plain = (part.detach() if isinstance(part, Tensor) else part for part in forward)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.drop_in.layer import MultiheadAttention
 from headwise.errors import ShapeError
-from headwise.layer.attention import Attention
-from headwise.masks import Mask
+from headwise.layers.native.attention import Attention
+from headwise.layers.torch_api.layer import MultiheadAttention
+from headwise.masks.mask import Mask
 from headwise.studies.question import Answer
 from headwise.studies.questions import axis_order
 from headwise.studies.study import ask

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.layer.attention import Attention
+from headwise.layers.native.attention import Attention
 from headwise.matrix import AttentionMatrix
 from headwise.studies.questions import gradients
 from headwise.studies.questions.gradients import QUESTION

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 from headwise.models.reading import AttentionCall, Projections, Reading
-from headwise.peers.annotated import Annotated
-from headwise.peers.bert import Bert
-from headwise.peers.einops_page import EinopsPage
-from headwise.peers.gpt2 import GPT2
-from headwise.peers.paper import Paper
-from headwise.peers.peer import Peer
-from headwise.peers.tensor2tensor import Tensor2Tensor
-from headwise.peers.torch_layer import TorchLayer
-from headwise.peers.weights import Weights
-from headwise.peers.x_transformers import XTransformers
 from headwise.studies import encoder
 from headwise.studies.experiments import conventions, same_weights, whole_layer
 from headwise.studies.experiments.own_layers import IMPLEMENTATIONS, DropIn, Native
+from headwise.studies.peers.annotated import Annotated
+from headwise.studies.peers.bert import Bert
+from headwise.studies.peers.einops_page import EinopsPage
+from headwise.studies.peers.gpt2 import GPT2
+from headwise.studies.peers.paper import Paper
+from headwise.studies.peers.peer import Peer
+from headwise.studies.peers.tensor2tensor import Tensor2Tensor
+from headwise.studies.peers.torch_layer import TorchLayer
+from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.x_transformers import XTransformers
 from headwise.studies.pictures.implementations import size
 from headwise.studies.questions.implementations import QUESTION, fills
 from headwise.studies.study import ask

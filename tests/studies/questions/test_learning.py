@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.layer.attention import Attention
+from headwise.layers.native.attention import Attention
 from headwise.matrix import AttentionMatrix
 from headwise.studies.experiments import lookups
 from headwise.studies.experiments.lookups import Texts

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.layer.attention import Attention
-from headwise.layer.einops_block import EinopsAttention
+from headwise.layers.native.attention import Attention
+from headwise.layers.native.einops_block import EinopsAttention
 from headwise.matrix import AttentionMatrix
 from headwise.studies.questions import must_divide
 from headwise.studies.study import ask

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from headwise.drop_in.layer import MultiheadAttention
-from headwise.layer.attention import Attention
-from headwise.peers.paper import Paper
+from headwise.layers.native.attention import Attention
+from headwise.layers.torch_api.layer import MultiheadAttention
+from headwise.studies.peers.paper import Paper
 from headwise.studies.questions import parameters
 from headwise.studies.questions.parameters import QUESTION
 from tests.studies.asking import failed_facts

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.layer.attention import Attention
+from headwise.layers.native.attention import Attention
 from headwise.matrix import AttentionMatrix
 from headwise.models import minilm
 from headwise.models.reading import AttentionCall, Projections, Reading
-from headwise.peers.peer import Peer
-from headwise.peers.weights import Weights
 from headwise.studies.experiments import own_layers, whole_layer
 from headwise.studies.experiments.own_layers import Native
+from headwise.studies.peers.peer import Peer
+from headwise.studies.peers.weights import Weights
 from headwise.studies.questions import picture
 from headwise.studies.study import ask
 from tests.studies.asking import failing

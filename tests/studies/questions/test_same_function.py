@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import functional
-from headwise.budget import Budget
+from headwise import reference
+from headwise.budget.budget import Budget
 from headwise.studies import encoder
 from headwise.studies.experiments import one_head
 from headwise.studies.experiments.one_head import Projected
@@ -47,7 +47,7 @@ def test_the_small_experiment_holds_unperturbed() -> None:
 def test_scores_without_the_root_are_not_the_sum_over_the_root(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(functional, "default_scale", lambda q: 0.05)
+    monkeypatch.setattr(reference, "default_scale", lambda q: 0.05)
     assert_fails(asked(), 0)
 
 
@@ -57,7 +57,7 @@ def test_a_softmax_that_ignores_the_scores(monkeypatch: pytest.MonkeyPatch) -> N
     def even(s: Tensor, sink: Tensor | None = None) -> Tensor:
         return torch.full_like(s, 1 / s.shape[-1])
 
-    monkeypatch.setattr(functional, "weights_of", even)
+    monkeypatch.setattr(reference, "weights_of", even)
     answer = asked()
     for number in (1, 2, 4, 5):
         held, words = answer.facts[number]
@@ -90,7 +90,7 @@ def test_a_softmax_that_always_picks_one_key(monkeypatch: pytest.MonkeyPatch) ->
     def hard(s: Tensor, sink: Tensor | None = None) -> Tensor:
         return torch.zeros_like(s).scatter(-1, s.argmax(-1, keepdim=True), 1)
 
-    monkeypatch.setattr(functional, "weights_of", hard)
+    monkeypatch.setattr(reference, "weights_of", hard)
     answer = asked()
     assert_fails(answer, 3)
     said = answer.numbers["said"]["quiet"]
@@ -162,10 +162,10 @@ def test_an_excess_is_error_over_allowance() -> None:
 
 def test_a_row_reads_one_key_only_bit_by_bit(projected: Projected) -> None:
     favourites = torch.tensor([[[0, 1, 2, 3, 4], [6, 5, 4, 3, 2], [1, 1, 1, 1, 1]]] * 2)
-    values = functional.split_heads(projected.v, heads=3).take_along_dim(
+    values = reference.split_heads(projected.v, heads=3).take_along_dim(
         favourites[..., None], dim=2
     )
-    outputs = functional.merge_heads(values.clone())
+    outputs = reference.merge_heads(values.clone())
     assert one_head.reads_one_key(outputs, projected.v, favourites).all()
     outputs[1, 2, 11] = outputs[1, 2, 11].nextafter(torch.tensor(math.inf))
     read = one_head.reads_one_key(outputs, projected.v, favourites)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.layer.attention import Attention
+from headwise.layers.native.attention import Attention
 from headwise.matrix import AttentionMatrix
-from headwise.peers.torch_layer import TorchLayer
 from headwise.studies.experiments import own_layers
 from headwise.studies.experiments.tracing import (
     ATTENDED,
@@ -23,6 +22,7 @@ from headwise.studies.experiments.tracing import (
     taken_apart,
     trace,
 )
+from headwise.studies.peers.torch_layer import TorchLayer
 from headwise.studies.questions import split
 from headwise.studies.study import ask
 from tests.studies.asking import failing

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import functional
-from headwise.peers.torch_layer import TorchLayer
+from headwise import reference
+from headwise.studies.peers.torch_layer import TorchLayer
 from headwise.studies.question import Answer
 from headwise.studies.questions import weights_of_one
 from headwise.studies.study import ask
@@ -39,7 +39,7 @@ def soften(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
 
 
 def test_scores_on_another_scale_are_not_the_root_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "default_scale", lambda q: 0.1)
+    monkeypatch.setattr(reference, "default_scale", lambda q: 0.1)
     assert_fails(asked(), 0)
 
 

@@ -80,7 +80,7 @@ class Asked:
     def _require_statistics(self) -> None:
         if self.stats is None:
             return
-        from headwise.heads.statistics.catalogue import STANDARD, unknown_statistic
+        from headwise.scanning.statistics.catalogue import STANDARD, unknown_statistic
 
         known = [statistic.definition.name for statistic in STANDARD]
         for name in self.stats:

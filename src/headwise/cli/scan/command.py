@@ -11,7 +11,7 @@ from headwise.cli.exit_status import INTERRUPTED
 from headwise.cli.scan.asked import Asked
 
 if TYPE_CHECKING:
-    from headwise.pages.scan import ScanReport
+    from headwise.reports.scan import ScanReport
 
 PAGE = Path("headwise-scan/index.html")
 
@@ -111,7 +111,7 @@ def _scan(asked: Asked, *, as_json: bool) -> None:
     from rich.console import Console
 
     from headwise.cli.scan.heads import show, show_kept
-    from headwise.pages.scan import save
+    from headwise.reports.scan import save
 
     end(
         save(report, asked.page),

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.cli.scan.asked import TABLE
-from headwise.pages.pictures import css, ink
-from headwise.pages.scan import MAP, ScanReport
-from headwise.pages.telling import RULE, Shown, most_telling, standing_out
+from headwise.reports.pictures import css, ink
+from headwise.reports.scan import MAP, ScanReport
+from headwise.reports.telling import RULE, Shown, most_telling, standing_out
 from headwise.scanning.corpus import PARTS, SCAN
 
 MOST_ROWS = 48  # layers of one picture

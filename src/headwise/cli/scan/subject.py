@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.pages.telling import visible
+from headwise.reports.telling import visible
 from headwise.scanning.inputs import OUTSIDE
 
 MOST_NAMES = 6  # of special tokens: some models have hundreds
@@ -88,9 +88,9 @@ def of_folder(folder: Path, *, trust_remote_code: bool) -> Subject:
     """The model in a folder.
 
     Raises:
-        HeadwiseError: as `headwise.huggingface.folder.load`.
+        HeadwiseError: as `headwise.checkpoints.stored_model.load`.
     """
-    from headwise.huggingface.folder import load
+    from headwise.checkpoints.stored_model import load
 
     stored = load(folder, trust_remote_code=trust_remote_code)
     tokenizer = stored.tokenizer

@@ -14,17 +14,17 @@ from headwise.cli.scan import passage
 from headwise.cli.scan.asked import TABLE, Asked
 from headwise.cli.scan.passage import Passage
 from headwise.cli.scan.subject import Subject, of_folder, of_tiny
-from headwise.heads.statistics import catalogue
-from headwise.heads.statistics.statistic import Statistic
-from headwise.pages.scan import ScanReport
-from headwise.pages.telling import visible
+from headwise.reports.scan import ScanReport
+from headwise.reports.telling import visible
 from headwise.scanning import machine
 from headwise.scanning.corpus import parts_in, scan_corpus
 from headwise.scanning.estimate import Estimate, calls_of, estimate, require_memory
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.on_tokens import on_tokens
 from headwise.scanning.scan import scan
-from headwise.whole_files import require_writable, write_whole
+from headwise.scanning.statistics import catalogue
+from headwise.scanning.statistics.statistic import Statistic
+from headwise.support.whole_files import require_writable, write_whole
 
 INSTEAD = "call headwise.scan(model, inputs) from Python with what it reads"
 TRIAL = 16  # tokens that are read before the work, to see what comes
@@ -176,7 +176,7 @@ def prepare(asked: Asked) -> Work:
 def _subject(asked: Asked) -> Subject:
     if asked.model_dir is None:
         return of_tiny()
-    from headwise.huggingface.folder import require_model
+    from headwise.checkpoints.stored_model import require_model
 
     size = require_model(asked.model_dir)
     if not asked.force:

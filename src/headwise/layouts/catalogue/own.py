@@ -20,7 +20,7 @@ _TENSORS = {
 _FUNCTION = Function(
     scale=None, rotary=None, score_bias=None, softcap=None, qk_norm=None, window=None
 )
-_SOURCE = "headwise, src/headwise/layer/attention.py"
+_SOURCE = "headwise, src/headwise/layers/native/attention.py"
 
 LAYOUTS = (
     Layout(

@@ -7,9 +7,8 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.eager import may_check_values
 from headwise.errors import OptionError
-from headwise.layer.attention import Attention
+from headwise.layers.native.attention import Attention
 from headwise.matrix import AttentionMatrix
 from headwise.models.causal import mask_of
 from headwise.models.planted.plan import (
@@ -21,6 +20,7 @@ from headwise.models.planted.plan import (
     WIDTHS,
     Head,
 )
+from headwise.support.eager import may_check_values
 
 BEGIN, SEPARATOR = 0, 1
 VOCABULARY, LONGEST = 2**TOKEN_BITS, 2**POSITION_BITS

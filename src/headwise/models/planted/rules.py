@@ -9,9 +9,9 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise.integers import as_int64
 from headwise.models.planted.network import SEPARATOR, code
 from headwise.models.planted.plan import EMBED_DIM, LAYERS, SECTIONS, TOKEN_BITS
+from headwise.support.integers import as_int64
 
 # ids (batch, length), rows (rows,) -> which keys each row attends to, (batch, rows, length) or
 # (rows, length); what lies after the row is taken off by the caller

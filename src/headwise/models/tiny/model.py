@@ -8,12 +8,12 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.layer.attention import Attention
-from headwise.masks import Mask
+from headwise.layers.native.attention import Attention
+from headwise.layers.positions import Rotary
+from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from headwise.models.causal import mask_of
 from headwise.models.tiny.symbols import VOCABULARY
-from headwise.positions import Rotary
 
 
 class Sizes(NamedTuple):

@@ -10,7 +10,7 @@ parts of the data merge into the scan of all of it. The loss is one number for e
     scan = gradients(model, {"input_ids": ids, "attention_mask": mask})
     scan = gradients(model, inputs, loss=lambda output, given: loss_of(output).mean(-1))
 
-    headwise.heads.importance   what each measure means, and its source
+    headwise.scanning.statistics.importance   what each measure means, and its source
     losses.py        the default loss, and what a loss must be
     gates.py         gates on heads, and what comes back to them
     stand_ins.py     what a head gives while it is off

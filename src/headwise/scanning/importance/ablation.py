@@ -11,9 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from headwise.axes import describe_value
 from headwise.errors import OptionError
-from headwise.heads.importance import ABLATIONS
 from headwise.models.reading import Progress, no_progress
 from headwise.scanning import selection
 from headwise.scanning.calls import LayerCall
@@ -30,7 +28,9 @@ from headwise.scanning.importance.switch import Switch
 from headwise.scanning.inputs import require_module
 from headwise.scanning.reaching import Reach, reached
 from headwise.scanning.running import evaluating, notes_of
+from headwise.scanning.statistics.importance import ABLATIONS
 from headwise.scanning.surroundings import Surroundings
+from headwise.support.axes import describe_value
 
 
 def ablations(

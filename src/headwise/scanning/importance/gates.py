@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
-from headwise.heads.statistics.statistic import Summary
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.runs import Layer, Layers
+from headwise.scanning.statistics.statistic import Summary
 from headwise.scanning.surroundings import Surroundings
 
 

@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.heads.importance import GRADIENTS
 from headwise.scanning import selection
-from headwise.scanning.head_scan import HeadScan, LayerScan
+from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.gates import Gates
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.importance.runs import Layer, Layers, inputs_for
 from headwise.scanning.inputs import require_module
 from headwise.scanning.reaching import reached
+from headwise.scanning.readings import LayerScan
 from headwise.scanning.running import evaluating, notes_of
+from headwise.scanning.statistics.importance import GRADIENTS
 
 
 def gradients(

@@ -14,11 +14,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.axes import describe_value
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.reaching import Reach
 from headwise.scanning.surroundings import unembedding_of
+from headwise.support.axes import describe_value
 
 # (what the model returned, the inputs it was given) -> (batch,)
 Loss = Callable[[Any, Any], Tensor]

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from headwise.heads.statistics.statistic import Summary
 from headwise.scanning import selection
 from headwise.scanning.calls import LayerCall
-from headwise.scanning.head_scan import LayerScan
 from headwise.scanning.inputs import Arguments, inputs_of, require_tokens, run, without_extras
 from headwise.scanning.reaching import Reach
+from headwise.scanning.readings import LayerScan
 from headwise.scanning.running import is_chosen, require_layers
+from headwise.scanning.statistics.statistic import Summary
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.heads.statistics.statistic import Summary
 from headwise.scanning.importance.runs import Layer
+from headwise.scanning.statistics.statistic import Summary
 
 # (heads, value_dim) of each layer, by its name
 Means = Mapping[str, Tensor]

@@ -9,16 +9,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwise.axes import describe_value
 from headwise.errors import OptionError
-from headwise.heads.statistics.statistic import Statistic, Summary
 from headwise.models.reading import Progress
 from headwise.scanning.calls import LayerCall
-from headwise.scanning.head_scan import HeadScan, LayerScan
+from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.runs import Layer, Layers
 from headwise.scanning.importance.stand_ins import StandIn
+from headwise.scanning.readings import LayerScan
+from headwise.scanning.statistics.statistic import Statistic, Summary
 from headwise.scanning.surroundings import Surroundings
+from headwise.support.axes import describe_value
 
 LossesOf = Callable[[], Float[Tensor, " batch"]]  # runs the model
 

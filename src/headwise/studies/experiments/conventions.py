@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.budget import Budget
-from headwise.peers.gpt2 import GPT2
-from headwise.peers.peer import Peer
-from headwise.peers.torch_layer import TorchLayer
-from headwise.peers.weights import Weights
-from headwise.private_torch import SOFTMAX, DispatchMode
+from headwise.budget.budget import Budget
+from headwise.studies.peers.gpt2 import GPT2
+from headwise.studies.peers.peer import Peer
+from headwise.studies.peers.torch_layer import TorchLayer
+from headwise.studies.peers.weights import Weights
 from headwise.studies.words import scientific
+from headwise.support.private_torch import SOFTMAX, DispatchMode
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 2, 4, 6, 64
 DROPOUT = 0.5

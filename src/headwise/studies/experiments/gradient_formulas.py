@@ -25,9 +25,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwise import functional, rounding
-from headwise.masks import Mask
-from headwise.rounding import Roundoff, growth
+from headwise import reference
+from headwise.budget import rounding
+from headwise.budget.rounding import Roundoff, growth
+from headwise.masks.mask import Mask
 
 
 class WeightGradients(NamedTuple):
@@ -66,8 +67,8 @@ class Pass(NamedTuple):
 def weight_gradients(forward: Pass) -> WeightGradients:
     """dL/dWq, dL/dWk, dL/dWv and dL/dWo of each head, by the formulas above."""
     x, source, q, k, v, wo, upstream, mask, given = forward
-    scale = functional.default_scale(q) if given is None else given
-    weights = functional.weights(q, k, mask=mask, scale=scale)
+    scale = reference.default_scale(q) if given is None else given
+    weights = reference.weights(q, k, mask=mask, scale=scale)
     of_outputs = upstream[:, None] @ wo
     of_weights = of_outputs @ v.mT
     of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
@@ -82,13 +83,13 @@ def weight_gradients(forward: Pass) -> WeightGradients:
 def rounding_bounds(forward: Pass) -> WeightGradients:
     """How far rounding may part two honest computations of these gradients, element by element.
 
-    The floors of `headwise.rounding` for dq, dk and dv in the dtype of ``q`` (which count the
-    rounding of both sides in float64), what the rounding of dO adds to them (they are linear in
+    The floors of `headwise.budget.rounding` for dq, dk and dv in the dtype of ``q`` (which count
+    the rounding of both sides in float64), what the rounding of dO adds to them (they are linear in
     it), and the sum over the tokens. ``q``, ``k`` and ``v`` are taken as they are.
     """
     x, source, q, k, v, wo, upstream = (part.detach().double() for part in forward[:7])
     r = Roundoff.of(forward.q.dtype)
-    scale = functional.default_scale(q) if forward.scale is None else forward.scale
+    scale = reference.default_scale(q) if forward.scale is None else forward.scale
     rows = rounding.rows(q, k, r, mask=forward.mask, scale=scale)
     weights = rows.weights
     of_outputs = upstream[:, None] @ wo

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwise.layer.attention import Attention
+from headwise.layers.native.attention import Attention
 
 LENGTH = 16  # tokens of a text, and so names
 VALUE = 16  # numbers of a token's value

@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwise import functional, rounding
-from headwise.budget import Budget
-from headwise.rounding import Roundoff
+from headwise import reference
+from headwise.budget import rounding
+from headwise.budget.budget import Budget
+from headwise.budget.rounding import Roundoff
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,20 +26,20 @@ class Projected:
     def split(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Each head's own, (batch, heads, length, head_dim)."""
         projections = (self.q, self.k, self.v)
-        q, k, v = (functional.split_heads(p, heads=heads) for p in projections)
+        q, k, v = (reference.split_heads(p, heads=heads) for p in projections)
         return q, k, v
 
     def scores(self, heads: int) -> Float[Tensor, "batch {heads} queries keys"]:
         """What goes into the softmax."""
-        return functional.scores(*self.split(heads)[:2])
+        return reference.scores(*self.split(heads)[:2])
 
     def weights(self, heads: int) -> Float[Tensor, "batch {heads} queries keys"]:
         """How much each query takes of each key."""
-        return functional.weights(*self.split(heads)[:2])
+        return reference.weights(*self.split(heads)[:2])
 
     def outputs(self, heads: int) -> Float[Tensor, "batch queries embed_dim"]:
         """The head outputs concatenated, as the output projection takes them."""
-        return functional.merge_heads(functional.head_outputs(*self.split(heads)))
+        return reference.merge_heads(reference.head_outputs(*self.split(heads)))
 
 
 def difference(
@@ -65,7 +66,7 @@ def budget_of_scores(projected: Projected) -> Budget:
     """The error budget of the scores of a single head."""
     q, k, _ = projected.split(1)
     floor = rounding.rows(q, k, Roundoff.of(q.dtype)).score_error
-    return Budget.of(functional.scores, q, k, floor=floor, name="scores")
+    return Budget.of(reference.scores, q, k, floor=floor, name="scores")
 
 
 def excess(actual: Float[Tensor, "*shape"], budget: Budget) -> Float[Tensor, "*shape"]:
@@ -81,5 +82,5 @@ def reads_one_key(
 ) -> Bool[Tensor, "batch heads queries"]:
     """Whether a head's output is, bit by bit, the value of the key it prefers."""
     heads = favourites.shape[1]
-    values = functional.split_heads(v, heads=heads).take_along_dim(favourites[..., None], dim=2)
-    return (functional.split_heads(outputs, heads=heads) == values).all(-1)
+    values = reference.split_heads(v, heads=heads).take_along_dim(favourites[..., None], dim=2)
+    return (reference.split_heads(outputs, heads=heads) == values).all(-1)

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.drop_in.layer import MultiheadAttention
-from headwise.layer.attention import Attention
-from headwise.masks import Mask
-from headwise.peers.catalogue import PEERS
-from headwise.peers.peer import Peer
-from headwise.peers.torch_layer import TorchLayer
-from headwise.peers.weights import Weights
+from headwise.layers.native.attention import Attention
+from headwise.layers.torch_api.layer import MultiheadAttention
+from headwise.masks.mask import Mask
+from headwise.studies.peers.catalogue import PEERS
+from headwise.studies.peers.peer import Peer
+from headwise.studies.peers.torch_layer import TorchLayer
+from headwise.studies.peers.weights import Weights
 
 
 class DropIn(TorchLayer):

@@ -14,9 +14,9 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headwise import functional
+from headwise import reference
 from headwise.matrix import AttentionMatrix
-from headwise.peers.weights import Weights
+from headwise.studies.peers.weights import Weights
 
 PARTS = 3  # queries, keys, values
 
@@ -106,5 +106,5 @@ def attend(
     weights: Weights,
 ) -> Float[Tensor, "batch queries embed_dim"]:
     """The output for queries, keys and values of heads, by the output projection."""
-    outputs = functional.merge_heads(AttentionMatrix(q, k) @ v)
+    outputs = reference.merge_heads(AttentionMatrix(q, k) @ v)
     return linear(outputs, weights.out, weights.biases[3] if weights.biases else None)

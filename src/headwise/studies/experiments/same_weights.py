@@ -11,15 +11,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headwise.budget import Budget
-from headwise.masks import Mask
+from headwise.budget.budget import Budget
+from headwise.masks.mask import Mask
 from headwise.models.reading import Reading
-from headwise.peers.bert import Bert
-from headwise.peers.einops_page import EinopsPage
-from headwise.peers.peer import Peer
-from headwise.peers.weights import Weights
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.own_layers import IMPLEMENTATIONS
+from headwise.studies.peers.bert import Bert
+from headwise.studies.peers.einops_page import EinopsPage
+from headwise.studies.peers.peer import Peer
+from headwise.studies.peers.weights import Weights
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 3, 6, 45, 192
 

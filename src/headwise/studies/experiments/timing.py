@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from statistics import median
 
-from headwise.models.threads import one_thread
+from headwise.support.threads import one_thread
 
 Work = Callable[[], object]
 

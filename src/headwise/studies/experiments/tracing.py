@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.nested import leaves
-from headwise.private_torch import DispatchMode
+from headwise.support.nested import leaves
+from headwise.support.private_torch import DispatchMode
 
 INPUT, PROJECTED, ATTENDED, OUTPUT = range(4)
 

@@ -5,12 +5,12 @@ no size has to divide another.
 
 The budget is `Budget`'s: twice the error that plain torch makes over a family of inputs, and a
 floor for what it may make by bad luck alone. Between projections the floor is that of
-`headwise.rounding`. A projection sums n products p. Each partial sum is rounded, by at most u of
-it, and is about |y| + |p| in size: y is the result, |p| the root of the sum of squares, since
-products of mixed signs cancel on the way as they do in the end. n such errors, independent, have
-a root mean square of sqrt(n) u (|y| + |p|), of which LAMBDA are granted, as in
-`headwise.rounding`. Errors that pass through a later sum add up by their squares, as independent
-ones do.
+`headwise.budget.rounding`. A projection sums n products p. Each partial sum is rounded, by at most
+u of it, and is about |y| + |p| in size: y is the result, |p| the root of the sum of squares, since
+products of mixed signs cancel on the way as they do in the end. n such errors, independent, have a
+root mean square of sqrt(n) u (|y| + |p|), of which LAMBDA are granted, as in
+`headwise.budget.rounding`. Errors that pass through a later sum add up by their squares, as
+independent ones do.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise import functional, rounding
-from headwise.budget import Budget
-from headwise.masks import Mask
-from headwise.peers.weights import Weights
-from headwise.rounding import LAMBDA, Roundoff
+from headwise import reference
+from headwise.budget import rounding
+from headwise.budget.budget import Budget
+from headwise.budget.rounding import LAMBDA, Roundoff
+from headwise.masks.mask import Mask
+from headwise.studies.peers.weights import Weights
 
 
 def output(
@@ -43,7 +44,7 @@ def output(
     (wq, wk, wv, wo), biases = weights[:4], weights[4:] or (None,) * 4
     inputs = ((x, wq, biases[0]), (keys, wk, biases[1]), (values, wv, biases[2]))
     per_head = zip(*(_of_each_head(*each, num_heads=num_heads) for each in inputs), strict=True)
-    outputs = [functional.head_outputs(q, k, v, mask=mask) for q, k, v in per_head]
+    outputs = [reference.head_outputs(q, k, v, mask=mask) for q, k, v in per_head]
     return F.linear(torch.cat(outputs, -1).squeeze(1), wo, biases[3])
 
 
@@ -77,23 +78,23 @@ def _floor(
     r = Roundoff.of(inputs[0].dtype)
     matrices, biases = weights[:4], weights[4:] or (None,) * 4
     found = [
-        [functional.split_heads(t, heads=num_heads) for t in _projected(each, matrix, bias, r)]
+        [reference.split_heads(t, heads=num_heads) for t in _projected(each, matrix, bias, r)]
         for each, matrix, bias in zip(inputs, matrices[:3], biases[:3], strict=True)
     ]
     (q, q_error), (k, k_error), (v, v_error) = found
     rows = rounding.rows(q, k, r, mask=mask)
     # Errors of q and k reach all scores of a row alike: they are averaged over it, not squared.
-    squares = functional.scores(q_error**2, k**2, scale=1.0) + functional.scores(
+    squares = reference.scores(q_error**2, k**2, scale=1.0) + reference.scores(
         q**2, k_error**2, scale=1.0
     )
-    of_scores = functional.default_scale(q) * squares.sqrt()
+    of_scores = reference.default_scale(q) * squares.sqrt()
     of_row = (rows.weights * of_scores).sum(-1, keepdim=True)
     rows = replace(
         rows, score_error=rows.score_error + of_scores, mean_error=rows.mean_error + of_row
     )
     of_outputs = rounding.product_floor(rows, v) + (rows.weights**2 @ v_error**2).sqrt()
-    merged = functional.merge_heads(rows.weights @ v)
-    passed_on = (functional.merge_heads(of_outputs) ** 2 @ (matrices[3].double() ** 2).mT).sqrt()
+    merged = reference.merge_heads(rows.weights @ v)
+    passed_on = (reference.merge_heads(of_outputs) ** 2 @ (matrices[3].double() ** 2).mT).sqrt()
     return _projected(merged, matrices[3], biases[3], r)[1] + passed_on
 
 

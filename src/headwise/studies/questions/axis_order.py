@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
-from headwise.drop_in.layer import MultiheadAttention
 from headwise.errors import HeadwiseError
-from headwise.layer.attention import Attention
-from headwise.masks import Mask
+from headwise.layers.native.attention import Attention
+from headwise.layers.torch_api.layer import MultiheadAttention
+from headwise.masks.mask import Mask
 from headwise.models.reading import Progress
-from headwise.peers.weights import Weights
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.one_head import difference
 from headwise.studies.experiments.timing import times_of
+from headwise.studies.peers.weights import Weights
 from headwise.studies.pictures.axis_order import draw
 from headwise.studies.question import Fact, Numbers, Question, Table
 

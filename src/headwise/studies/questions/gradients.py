@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise import functional
-from headwise.layer.attention import Attention
+from headwise import reference
+from headwise.layers.native.attention import Attention
 from headwise.models.reading import Progress
-from headwise.models.threads import one_thread
 from headwise.studies.experiments.gradient_formulas import (
     Pass,
     WeightGradients,
@@ -20,6 +19,7 @@ from headwise.studies.experiments.gradient_formulas import (
 )
 from headwise.studies.pictures.gradients import WEIGHTS, draw
 from headwise.studies.question import Fact, Question, Table
+from headwise.support.threads import one_thread
 
 EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last one is the "eight" of the words
 BATCH, LENGTH = 2, 96  # more tokens than embed_dim, so that nothing else bounds the rank
@@ -91,7 +91,7 @@ def autograd(layer: Attention, x: Tensor, upstream: Tensor) -> dict[str, Tensor]
 def passed(layer: Attention, x: Tensor, upstream: Tensor) -> Pass:
     """What the formulas need to know of the layer's forward pass."""
     matrix = layer.matrix(x)
-    v = functional.split_heads(layer.v_proj(x), heads=layer.num_heads)
+    v = reference.split_heads(layer.v_proj(x), heads=layer.num_heads)
     wo = layer.out_proj.weight.detach().unflatten(1, (layer.num_heads, -1)).movedim(1, 0)
     return Pass(x, x, matrix.q, matrix.k, v, wo, upstream)
 
@@ -125,7 +125,7 @@ def reach(layer: Attention, x: Tensor, *, blocks: int) -> list[list[int]]:
     The parts are blocks of the rows of Wq, Wk and Wv, and of the columns of Wo, in this order.
     """
     matrix, weights = layer.matrix(x), weights_of(layer)
-    scores = functional.scores(matrix.q, matrix.k, scale=matrix.scale)
+    scores = reference.scores(matrix.q, matrix.k, scale=matrix.scale)
     lines = []
     for head in range(layer.num_heads):
         found = torch.autograd.grad(
@@ -149,7 +149,7 @@ def ranks(layers: Mapping[int, Attention], x: Tensor) -> dict[str, list[int]]:
     found = {}
     for heads, layer in layers.items():
         matrix = layer.matrix(x[:1])
-        scores = functional.scores(matrix.q, matrix.k, scale=matrix.scale)[0]
+        scores = reference.scores(matrix.q, matrix.k, scale=matrix.scale)[0]
         values = torch.linalg.svdvals(scores)
         counted = values > LENGTH * torch.finfo(values.dtype).eps * values[:, :1]
         found[str(heads)] = counted.sum(-1).tolist()

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headwise.models.reading import Progress
-from headwise.peers.catalogue import PEERS
 from headwise.studies import encoder
 from headwise.studies.experiments import conventions, same_weights
 from headwise.studies.experiments.own_layers import IMPLEMENTATIONS
 from headwise.studies.experiments.same_weights import EMBED_DIM, NUM_HEADS
+from headwise.studies.peers.catalogue import PEERS
 from headwise.studies.pictures.implementations import draw
 from headwise.studies.question import Fact, Numbers, Question, Table
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.budget import Budget
-from headwise.layer.attention import Attention
-from headwise.layer.einops_block import EinopsAttention
+from headwise.budget.budget import Budget
+from headwise.layers.native.attention import Attention
+from headwise.layers.native.einops_block import EinopsAttention
 from headwise.models.reading import Progress
-from headwise.peers.weights import Weights
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.counting import parameters
+from headwise.studies.peers.weights import Weights
 from headwise.studies.pictures.must_divide import draw
 from headwise.studies.question import Fact, Question, Table
 

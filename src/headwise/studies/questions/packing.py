@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import PolarityWarning
-from headwise.masks import Mask
+from headwise.masks.mask import Mask
 from headwise.models.reading import Progress
-from headwise.peers.gpt2 import GPT2
-from headwise.peers.torch_layer import TorchLayer
-from headwise.peers.weights import Weights
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.own_layers import DropIn, Native
 from headwise.studies.experiments.packing_forms import PARTS, attend, forms
 from headwise.studies.experiments.timing import times_of
+from headwise.studies.peers.gpt2 import GPT2
+from headwise.studies.peers.torch_layer import TorchLayer
+from headwise.studies.peers.weights import Weights
 from headwise.studies.pictures.packing import TITLES, draw
 from headwise.studies.question import Fact, Question, Table
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.drop_in.layer import MultiheadAttention
-from headwise.layer.attention import Attention
+from headwise.layers.native.attention import Attention
+from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.models.reading import Progress
-from headwise.peers.paper import Paper
 from headwise.studies.experiments.counting import parameters
+from headwise.studies.peers.paper import Paper
 from headwise.studies.pictures.parameters import draw
 from headwise.studies.question import Fact, Question, Table
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from headwise import functional
-from headwise.layer.attention import Attention
+from headwise import reference
+from headwise.layers.native.attention import Attention
 from headwise.models import minilm, text
 from headwise.models.reading import Progress, Projections
-from headwise.peers.weights import Weights
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.own_layers import Native
+from headwise.studies.peers.weights import Weights
 from headwise.studies.pictures.picture import draw
 from headwise.studies.question import Fact, Question, Table
 
@@ -143,7 +143,7 @@ def added_up(
     heads, bias = layer.num_heads, layer.out_proj.bias
     allowed = whole_layer.budget(x, x, x, weights, num_heads=heads)
     output, outputs, parts = layer(x), layer.head_outputs(x), layer.contributions(x)
-    turned = functional.merge_heads(outputs.flip(1))
+    turned = reference.merge_heads(outputs.flip(1))
     rows = layer.out_proj.weight.unflatten(1, (heads, -1)).flip(1).flatten(1)
     swapped, both = layer.out_proj(turned), nn.functional.linear(turned, rows, bias)
     return {

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise import functional
+from headwise import reference
 from headwise.errors import MissingExtraError
-from headwise.layer.attention import Attention
+from headwise.layers.native.attention import Attention
 from headwise.models.reading import Progress
-from headwise.peers.weights import Weights
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.quantised_projections import (
     Rounded,
@@ -28,6 +27,7 @@ from headwise.studies.experiments.quantised_projections import (
 )
 from headwise.studies.experiments.still_there import status_of, status_of_once
 from headwise.studies.experiments.timing import times_of
+from headwise.studies.peers.weights import Weights
 from headwise.studies.pictures.quantised import draw
 from headwise.studies.question import Fact, Question, Table
 
@@ -101,7 +101,7 @@ def compare(layer: Attention, x: Tensor) -> dict[str, Any]:
 
 def replaced(layer: Attention, x: Tensor, form: Replacement) -> Attention:
     """A copy of the layer with other projections, their steps chosen for what each is given."""
-    merged = functional.merge_heads(layer.head_outputs(x))
+    merged = reference.merge_heads(layer.head_outputs(x))
     own = copy.deepcopy(layer)
     for name in PROJECTIONS:
         given = merged if name == "out_proj" else x
@@ -114,7 +114,7 @@ def stages(layer: Attention, x: Tensor) -> dict[str, Tensor]:
     matrix = layer.matrix(x)
     found = (
         torch.stack([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)]),
-        functional.scores(matrix.q, matrix.k),
+        reference.scores(matrix.q, matrix.k),
         matrix.dense(),
         layer.head_outputs(x),
         layer(x),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise import functional
-from headwise.budget import Budget
+from headwise import reference
+from headwise.budget.budget import Budget
 from headwise.matrix import AttentionMatrix
 from headwise.models.reading import AttentionCall, Progress
 from headwise.studies import encoder
@@ -172,7 +172,7 @@ def beyond(sample: Sample) -> dict[str, float]:
         lambda q, k, v, wo: Projected(q, k, v).outputs(HEADS) @ wo, p.q, p.k, p.v, sample.wo
     )
     found = {
-        "outputs": excess(functional.split_heads(p.outputs(1), heads=HEADS), budget),
+        "outputs": excess(reference.split_heads(p.outputs(1), heads=HEADS), budget),
         "projected": excess(p.outputs(1) @ sample.wo, after),
     }
     return {name: float(sample.by_seed(x).amax(1).min()) for name, x in found.items()}
@@ -184,11 +184,11 @@ def merge_heads(call: AttentionCall, heads: int) -> dict[str, Any]:
     parts = linear(call.x[:1], p.in_proj_weight, p.in_proj_bias).chunk(3, dim=-1)
     projected = Projected(*parts)
     one, several = projected.outputs(1), projected.outputs(heads)
-    pair = (functional.split_heads(x, heads=heads)[0] for x in (one, several))
+    pair = (reference.split_heads(x, heads=heads)[0] for x in (one, several))
     budget = Budget.for_head_outputs(*projected.split(heads))
     return {
         "apart": difference(*pair).tolist(),
-        "beyond": excess(functional.split_heads(one, heads=heads), budget).amax((0, 2, 3)).tolist(),
+        "beyond": excess(reference.split_heads(one, heads=heads), budget).amax((0, 2, 3)).tolist(),
         "sum": sum_of_scores(projected, heads),
     }
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise import functional
+from headwise import reference
 from headwise.models.reading import Progress
-from headwise.peers.torch_layer import TorchLayer
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.own_layers import Native
 from headwise.studies.experiments.tracing import (
@@ -24,6 +23,7 @@ from headwise.studies.experiments.tracing import (
     trace,
     with_head_dim,
 )
+from headwise.studies.peers.torch_layer import TorchLayer
 from headwise.studies.pictures.split import STAGES, draw
 from headwise.studies.question import Fact, Question, Table
 
@@ -137,9 +137,9 @@ def block_diagonal(layer: Native) -> Native:
 
 def split_first(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, *, heads: int) -> Tensor:
     """Cut x into heads, and only then project each part, by the blocks on the diagonal."""
-    cut = functional.split_heads(x, heads=heads)
+    cut = reference.split_heads(x, heads=heads)
     q, k, v = (cut @ blocks_of(w, heads).mT for w in (wq, wk, wv))
-    return F.linear(functional.merge_heads(functional.head_outputs(q, k, v)), wo)
+    return F.linear(reference.merge_heads(reference.head_outputs(q, k, v)), wo)
 
 
 def blocks_of(weight: Tensor, heads: int) -> Tensor:

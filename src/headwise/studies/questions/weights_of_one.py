@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from headwise.models.reading import Progress
-from headwise.peers.torch_layer import TorchLayer
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.one_head import (
     Projected,
@@ -19,6 +18,7 @@ from headwise.studies.experiments.one_head import (
     difference,
     excess,
 )
+from headwise.studies.peers.torch_layer import TorchLayer
 from headwise.studies.pictures.weights_of_one import draw
 from headwise.studies.question import Fact, Question, Table
 

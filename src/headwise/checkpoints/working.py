@@ -1,0 +1,255 @@
+"""The hidden folder in which a target grows; it becomes the target by one rename.
+
+.NAME.headwise-part/journal     `headwise.checkpoints.journal`
+.NAME.headwise-part/made/       the files of the target
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from headwise.checkpoints import moving_bytes
+from headwise.checkpoints.journal import Journal
+from headwise.checkpoints.target import File, Outline
+from headwise.errors import CheckpointError
+from headwise.support.axes import human_bytes
+
+# The disk knows no second name for a file.
+_UNLINKED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class Working:
+    """Files of the size they will have, into which tensors are written in any order.
+
+    At the end of a ``with`` nothing stays of the folder; an interruption leaves it for a later run.
+
+    Attributes:
+        path: of the folder.
+        done: steps of an earlier run that need no more work.
+        found: what of an earlier run there was: "nothing", "its beginning", or "other work".
+    """
+
+    def __init__(self, target: Path, outline: Outline) -> None:
+        """Take the folder, so that no other run does.
+
+        Raises:
+            CheckpointError: no room, or another run writes there.
+            OSError: nothing can be written there.
+        """
+        self._target, self._outline = target, outline
+        self.path = folder_of(target)
+        self.done: frozenset[int] = frozenset()
+        self.found = "nothing"
+        self._made = self.path / "made"
+        self._handles: dict[str, int] = {}
+        self._has_name = False
+        require_room(target.parent, outline.size - _taken(self._made))
+        self._new = [self.path, *(above for above in target.parents if not above.exists())]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._journal = Journal(self.path / "journal")
+        except OSError:
+            self._remove_folders()
+            raise
+
+    def begin(self, identity: str) -> None:
+        """Make the files, or open those of an earlier run of the same work.
+
+        Raises:
+            OSError: nothing can be written there, or there is no room.
+        """
+        done = self._journal.done(identity) if self._is_whole() else None
+        if done is not None:
+            self.found, self.done = "its beginning", done
+            self._open(os.O_RDWR)
+            return
+        if self._journal.identity not in ("", identity):
+            self.found = "other work"
+        self._make(identity)
+
+    def handle(self, name: str) -> int:
+        """The open file of this name."""
+        return self._handles[name]
+
+    def flush(self, steps: Iterable[int]) -> None:
+        """See that all that was written is on the disk, and note that these steps are done."""
+        for handle in self._handles.values():
+            os.fsync(handle)
+            _forget(handle)
+        self._journal.add(steps)
+
+    def finish(self, *, is_folder: bool) -> None:
+        """Turn what was made into the target, which must not be there yet.
+
+        Raises:
+            CheckpointError: it is there; or it is this run's, and what comes after that failed.
+            OSError: it cannot be put there.
+        """
+        if self._outline.index is not None:
+            name, content = self._outline.index
+            (self._made / name).write_bytes(content)
+            _sync(self._made / name)
+        _sync(self._made)
+        require_free(self._target)
+        made = self._made if is_folder else self._made / self._outline.files[0].name
+        if is_folder:
+            os.rename(made, self._target)
+        else:
+            _name_file(made, self._target)
+        self._has_name = True
+        try:
+            if not is_folder:
+                made.unlink(missing_ok=True)  # its first name
+            _sync(self._target.parent)
+            self._discard()
+        except OSError as error:
+            raise _late(error, self._target, self.path) from error
+
+    def __enter__(self) -> Working:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is not None and issubclass(kind, Exception) and not self._has_name:
+                self._discard()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+        self._journal.close()
+
+    def _discard(self) -> None:
+        """Remove everything. The journal goes last: while it is there, no other run comes in."""
+        if self._made.exists():
+            shutil.rmtree(self._made)
+        (self.path / "journal").unlink(missing_ok=True)
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        """Those that this run has made, if nobody else has put anything there."""
+        for folder in self._new:
+            with suppress(OSError):
+                folder.rmdir()
+
+    def _is_whole(self) -> bool:
+        return all(_begins(self._made / file.name, file) for file in self._outline.files)
+
+    def _make(self, identity: str) -> None:
+        self._journal.forget()  # first: files of the right size say nothing of what is in them
+        if self._made.exists():
+            shutil.rmtree(self._made)
+        self._made.mkdir()
+        self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        for file in self._outline.files:
+            handle = self._handles[file.name]
+            moving_bytes.reserve(handle, file.size)
+            moving_bytes.write_all(handle, memoryview(file.head), 0)
+            os.fsync(handle)
+        _sync(self._made)
+        self._journal.begin(identity)
+
+    def _open(self, flags: int) -> None:
+        for file in self._outline.files:
+            self._handles[file.name] = os.open(self._made / file.name, flags, 0o666)
+
+
+def _begins(path: Path, file: File) -> bool:
+    """Whether it is a file of this size and with this head."""
+    if not path.is_file() or path.stat().st_size != file.size:
+        return False
+    with path.open("rb") as opened:
+        return opened.read(len(file.head)) == file.head
+
+
+def folder_of(target: Path) -> Path:
+    """Where a target grows."""
+    return target.parent / f".{target.name}.headwise-part"
+
+
+def require_free(target: Path) -> None:
+    """Raise CheckpointError where something has the target's name."""
+    if os.path.lexists(target):
+        raise _there_already(target)
+
+
+def require_room(folder: Path, size: int) -> None:
+    """Raise CheckpointError where the disk has less room than ``size`` bytes."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    disk = os.statvfs(folder)
+    room = disk.f_bavail * disk.f_frsize
+    if room < size:
+        there, wanted = human_bytes(room), human_bytes(size)
+        if there == wanted:
+            there, wanted = f"{room:,} B", f"{size:,} B"
+        raise CheckpointError(
+            saw=f"{folder} has room for {there}",
+            needed=f"room for {wanted}",
+            do="make room, or name a target on another disk",
+        )
+
+
+def _there_already(target: Path) -> CheckpointError:
+    return CheckpointError(
+        saw=f"{target}, which is there already",
+        needed="a name that is free: nothing is written over",
+        do="name another target, or remove this one",
+    )
+
+
+def _late(error: OSError, target: Path, folder: Path) -> CheckpointError:
+    where = error.filename or target.parent
+    return CheckpointError(
+        saw=f"{where}, where the system says: {error.strerror or error}; {target} is there, whole",
+        needed="a disk that can be written to until the end",
+        do=f"keep the target if `headwise verify` reads it after a restart; remove {folder} if it "
+        "is still there",
+    )
+
+
+def _name_file(made: Path, target: Path) -> None:
+    """A rename would write over a file that came there meanwhile; a second name does not."""
+    try:
+        os.link(made, target)
+    except FileExistsError as error:
+        raise _there_already(target) from error
+    except OSError as error:
+        if error.errno not in _UNLINKED:
+            raise
+        os.rename(made, target)
+
+
+def _taken(folder: Path) -> int:
+    """The bytes on the disk that an earlier run has taken."""
+    if not folder.is_dir():
+        return 0
+    return sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+
+
+def _forget(handle: int) -> None:
+    """Nobody reads it soon: memory is left to those who need it."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _sync(path: Path) -> None:
+    """See that a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,1 @@
+"""Layers as modules: the native one, torch's interface, and positions."""

@@ -1,0 +1,141 @@
+"""QK-norm: queries and keys normalised, so that the scores cannot grow with the weights.
+
+Henry et al. 2020 (arXiv:2010.04245); with learned weights as in Dehghani et al. 2023
+(arXiv:2302.05442). The families differ in four places, and each is an option of `QKNorm`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwise.errors import OptionError
+from headwise.support.axes import describe_value
+from headwise.support.eager import is_traced
+
+Kind = Literal["rms", "layer"]
+Over = Literal["head", "width"]
+Place = Literal["before", "after"]
+_CHOICES = {"kind": ("rms", "layer"), "over": ("head", "width"), "place": ("before", "after")}
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """How queries and keys are normalised.
+
+        Qwen3       QKNorm()                            each head, RMS
+        OLMo 2      QKNorm(over="width")                all heads of a token together
+        Gemma 3     QKNorm(one_plus=True)               the weight is stored less 1
+        torchtune   QKNorm(place="after")               after the rotation
+
+    All heads share one weight. Cohere's layer norm (Chameleon's and StableLM 2's too) has a weight
+    of (heads, head_dim), one row for each head: it fits only where the rows are equal.
+
+    Args:
+        kind: "rms" divides by the root mean square; "layer" takes off the mean first, and adds a
+            bias.
+        over: one "head", head_dim numbers; or the whole "width" of the projection, before the
+            heads are split.
+        place: "before" or "after" the rotary rotation.
+        one_plus: the weight is stored as its difference from 1, so that decay pulls towards 1.
+        eps: added to the mean square, or to the variance.
+
+    Raises:
+        OptionError: a value outside its range, or ``over="width"`` with ``place="after"``.
+    """
+
+    kind: Kind = "rms"
+    over: Over = "head"
+    place: Place = "before"
+    one_plus: bool = False
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise OptionError(
+                    saw=f"QKNorm({name}={describe_value(getattr(self, name))})",
+                    needed=" or ".join(f'"{choice}"' for choice in choices),
+                    do=f'{name}="{choices[0]}" is the default',
+                )
+        if not 0 < self.eps < math.inf:
+            raise OptionError(
+                saw=f"QKNorm(eps={self.eps})",
+                needed="a positive finite number: without it a vector of zeros gives NaN",
+                do="eps=1e-6",
+            )
+        if self.over == "width" and self.place == "after":
+            raise OptionError(
+                saw='QKNorm(over="width", place="after")',
+                needed="the whole width exists before the heads are split, and the rotation is of "
+                "heads",
+                do='over="head" with place="after", or place="before"',
+            )
+
+    def module(
+        self,
+        width: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Norm:
+        """The norm of the last axis, ``width`` wide, with its learned weight (and bias).
+
+        A norm over heads is given head_dim, one over the width num_heads * head_dim.
+        """
+        return Norm(self, width, device=device, dtype=dtype)
+
+
+class Norm(nn.Module):
+    """The norm of the last axis. Made by `QKNorm.module`.
+
+    The half types are normalised in float32 and rounded once, as Gemma's and OLMo's are; Llama's
+    and Qwen's are also rounded before the weight is applied.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        options: QKNorm,
+        width: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = options
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        bias = torch.empty(width, device=device, dtype=dtype) if options.kind == "layer" else None
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A weight, and a bias, that change nothing."""
+        nn.init.constant_(self.weight, 0.0 if self.options.one_plus else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
+        """``x`` over its root mean square; or less its mean, over its deviation."""
+        exact, eps = torch.promote_types(x.dtype, torch.float32), self.options.eps
+        wide, weight = x.to(exact), self.weight.to(exact)
+        if self.options.one_plus:
+            weight = 1.0 + weight
+        if self.bias is None and torch.onnx.is_in_onnx_export() and is_traced():
+            # torch's older exporter to ONNX knows no rms_norm.
+            mean = wide.square().mean(-1, keepdim=True)
+            return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)
+        if self.bias is None:
+            return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
+        return F.layer_norm(wide, weight.shape, weight, self.bias.to(exact), eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """The width and the options."""
+        return f"{len(self.weight)}, {self.options}"

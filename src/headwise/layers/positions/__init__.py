@@ -1,0 +1,30 @@
+"""Where a token stands: rotary angles, and score biases by distance.
+
+Each is a small value that a layer is given: `Rotary` rotates queries and keys, a `PositionBias`
+makes a module that gives a `ScoreBias`.
+"""
+
+from headwise.layers.positions.alibi import Alibi, alibi_slopes
+from headwise.layers.positions.bias import PositionBias
+from headwise.layers.positions.relative import T5Bias
+from headwise.layers.positions.rotary import Rotary
+from headwise.layers.positions.scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    Scaling,
+    YarnScaling,
+)
+
+__all__ = [
+    "Alibi",
+    "LinearScaling",
+    "Llama3Scaling",
+    "NTKScaling",
+    "PositionBias",
+    "Rotary",
+    "Scaling",
+    "T5Bias",
+    "YarnScaling",
+    "alibi_slopes",
+]

@@ -1,0 +1,55 @@
+"""`multi_head_attention_forward`: the functional form, with torch's own signature."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from headwise.layers.torch_api import checks
+from headwise.layers.torch_api.core import Ask, Parameters, attend
+from headwise.support.arguments import require_tensors
+
+
+def multi_head_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`torch.nn.functional.multi_head_attention_forward`, with the contract of the layer.
+
+    Inputs are (length, batch, width), or (length, width). ``static_k`` and ``static_v`` stand for
+    projected keys and values, (batch*heads, keys, head_dim); masks are then for their length.
+    """
+    require_tensors(query=query, key=key, value=value)
+    checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
+    checks.require_sizes(embed_dim_to_check, num_heads)
+    weights = (in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight)
+    form = (embed_dim_to_check, num_heads, use_separate_proj_weight)
+    parameters = Parameters(*form, *weights, bias_k, bias_v, add_zero_attn)
+    masks = (key_padding_mask, attn_mask, is_causal)
+    dropout = dropout_p if training else 0.0
+    ask = Ask(*masks, need_weights, average_attn_weights, dropout, static_k, static_v)
+    heads, attention = attend(query, key, value, parameters, ask, batch_first=False)
+    return linear(heads, out_proj_weight, out_proj_bias), attention

@@ -1,0 +1,1 @@
+"""Who may be attended, and what is added to the scores."""

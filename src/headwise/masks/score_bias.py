@@ -1,0 +1,386 @@
+"""Score biases: a float added to the scores before the softmax, as a lazy value.
+
+Two forms are enough. What depends on the distance ``key - query`` alone (ALiBi, relative
+positions) is a table with one entry per distance: queries + keys - 1 numbers for each head, never
+queries x keys. Everything else is a dense tensor with named axes. An entry of -inf masks;
+``finfo.min`` does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int, Integer
+from torch import Tensor
+
+from headwise.errors import DeviceError, MaskError
+from headwise.masks.bound_mask import (
+    Align,
+    at_pairs,
+    check_fits,
+    cut,
+    require_align,
+    resolve_align,
+    with_matrix_axes,
+)
+from headwise.support.arguments import require_tensors
+from headwise.support.axes import broadcasts, describe_value
+from headwise.support.eager import may_check_values
+from headwise.support.integers import as_int64
+
+
+@runtime_checkable
+class DistanceTable(Protocol):
+    """The bias of each head as a function of the distance ``key - query``."""
+
+    @property
+    def heads(self) -> int:
+        """The number of heads; 1 where one row serves all of them."""
+        ...
+
+    @property
+    def numbers(self) -> Tensor:
+        """The tensor that the caller gave."""
+        ...
+
+    def __call__(self, distances: Int[Tensor, " n"], dtype: torch.dtype) -> Tensor:
+        """(heads, n), with no rounding that ``dtype`` would not make as well."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ByDistance:
+    """A distance table and its name; distances count from ``align``."""
+
+    name: str
+    table: DistanceTable
+    align: Align | None
+
+    def __post_init__(self) -> None:
+        require_align(self.align)
+
+
+# Values, not functions: a copy holds its own tensors, and a pickle holds them at all.
+@dataclass(frozen=True, eq=False)
+class _Alibi:
+    numbers: Tensor  # the slopes
+
+    @property
+    def heads(self) -> int:
+        return self.numbers.shape[0]
+
+    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
+        # In bfloat16 a slope times a distance is off by one part in 256: whole points of the score.
+        exact = torch.promote_types(torch.promote_types(self.numbers.dtype, dtype), torch.float32)
+        return -self.numbers.to(exact)[:, None] * distances.abs()
+
+
+@dataclass(frozen=True, eq=False)
+class _Relative:
+    numbers: Tensor  # (heads, 2 * reach + 1)
+
+    @property
+    def heads(self) -> int:
+        return self.numbers.shape[0]
+
+    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
+        reach = self.numbers.shape[1] // 2
+        return self.numbers[:, distances.clamp(-reach, reach) + reach]
+
+
+@dataclass(frozen=True, eq=False)
+class _OfHeads:
+    table: DistanceTable
+    index: Tensor
+
+    @property
+    def heads(self) -> int:
+        return 1 if self.table.heads == 1 else len(self.index)
+
+    @property
+    def numbers(self) -> Tensor:
+        return self.table.numbers
+
+    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = self.table(distances, dtype)
+        return rows if rows.shape[0] == 1 else rows.index_select(0, self.index)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreBias:
+    """A lazy sum of biases. Build one with a classmethod, add with ``+``."""
+
+    by_distance: tuple[ByDistance, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def dense(cls, bias: Float[Tensor, "..."], *, axes: str) -> ScoreBias:
+        """A float tensor whose axes are named, e.g. ``axes="heads queries keys"``."""
+        require_tensors(bias=bias)
+        if not bias.is_floating_point():
+            raise MaskError(
+                saw=f"ScoreBias.dense given a tensor of dtype {bias.dtype}",
+                needed="a float that is added to the scores",
+                do="a bool mask is a Mask: Mask.may_attend(t, axes=...)",
+            )
+        return cls(tensors=(with_matrix_axes(bias, axes),))
+
+    @classmethod
+    def alibi(cls, slopes: Float[Tensor, " heads"], *, align: Align | None = None) -> ScoreBias:
+        """``-slope * |key - query|`` for each head (Press et al. 2022, arXiv:2108.12409).
+
+        The product is made in float32 or wider, whatever the dtype of the slopes.
+
+        Raises:
+            MaskError: slopes that are no floats, or not one for each head.
+        """
+        _require_numbers(slopes, "slopes", ("heads",))
+        return cls(by_distance=(ByDistance("alibi", _Alibi(slopes), align),))
+
+    @classmethod
+    def relative(
+        cls, table: Float[Tensor, "heads distances"], *, align: Align | None = None
+    ) -> ScoreBias:
+        """One learned number for each head and distance from -reach to +reach.
+
+        ``table`` has 2 * reach + 1 columns; farther keys take the outermost entry (the clipping
+        of Shaw et al. 2018, arXiv:1803.02155).
+        """
+        _require_numbers(table, "table", ("heads", "distances"))
+        if table.shape[1] % 2 == 0:
+            raise MaskError(
+                saw=f"a relative table with {table.shape[1]} distances",
+                needed="an odd number: 2 * reach + 1, for distances -reach to +reach",
+                do=f"e.g. {table.shape[1] + 1} columns for reach {table.shape[1] // 2}",
+            )
+        return cls(by_distance=(ByDistance("relative", _Relative(table), align),))
+
+    def of_heads(self, index: Integer[Tensor, " chosen"]) -> ScoreBias:
+        """The bias of chosen heads alone."""
+        index = as_int64(index, "heads")
+        parts = tuple(replace(p, table=_OfHeads(p.table, index)) for p in self.by_distance)
+        tensors = tuple(t if t.shape[1] == 1 else t.index_select(1, index) for t in self.tensors)
+        return ScoreBias(parts, tensors)
+
+    def __add__(self, other: ScoreBias) -> ScoreBias:
+        refuse_what_is_no_bias(other, "ScoreBias + ")
+        return ScoreBias(self.by_distance + other.by_distance, self.tensors + other.tensors)
+
+    def aligned(self, align: Align) -> ScoreBias:
+        """The same bias, with this alignment for the parts that name none."""
+        require_align(align)
+        parts = tuple(replace(part, align=part.align or align) for part in self.by_distance)
+        return replace(self, by_distance=parts)
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if a gradient flows into one of its tensors."""
+        return any(tensor.requires_grad for tensor in self.all())
+
+    def all(self) -> list[Tensor]:
+        """Every tensor that the bias was made of."""
+        return [*self.tensors, *(part.table.numbers for part in self.by_distance)]
+
+    def bind(
+        self,
+        *,
+        batch: int,
+        heads: int,
+        queries: int,
+        keys: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> BoundBias:
+        """Check the bias at these sizes, and fix them: `check`, then `bound`."""
+        self.check(batch=batch, heads=heads, queries=queries, keys=keys, device=device)
+        return self.bound(queries=queries, keys=keys, device=device, dtype=dtype)
+
+    def check(
+        self, *, batch: int, heads: int, queries: int, keys: int, device: torch.device
+    ) -> None:
+        """Check the bias at these sizes.
+
+        Raises:
+            MaskError: made for other sizes, NaN or +inf, slopes that are not finite, or an
+                alignment missing.
+            DeviceError: a tensor on another device.
+        """
+        for part in self.by_distance:
+            resolve_align(part.align, queries, keys, what=f"a {part.name} bias")
+            if not broadcasts(part.table.heads, heads):
+                raise MaskError(
+                    saw=f"a {part.name} bias for {part.table.heads} heads",
+                    needed=f"{heads} heads, or one row for all",
+                    do="give one row for each head",
+                )
+            numbers = part.table.numbers
+            # A slope of infinity would be NaN at distance 0.
+            _check_values(numbers.abs() if part.name == "alibi" else numbers, device)
+        for bias in self.tensors:
+            check_fits(bias, batch, heads, queries, keys, "a score bias")
+            _check_values(bias, device)
+
+    def bound(
+        self, *, queries: int, keys: int, device: torch.device, dtype: torch.dtype
+    ) -> BoundBias:
+        """Fix the sizes: one table over all distances, and the dense tensors.
+
+        The table is part of the autograd graph in which it is made. Make one for each reading.
+
+        Args:
+            queries: how many.
+            keys: how many.
+            device: of the queries and keys.
+            dtype: of the scores; the table is rounded no more than that.
+        """
+        rows = []
+        for part in self.by_distance:
+            offset = resolve_align(part.align, queries, keys, what=f"a {part.name} bias")
+            count = max(0, queries + keys - 1)
+            distances = torch.arange(count, device=device) + (1 - queries - offset)
+            rows.append(part.table(distances, dtype))
+        table = rows[0] if rows else None
+        for row in rows[1:]:
+            assert table is not None
+            exact = torch.promote_types(dtype, torch.promote_types(table.dtype, row.dtype))
+            table = table.to(exact) + row
+        return BoundBias(queries=queries, keys=keys, table=table, tensors=self.tensors)
+
+    def __str__(self) -> str:
+        parts = [part.name for part in self.by_distance]
+        return " + ".join(parts + [f"dense{tuple(t.shape)}" for t in self.tensors]) or "zero"
+
+    def __repr__(self) -> str:
+        return f"ScoreBias({self})"
+
+
+@dataclass(frozen=True, eq=False)
+class BoundBias:
+    """A score bias at known sizes; ``table[h, key - query + queries - 1]``."""
+
+    queries: int
+    keys: int
+    table: Tensor | None
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient flows into the bias."""
+        return any(t.requires_grad for t in self.all())
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether there is nothing to add."""
+        return not self.all()
+
+    @property
+    def may_hide(self) -> bool:
+        """False if no entry is known to be -inf.
+
+        A table is read where that waits for no accelerator; a dense tensor never is.
+        """
+        if self.table is None or self.tensors:
+            return bool(self.tensors)
+        return not (may_check_values(self.table) and bool((self.table > -torch.inf).all()))
+
+    def all(self) -> list[Tensor]:
+        """The dense tensors, and the table where there is one."""
+        return [*self.tensors, *([] if self.table is None else [self.table])]
+
+    def parts(
+        self, batches: slice, heads: slice, rows: slice | Tensor, columns: slice
+    ) -> list[Tensor]:
+        """What to add to one block; each part broadcasts to (batches, heads, rows, columns)."""
+        parts = [cut(bias, batches, heads, rows, columns) for bias in self.tensors]
+        if self.table is not None:
+            table = self.table if self.table.shape[0] == 1 else self.table[heads]
+            parts.append(self._from_table(table, rows, columns)[None])
+        return parts
+
+    def _from_table(self, table: Tensor, rows: slice | Tensor, columns: slice) -> Tensor:
+        keys = self.keys
+        if isinstance(rows, Tensor):
+            distance = torch.arange(keys, device=table.device)[columns] - rows[:, None]
+            return table[:, distance + self.queries - 1]
+        first, stop, _ = rows.indices(self.queries)
+        start, end, _ = columns.indices(keys)
+        # Row i of the block is a run of the table that starts one place later for each earlier i.
+        runs = table[:, start - stop + self.queries : end - first + self.queries - 1]
+        return runs.unfold(-1, end - start, 1).flip(1)
+
+    def piece(self, sequence: slice, rows: slice, columns: slice) -> BoundBias:
+        """The bias of one rectangle, as a bias of that size."""
+        queries, keys = rows.stop - rows.start, columns.stop - columns.start
+        table = self.table
+        if table is not None:
+            first = columns.start - rows.stop + self.queries
+            table = table[:, first : first + queries + keys - 1]
+        whole = slice(None)
+        tensors = tuple(cut(bias, sequence, whole, rows, columns) for bias in self.tensors)
+        return BoundBias(queries=queries, keys=keys, table=table, tensors=tensors)
+
+    def pairs(self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]) -> list[Tensor]:
+        """What to add at (query, key) pairs; parts broadcast to (batch, heads, pairs)."""
+        parts = [at_pairs(bias, rows, columns) for bias in self.tensors]
+        if self.table is not None:
+            parts.append(self.table[None, :, columns - rows + self.queries - 1])
+        return parts
+
+    def at(self, rows: Int[Tensor, " rows"]) -> list[Tensor]:
+        """The whole bias at chosen queries; parts broadcast to (batch, heads, rows, keys)."""
+        whole = slice(None)
+        return self.parts(whole, whole, rows, whole)
+
+
+def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bias in ``dtype``; a number stays finite, and keeps its sign.
+
+    Rounding alone would make -inf, which hides a key, of float32's ``finfo.min`` in bfloat16, and
+    +inf, which makes NaN, of 7e4 in float16. Such numbers become the lowest or the largest one.
+    """
+    cast = bias.to(dtype)
+    limits = torch.finfo(dtype)
+    if torch.finfo(bias.dtype).max <= limits.max:
+        return cast
+    return torch.where(bias.isinf(), cast, bias.clamp(limits.min, limits.max).to(dtype))
+
+
+def refuse_what_is_no_bias(value: object, place: str) -> ScoreBias:
+    """Return a ScoreBias as it is; refuse all else."""
+    if isinstance(value, ScoreBias):
+        return value
+    raise MaskError(
+        saw=f"{place}{describe_value(value)}",
+        needed="a ScoreBias",
+        do='ScoreBias.dense(t, axes="queries keys"), or ScoreBias.alibi(slopes)',
+    )
+
+
+def _require_numbers(tensor: Tensor, name: str, axes: tuple[str, ...]) -> None:
+    require_tensors(**{name: tensor})
+    if not tensor.is_floating_point() or tensor.dim() != len(axes):
+        raise MaskError(
+            saw=f"{name}={describe_value(tensor)}",
+            needed=f"floats of shape ({', '.join(axes)})",
+            do=f"e.g. {name}.float(), with one row for each head",
+        )
+
+
+def _check_values(bias: Tensor, device: torch.device) -> None:
+    if bias.device != device:
+        raise DeviceError(
+            saw=f"a score bias on {bias.device} for queries and keys on {device}",
+            needed="one device",
+            do=f'bias.to("{device}")',
+        )
+    if not may_check_values(bias) or bias.numel() == 0:
+        return
+    highest = float(bias.detach().max())  # NaN wins over every number
+    if highest != highest or highest == torch.inf:
+        raise MaskError(
+            saw=f"a score bias of shape {tuple(bias.shape)} that holds {highest}",
+            needed="finite numbers, or -inf where a key is hidden",
+            do="replace NaN and +inf; a boolean mask is a Mask",
+        )

@@ -1,0 +1,136 @@
+"""The reference arithmetic, dense and in any dtype: the oracle of every test.
+
+    scores  = scale * q.k,  then softcap,  then + score_bias,  then mask
+    weights = softmax of the scores over the keys, with an optional sink in the denominator
+    head outputs = weights @ v
+
+Attention Is All You Need (arXiv:1706.03762) section 3.2.1; softcap as in Gemma 2
+(arXiv:2408.00118); the sink as in gpt-oss: one logit per head that takes weight and gives nothing.
+Everything here writes queries x keys. Kernels may not.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwise.masks.bound_mask import BoundMask
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import BoundBias, ScoreBias, cast_bias
+
+
+def scores(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    *,
+    mask: Mask | None = None,
+    score_bias: ScoreBias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "batch heads queries keys"]:
+    """What goes into the softmax, -inf where masked. ``scale`` is 1/sqrt(head_dim) by default."""
+    batch, heads, queries, _ = q.shape
+    bound = {"batch": batch, "heads": heads, "queries": queries, "keys": k.shape[2]}
+    rows = torch.arange(queries, device=q.device)
+    return scores_at(
+        q,
+        k,
+        rows,
+        mask=(mask or Mask()).bind(**bound, device=q.device),
+        score_bias=(score_bias or ScoreBias()).bind(**bound, device=q.device, dtype=q.dtype),
+        scale=default_scale(q) if scale is None else scale,
+        softcap=softcap,
+    )
+
+
+def scores_at(
+    q: Float[Tensor, "batch heads rows head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    rows: Int[Tensor, " rows"],
+    *,
+    mask: BoundMask,
+    score_bias: BoundBias,
+    scale: float,
+    softcap: float | None,
+) -> Float[Tensor, "batch heads rows keys"]:
+    """The scores of chosen queries; ``rows`` are their positions, ``q`` their vectors."""
+    s = scale * (q @ share_heads(k, heads=q.shape[1]).transpose(-2, -1))
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    for part in score_bias.at(rows):
+        s = s + cast_bias(part, s.dtype)
+    return s.masked_fill(~mask.at(rows), -torch.inf)
+
+
+def default_scale(q: Float[Tensor, "batch heads queries head_dim"]) -> float:
+    """1/sqrt(head_dim), the paper's."""
+    return 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
+
+
+def weights_of(
+    s: Float[Tensor, "batch heads queries keys"], sink: Float[Tensor, " heads"] | None = None
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Softmax over keys. A row without keys is zero; a sink takes its share and is dropped."""
+    # The sink is one more column; without one it is -inf, which also serves rows without keys.
+    logit = s.new_tensor(-torch.inf) if sink is None else sink.to(s.dtype)[:, None, None]
+    s = torch.cat([s, logit.expand(*s.shape[:-1], 1)], dim=-1)
+    peak = s.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
+    e = torch.exp(s - peak)
+    total = e.sum(-1, keepdim=True)
+    return e[..., :-1] / total.masked_fill(total == 0, 1.0)
+
+
+def weights(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    *,
+    mask: Mask | None = None,
+    score_bias: ScoreBias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Float[Tensor, " heads"] | None = None,
+) -> Float[Tensor, "batch heads queries keys"]:
+    """The attention matrix, written down."""
+    s = scores(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap)
+    return weights_of(s, sink)
+
+
+def head_outputs(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    *,
+    mask: Mask | None = None,
+    score_bias: ScoreBias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Float[Tensor, " heads"] | None = None,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """Weights @ v, head by head."""
+    w = weights(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap, sink=sink)
+    return w @ share_heads(v, heads=q.shape[1])
+
+
+def share_heads(
+    kv: Float[Tensor, "batch kv_heads keys width"], *, heads: int
+) -> Float[Tensor, "batch heads keys width"]:
+    """Query head h reads kv head h // (heads // kv_heads): repeat, not tile."""
+    return kv.repeat_interleave(heads // kv.shape[1], dim=1) if kv.shape[1] != heads else kv
+
+
+def split_heads(
+    x: Float[Tensor, "batch length width"], *, heads: int
+) -> Float[Tensor, "batch heads length head_width"]:
+    """Give each head its part of a projection: head h the h-th run of entries."""
+    # Not unflatten: torch's older exporter to ONNX would fix the length by it.
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+def merge_heads(
+    outputs: Float[Tensor, "batch heads queries value_dim"],
+) -> Float[Tensor, "batch queries width"]:
+    """Head outputs side by side, as the output projection takes them."""
+    return outputs.transpose(1, 2).flatten(2)

@@ -1,0 +1,215 @@
+"""The page of a scan: every head of a model in pictures, numbers and words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from torch import Tensor
+
+from headwise.reports import pictures, telling
+from headwise.reports.telling import Shown, StandingOut
+from headwise.reports.template import templates
+from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.saved_scan import fields_of_statistic
+from headwise.scanning.statistics.maps import pyramid
+from headwise.scanning.statistics.statistic import Summary
+from headwise.support.whole_files import write_whole
+
+MOST_NUMBERS = 16  # heads: numbers of more would not fit into a row
+MOST_CARDS = 8
+OFFSETS = "offset_profile"
+RECEIVED = "most_received"
+MAP = "map"
+TICKS = (0.0, 0.01, 0.1, 0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScanReport:
+    """A scan with what is known of the model and of what it read.
+
+    Attributes:
+        scan: what was found.
+        title: what the model is called.
+        about: its class, sizes and dtype, in a sentence.
+        read: what it read, in a sentence.
+        chosen: which tokens count as separators and as special, in a sentence.
+        notes: what is not as one would expect; those of the scan come on top.
+        name_of: how a token is written; None where nobody knows.
+        versions: what it was made with.
+    """
+
+    scan: HeadScan
+    title: str
+    about: str
+    read: str
+    chosen: str
+    notes: tuple[str, ...] = ()
+    name_of: Callable[[int], str] | None = None
+    versions: Mapping[str, str]
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """Its own, those of the scan, and what no layer could have."""
+        return (*self.notes, *self.scan.notes)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of all layers that were looked at."""
+        return sum(len(layer.heads) for layer in self.scan.layer_scans)
+
+    @property
+    def sizes(self) -> str:
+        """``6 layers of 12 heads``."""
+        counts = sorted({layer.num_heads for layer in self.scan.layer_scans})
+        heads = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        return f"{_many(len(self.scan.layers), 'layer')} of {heads} heads"
+
+    @property
+    def missing(self) -> dict[str, list[str]]:
+        """Why -> the statistics that no layer has for that reason."""
+        reasons: dict[str, list[str]] = {}
+        for name in self.scan.names:
+            if name not in self.scan.measured:
+                reasons.setdefault(self.scan.layer_scans[0].missing[name], []).append(name)
+        return reasons
+
+    def as_json(self) -> dict[str, Any]:
+        """All but the pictures, as plain data; None where a head has no value."""
+        scan = self.scan
+        return {
+            "model": {"name": self.title, "class": scan.model, "about": self.about},
+            "read": {"what": self.read, "sequences": scan.sequences, "tokens": scan.tokens},
+            "chosen": self.chosen,
+            "notes": list(self.all_notes),
+            "missing": self.missing,
+            "statistics": [fields_of_statistic(scan.definition(name)) for name in scan.scalars],
+            "heads": [
+                {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+                for row in scan.table()
+            ],
+            "versions": dict(self.versions),
+        }
+
+
+@dataclass(frozen=True)
+class Card:
+    """A head that stands out, with why."""
+
+    layer: int
+    layer_name: str
+    head: int
+    reasons: list[StandingOut]
+    offsets: list[tuple[int, float]]
+    received: list[tuple[str, int, float]]
+
+
+def save(report: ScanReport, path: Path) -> Path:
+    """Write the page, whole or not at all. Returns its absolute path."""
+    return write_whole(path, render(report))
+
+
+def render(report: ScanReport) -> str:
+    """The page as HTML."""
+    scan = report.scan
+    environment = templates()
+    environment.filters |= {"css": pictures.css, "ink": pictures.ink, "image": picture_of}
+    return environment.get_template("scan.html").render(
+        report=report,
+        scan=scan,
+        shown=telling.pictured(scan),
+        unpictured=telling.unpictured(scan),
+        columns=telling.in_order(scan),
+        rule=telling.RULE,
+        cards=cards(report),
+        maps=maps(scan),
+        with_numbers=max(layer.num_heads for layer in scan.layer_scans) <= MOST_NUMBERS,
+        definitions=[scan.definition(name) for name in scan.measured],
+        table=scan.table(),
+        gradient=Markup(pictures.gradient()),
+        ticks=[(weight, 100 * pictures.weight_position(weight)) for weight in TICKS],
+        many=_many,
+    )
+
+
+def cards(report: ScanReport) -> list[Card]:
+    """Each head that stands out once, with all of its reasons."""
+    scan, found = report.scan, dict[tuple[int, int], list[StandingOut]]()
+    for one in telling.standing_out(scan):
+        found.setdefault((one.head.layer_index, one.head.head), []).append(one)
+    offsets = scan[OFFSETS] if OFFSETS in scan.measured else None
+    received = scan[RECEIVED] if RECEIVED in scan.measured else None
+    return [
+        Card(
+            layer,
+            scan.layers[layer],
+            head,
+            reasons,
+            [] if offsets is None else _around(offsets[layer, head]),
+            [] if received is None else _received(received[layer, head], report.name_of),
+        )
+        for (layer, head), reasons in list(found.items())[:MOST_CARDS]
+    ]
+
+
+def maps(scan: HeadScan) -> dict[tuple[int, int], str]:
+    """(layer, head) -> a picture of its weights, as a ``data:`` address."""
+    return {
+        (index, head): _map(values)
+        for index, layer in enumerate(scan.layer_scans)
+        if MAP in layer.summaries
+        for head, values in zip(layer.heads, _finest(layer.summaries[MAP]), strict=True)
+    }
+
+
+def _finest(summary: Summary) -> Tensor:
+    """(heads, size, size): as fine as can be without the gaps that a short text leaves."""
+    levels = pyramid(summary)
+    whole = [size for size, values in levels.items() if bool(values.isfinite().all())]
+    return levels[max(whole, default=max(levels))]
+
+
+def picture_of(one: Shown) -> str:
+    """Layers x heads as a picture of one pixel each, for models with many heads."""
+    return pictures.positions_png(
+        [
+            [None if value != value else one.scale.position(value) for value in row]
+            for row in one.rows
+        ]
+    )
+
+
+def _map(values: Tensor) -> str:
+    return pictures.positions_png(
+        [
+            [None if value != value else pictures.weight_position(value) for value in row]
+            for row in values.tolist()
+        ]
+    )
+
+
+def _around(profile: Tensor) -> list[tuple[int, float]]:
+    """(offset, weight), where there is a weight."""
+    reach = len(profile) // 2
+    return [
+        (place - reach, value) for place, value in enumerate(profile.tolist()) if value == value
+    ]
+
+
+def _received(rows: Tensor, name_of: Callable[[int], str] | None) -> list[tuple[str, int, float]]:
+    """(how it is written, its place, what it receives) of the keys that receive most."""
+    found = []
+    for key, token, weight in rows.tolist()[:4]:
+        if weight > 0:
+            known = name_of is not None and token >= 0
+            name = telling.visible(name_of(int(token))) if known and name_of else ""
+            found.append((name, int(key), weight))
+    return found
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")

@@ -1,0 +1,109 @@
+"""The standard set of head statistics, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from headwise.errors import OptionError
+from headwise.scanning.statistics.copying import Copying
+from headwise.scanning.statistics.keys import FirstToken, MostReceived, SinkShare
+from headwise.scanning.statistics.maps import Map
+from headwise.scanning.statistics.outputs import (
+    ContributionNorm,
+    EffectiveRank,
+    RelativeContribution,
+    ValueWeighted,
+)
+from headwise.scanning.statistics.places import (
+    Distance,
+    OffsetProfile,
+    PreviousToken,
+    Within16,
+    Within64,
+    Within256,
+)
+from headwise.scanning.statistics.similarity import CKA, OutputCosine, TotalVariation
+from headwise.scanning.statistics.spread import (
+    EffectiveKeys,
+    Entropy,
+    Logsumexp,
+    Maximum,
+    Participation,
+    RelativeEntropy,
+    ScoreRange,
+)
+from headwise.scanning.statistics.statistic import Statistic
+from headwise.scanning.statistics.tokens import DuplicateToken, Induction, Separators, Specials
+from headwise.scanning.statistics.top_keys import TopKeys
+from headwise.support.axes import describe_value
+
+STANDARD: tuple[Statistic, ...] = (
+    Entropy(),
+    RelativeEntropy(),
+    Maximum(),
+    EffectiveKeys(),
+    Participation(),
+    Logsumexp(),
+    ScoreRange(),
+    FirstToken(),
+    SinkShare(),
+    MostReceived(),
+    PreviousToken(),
+    OffsetProfile(),
+    Distance(),
+    Within16(),
+    Within64(),
+    Within256(),
+    DuplicateToken(),
+    Induction(),
+    Copying(),
+    Separators(),
+    Specials(),
+    ContributionNorm(),
+    RelativeContribution(),
+    ValueWeighted(),
+    EffectiveRank(),
+    OutputCosine(),
+    CKA(),
+    TotalVariation(),
+    TopKeys(),
+    Map(),
+)
+LONGEST_NAME = 80  # characters that are compared with those of the names
+
+
+def named(names: Iterable[str]) -> tuple[Statistic, ...]:
+    """These of the standard set, in the order given.
+
+    Raises:
+        OptionError: a name that none of them has.
+    """
+    by_name = {statistic.definition.name: statistic for statistic in STANDARD}
+    wanted = tuple(names)
+    for name in wanted:
+        if name not in by_name:
+            raise unknown_statistic(
+                name, by_name, do="choose from these, or pass a Statistic of your own"
+            )
+    return tuple(by_name[name] for name in wanted)
+
+
+def unknown_statistic(
+    name: object, known: Iterable[str], *, do: str, option: str = "statistic"
+) -> OptionError:
+    """Return the error for a name that is not among these, with the nearest, if any is near.
+
+    Args:
+        name: what was given.
+        known: the names that there are.
+        do: the advice where none is near.
+        option: what the name was given as.
+    """
+    known = tuple(known)
+    near = get_close_matches(str(name)[:LONGEST_NAME], known, n=1)
+    if near:
+        do = f"{option} {near[0]}" if option.startswith("--") else f"{near[0]!r} is the nearest"
+    return OptionError(
+        saw=f"{option} {describe_value(name)}", needed=f"one of {', '.join(known)}", do=do
+    )

@@ -1,0 +1,164 @@
+"""What each measure of importance means, and how its summaries are read.
+
+They are statistics whose summaries come from runs of the model, not from tiles of its weights: a
+sum over sequences and the number of sequences. So they merge, and are kept, as all others are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from headwise.errors import OptionError
+from headwise.scanning.statistics.observation import Observation
+from headwise.scanning.statistics.parts import MEAN, Part, Parts
+from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
+
+LOSS = "the loss's own; nats a token for the default loss"
+ALL = "nothing; what the loss leaves out has no part in it"
+PADDING = "padded queries have no part in what the head gives instead"
+ABLATION = "mean over sequences x of L(x; head h off) − L(x); off: its outputs are "
+WANG = "Wang et al. 2022, arXiv:2211.00593"
+
+
+class Importance(Statistic):
+    """The mean over sequences of a number that running the model gives each head."""
+
+    parts = MEAN
+
+    def missing(self, observation: Observation) -> str | None:  # noqa: ARG002 (of no call)
+        """No pass over the weights can tell it."""
+        return "it takes the model: see headwise.scanning.importance"
+
+    def start(self, observation: Observation) -> None:  # noqa: ARG002 (of no call)
+        """Refused: there is nothing to gather."""
+        self._refuse()
+
+    def finish(self, gathered: None, observation: Observation) -> Summary:  # noqa: ARG002
+        """Refused: there was nothing to gather."""
+        self._refuse()
+
+    def result(self, summary: Summary) -> Tensor:
+        """(heads,): the mean over sequences."""
+        return summary["sum"] / summary["count"]
+
+    def _refuse(self) -> NoReturn:
+        raise OptionError(
+            saw=f"{self.definition.name} of one attention call",
+            needed="the whole model, its inputs and a loss",
+            do="headwise.scanning.importance.gradients or .ablations",
+        )
+
+
+class GateGradient(Importance):
+    """How fast the loss moves when the head is turned down."""
+
+    definition = Definition(
+        name="gate_gradient",
+        formula="mean over sequences x of |Σᵢ ⟨O[i], ∂L(x)/∂O[i]⟩| for the head's outputs O[i] of "
+        "queries i: |∂L(x)/∂g| for a gate g = 1 on them; queries may cancel, sequences may not",
+        unit=LOSS,
+        excluded=ALL,
+        source="Michel et al. 2019, arXiv:1905.10650, section 4.1",
+    )
+
+
+class NormalisedGateGradient(Importance):
+    """The gate gradient as a share of its layer's, so that layers can be compared."""
+
+    definition = Definition(
+        name="gate_gradient_normalised",
+        formula="gate_gradient / √(Σ of its squares over the heads of the layer); 0 in a layer "
+        "where all are 0",
+        unit="share, 0 to 1; the squares of a layer sum to 1",
+        excluded=ALL,
+        source="Michel et al. 2019, arXiv:1905.10650, section 4.1, after Molchanov et al. 2017, "
+        "arXiv:1611.06440, section 2.2",
+    )
+
+    def result(self, summary: Summary) -> Tensor:
+        """(heads,): the mean over sequences, of length 1 over the heads."""
+        mean = super().result(summary)
+        length = torch.linalg.vector_norm(mean)
+        return torch.where(length == 0, mean, mean / length)
+
+
+class Taylor(Importance):
+    """The first-order change of the loss without the head, where no query offsets another."""
+
+    definition = Definition(
+        name="taylor",
+        formula="mean over sequences x of Σᵢ |⟨O[i], ∂L(x)/∂O[i]⟩| for the head's outputs O[i] of "
+        "queries i; never below gate_gradient",
+        unit=LOSS,
+        excluded=ALL,
+        source="Molchanov et al. 2017, arXiv:1611.06440, section 2.2, and 2019, arXiv:1906.10771; "
+        "here with a query as the unit that is removed",
+    )
+
+
+class AblationZero(Importance):
+    """What the loss gains when the head is silent."""
+
+    definition = Definition(
+        name="ablation_zero",
+        formula=ABLATION + "0",
+        unit=LOSS,
+        excluded="nothing",
+        source="Michel et al. 2019, arXiv:1905.10650, section 3",
+    )
+
+
+class AblationMean(Importance):
+    """What the loss gains when the head says the same everywhere."""
+
+    definition = Definition(
+        name="ablation_mean",
+        formula=ABLATION + "their mean over all real positions of the data",
+        unit=LOSS,
+        excluded=PADDING,
+        source=WANG + ", section 3 (which takes the mean at each position of a template)",
+    )
+    parts: ClassVar[Parts] = {**MEAN, "stood_in": Part(axes=("value_dim",))}
+
+    def merge(self, summaries: Sequence[Summary]) -> Summary:
+        """Sums; the outputs that stood in for the heads must be the same.
+
+        Raises:
+            OptionError: they are not.
+        """
+        first, *others = summaries
+        stood_in = first["stood_in"]
+        if not all(torch.equal(stood_in, other["stood_in"]) for other in others):
+            raise OptionError(
+                saw="ablations by mean outputs that are not the same",
+                needed="one mean, over all of the data: the parts are then measured alike",
+                do="means = mean_outputs(model, all_inputs), and ablations(..., by=means) of parts",
+            )
+        sums = [{n: t for n, t in own.items() if n != "stood_in"} for own in summaries]
+        return {**super().merge(sums), "stood_in": stood_in.clone()}
+
+
+class AblationResample(Importance):
+    """What the loss gains when the head speaks of another sequence."""
+
+    definition = Definition(
+        name="ablation_resample",
+        formula=ABLATION + "those of another sequence of the same batch, drawn by the seed: the "
+        "i-th real query takes those of the other's real query i modulo their number",
+        unit=LOSS,
+        excluded=PADDING,
+        source="Chan et al. 2022, Causal Scrubbing; " + WANG,
+    )
+
+
+GRADIENTS: tuple[Importance, ...] = (GateGradient(), NormalisedGateGradient(), Taylor())
+ABLATIONS: dict[str, Importance] = {
+    "zero": AblationZero(),
+    "mean": AblationMean(),
+    "resample": AblationResample(),
+}
+STATISTICS: tuple[Importance, ...] = (*GRADIENTS, *ABLATIONS.values())

@@ -1,0 +1,78 @@
+"""A head's weights as a small picture."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headwise.scanning.statistics.observation import CELLS, Observation
+from headwise.scanning.statistics.parts import Part, Parts
+from headwise.scanning.statistics.spread import EXCLUDED
+from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
+from headwise.scanning.statistics.tile import WeightTile
+
+
+class Map(Statistic):
+    """The weight from each block of queries to each block of keys."""
+
+    definition = Definition(
+        name="map",
+        formula=f"cell (a, b): mean over the queries of block a of Σⱼ A[i, j] over the keys of "
+        f"block b; the i-th of n real tokens is in block ⌊{CELLS} i / n⌋",
+        unit="share of the weight, 0 to 1; a row of cells sums to 1, less a sink's share",
+        excluded=EXCLUDED + "; blocks that no query is in have no value. A sequence shorter than "
+        "the map leaves gaps: a coarser one (pyramid) has none",
+        source="headwise.AttentionMatrix.pool",
+        axes=("query_block", "key_block"),
+    )
+    parts: ClassVar[Parts] = {
+        "sum": Part(axes=(CELLS, CELLS)),
+        "count": Part(axes=(CELLS,), values="count"),
+    }
+
+    def start(self, observation: Observation) -> dict[str, Tensor]:
+        """Sums over queries, and how many there are in each block."""
+        heads, device = observation.matrix.shape[1], observation.matrix.q.device
+        return {
+            "sum": torch.zeros(heads, CELLS, CELLS, dtype=torch.float64, device=device),
+            "count": torch.zeros(heads, CELLS, dtype=torch.float64, device=device),
+        }
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:
+        """Add the tile's rows."""
+        blocks, weights = tile.by_cell
+        key_cells = tile.observation.key_cells[tile.batches, tile.columns].to(weights.dtype)
+        found = torch.matmul(weights, key_cells[:, None])
+        gathered["sum"][tile.heads, blocks] += found.double().sum(0)
+        cells = tile.observation.query_cells[tile.batches, tile.rows]
+        inside = torch.arange(blocks.start, blocks.stop, device=cells.device)
+        member = (cells[..., None] == inside).to(weights.dtype)
+        counted = torch.matmul(tile.counted.to(weights.dtype), member)
+        gathered["count"][tile.heads, blocks] += counted.double().sum(0)
+
+    def finish(self, gathered: Summary, observation: Observation) -> Summary:  # noqa: ARG002
+        """The sums themselves."""
+        return {name: value.cpu() for name, value in gathered.items()}
+
+    def result(self, summary: Summary) -> Tensor:
+        """(heads, query_block, key_block)."""
+        return summary["sum"] / summary["count"][..., None]
+
+
+def pyramid(summary: Summary) -> dict[int, Tensor]:
+    """The map of a summary at every size: 64 x 64, 32 x 32, ..., 1 x 1, as (heads, size, size).
+
+    Each is exact, as if the sequences had been cut into so many blocks: blocks of half as many
+    cells are made of two whole ones.
+    """
+    total, count = summary["sum"], summary["count"]
+    maps = {}
+    while True:
+        size = total.shape[-1]
+        maps[size] = total / count[..., None]
+        if size == 1:
+            return maps
+        total = total.unflatten(1, (size // 2, 2)).unflatten(3, (size // 2, 2)).sum((2, 4))
+        count = count.unflatten(1, (size // 2, 2)).sum(2)

@@ -1,0 +1,206 @@
+"""What a statistic is: an object over tiles, whose summaries can be merged and kept.
+
+    start     memory for one call
+    update    look at one tile
+    finish    the call's summary: named tensors that hold all that is ever needed of it
+    merge     several summaries into one
+    result    the number, or numbers, of each head
+
+A statistic has no state of its own. To write one, take `RowMean` and say what a row is worth:
+
+    class SelfWeight(RowMean):
+        definition = Definition(
+            name="self",
+            formula="mean over queries i of A[i, i]",
+            unit="share of the weight, 0 to 1",
+            excluded="padded queries",
+            source="mine",
+        )
+        needs = ("own_key",)
+
+        def of_rows(self, tile):
+            return tile.diagonal(0)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from headwise.scanning.statistics.meanings import MEANINGS
+from headwise.scanning.statistics.observation import Observation
+from headwise.scanning.statistics.parts import MEAN, Parts
+from headwise.scanning.statistics.tile import WeightTile
+
+Need = Literal[
+    "own_key",
+    "tokens",
+    "separators",
+    "specials",
+    "sink",
+    "values",
+    "outputs",
+    "out_proj",
+    "residual",
+    "unembedding",
+]
+Summary = dict[str, Tensor]
+
+# need -> why a statistic is left out where it is not met
+MISSING: dict[Need, str] = {
+    "own_key": "cross attention: no key stands where a query stands",
+    "tokens": "the tokens are not known",
+    "separators": "no token was named a separator",
+    "specials": "the special tokens are not known",
+    "sink": "the layer has no learned sink",
+    "values": "the values are not known",
+    "outputs": "the head outputs are not known",
+    "out_proj": "no output projection was found",
+    "residual": "what the output is added to was not found",
+    "unembedding": "the model has no unembedding that was found",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """What a statistic means, in words for a page or a report.
+
+    Attributes:
+        name: what it is called in tables and files.
+        formula: what is computed; A[i, j] is the weight that query i gives to key j.
+        unit: of the number, and its range.
+        excluded: what does not count.
+        source: the paper or file that defines it.
+        axes: the axes of the result after heads; none for one number a head.
+        version: of the meaning of a statistic of your own. Give one where the words may change
+            later, and raise it where other numbers are computed. Without a version, other words
+            are another meaning.
+    """
+
+    name: str
+    formula: str
+    unit: str
+    excluded: str
+    source: str
+    axes: tuple[str, ...] = ()
+    version: int | None = None
+
+    @property
+    def id(self) -> str:
+        """The name of the meaning: definitions with one id describe the same numbers.
+
+        It is ``entropy-1`` for a statistic of headwise, ``mine@1`` for one with a version of its
+        own, and otherwise the name and a digest of formula and axes.
+        """
+        if self.version is not None:
+            return f"{self.name}@{self.version}"
+        return MEANINGS.get(self.id_of_words, self.id_of_words)
+
+    @property
+    def id_of_words(self) -> str:
+        """The name, and a digest of formula and axes."""
+        words = "\0".join((self.formula, *self.axes)).encode("utf-8", "surrogatepass")
+        return f"{self.name}:{hashlib.sha256(words).hexdigest()[:16]}"
+
+    @property
+    def label(self) -> str:
+        """The name in a sentence."""
+        return self.name.replace("_", " ")
+
+
+class Statistic(ABC):
+    """A number for each head, or several, from one pass over the weights."""
+
+    definition: ClassVar[Definition]
+    needs: ClassVar[tuple[Need, ...]] = ()
+    parts: ClassVar[Parts | None] = None  # of a summary; None: they are not checked in files
+    reads_scores: ClassVar[bool] = False  # every score: a copy of the tile
+    reads_lowest: ClassVar[bool] = False  # the smallest of each row alone
+    reach: ClassVar[int] = 0  # how far from a query's own key the tile is asked for
+
+    def __init_subclass__(cls) -> None:
+        """Forget the parts of a base class where ``finish`` makes another summary."""
+        super().__init_subclass__()
+        if "finish" in vars(cls) and "parts" not in vars(cls):
+            cls.parts = None
+
+    def missing(self, observation: Observation) -> str | None:
+        """Why this call cannot have the statistic; None where it can."""
+        known = observation.sequences
+        for need in self.needs:
+            place: Any = observation.matrix if need == "sink" else observation
+            place = place if hasattr(place, need) else known
+            if getattr(place, need) is None:
+                return MISSING[need]
+        return None
+
+    @abstractmethod
+    def start(self, observation: Observation) -> Any:
+        """What is gathered from the tiles of one call, before the first."""
+
+    def update(self, gathered: Any, tile: WeightTile) -> None:  # noqa: B027 (some need no tile)
+        """Add one tile."""
+
+    @abstractmethod
+    def finish(self, gathered: Any, observation: Observation) -> Summary:
+        """What is kept of the call. No tensor of it grows with the number of tokens."""
+
+    def merge(self, summaries: Sequence[Summary]) -> Summary:
+        """The summary of all calls together. By default each tensor is a sum, in float64."""
+        first, *others = summaries
+        total = {name: value.clone() for name, value in first.items()}
+        for other in others:
+            for name, value in other.items():
+                total[name] += value
+        return total
+
+    @abstractmethod
+    def result(self, summary: Summary) -> Tensor:
+        """(heads, *axes) in float64; NaN where nothing counted."""
+
+
+class RowMean(Statistic):
+    """The mean over queries of a number that each query's row has."""
+
+    parts = MEAN
+
+    @abstractmethod
+    def of_rows(self, tile: WeightTile) -> Tensor:
+        """(batches, heads, rows): the number of each row of the tile."""
+
+    def counts(self, tile: WeightTile) -> Tensor:
+        """(batches, heads, rows): which rows count; those with a key that are no padding."""
+        return tile.counted
+
+    def start(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        """Every row's number, and whether it counts."""
+        shape, device = observation.matrix.shape[:3], observation.matrix.q.device
+        values = torch.zeros(shape, dtype=torch.float64, device=device)
+        return values, torch.zeros(shape, dtype=torch.bool, device=device)
+
+    def update(self, gathered: tuple[Tensor, Tensor], tile: WeightTile) -> None:
+        """Write the tile's rows."""
+        values, counted = gathered
+        at = tile.batches, tile.heads, tile.rows
+        values[at] = self.of_rows(tile).to(values.dtype)
+        counted[at] = self.counts(tile)
+
+    def finish(
+        self,
+        gathered: tuple[Tensor, Tensor],
+        observation: Observation,  # noqa: ARG002
+    ) -> Summary:
+        """The sum, and the number of rows, of each head."""
+        values, counted = gathered
+        values = values.masked_fill_(~counted, 0.0)
+        return {"sum": values.sum((0, 2)).cpu(), "count": counted.sum((0, 2)).double().cpu()}
+
+    def result(self, summary: Summary) -> Tensor:
+        """(heads,): the mean."""
+        return summary["sum"] / summary["count"]

@@ -1,0 +1,130 @@
+"""Arguments of the wrong type, and those that a function does not have.
+
+`explains` wraps a function whose callers come from other libraries. Where Python would say "got an
+unexpected keyword argument", an `ArgumentError`, which is a TypeError too, says what to pass
+instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from headwise.errors import ArgumentError, DTypeError
+from headwise.support.axes import describe_value
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Answer(NamedTuple):
+    """What is meant here by another library's word.
+
+    Attributes:
+        needed: how headwise has it.
+        do: what to pass instead; ``{value}`` stands for the value that was given.
+    """
+
+    needed: str
+    do: str
+
+
+def require_tensors(**arguments: object) -> None:
+    """Raise DTypeError for an argument that is no tensor; its name is the keyword."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise DTypeError(
+                saw=f"{name} of type {type(value).__name__}",
+                needed=f"a tensor for {name}",
+                do=f"e.g. torch.as_tensor({name})",
+            )
+
+
+def is_number(value: object) -> bool:
+    """True if a value can be compared with a float: a number of any library, or a scalar tensor."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, float | int) or hasattr(value, "__float__")
+
+
+def explains(
+    answers: Mapping[str, Answer],
+    *,
+    beyond: Callable[[tuple[Any, ...]], Answer] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator for a method: arguments that it does not have get an answer.
+
+    The signature, the types and what a compiler sees of the method stay as they are.
+
+    Args:
+        answers: another library's word for an argument, and what to pass instead.
+        beyond: the answer to more positional arguments than the method takes, from all of them.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        names = frozenset(parameters)
+        most = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
+
+        @wraps(function)
+        def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in names:
+                    _refuse_name(function, args[0], name, kwargs[name], answers)
+            if len(args) > most:
+                _refuse_positions(function, args, most, beyond)
+            return function(*args, **kwargs)
+
+        return explained
+
+    return decorate
+
+
+def _refuse_name(
+    function: Callable[..., Any],
+    owner: object,
+    name: str,
+    value: object,
+    answers: Mapping[str, Answer],
+) -> NoReturn:
+    own = list(inspect.signature(function).parameters)[1:]
+    answer = answers.get(name)
+    if answer is None:
+        near = difflib.get_close_matches(name, own, n=1)
+        answer = Answer(", ".join(own), f"{near[0]}={{value}}" if near else f"leave out {name}")
+    shown = describe_value(value)
+    raise ArgumentError(
+        saw=f"{_called(function, owner)} has no argument {name!r}, got {name}={shown}",
+        needed=answer.needed,
+        do=answer.do.replace("{value}", shown if len(shown) < 20 else "..."),
+    )
+
+
+def _refuse_positions(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    most: int,
+    beyond: Callable[[tuple[Any, ...]], Answer] | None,
+) -> NoReturn:
+    own = list(inspect.signature(function).parameters.values())[1:]
+    by_name = [p.name for p in own if p.kind is p.KEYWORD_ONLY]
+    answer = Answer(f"by name: {', '.join(by_name)}", f"{by_name[0]}=..., and so on")
+    if beyond is not None:
+        answer = beyond(args[1:])
+    raise ArgumentError(
+        saw=f"{_called(function, args[0])} takes {most - 1} arguments by position, "
+        f"got {len(args) - 1}",
+        needed=answer.needed,
+        do=answer.do,
+    )
+
+
+def _called(function: Callable[..., Any], owner: object) -> str:
+    name = function.__name__
+    owners = type(owner).__name__
+    return owners if name in ("__init__", "forward") else f"{owners}.{name}"

@@ -1,0 +1,63 @@
+"""What only eager mode can do, reading a value; and what autocast does, and must not touch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from headwise.support import private_torch
+
+
+def may_read_values(tensor: Tensor) -> bool:
+    """Whether a value can be read now: a plain tensor, nothing tracing, transforming or capturing.
+
+    A check of values is made only then. It would end a compiled graph, become a constant in a
+    trace, fail under vmap and on the meta device, and break the capture of a CUDA graph.
+    """
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and not tensor.is_meta
+        and not torch.compiler.is_compiling()
+        and not is_traced()
+        and not private_torch.in_functorch(unknown=True)
+        and not private_torch.in_dispatch_mode()
+        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def may_check_values(tensor: Tensor) -> bool:
+    """Whether values may be checked on every call: where reading them waits for no accelerator."""
+    return tensor.device.type == "cpu" and may_read_values(tensor)
+
+
+def as_autocast_has_it(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In one dtype where autocast is on, as it hands them to torch's own operator."""
+    kind = tensors[0].device.type
+    if not autocasts(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Products keep their operands' dtype. The meta device has no autocast to switch off."""
+    kind = tensor.device.type
+    return (
+        torch.autocast(kind, enabled=False)
+        if torch.amp.is_autocast_available(kind)
+        else nullcontext()
+    )
+
+
+def is_traced() -> bool:
+    """True while torch.jit.trace records, or the older exporter to ONNX, which uses it."""
+    return not torch.compiler.is_compiling() and bool(
+        torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    )
+
+
+def autocasts(kind: str) -> bool:
+    """True if autocast is on for this type of device, such as "cpu"."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -1,0 +1,267 @@
+"""detect: on one file of every entry of the catalogue, right or honestly undecidable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headwise.checkpoints.detect import Candidate, Detection, detect, heads_of
+from headwise.checkpoints.evidence import by_values
+from headwise.errors import HeadwiseError, OptionError, UndecidedError
+from headwise.layouts.canonical import State
+from headwise.layouts.layout import Layout
+from headwise.layouts.registry import layout, layouts
+from headwise.layouts.sameness import differing
+from tests.layouts.examples import ROTARY_WIDTH, example, known_of, width_of
+
+NAMES = sorted(layouts())
+LAYERS = 2
+
+
+def stored(of: Layout, canonical: list[State]) -> State:
+    """A checkpoint with some layers, at the first place that the layout knows."""
+    found: State = {}
+    for number, state in enumerate(canonical):
+        template = next(iter(of.where.values()), "blocks.{layer}.attention.")
+        prefix = template.format_map({"layer": number, **dict.fromkeys(SLOTS, 0)})
+        found |= {prefix + name: x for name, x in of.pack(state, **width_of(of)).items()}
+    return found
+
+
+SLOTS = ("stage", "block", "half")
+
+
+def file_of(of: Layout) -> tuple[State, list[State]]:
+    is_numbered = "{" in next(iter(of.where.values()), "{layer}")
+    canonical = [example(of, seed=seed) for seed in range(LAYERS if is_numbered else 1)]
+    return stored(of, canonical), canonical
+
+
+def names_of(found: Detection) -> list[set[str]]:
+    return [{one.layout.name for one in group} for group in found.candidates]
+
+
+def candidate(name: str, found: Detection) -> Candidate:
+    (one,) = [one for group in found.candidates for one in group if one.layout.name == name]
+    return one
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_counted", [True, False], ids=["counts", "no-counts"])
+def test_right_or_undecidable(name: str, is_counted: bool) -> None:
+    file, canonical = file_of(layout(name))
+    found = detect(file, **(known_of(layout(name)) if is_counted else {}))
+    assert any(name in group for group in names_of(found))
+    if found.layout is not None:
+        assert name in names_of(found)[0]
+    for group in found.candidates:
+        assert len(group[0].modules) == len(canonical)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reference_leaves_what_reads_the_same(name: str) -> None:
+    of = layout(name)
+    file, canonical = file_of(of)
+    known = known_of(of)
+    found = detect(file, **known)
+    try:
+        reference = stored(layout("headwise"), canonical)
+    except HeadwiseError:
+        pytest.skip("holds what headwise.Attention has no parameter for")
+    other = detect(reference, said="headwise", **known)
+    decided = by_values(found, file, other, reference)
+    assert any(name in group for group in names_of(decided))
+    for group in decided.candidates:
+        for one in group:
+            for number, state in enumerate(canonical):
+                reading = one.reading(one.fits[0], module=number)
+                read = reading.read({key: file[key] for key in reading.names})
+                assert not differing(read, state)
+
+
+def test_the_first_head_is_not_enough() -> None:
+    """Rows of [q, k, v] and of each head's q, k, v begin alike."""
+    of, other = layout("torch-packed"), layout("deberta")
+    state = {name: x for name, x in example(of).items() if name in other.holds}
+    packed = of.pack(state)["in_proj_weight"]
+    by_head = other.pack(state)["self.in_proj.weight"]
+    head_dim = state["wq"].shape[1]
+    assert torch.equal(packed[:head_dim], by_head[:head_dim])
+    assert not torch.equal(packed, by_head)
+
+
+def test_a_reference_of_other_weights_refutes_everything() -> None:
+    of = layout("gpt2")
+    file, _ = file_of(of)
+    other = stored(layout("headwise"), [example(of, seed=9) for _ in range(LAYERS)])
+    found = detect(file, **known_of(of))
+    decided = by_values(found, file, detect(other, said="headwise", heads=12), other)
+    assert decided.layout is None
+    assert not decided.candidates
+    assert "differs from the reference in queries of all 12 heads" in decided.refuted["gpt2"]
+
+
+def test_the_config_decides_among_those_that_fit() -> None:
+    file, _ = file_of(layout("cohere"))
+    known = known_of(layout("cohere"))
+    assert len(detect(file, **known).candidates) > 1
+    found = detect(file, said="cohere", **known)
+    assert found.require().name == "cohere"
+    assert found.refuted["llama"] == "the config says cohere"
+
+
+def test_a_model_that_the_catalogue_does_not_know_is_not_decided_by_its_names() -> None:
+    file, _ = file_of(layout("gpt-oss"))
+    said = {"model_type": "openai_privacy_filter"}  # whose pairs are neighbours
+    found = detect(file, config=said, **known_of(layout("gpt-oss")))
+    assert names_of(found) == [{"gpt-oss"}]
+    assert (found.layout, found.unknown) == (None, "openai_privacy_filter")
+    with pytest.raises(OptionError, match="model, with the names and shapes of gpt-oss"):
+        found.require()
+    known = detect(file, config={"model_type": "gpt_oss"}, **known_of(layout("gpt-oss")))
+    assert known.require().name == "gpt-oss"
+
+
+def test_what_the_config_says_against_a_layout_refutes_it() -> None:
+    file, _ = file_of(layout("bert"))
+    said = {"model_type": "bert", "position_embedding_type": "alibi"}
+    found = detect(file, config=said, **known_of(layout("bert")))
+    assert found.layout is None
+    assert "the config says position_embedding_type alibi" in found.refuted["bert"]
+    assert found.contradiction is not None
+    assert found.contradiction.startswith(
+        "the config says model_type bert, whose layout is bert, but score_bias: none; the config "
+    )
+
+
+def test_a_config_of_another_known_model_is_a_contradiction() -> None:
+    file, canonical = file_of(layout("bert"))
+    known = known_of(layout("bert"))
+    found = detect(file, config={"model_type": "gptj"}, **known)
+    assert any("bert" in group for group in names_of(found))
+    assert found.layout is None
+    said = "the config says model_type gptj, whose layout is gptj, but the names or shapes are not "
+    assert found.contradiction == f"{said}those of gptj"
+    assert str(found).startswith("the checkpoint contradicts its config: the config says")
+    with pytest.raises(UndecidedError, match=r"bert.*, where the config says model_type gptj"):
+        found.require()
+    # Values decide all the same, and the contradiction is still said.
+    other = stored(layout("headwise"), canonical)
+    reference = detect(other, said="headwise", **known)
+    decided = by_values(found, file, reference, other)
+    assert any("bert" in group for group in names_of(decided))
+    assert decided.contradiction == found.contradiction
+    assert str(decided).endswith(f"The config contradicts this: {found.contradiction}.")
+
+
+def test_a_contradiction_is_not_decided_where_one_layout_alone_fits() -> None:
+    file, _ = file_of(layout("gpt-oss"))
+    found = detect(file, config={"model_type": "gptj"}, **known_of(layout("gpt-oss")))
+    assert names_of(found) == [{"gpt-oss"}]
+    assert found.contradiction is not None
+    assert found.layout is None
+    with pytest.raises(UndecidedError):
+        found.require()
+
+
+def test_an_answer_says_what_was_compared() -> None:
+    file, canonical = file_of(layout("phi3"))
+    known = known_of(layout("phi3"))
+    names_alone = detect(file, said="phi3", **known)
+    assert names_alone.layout is not None
+    assert names_alone.compared == ("names", "shapes")
+    assert "Only names and shapes were compared, values were not checked" in str(names_alone)
+    with_config = detect(file, config={"model_type": "phi3"}, **known)
+    assert "Only names, shapes and config were compared, values were not" in str(with_config)
+    other = stored(layout("headwise"), canonical)
+    decided = by_values(names_alone, file, detect(other, said="headwise", **known), other)
+    assert decided.compared == ("names", "shapes", "values")
+    assert "were not checked" not in str(decided)
+
+
+def test_a_layout_that_knows_some_of_the_attention_only_goes() -> None:
+    """BART's decoder has OPT's names, and attends to the encoder as well."""
+    whole, _ = file_of(layout("bart"))
+    whole = {f"model.{name}": x for name, x in whole.items()}
+    decoder = {name.replace("encoder.", "decoder."): x for name, x in whole.items()}
+    renamed = {n.replace("self_attn", "encoder_attn"): x for n, x in decoder.items()}
+    found = detect(whole | decoder | renamed, heads=12)
+    assert all(len(one.modules) == 6 for group in found.candidates for one in group)
+    assert any("bart" in group for group in names_of(found))
+
+
+def test_of_layouts_of_one_map_the_one_that_knows_the_names_around_comes_first() -> None:
+    lens, _ = file_of(layout("transformer-lens-encoder"))
+    for name in ("transformer-lens-encoder", "transformer-lens"):
+        file = lens | dict.fromkeys(layout(name).outside, torch.zeros(2, 3))
+        first = detect(file, heads=12).candidates[0][0]
+        assert first.layout.name == name
+        assert first.around == len([n for n in layout(name).outside if "{" not in n])
+
+
+def test_a_config_that_does_not_fit_decides_nothing() -> None:
+    file, _ = file_of(layout("cohere"))
+    known = known_of(layout("cohere"))
+    assert names_of(detect(file, said="gpt2", **known)) == names_of(detect(file, **known))
+
+
+def test_several_are_refused_with_their_names() -> None:
+    file, _ = file_of(layout("cohere"))
+    with pytest.raises(OptionError, match=r"may be in \d+ layouts: .*cohere"):
+        detect(file, **known_of(layout("cohere"))).require()
+
+
+def test_none_is_said() -> None:
+    with pytest.raises(OptionError, match="no attention that the catalogue knows"):
+        detect({"weight": torch.zeros(3, 4)}).require()
+
+
+def test_heads_that_do_not_fit_leave_no_candidate() -> None:
+    file, _ = file_of(layout("gpt2"))
+    assert not detect(file, heads=7).candidates
+
+
+def test_a_reference_with_another_last_head_refutes() -> None:
+    of = layout("gpt2")
+    file, canonical = file_of(of)
+    canonical[-1]["wv"] = canonical[-1]["wv"].clone()
+    canonical[-1]["wv"][-1] += 1
+    other = stored(layout("headwise"), canonical)
+    found = detect(file, **known_of(of))
+    decided = by_values(found, file, detect(other, said="headwise", heads=12), other)
+    assert not decided.candidates
+    assert decided.refuted["gpt2"] == (
+        "`h.1.attn.` differs from the reference in values of kv head 11; before it, 1 of 2 modules "
+        "agree"
+    )
+
+
+def test_the_share_that_turns_is_found_by_values() -> None:
+    of = layout("gptj")
+    file, canonical = file_of(of)  # of which ROTARY_WIDTH of 10 channels turn
+    plain = [{n: x for n, x in one.items() if not n.startswith("b")} for one in canonical]
+    other = stored(layout("llama"), plain)
+    found = detect(file, heads=12)
+    decided = by_values(found, file, detect(other, said="llama", heads=12, kv_heads=12), other)
+    assert candidate("gptj", decided).fits[0]["rotary_width"] == ROTARY_WIDTH
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [("neox", 12), ("falcon-40b", 3), ("gpt2", 12)])
+def test_values_decide_where_nobody_said_how_many_heads(name: str, kv_heads: int) -> None:
+    """Other numbers fit the shapes as well, and come first."""
+    of = layout(name)
+    file, canonical = file_of(of)
+    other = stored(layout("headwise"), canonical)
+    found = detect(file)
+    assert len(candidate(name, found).fits) > 1
+    reference = detect(other, said="headwise", heads=12, kv_heads=kv_heads)
+    decided = by_values(found, file, reference, other)
+    assert [heads_of(fit) for fit in candidate(name, decided).fits] == [(12, kv_heads)]
+
+
+def test_layouts_that_are_the_same_for_some_heads_stay_apart() -> None:
+    """Grouped rows read as [query, key, value] of each head: so they are, with a kv head each."""
+    file, _ = file_of(layout("falcon-40b"))
+    mine = {"megatron", "neox-gqa", "falcon-40b"}
+    for group in names_of(detect(file, heads=12)):
+        assert not (group & mine and group & {"falcon-7b", "falcon-rw", "bloom"})

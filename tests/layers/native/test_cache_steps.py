@@ -1,0 +1,139 @@
+"""Token by token with a cache is the full forward pass, whatever the layer's options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise import Attention, Mask, Rotary
+from headwise.errors import OptionError
+from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.positions import Alibi, T5Bias
+from tests.layers.native.test_options import bound
+
+EMBED, HEADS, BATCH, LENGTH = 40, 6, 3, 24
+CAUSAL = Mask.causal()
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped rotary": {"num_kv_heads": 2, "rotary": Rotary(), "qk_norm": QKNorm()},
+    "one kv head, widths": {"num_kv_heads": 1, "value_dim": 7, "out_dim": 17, "softcap": 5.0},
+    "interleaved, after": {
+        "rotary": Rotary(pairing="interleaved"),
+        "qk_norm": QKNorm(place="after"),
+    },
+    "alibi, sink": {"score_bias": Alibi(), "sink": True},
+    "t5": {"score_bias": T5Bias(buckets=8, max_distance=9, bidirectional=False), "scale": 1.0},
+    "window": {"window": (5, 0), "num_kv_heads": 3, "rotary": Rotary(width=4)},
+    "window, alibi, sink": {"window": (4, 0), "score_bias": Alibi(bias_max=4.0), "sink": True},
+}
+
+
+def made(options: dict[str, Any]) -> tuple[Attention, Tensor]:
+    torch.manual_seed(1)
+    layer = Attention(EMBED, HEADS, head_dim=10, **options, dtype=torch.float64).requires_grad_(
+        False
+    )
+    for parameter in layer.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    return layer, torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
+
+
+def assert_same(layer: Attention, found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    # A token's place in the buffers is not its place in the text: the angles are rounded anew.
+    assert (found - expected).abs().max() <= LENGTH * bound(layer, expected, torch.float64)
+
+
+@pytest.mark.parametrize("steps", [(24,), (1,) * 24, (9, 1, 1, 6, 1, 6), (2, 22)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_steps_are_the_full_forward(options: dict[str, Any], steps: tuple[int, ...]) -> None:
+    layer, x = made(options)
+    cache = layer.cache(batch=BATCH, length=LENGTH)
+    parts = [layer(part, mask=CAUSAL, cache=cache) for part in x.split(steps, dim=1)]
+    assert_same(layer, torch.cat(parts, dim=1), layer(x, mask=CAUSAL))
+    assert cache.seen == LENGTH
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_sequences_of_unequal_lengths_are_each_their_own(options: dict[str, Any]) -> None:
+    layer, x = made(options)
+    cache = layer.cache(batch=BATCH, length=30)
+    given = [(10, [5, 10, 7]), (1, None), (3, [2, 0, 3]), (2, None), (4, [4, 4, 1])]
+    texts: list[list[Tensor]] = [[] for _ in range(BATCH)]
+    outputs: list[list[Tensor]] = [[] for _ in range(BATCH)]
+    at = 0
+    for count, lengths in given:
+        new, at = x[:, at : at + count], at + count
+        mask = CAUSAL
+        if lengths is not None:
+            real = torch.tensor(lengths)
+            mask = CAUSAL & Mask.lengths(queries=real, keys=real)
+        out = layer(new, mask=mask, cache=cache)
+        for row in range(BATCH):
+            n = count if lengths is None else lengths[row]
+            texts[row].append(new[row, :n])
+            outputs[row].append(out[row, :n])
+            # What was given up has no head outputs: the bias is all that is left.
+            assert torch.equal(out[row, n:], layer.out_proj.bias.expand(count - n, -1))
+    for text, found in zip(texts, outputs, strict=True):
+        assert_same(layer, torch.cat(found), layer(torch.cat(text)[None], mask=CAUSAL)[0])
+
+
+def test_a_window_lets_any_number_of_tokens_pass() -> None:
+    layer, _ = made(OPTIONS["window"])
+    x = torch.randn(1, 300, EMBED, dtype=torch.float64)
+    cache = layer.cache(batch=1, length=10_000)
+    parts = [layer(part, cache=cache) for part in x.split([3, 40, *[1] * 257], dim=1)]
+    assert_same(layer, torch.cat(parts, dim=1), layer(x))
+    assert cache._k.shape[2] == 11
+    assert cache.seen == 300
+
+
+def test_a_window_wider_than_the_cache_drops_nothing() -> None:
+    layer, x = made({"window": (16, 0)})
+    cache = layer.cache(batch=BATCH, length=12)
+    parts = [layer(x[:, i : i + 1], cache=cache) for i in range(12)]
+    assert_same(layer, torch.cat(parts, dim=1), layer(x[:, :12]))
+    with pytest.raises(OptionError, match="1 more tokens for a cache that holds 12 of 12"):
+        layer(x[:, 12:13], cache=cache)
+    longer = layer.cache(batch=BATCH, length=17)
+    parts = [layer(x[:, i : i + 1], cache=longer) for i in range(LENGTH)]
+    assert_same(layer, torch.cat(parts, dim=1), layer(x))
+
+
+def test_beams_are_chosen_by_select() -> None:
+    layer, x = made(OPTIONS["grouped rotary"])
+    cache = layer.cache(batch=BATCH, length=LENGTH)
+    layer(x[:, :9], mask=CAUSAL, cache=cache)
+    beams = torch.tensor([2, 0, 0, 1])
+    chosen = cache.select(beams)
+    new = torch.randn(4, 2, EMBED, dtype=torch.float64)
+    found = layer(new, mask=CAUSAL, cache=chosen)
+    whole = layer(torch.cat([x[beams, :9], new], dim=1), mask=CAUSAL)
+    assert_same(layer, found, whole[:, 9:])
+    assert cache.seen == 9
+
+
+def test_a_mask_over_the_caches_keys() -> None:
+    """Without lengths a mask names the slots: here the second token is hidden from all."""
+    layer, x = made(OPTIONS["plain"])
+    cache = layer.cache(batch=BATCH, length=LENGTH)
+    layer(x[:, :9], mask=CAUSAL, cache=cache)
+    hidden = torch.arange(12) == 1
+    mask = CAUSAL & Mask.may_attend(~hidden, axes="keys")
+    found = layer(x[:, 9:12], mask=mask, cache=cache)
+    assert_same(layer, found, layer(x[:, :12], mask=mask)[:, 9:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_has_the_dtype_of_its_layer(dtype: torch.dtype) -> None:
+    layer, x = made(OPTIONS["grouped rotary"])
+    layer, x = layer.to(dtype), x.to(dtype)
+    cache = layer.cache(batch=BATCH, length=LENGTH)
+    found = torch.cat([layer(t, mask=CAUSAL, cache=cache) for t in x.split(8, dim=1)], dim=1)
+    assert found.dtype == dtype
+    expected = layer.double()(x.double(), mask=CAUSAL)
+    assert (found - expected).abs().max() <= bound(layer, expected, dtype)

@@ -1,0 +1,36 @@
+"""The layer compiled.
+
+The annotations of src are checked in this run, and a compiler cannot look through the checks: the
+tests of compiled.py run beside it, without them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.layers.native.ecosystem import run_apart
+
+FILE = Path(__file__).with_name("compiled.py")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        ("test_training and (causal or lengths or cross)", 3),
+        ("test_training and (window or sink or alibi or t5)", 4),
+        ("not test_training and not test_inductor", 4),
+    ],
+)
+def test_compiled(chosen: str, count: int) -> None:
+    run_apart(FILE, chosen, count)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler"
+)
+def test_compiled_by_inductor() -> None:
+    run_apart(FILE, "test_inductor", 1)

@@ -1,0 +1,18 @@
+"""The layer exported: torch.export, and ONNX. In an interpreter that checks no annotations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.layers.native.ecosystem import run_apart
+
+FILE = Path(__file__).with_name("exported.py")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"), [("test_exported", 7), ("test_onnx", 4), ("test_traced_to_onnx", 5)]
+)
+def test_exported(chosen: str, count: int) -> None:
+    run_apart(FILE, chosen, count)

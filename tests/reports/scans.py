@@ -1,0 +1,74 @@
+"""Scans that were made up: of any size, and at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headwise.masks.mask import Mask
+from headwise.matrix import AttentionMatrix
+from headwise.reports.scan import ScanReport
+from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.readings import LayerScan
+from headwise.scanning.statistics import catalogue
+from headwise.scanning.statistics.observation import Observation, Sequences
+from headwise.scanning.statistics.statistic import Statistic
+from headwise.scanning.statistics.sweep import sweep
+
+LAYERS, HEADS, LENGTH = 3, 5, 37
+
+
+def layer_of(index: int, statistics: Sequence[Statistic], *, heads: int, length: int) -> LayerScan:
+    generator = torch.Generator().manual_seed(index)
+    q, k, v = (3 * torch.randn(1, heads, length, 7, generator=generator) for _ in range(3))
+    matrix = AttentionMatrix(q, k, mask=Mask.causal(), scale=1.0)
+    tokens = torch.randint(20, (1, length), generator=generator)
+    sequences = Sequences.of(matrix, tokens=tokens, separators=tokens == 3)
+    observation = Observation(matrix=matrix, sequences=sequences, values=v, outputs=matrix @ v)
+    missing = {s.definition.name: r for s in statistics if (r := s.missing(observation))}
+    fitting = [s for s in statistics if s.definition.name not in missing]
+    return LayerScan(
+        name=f"layer.{index}.attention",
+        num_heads=heads,
+        heads=tuple(range(heads)),
+        kind="self",
+        calls=1,
+        summaries=sweep(observation, fitting),
+        missing=missing,
+    )
+
+
+def made_up(
+    *,
+    layers: int = LAYERS,
+    heads: int = HEADS,
+    length: int = LENGTH,
+    names: Sequence[str] | None = None,
+    notes: tuple[str, ...] = (),
+) -> HeadScan:
+    statistics = catalogue.STANDARD if names is None else catalogue.named(names)
+    return HeadScan(
+        model="MadeUp",
+        sequences=1,
+        tokens=length,
+        notes=notes,
+        statistics=statistics,
+        layer_scans=tuple(
+            layer_of(index, statistics, heads=heads, length=length) for index in range(layers)
+        ),
+    )
+
+
+def report(scan: HeadScan, **changes: object) -> ScanReport:
+    given: dict[str, object] = {
+        "scan": scan,
+        "title": "made-up",
+        "about": "MadeUp, 12 parameters in float32",
+        "read": "a <text> & more, all 37 tokens",
+        "chosen": "Separators: “.”.",
+        "name_of": lambda token: f"<{token}>",
+        "versions": {"headwise": "0.0", "torch": "0.1"},
+        **changes,
+    }
+    return ScanReport(**given)  # type: ignore[arg-type]

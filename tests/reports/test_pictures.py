@@ -1,0 +1,64 @@
+"""Small pictures: the colours are viridis, the files are PNG."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+
+import pytest
+
+from headwise.reports import pictures
+
+
+def test_the_colours_are_those_of_viridis() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    viridis = matplotlib.colormaps["viridis"]
+    for n in range(256):
+        theirs = [round(255 * channel) for channel in viridis(n)[:3]]
+        ours = pictures.viridis(n / 255)
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 2
+
+
+def test_the_ends_are_exact_and_what_is_beyond_is_clamped() -> None:
+    assert pictures.css(pictures.viridis(0.0)) == "#440154"
+    assert pictures.css(pictures.viridis(1.0)) == "#fde725"
+    assert pictures.viridis(-1.0) == pictures.viridis(0.0)
+    assert pictures.viridis(2.0) == pictures.viridis(1.0)
+
+
+def test_a_weight_stands_at_its_square_root() -> None:
+    assert pictures.weight_position(0.25) == 0.5
+    assert pictures.weight_position(-1e-9) == 0.0  # rounding may leave such a weight
+
+
+def test_numbers_can_be_read_on_every_colour() -> None:
+    def luminance(colour: pictures.RGB) -> float:
+        parts = [c / 255 for c in colour]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for n in range(101):
+        colour = pictures.viridis(n / 100)
+        light = luminance(colour)
+        black, white = (light + 0.05) / 0.05, 1.05 / (light + 0.05)
+        chosen = black if pictures.ink(colour) == "#000000" else white
+        assert chosen == max(black, white)
+        assert chosen >= 4.5  # WCAG 2, AA
+
+
+def test_a_png_holds_its_pixels() -> None:
+    image = pytest.importorskip("PIL.Image")
+    rows = [[tuple(random.randrange(256) for _ in range(3)) for _ in range(7)] for _ in range(5)]
+    read = image.open(io.BytesIO(pictures.png(rows)))  # type: ignore[arg-type]
+    assert (read.format, read.mode, read.size) == ("PNG", "RGB", (7, 5))
+    assert [[read.getpixel((x, y)) for x in range(7)] for y in range(5)] == rows
+
+
+def test_the_first_row_of_weights_is_at_the_top() -> None:
+    image = pytest.importorskip("PIL.Image")
+    kind, data = pictures.weights_png([[0.0, 0.25], [0.0, 0.0]]).split(",")
+    assert kind == "data:image/png;base64"
+    read = image.open(io.BytesIO(base64.b64decode(data)))
+    dark, middle = pictures.viridis(0.0), pictures.viridis(0.5)
+    assert [read.getpixel((x, y)) for y in (0, 1) for x in (0, 1)] == [dark, middle, dark, dark]

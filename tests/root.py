@@ -1,0 +1,5 @@
+"""Where the repository stands."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]

@@ -1,0 +1,149 @@
+"""The standard head statistics against the dense weights, for every kind of mask.
+
+How far they may be off is not chosen but derived (docs/budget.md; u and growth as there).
+
+    allowed = 2 * (largest error of the dense reference run in the dtype of the inputs)
+            + (how far the exact result moves when all inputs move by one unit in the last place)
+            + u * (2 growth(n) + 2 f + 2) * size
+
+The first two are `Budget.of`: what the errors of the scores, and of the outputs, do to the result.
+The third is the rounding after them. The weights of a row of n outcomes are off by u (2 f + 1 +
+growth(n)), relatively: two exp of error f u, the sum Z, a division
+(`headwise.budget.rounding.Rows.relative`). A statistic of a row is a sum of at most n of them, that
+is growth(n) u more, and the mean over rows, in float64, one rounding. It is relative to the size of
+what was summed: that of the result where terms are never negative, and at least 1 for the rest (a
+logarithm of Z, differences of scores or shares, cosines).
+
+Inputs of half types are widened first: the statistics must compute in float32 and get no more.
+
+Tiles are made so small that a row block has several, and that heads fall apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.budget.budget import Budget
+from headwise.kernels import observe, tiles
+from headwise.kernels.problem import accumulation_dtype
+from headwise.scanning.statistics import samples
+from headwise.scanning.statistics.catalogue import STANDARD
+from headwise.scanning.statistics.statistic import Summary
+from headwise.scanning.statistics.sweep import sweep
+from tests.scanning.statistics.calls import KINDS, Call, Kind, roundoff
+from tests.scanning.statistics.dense_statistics import REFERENCE
+
+BY_NAME = {statistic.definition.name: statistic for statistic in STANDARD}
+SMALL = 3 * 5 * 29  # elements: five rows of the three heads of one kv head
+CAN_CANCEL = (
+    "logsumexp",
+    "score_range",
+    "copying",
+    "output_cosine",
+    "cka",
+    "total_variation",
+    "effective_rank",
+)
+FIELDS = ("most_received", "top_keys")  # exact keys and tokens beside the share
+
+
+@lru_cache
+def drawn(kind: str) -> Call:
+    return KINDS[kind].call()
+
+
+@lru_cache
+def summaries(kind: str, elements: int) -> dict[str, Summary]:
+    """Of every statistic that the call can have, in one sweep."""
+    call = drawn(kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "TILE_ELEMENTS", elements)
+        patch.setattr(observe, "TILE_ELEMENTS", elements)
+        patch.setattr(samples, "SAMPLES", call.samples)
+        observation = call.observation()
+        chosen = [s for s in STANDARD if s.missing(observation) is None]
+        return sweep(observation, chosen)
+
+
+def assert_as_dense(name: str, call: Call, found: Tensor) -> None:
+    """Within the budget of the dense reference; NaN where, and only where, it is NaN."""
+    wide = accumulation_dtype(call.inputs[0].dtype)
+
+    def reference(*inputs: Tensor) -> Tensor:
+        return REFERENCE[name](call.seen(*inputs))
+
+    exact = reference(*(x.double() for x in call.inputs))
+    assert found.dtype == torch.float64
+    assert torch.equal(found.isnan(), exact.isnan())
+    if name in FIELDS:
+        assert torch.equal(found[..., :2].nan_to_num(), exact[..., :2].nan_to_num())
+
+    def number(*inputs: Tensor) -> Tensor:
+        result = reference(*inputs)
+        return (result[..., 2] if name in FIELDS else result).nan_to_num(0.0)
+
+    budget = Budget.of(number, *(x.to(wide) for x in call.inputs), name=name)
+    terms = call.inputs[1].shape[2] + 1
+    size = budget.exact.abs().clamp(min=1.0 if name in CAN_CANCEL else 0.0)
+    budget = replace(budget, allowed=budget.allowed + roundoff(terms, wide) * size)
+    budget.assert_holds((found[..., 2] if name in FIELDS else found).nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_is_dense(kind: str, name: str) -> None:
+    call, found = drawn(kind), summaries(kind, SMALL)
+    reason = BY_NAME[name].missing(call.observation())
+    assert (name in found) == (reason is None)
+    if reason is None:
+        assert_as_dense(name, call, BY_NAME[name].result(found[name]))
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+@pytest.mark.parametrize("kind", ["causal", "left padding", "segments"])
+def test_whatever_the_tiles(kind: str, name: str) -> None:
+    found = summaries(kind, 2**21)
+    if name in found:
+        assert_as_dense(name, drawn(kind), BY_NAME[name].result(found[name]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_summaries_have_one_row_a_head_and_stay_on_the_cpu(kind: str) -> None:
+    for name, summary in summaries(kind, SMALL).items():
+        for value in summary.values():
+            assert value.shape[0] == 6
+            assert value.device.type == "cpu"
+            assert value.dtype in (torch.float64, torch.int64)
+        result = BY_NAME[name].result(summary)
+        assert result.dim() == 1 + len(BY_NAME[name].definition.axes)
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_two_calls_merged_are_one(name: str) -> None:
+    kind: Kind = KINDS["causal"]
+    whole, statistic = kind.call(), BY_NAME[name]
+    parts = [kind.call(batch=part).observation() for part in (slice(0, 1), slice(1, None))]
+    if statistic.missing(parts[0]) is None:
+        first, second = (sweep(part, [statistic])[name] for part in parts)
+        assert_as_dense(name, whole, statistic.result(statistic.merge([first, second])))
+
+
+@pytest.mark.parametrize("name", [name for name in REFERENCE if name != "top_keys"])
+def test_the_order_of_merging_is_no_matter(name: str) -> None:
+    statistic = BY_NAME[name]
+    a, b = (summaries(kind, SMALL).get(name) for kind in ("sink", "everything"))
+    assert a is not None
+    assert b is not None
+    before = {key: value.clone() for key, value in a.items()}
+    there, back = statistic.merge([a, b]), statistic.merge([b, a])
+    nested = statistic.merge([statistic.merge([a, b]), a])
+    flat = statistic.merge([a, b, a])
+    for key in a:
+        assert torch.equal(there[key], back[key])
+        assert torch.equal(nested[key], flat[key])
+        assert torch.equal(a[key], before[key])  # nothing is changed in place
