@@ -54,7 +54,7 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], list[str]]] = [
     ("no keys", lambda: AttentionMatrix(Q, None), DTypeError, ["k of type NoneType"]),
     ("a list of values", lambda: AttentionMatrix(Q, K) @ [1], DTypeError, ["v of type list"]),
     ("a list of y", lambda: AttentionMatrix(Q, K).mT @ [1], DTypeError, ["y of type list"]),
-    ("a number as sink", lambda: AttentionMatrix(Q, K, sink=1.0), ShapeError, ["of type float"]),
+    ("a number as sink", lambda: AttentionMatrix(Q, K, sink=1.0), ShapeError, ["sink=1.0"]),
     ("sink", lambda: AttentionMatrix(Q, K, sink=torch.zeros(5)), ShapeError, ["(5,)", "heads 6"]),
     (
         "values",
@@ -88,6 +88,25 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], list[str]]] = [
     ("pool of a half", lambda: AttentionMatrix(Q, K).pool(1.5, 1), OptionError, ["1.5 queries"]),
     ("a scale of text", lambda: AttentionMatrix(Q, K, scale="a"), OptionError, ["scale='a'"]),
     ("a softcap of text", lambda: AttentionMatrix(Q, K, softcap="a"), OptionError, ["softcap='a'"]),
+    (
+        "a scale in a tensor",
+        lambda: AttentionMatrix(Q, K, scale=torch.tensor(0.5)),
+        OptionError,
+        ["a torch.float32 tensor of shape ()", "float(t)", "q * factor"],
+    ),
+    (
+        "a softcap that is learned",
+        lambda: AttentionMatrix(Q, K, softcap=torch.nn.Parameter(torch.tensor(5.0))),
+        OptionError,
+        ["softcap=float(t)"],
+    ),
+    (
+        "a complex sink",
+        lambda: AttentionMatrix(Q, K, sink=torch.zeros(6, dtype=torch.complex64)),
+        ShapeError,
+        ["torch.complex64", "a float"],
+    ),
+    ("diagonal", lambda: AttentionMatrix(Q, K).diagonal(1.0), OptionError, ["diagonal(1.0)"]),
     ("limit", lambda: AttentionMatrix(Q, K).dense(limit="a"), OptionError, ["limit='a'", "bytes"]),
     (
         "dropout of text",

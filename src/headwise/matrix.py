@@ -7,7 +7,6 @@ weights is an exact product or a streamed reduction of it. It is before dropout,
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple, SupportsIndex
@@ -27,6 +26,7 @@ from headwise.kernels.read import read
 from headwise.kernels.rows import largest, weights_at
 from headwise.kernels.tiled import Readings, Wanted, shift_of
 from headwise.masks.bound_mask import BoundMask
+from headwise.masks.casting import cast_biases
 from headwise.masks.checks import (
     ROWS_IS_QUERIES,
     SDPA_WORDS,
@@ -36,13 +36,14 @@ from headwise.masks.checks import (
     check_queries_and_keys,
     check_queries_seen,
     checked_blocks,
+    checked_offset,
     checked_rows,
     refuse_operand,
     require_mask,
     require_score_bias,
 )
 from headwise.masks.mask import Mask
-from headwise.masks.score_bias import BoundBias, ScoreBias, cast_bias
+from headwise.masks.score_bias import BoundBias, ScoreBias
 from headwise.support.arguments import explains, is_number, require_tensors
 from headwise.support.axes import MATRIX_AXES, broadcasts, describe_value, human_bytes
 from headwise.support.eager import is_traced, without_autocast
@@ -199,7 +200,7 @@ class AttentionMatrix(LeftOperand):
         torch's diagonal is. Beside it only the row sums are computed.
         """
         _, heads, queries, keys = self.shape
-        offset = operator.index(offset)  # NumPy's integers wrap
+        offset = checked_offset(offset, queries, keys)
         first, stop = max(0, -offset), max(max(0, -offset), min(queries, keys - offset))
         rows = torch.arange(first, stop, device=self.q.device)
         exact = accumulation_dtype(self.q.dtype)
@@ -208,8 +209,8 @@ class AttentionMatrix(LeftOperand):
         s = self.scale * (q * reference.share_heads(k, heads=heads)).sum(-1)
         if self.softcap is not None:
             s = self.softcap * torch.tanh(s / self.softcap)
-        for part in self._bias.pairs(rows, rows + offset):
-            s = s + cast_bias(part, exact)
+        for part in cast_biases(self._bias.pairs(rows, rows + offset), exact):
+            s = s + part
         s = s.masked_fill(~self._mask.pairs(rows, rows + offset), -torch.inf)
         reading = read(self._problem())
         shift = shift_of(reading.peak.detach(), self._detached_sink())[..., first:stop]

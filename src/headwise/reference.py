@@ -18,8 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwise.masks.bound_mask import BoundMask
+from headwise.masks.casting import cast_biases
 from headwise.masks.mask import Mask
-from headwise.masks.score_bias import BoundBias, ScoreBias, cast_bias
+from headwise.masks.score_bias import BoundBias, ScoreBias
 
 
 def scores(
@@ -60,8 +61,8 @@ def scores_at(
     s = scale * (q @ share_heads(k, heads=q.shape[1]).transpose(-2, -1))
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
-    for part in score_bias.at(rows):
-        s = s + cast_bias(part, s.dtype)
+    for part in cast_biases(score_bias.at(rows), s.dtype):
+        s = s + part
     return s.masked_fill(~mask.at(rows), -torch.inf)
 
 

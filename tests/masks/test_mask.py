@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from headwise import AttentionMatrix
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.mask import Mask
 from tests.strategies import allowed, masks
@@ -316,3 +318,23 @@ def test_two_lengths_mean_the_shorter() -> None:
     mask = Mask.lengths(keys=torch.tensor([3, 9])) & Mask.lengths(keys=torch.tensor([5, 2]))
     assert mask.key_lengths is not None
     assert mask.key_lengths.tolist() == [3, 2]
+
+
+# ---- the edges of sizes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", [sys.maxsize, 10**30])
+def test_a_window_without_end_bounds_nothing(side: int) -> None:
+    q, k = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 7, 4)
+    for sides in ((None, side), (side, 0), (side, side)):
+        expected = Mask.window(*(None if s == side else s for s in sides), align="bottom-right")
+        found = Mask.window(*sides, align="bottom-right")
+        one, other = AttentionMatrix(q, k, mask=found), AttentionMatrix(q, k, mask=expected)
+        assert torch.equal(one.received(), other.received())
+        assert torch.equal(one.dense(), other.dense())
+
+
+def test_what_is_empty_is_drawn_empty() -> None:
+    assert Mask.lengths(torch.tensor([], dtype=torch.int64)).draw(0) == ""
+    assert Mask.causal().draw(0, 0) == ""
+    assert Mask.may_attend(torch.ones(2, 0, dtype=torch.bool), axes="queries keys").draw() == "\n"

@@ -64,6 +64,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         OptionError,
         ["heads of type list", "torch.tensor([0])"],
     ),
+    "a sequence that is not there": (
+        lambda: Mask.from_torch_padding(PADDING).draw(3, batch=5),
+        OptionError,
+        ["draw(batch=5) of a mask for 3"],
+    ),
+    "a drawing of text": (
+        lambda: Mask.causal().draw("a"),  # type: ignore[arg-type]
+        OptionError,
+        ["draw(queries='a')"],
+    ),
+    "a drawing of less than nothing": (
+        lambda: Mask.causal().draw(-1),
+        OptionError,
+        ["draw(queries=-1)", "from 0"],
+    ),
     "negative right": (lambda: Mask.window(None, -1), OptionError, ["right=-1", "right=1"]),
     "alignment": (
         lambda: Mask.causal(align="bottom_right"),  # type: ignore[arg-type]

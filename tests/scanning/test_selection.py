@@ -155,6 +155,20 @@ def test_what_is_called_is_a_function(option: str) -> None:
         scan(own(), tokens(BATCH, LENGTH), **{option: 3})
 
 
+@pytest.mark.parametrize("n", [1.5, "3", None, -1])
+def test_top_takes_how_many(n: Any) -> None:
+    found = scan(own(), tokens(BATCH, LENGTH), statistics="entropy")
+    with pytest.raises(OptionError, match=r"top\(n="):
+        found.top("entropy", n)
+
+
+def test_a_scan_is_merged_and_compared_with_scans() -> None:
+    found = scan(own(), tokens(BATCH, LENGTH), statistics="entropy")
+    for put_together in (found.merge, found.diff):
+        with pytest.raises(OptionError, match="None in the place of a scan"):
+            put_together(None)  # type: ignore[arg-type]
+
+
 def test_no_tokenizer_is_blamed_where_there_may_be_none() -> None:
     with pytest.raises(OptionError) as refused:
         require_tokens(bert(), Arguments((torch.tensor([[5, VOCABULARY]]),), {}))

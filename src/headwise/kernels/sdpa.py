@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwise.kernels.problem import Problem
-from headwise.masks.score_bias import cast_bias
+from headwise.masks.casting import cast_bias, cast_biases
 
 
 def head_outputs(problem: Problem, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
@@ -84,7 +84,7 @@ def combined_mask(problem: Problem) -> Tensor | None:
     if not parts:
         return allowed
     if len(parts) > 1:  # rounded once, after the sum
-        parts = [cast_bias(part, problem.accumulate) for part in parts]
+        parts = list(cast_biases(parts, problem.accumulate))
     bias = cast_bias(sum(parts[1:], parts[0]), problem.q.dtype)
     return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.problem import Problem
-from headwise.masks.score_bias import cast_bias
+from headwise.masks.casting import cast_biases
 
 # 8 MB of float32. On two cores, half of it cost 13 % more and twice of it 10 % more (docs/log.md).
 TILE_ELEMENTS = 2**21
@@ -157,8 +157,9 @@ def tile_scores(
             derivative = slope.view(*s.shape)
             torch.mul(s, s, out=derivative).neg_().add_(1)
         s.mul_(problem.softcap)
-    for part in problem.bias.parts(tile.batches, tile.heads, tile.rows, tile.columns):
-        s.add_(cast_bias(part, s.dtype))
+    parts = problem.bias.parts(tile.batches, tile.heads, tile.rows, tile.columns)
+    for part in cast_biases(parts, s.dtype):
+        s.add_(part)
     _apply_mask(problem, tile, s)
     return s, q, derivative
 

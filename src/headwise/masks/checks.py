@@ -91,10 +91,11 @@ def check_options(
     check_score_numbers(scale, softcap, dtype=q.dtype)
     if sink is None:
         return
-    if not isinstance(sink, Tensor) or sink.shape != q.shape[1:2]:
+    is_real = isinstance(sink, Tensor) and sink.is_floating_point()
+    if not is_real or sink.shape != q.shape[1:2]:
         raise ShapeError(
-            saw=f"a sink of {_kind(sink)}",
-            needed=f"one logit for each head: (heads {q.shape[1]},)",
+            saw=f"sink={describe_value(sink)}",
+            needed=f"one logit, a float, for each head: (heads {q.shape[1]},)",
             do="e.g. torch.zeros(heads)",
         )
     if sink.device != q.device:
@@ -115,14 +116,22 @@ def check_score_numbers(scale: float | None, softcap: float | None, *, dtype: to
         raise OptionError(
             saw=f"scale={describe_value(scale)} with queries of dtype {dtype}",
             needed=f"a finite number from {limits.min:.2g} to {limits.max:.2g}",
-            do="1/sqrt(head_dim) is the default",
+            do=_plain_number("scale", scale) or "1/sqrt(head_dim) is the default",
         )
     if softcap is not None and not (is_number(softcap) and limits.tiny <= softcap <= limits.max):
         raise OptionError(
             saw=f"softcap={describe_value(softcap)} with queries of dtype {dtype}",
             needed=f"a number from {limits.tiny:.2g} to {limits.max:.2g}, or None for no softcap",
-            do="e.g. softcap=50.0",
+            do=_plain_number("softcap", softcap) or "e.g. softcap=50.0",
         )
+
+
+def _plain_number(name: str, value: object) -> str | None:
+    """What to do with a tensor in the place of a number."""
+    if not isinstance(value, Tensor):
+        return None
+    learned = "; a factor that is learned belongs to the queries: q * factor"
+    return f"{name}=float(t) of one number" + (learned if name == "scale" else "")
 
 
 def _range(dtype: torch.dtype) -> torch.finfo:
@@ -136,12 +145,6 @@ def _beyond(tensor: Tensor, dtype: torch.dtype) -> float | None:
         return None
     largest = float(tensor.detach().max())
     return None if largest <= _range(dtype).max else largest
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"shape {tuple(value.shape)}"
-    return f"type {type(value).__name__}"
 
 
 def refuse_operand(product: str, operand: Tensor, needed: str) -> None:
@@ -180,6 +183,18 @@ def check_probability(dropout_p: float) -> None:
             needed="0 <= dropout <= 1",
             do="set layer.dropout, e.g. 0.1",
         )
+
+
+def checked_offset(offset: SupportsIndex, queries: int, keys: int) -> int:
+    """Return the offset of a diagonal, or raise OptionError."""
+    count = as_count(offset)  # NumPy's integers wrap
+    if count is None:
+        raise OptionError(
+            saw=f"A.diagonal({describe_value(offset)})",
+            needed="a whole number: key - query",
+            do="e.g. A.diagonal(-1), the previous token",
+        )
+    return max(-queries, min(keys, count))  # a diagonal outside of the matrix is empty
 
 
 def checked_blocks(axis: str, blocks: SupportsIndex, size: int) -> int:

@@ -31,10 +31,11 @@ from headwise.masks.bound_mask import (
     segment_ids_of,
     with_matrix_axes,
 )
-from headwise.support.arguments import require_tensors
+from headwise.masks.conventions import allowed_by, from_convention, require_bool
 from headwise.support.axes import describe_value
-from headwise.support.eager import may_check_values
 from headwise.support.integers import as_count, as_int64
+
+BOUNDLESS = 2**62  # keys: a side of a window that bounds nothing
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Mask:
     @classmethod
     def may_attend(cls, allowed: Bool[Tensor, "..."], *, axes: str) -> Mask:
         """A boolean tensor, True = may attend, whose axes are named: ``"batch keys"`` and so on."""
-        _require_bool(allowed, "Mask.may_attend")
+        require_bool(allowed, "Mask.may_attend")
         return cls(dense=(with_matrix_axes(allowed, axes),))
 
     @classmethod
@@ -138,12 +139,12 @@ class Mask:
         2-D is (queries, keys); 3-D is (batch*heads, queries, keys), heads fastest, and needs
         ``num_heads``. A float mask with other values is a `ScoreBias`.
         """
-        return cls(dense=(_from_convention(attn_mask, num_heads, true_attends=False),))
+        return cls(dense=(from_convention(attn_mask, num_heads, true_attends=False),))
 
     @classmethod
     def from_torch_padding(cls, key_padding_mask: Tensor) -> Mask:
         """`torch.nn.MultiheadAttention`'s ``key_padding_mask`` (batch, keys): True = ignored."""
-        allowed = _allowed(key_padding_mask, true_attends=False)
+        allowed = allowed_by(key_padding_mask, true_attends=False)
         return cls(dense=(with_matrix_axes(allowed, "batch keys"),))
 
     @classmethod
@@ -152,7 +153,7 @@ class Mask:
 
         2-D is (queries, keys), 4-D is (batch, heads, queries, keys), broadcastable.
         """
-        return cls(dense=(_from_convention(attn_mask, None, true_attends=True),))
+        return cls(dense=(from_convention(attn_mask, None, true_attends=True),))
 
     def __and__(self, other: Mask) -> Mask:
         refuse_what_is_no_mask(other, "Mask & ")
@@ -209,8 +210,22 @@ class Mask:
         batch: int = 0,
         head: int = 0,
     ) -> str:
-        """The mask as a picture: a row per query, 1 = may attend. Known sizes may be left out."""
-        shape = self._known_sizes(queries, keys)
+        """The mask as a picture: a row per query, 1 = may attend. Known sizes may be left out.
+
+        Raises:
+            OptionError: sizes that are no numbers, or a sequence or a head that is not there.
+        """
+        shape = self._known_sizes(_drawn("queries", queries), _drawn("keys", keys))
+        if shape["batch"] == 0:
+            return ""
+        for name, place, size in (("batch", batch, shape["batch"]), ("head", head, shape["heads"])):
+            number = as_count(place)
+            if number is None or not -size <= number < size:
+                raise OptionError(
+                    saw=f"draw({name}={describe_value(place)}) of a mask for {size}",
+                    needed=f"a whole number from 0 to {size - 1}",
+                    do=f"leave {name} out for the first",
+                )
         bound = self.bind(**shape, device=self._device())
         rows = bound.at(torch.arange(shape["queries"], device=self._device()))
         rows = rows.expand(shape["batch"], shape["heads"], -1, -1)[batch, head]
@@ -225,20 +240,17 @@ class Mask:
         batch, heads, own_queries, own_keys = (
             max((shape[axis] for shape in known), default=1) for axis in range(4)
         )
-        queries = queries or own_queries
-        return {
-            "batch": batch,
-            "heads": heads,
-            "queries": queries,
-            "keys": keys or max(own_keys, queries),
-        }
+        queries = own_queries if queries is None else queries
+        if keys is None:  # those of the mask, or as many as there are queries
+            keys = own_keys if self.dense or self.segment_ids else max(own_keys, queries)
+        return {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
 
     def _longest(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """Lengths, and the (queries, keys) that the longest of them needs."""
         if self.key_lengths is not None:
-            yield self.key_lengths, (1, int(self.key_lengths.max()))
+            yield self.key_lengths, (1, _largest(self.key_lengths))
         if self.query_lengths is not None:
-            yield self.query_lengths, (int(self.query_lengths.max()), 1)
+            yield self.query_lengths, (_largest(self.query_lengths), 1)
 
     def _device(self) -> torch.device:
         return next((t.device for t in self._tensors()), torch.device("cpu"))
@@ -295,67 +307,13 @@ def refuse_what_is_no_mask(value: object, place: str) -> Mask:
     )
 
 
-def _require_bool(tensor: Tensor, where: str) -> None:
-    require_tensors(allowed=tensor)
-    if tensor.dtype != torch.bool:
-        raise MaskError(
-            saw=f"{where} given a tensor of dtype {tensor.dtype}",
-            needed="bool: True = may attend. An integer mask may mean either polarity",
-            do="t.bool() if nonzero means may attend, t == 0 if nonzero means blocked; "
-            "a float that is added to the scores is a ScoreBias",
-        )
-
-
-def _from_convention(mask: Tensor, num_heads: int | None, *, true_attends: bool) -> Tensor:
-    allowed = _allowed(mask, true_attends=true_attends)
-    if allowed.dim() == 2:
-        return with_matrix_axes(allowed, "queries keys")
-    if allowed.dim() == 4 and true_attends:
-        return allowed
-    if allowed.dim() == 3 and not true_attends and num_heads and allowed.shape[0] % num_heads == 0:
-        by_head: Tensor = allowed.unflatten(0, (-1, num_heads))
-        return by_head
-    reading = "(queries, keys) or (batch, heads, queries, keys)"
-    if not true_attends:
-        reading = "(queries, keys), or (batch*heads, queries, keys) together with num_heads"
-    raise MaskError(
-        saw=f"a mask of shape {tuple(mask.shape)}"
-        + (f" and num_heads={num_heads}" if num_heads else ""),
-        needed=f"{reading}; a 3-D mask may also mean (batch, queries, keys) "
-        "or (heads, queries, keys)",
-        do='name the axes: Mask.may_attend(allowed, axes="batch queries keys")',
-    )
-
-
-def _allowed(mask: Tensor, *, true_attends: bool) -> Tensor:
-    """True = may attend, from a bool mask of either polarity or a float mask of 0 and -inf."""
-    require_tensors(mask=mask)
-    if mask.dtype == torch.bool:
-        return mask if true_attends else ~mask
-    if not mask.is_floating_point():
-        nonzero, zero = ("may attend", "blocked") if true_attends else ("blocked", "may attend")
-        raise MaskError(
-            saw=f"a mask of dtype {mask.dtype}",
-            needed=f"bool, where True = {nonzero} in this convention, or float, 0 or -inf. "
-            "An integer mask may mean either polarity",
-            do=f"t.bool() if nonzero means {nonzero}, t == 0 if nonzero means {zero}",
-        )
-    allowed = mask == 0
-    if may_check_values(mask) and not bool((allowed | (mask == -torch.inf)).all()):
-        raise MaskError(
-            saw=f"a float mask with values other than 0 and -inf (dtype {mask.dtype}, e.g. "
-            f"{float(mask[~allowed & (mask != -torch.inf)].flatten()[0]):g})",
-            needed="only 0 (may attend) and -inf (blocked): a float mask is added to the scores",
-            do="pass it as a score bias, ScoreBias.dense(t, axes=...); finfo.min does not block",
-        )
-    return allowed
-
-
 def _side(name: str, side: object) -> int | None:
     """Return one side of a window as Python's integer, or as the symbol of a compiled graph."""
     if side is None:
         return None
     count = as_count(side)
+    if isinstance(count, int) and count >= BOUNDLESS:
+        return None
     if count is not None and count >= 0:
         return count
     raise OptionError(
@@ -363,6 +321,21 @@ def _side(name: str, side: object) -> int | None:
         needed=f"{name}: a whole number from 0, or None for no bound on that side",
         do="count keys beside the query's own position, "
         f"e.g. {name}={4 if count is None else -count}",
+    )
+
+
+def _largest(lengths: Tensor) -> int:
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+def _drawn(name: str, size: object) -> int | None:
+    count = None if size is None else as_count(size)
+    if size is None or (count is not None and count >= 0):
+        return count
+    raise OptionError(
+        saw=f"draw({name}={describe_value(size)})",
+        needed=f"how many {name} to draw, from 0",
+        do=f"e.g. draw({name}=8), or leave it out where the mask knows it",
     )
 
 

@@ -9,6 +9,7 @@ queries x keys. Everything else is a dense tensor with named axes. An entry of -
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -25,6 +26,7 @@ from headwise.masks.bound_mask import (
     resolve_align,
     with_matrix_axes,
 )
+from headwise.masks.casting import cast_biases
 from headwise.support.arguments import require_tensors
 from headwise.support.axes import broadcasts, describe_value
 from headwise.support.eager import may_check_values
@@ -74,7 +76,8 @@ class _Alibi:
     def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
         # In bfloat16 a slope times a distance is off by one part in 256: whole points of the score.
         exact = torch.promote_types(torch.promote_types(self.numbers.dtype, dtype), torch.float32)
-        return -self.numbers.to(exact)[:, None] * distances.abs()
+        limits = torch.finfo(exact)  # a penalty beyond them hides no key
+        return (-self.numbers.to(exact)[:, None] * distances.abs()).clamp(limits.min, limits.max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,10 +245,9 @@ class ScoreBias:
             distances = torch.arange(count, device=device) + (1 - queries - offset)
             rows.append(part.table(distances, dtype))
         table = rows[0] if rows else None
-        for row in rows[1:]:
-            assert table is not None
-            exact = torch.promote_types(dtype, torch.promote_types(table.dtype, row.dtype))
-            table = table.to(exact) + row
+        if len(rows) > 1:
+            exact = reduce(torch.promote_types, (row.dtype for row in rows), dtype)
+            table = reduce(torch.add, cast_biases(rows, exact))
         return BoundBias(queries=queries, keys=keys, table=table, tensors=self.tensors)
 
     def __str__(self) -> str:
@@ -332,19 +334,6 @@ class BoundBias:
         """The whole bias at chosen queries; parts broadcast to (batch, heads, rows, keys)."""
         whole = slice(None)
         return self.parts(whole, whole, rows, whole)
-
-
-def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bias in ``dtype``; a number stays finite, and keeps its sign.
-
-    Rounding alone would make -inf, which hides a key, of float32's ``finfo.min`` in bfloat16, and
-    +inf, which makes NaN, of 7e4 in float16. Such numbers become the lowest or the largest one.
-    """
-    cast = bias.to(dtype)
-    limits = torch.finfo(dtype)
-    if torch.finfo(bias.dtype).max <= limits.max:
-        return cast
-    return torch.where(bias.isinf(), cast, bias.clamp(limits.min, limits.max).to(dtype))
 
 
 def refuse_what_is_no_bias(value: object, place: str) -> ScoreBias:

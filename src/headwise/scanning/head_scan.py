@@ -12,6 +12,7 @@ from headwise.scanning import files, terminal
 from headwise.scanning.difference import ScanDiff
 from headwise.scanning.readings import LayerScan, Readings
 from headwise.scanning.statistics.statistic import Statistic
+from headwise.support.axes import describe_value
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -49,6 +50,8 @@ class HeadScan(Readings):
             OptionError: scans of other models, layers, heads or statistics; the first difference
                 is named.
         """
+        for other in others:
+            _require_scan(other)
         everyone = (self, *others)
         for place, other in enumerate(others, start=2):
             if (difference := self.difference(other)) is not None:
@@ -98,6 +101,7 @@ class HeadScan(Readings):
             OptionError: other layers or heads, or no statistic that both have.
             MissingExtraError: matching without scipy.
         """
+        _require_scan(other)
         return ScanDiff.between(self, other, match=match)
 
     # ---- to keep ----------------------------------------------------------------------------
@@ -165,3 +169,12 @@ def _difference_of_statistics(one: HeadScan, two: HeadScan) -> str | None:
         if own.id != other.id:
             return f"{name} as {own.formula} ({own.id}), and as {other.formula} ({other.id})"
     return None
+
+
+def _require_scan(other: object) -> None:
+    if not isinstance(other, HeadScan):
+        raise OptionError(
+            saw=f"{describe_value(other)} in the place of a scan",
+            needed="a HeadScan",
+            do="headwise.scan(model, inputs), or HeadScan.load(path)",
+        )

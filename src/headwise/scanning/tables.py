@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from headwise.errors import OptionError
+from headwise.support.axes import describe_value
+from headwise.support.integers import as_count
+
 Row = dict[str, str | int | float]
 
 
@@ -21,9 +25,16 @@ class HeadValue(NamedTuple):
 
 def top_of(layers: tuple[str, ...], values: Tensor, n: int, *, lowest: bool) -> list[HeadValue]:
     """The ``n`` largest of (layers, heads), or the smallest; NaN is left out."""
+    count = as_count(n)
+    if count is None or count < 0:
+        raise OptionError(
+            saw=f"top(n={describe_value(n)})",
+            needed="how many heads, from 0",
+            do="e.g. n=5",
+        )
     flat = values.flatten()
     order = flat.argsort(descending=not lowest, stable=True).tolist()
-    real = [place for place in order if not flat[place].isnan()][: max(n, 0)]
+    real = [place for place in order if not flat[place].isnan()][:count]
     found = []
     for place in real:
         index, head = divmod(place, values.shape[1])

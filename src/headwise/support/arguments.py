@@ -46,9 +46,9 @@ def require_tensors(**arguments: object) -> None:
 
 
 def is_number(value: object) -> bool:
-    """True if a value can be compared with a float: a number of any library, or a scalar tensor."""
+    """True for a number of any library. A tensor is none: its gradient would be lost."""
     if isinstance(value, Tensor):
-        return value.numel() == 1
+        return False
     return isinstance(value, float | int) or hasattr(value, "__float__")
 
 

@@ -353,3 +353,15 @@ def test_what_is_no_initialisation_is_refused(source: Any, num_layers: Any, saw:
 def test_a_layer_of_no_initialisation_is_refused() -> None:
     with pytest.raises(OptionError, match="init='orthogonal'"):
         Attention(40, 4, init="orthogonal")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [(1e-39, torch.float32), (-1e-39, torch.float32), (1e-5, torch.float16), (1e9, torch.float16)],
+)
+def test_weights_at_an_extreme_scale_are_numbers(scale: float, dtype: torch.dtype) -> None:
+    layer = Attention(EMBED, HEADS, **SIZES, scale=scale, dtype=dtype)
+    assert all(p.isfinite().all() for p in layer.parameters())
+    assert layer.q_proj.weight.ne(0).any()
+    x, source = torch.randn(1, 3, EMBED).to(dtype), torch.randn(1, 5, layer.source_dim).to(dtype)
+    assert layer(x, source).isfinite().all()

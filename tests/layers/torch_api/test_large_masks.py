@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headwise import Attention, AttentionMatrix, ScoreBias
 from headwise.huggingface.attention import attend
 from headwise.layers.torch_api import multi_head_attention_forward
-from headwise.masks.score_bias import cast_bias
+from headwise.masks.casting import cast_bias
 from tests.honest import normal
 from tests.layers.torch_api.cases import BATCH, EMBED, HEADS, KEYS, QUERIES, pair
 
@@ -127,3 +127,41 @@ def test_a_sum_that_float16_cannot_hold_is_the_same_on_every_path() -> None:
     assert a.dense()[0, 0].tolist() == [[0, 1, 0]] * 2
     assert torch.equal(a @ v, v[:, :, 1:2].expand(-1, -1, 2, -1))
     assert torch.equal(a.dropped(v, dropout_p=0.0), v[:, :, 1:2].expand(-1, -1, 2, -1))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("grad", [False, True])
+def test_two_large_masks_are_still_finite(sign: float, grad: bool) -> None:
+    number = sign * LARGEST
+    _, ours = pair(dtype=torch.float32, batch_first=True)
+    query, key = torch.randn(BATCH, QUERIES, EMBED), torch.randn(BATCH, KEYS, EMBED)
+    added, padding = torch.full((QUERIES, KEYS), number), torch.full((BATCH, KEYS), number)
+    with torch.set_grad_enabled(grad):
+        for need_weights in (False, True):
+            kwargs = {"key_padding_mask": padding, "attn_mask": added}
+            output, weights = ours(query, key, key, need_weights=need_weights, **kwargs)
+            assert output.isfinite().all()
+            if weights is not None:  # finfo.min hides nothing
+                torch.testing.assert_close(weights, torch.full_like(weights, 1 / KEYS))
+
+
+def test_biases_that_overflow_together_on_every_path() -> None:
+    q, k, v = normal(1, 2, 4, 8), normal(1, 2, 8, 8, seed=1), normal(1, 2, 8, 8, seed=2)
+    first = ScoreBias.dense(with_first_key((4, 8), torch.float32, LARGEST), axes="queries keys")
+    table = ScoreBias.relative(torch.full((2, 3), LARGEST), align="top-left")
+    for bias in (first + first, first + first + first):
+        matrix = AttentionMatrix(q, k, score_bias=bias)
+        assert_first_key_alone(matrix.dense())
+        assert torch.equal(matrix @ v, v[:, :, :1].expand(-1, -1, 4, -1))
+        assert_first_key_alone(next(matrix.tiles()).weights)
+        assert matrix.diagonal()[..., 0].eq(1).all()
+    assert AttentionMatrix(q, k, score_bias=table + table).dense().isfinite().all()
+
+
+@pytest.mark.parametrize("slope", [1e38, -1e38])
+def test_a_steep_slope_hides_nothing_and_is_finite(slope: float) -> None:
+    q, k = normal(1, 2, 4, 8), normal(1, 2, 8, 8, seed=1)
+    bias = ScoreBias.alibi(torch.full((2,), slope), align="top-left")
+    matrix = AttentionMatrix(q, k, score_bias=bias)
+    assert matrix.dense().isfinite().all()
+    assert matrix.seen_by(torch.ones(1, 4, dtype=torch.bool)).eq(4).all()

@@ -110,5 +110,8 @@ def _keep_scores(layer: Parts, scale: float) -> None:
     own = layer.head_dim**-0.5 if layer.scale is None else layer.scale
     if own in (0.0, scale):
         return
+    # Not beyond what the dtype can multiply: a scale that far off is no scale of scores.
+    largest = math.sqrt(torch.finfo(layer.q_proj.weight.dtype).max)
+    factor = math.copysign(min(max(abs(scale / own), 1 / largest), largest), own)
     for parameter in layer.q_proj.parameters():
-        parameter.mul_(scale / own)
+        parameter.mul_(factor)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from headwise.masks.casting import cast_bias
 from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias, cast_bias
+from headwise.masks.score_bias import ScoreBias
 from headwise.support.eager import may_read_values
 
 # Reading a (256, 256) mask takes 0.06 ms; below that the causal kernel saves less (docs/log.md).
