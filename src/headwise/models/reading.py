@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtyping import Bool, Float
 from torch import Tensor
-
-# (what is going on, steps done, steps in all)
-Progress = Callable[[str, int, int], None]
-
-
-def no_progress(stage: str, done: int, total: int) -> None:
-    """Report to nobody."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.models.reading import AttentionCall, Progress, Projections, Reading, no_progress
+from headwise.models.reading import AttentionCall, Projections, Reading
+from headwise.support.progress import Progress, no_progress
 from headwise.support.threads import one_thread
 
 EMBED_DIM, NUM_HEADS, NUM_LAYERS = 64, 4, 2

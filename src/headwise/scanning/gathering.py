@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,8 +17,7 @@ from headwise.scanning.statistics.statistic import Statistic, Summary
 from headwise.scanning.statistics.sweep import sweep
 from headwise.scanning.surroundings import Surroundings
 from headwise.support.axes import describe_value
-
-Progress = Callable[[str, int, int], None]
+from headwise.support.progress import Progress
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-
-from torch import nn
 
 from headwise.errors import OptionError
 from headwise.scanning.reaching import Reach
@@ -16,22 +12,6 @@ from headwise.support.axes import describe_value
 SHOWN = 4  # names, before the rest is counted
 MOST_LAYERS = 12  # the same, of layers to choose from
 LONGEST_NAME = 80  # characters that are compared with those of the layers
-
-
-@contextmanager
-def evaluating(model: nn.Module | None) -> Iterator[None]:
-    """Every module in evaluation mode while the block runs, and then in the mode it was in.
-
-    The flags are set, not ``eval()`` called: in some modules that does more than set a flag.
-    """
-    found = [] if model is None else [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in found:
-            module.training = False
-        yield
-    finally:
-        for module, training in found:
-            module.training = training
 
 
 def is_chosen(layer: str, patterns: tuple[str, ...] | None) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.layers.hooks import shown
 from headwise.matrix import AttentionMatrix
-from headwise.scanning.gathering import Gathering, Progress, Wanted
+from headwise.scanning.gathering import Gathering, Wanted
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.inputs import (
     Arguments,
@@ -24,7 +24,6 @@ from headwise.scanning.inputs import (
 )
 from headwise.scanning.modules import as_written
 from headwise.scanning.reaching import reached
-from headwise.scanning.running import evaluating
 from headwise.scanning.selection import (
     Layers,
     Numbers,
@@ -36,6 +35,8 @@ from headwise.scanning.selection import (
 )
 from headwise.scanning.surroundings import Surroundings, unembedding_of
 from headwise.support.axes import describe_value
+from headwise.support.modes import evaluating
+from headwise.support.progress import Progress, no_progress
 
 Model = nn.Module | Callable[..., Any] | AttentionMatrix
 
@@ -88,7 +89,7 @@ def scan(
         select_tokens("specials", specials),
         unembedding=unembedding_of(model),
     )
-    gathering = Gathering(_wanted(statistics, layers, heads), around, progress or _silent)
+    gathering = Gathering(_wanted(statistics, layers, heads), around, progress or no_progress)
     return _gathered(model, inputs_of(inputs), gathering, call)
 
 
@@ -148,10 +149,6 @@ def _run(model: Any, one: Arguments, call: Callable[..., Any] | None) -> None:
 
 def _attend(matrix: AttentionMatrix, v: Tensor) -> Tensor:
     return shown(matrix, v, matrix @ v)
-
-
-def _silent(layer: str, done: int, total: int) -> None:
-    """Report to nobody."""
 
 
 def _name_of(model: Any) -> str:

@@ -14,7 +14,7 @@ from headwise.matrix import AttentionMatrix
 from headwise.reference import share_heads
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.reaching import reached
-from headwise.scanning.running import evaluating
+from headwise.support.modes import evaluating
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from headwise.errors import MissingExtraError
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.models import minilm, small, text
-from headwise.models.reading import Progress, Reading, no_progress
+from headwise.models.reading import Reading
+from headwise.support.progress import Progress, no_progress
 
 
 @dataclass(frozen=True)

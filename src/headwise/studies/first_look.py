@@ -25,11 +25,12 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from headwise.models import text
-from headwise.models.reading import AttentionCall, Progress, Projections, Reading, no_progress
+from headwise.models.reading import AttentionCall, Projections, Reading
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.observation import Observation, Sequences
 from headwise.scanning.statistics.sweep import sweep
 from headwise.studies import encoder
+from headwise.support.progress import Progress, no_progress
 
 CELLS = 32  # a pooled map is this many blocks of queries by this many blocks of keys
 CLOSE_UP = 24  # tokens of a close-up

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headwise.models.reading import Progress
 from headwise.studies.words import say
+from headwise.support.progress import Progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

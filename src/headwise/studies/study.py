@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from headwise.errors import MissingExtraError
-from headwise.models.reading import Progress, no_progress
 from headwise.studies import catalogue, encoder
 from headwise.studies.encoder import Fallback
 from headwise.studies.question import Answer, Question, as_numbers
+from headwise.support.progress import Progress, no_progress
 
 WHOLE = 100  # what one question counts on the progress bar
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -24,11 +24,11 @@ from headwise.scanning.on_tokens import on_tokens
 from headwise.scanning.scan import scan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import Statistic
+from headwise.support.progress import Progress
 from headwise.support.whole_files import require_writable, write_whole
 
 INSTEAD = "call headwise.scan(model, inputs) from Python with what it reads"
 TRIAL = 16  # tokens that are read before the work, to see what comes
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)

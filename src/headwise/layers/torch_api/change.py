@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn.functional import multi_head_attention_forward
 
 from headwise.budget.budget import Budget, Verdict
 from headwise.layers.torch_api.layer import MultiheadAttention
+from headwise.support.modes import evaluating
 from headwise.support.nested import leaves
 
 BATCH, LENGTH, SEED = 3, 17, 0
@@ -112,7 +112,7 @@ def measure(layer: nn.MultiheadAttention) -> LayerChange:
     inputs = (x, x, x)
     if layer.kdim != layer.embed_dim or layer.vdim != layer.embed_dim:
         inputs = (x, drawn(layer.kdim), drawn(layer.vdim))
-    with evaluating(layer):
+    with evaluating(layer), torch.no_grad():
         before = nn.MultiheadAttention.forward(layer, *inputs, need_weights=False)[0]
         after = MultiheadAttention.forward(layer, *inputs, need_weights=False)[0]  # type: ignore[arg-type]
         # What out_proj adds when it is called is no error, and no part of the reference.
@@ -122,7 +122,7 @@ def measure(layer: nn.MultiheadAttention) -> LayerChange:
 
 def run(model: nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor]:
     """Every tensor of the model's output, in eval mode under no_grad, from one random state."""
-    with evaluating(model), torch.random.fork_rng():
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(SEED)
         output = model(*inputs, **options)
     tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
@@ -143,19 +143,6 @@ def largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> Dif
             scale = max(scale, float(x.abs().where(was, 0.0).max()))
         mended += int((~was & is_now).sum())
     return Difference(largest, scale, mended)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode under no_grad; afterwards every module is in the mode it was in."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _budget(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) -> Budget:

@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.models.reading import Progress, no_progress
 from headwise.scanning import selection
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.head_scan import HeadScan
@@ -27,10 +26,12 @@ from headwise.scanning.importance.stand_ins import Mean, Means, Resample, StandI
 from headwise.scanning.importance.switch import Switch
 from headwise.scanning.inputs import require_module
 from headwise.scanning.reaching import Reach, reached
-from headwise.scanning.running import evaluating, notes_of
+from headwise.scanning.running import notes_of
 from headwise.scanning.statistics.importance import ABLATIONS
 from headwise.scanning.surroundings import Surroundings
 from headwise.support.axes import describe_value
+from headwise.support.modes import evaluating
+from headwise.support.progress import Progress, no_progress
 
 
 def ablations(

@@ -16,8 +16,9 @@ from headwise.scanning.importance.runs import Layer, Layers, inputs_for
 from headwise.scanning.inputs import require_module
 from headwise.scanning.reaching import reached
 from headwise.scanning.readings import LayerScan
-from headwise.scanning.running import evaluating, notes_of
+from headwise.scanning.running import notes_of
 from headwise.scanning.statistics.importance import GRADIENTS
+from headwise.support.modes import evaluating
 
 
 def gradients(

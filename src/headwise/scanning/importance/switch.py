@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.models.reading import Progress
 from headwise.scanning.calls import LayerCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
@@ -20,6 +19,7 @@ from headwise.scanning.readings import LayerScan
 from headwise.scanning.statistics.statistic import Statistic, Summary
 from headwise.scanning.surroundings import Surroundings
 from headwise.support.axes import describe_value
+from headwise.support.progress import Progress
 
 LossesOf = Callable[[], Float[Tensor, " batch"]]  # runs the model
 

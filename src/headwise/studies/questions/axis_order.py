@@ -15,13 +15,13 @@ from headwise.errors import HeadwiseError
 from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
-from headwise.models.reading import Progress
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.one_head import difference
 from headwise.studies.experiments.timing import times_of
 from headwise.studies.peers.weights import Weights
 from headwise.studies.pictures.axis_order import draw
 from headwise.studies.question import Fact, Numbers, Question, Table
+from headwise.support.progress import Progress
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
 EMBED_DIM, HEADS = 32, 4

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from headwise import reference
 from headwise.layers.native.attention import Attention
-from headwise.models.reading import Progress
 from headwise.studies.experiments.gradient_formulas import (
     Pass,
     WeightGradients,
@@ -19,6 +18,7 @@ from headwise.studies.experiments.gradient_formulas import (
 )
 from headwise.studies.pictures.gradients import WEIGHTS, draw
 from headwise.studies.question import Fact, Question, Table
+from headwise.support.progress import Progress
 from headwise.support.threads import one_thread
 
 EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last one is the "eight" of the words

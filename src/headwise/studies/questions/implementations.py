@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headwise.models.reading import Progress
 from headwise.studies import encoder
 from headwise.studies.experiments import conventions, same_weights
 from headwise.studies.experiments.own_layers import IMPLEMENTATIONS
@@ -13,6 +12,7 @@ from headwise.studies.experiments.same_weights import EMBED_DIM, NUM_HEADS
 from headwise.studies.peers.catalogue import PEERS
 from headwise.studies.pictures.implementations import draw
 from headwise.studies.question import Fact, Numbers, Question, Table
+from headwise.support.progress import Progress
 
 CODE = tuple(key for key in IMPLEMENTATIONS if key != "paper")  # a formula has no conventions
 OWN = tuple(key for key in IMPLEMENTATIONS if key not in PEERS)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from headwise.layers.native.attention import Attention
-from headwise.models.reading import Progress
 from headwise.studies.experiments import lookups
 from headwise.studies.experiments.counting import parameters
 from headwise.studies.experiments.lookups import HALF, LOOKUPS, Texts
 from headwise.studies.pictures.learning import FEW, draw
 from headwise.studies.question import Fact, Question, Table
+from headwise.support.progress import Progress
 from headwise.support.threads import one_thread
 
 HEADS = (1, 2, 4, 8)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from headwise.budget.budget import Budget
 from headwise.layers.native.attention import Attention
 from headwise.layers.native.einops_block import EinopsAttention
-from headwise.models.reading import Progress
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.counting import parameters
 from headwise.studies.peers.weights import Weights
 from headwise.studies.pictures.must_divide import draw
 from headwise.studies.question import Fact, Question, Table
+from headwise.support.progress import Progress
 
 EMBED_DIM = 40
 HEADS, HEAD_DIM, VALUE_DIM = 6, 10, 7  # none of them divides the next, nor EMBED_DIM its heads

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from headwise.errors import PolarityWarning
 from headwise.masks.mask import Mask
-from headwise.models.reading import Progress
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.own_layers import DropIn, Native
 from headwise.studies.experiments.packing_forms import PARTS, attend, forms
@@ -23,6 +22,7 @@ from headwise.studies.peers.torch_layer import TorchLayer
 from headwise.studies.peers.weights import Weights
 from headwise.studies.pictures.packing import TITLES, draw
 from headwise.studies.question import Fact, Question, Table
+from headwise.support.progress import Progress
 
 EMBED_DIM, HEADS = 768, 12  # GPT-2's
 BATCH, QUERIES, KEYS = 2, 48, 64

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.models.reading import Progress
 from headwise.studies.experiments.counting import parameters
 from headwise.studies.peers.paper import Paper
 from headwise.studies.pictures.parameters import draw
 from headwise.studies.question import Fact, Question, Table
+from headwise.support.progress import Progress
 
 EMBED_DIM = 512
 HEADS = tuple(heads for heads in range(1, EMBED_DIM + 1) if EMBED_DIM % heads == 0)

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from headwise import reference
 from headwise.layers.native.attention import Attention
 from headwise.models import minilm, text
-from headwise.models.reading import Progress, Projections
+from headwise.models.reading import Projections
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.own_layers import Native
 from headwise.studies.peers.weights import Weights
 from headwise.studies.pictures.picture import draw
 from headwise.studies.question import Fact, Question, Table
+from headwise.support.progress import Progress
 
 if TYPE_CHECKING:
     pass

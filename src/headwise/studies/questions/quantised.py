@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from headwise import reference
 from headwise.errors import MissingExtraError
 from headwise.layers.native.attention import Attention
-from headwise.models.reading import Progress
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.quantised_projections import (
     Rounded,
@@ -30,6 +29,7 @@ from headwise.studies.experiments.timing import times_of
 from headwise.studies.peers.weights import Weights
 from headwise.studies.pictures.quantised import draw
 from headwise.studies.question import Fact, Question, Table
+from headwise.support.progress import Progress
 
 EMBED_DIM, HEADS, BATCH, LENGTH = 512, 8, 2, 128
 TOKENS = {"one": 1, "many": 256}  # that are timed, and how often

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from headwise import reference
 from headwise.budget.budget import Budget
 from headwise.matrix import AttentionMatrix
-from headwise.models.reading import AttentionCall, Progress
+from headwise.models.reading import AttentionCall
 from headwise.studies import encoder
 from headwise.studies.experiments.one_head import (
     Projected,
@@ -25,6 +25,7 @@ from headwise.studies.experiments.one_head import (
 )
 from headwise.studies.pictures.same_function import draw
 from headwise.studies.question import Fact, Question, Table
+from headwise.support.progress import Progress
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH = 2, 10

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise import reference
-from headwise.models.reading import Progress
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.own_layers import Native
 from headwise.studies.experiments.tracing import (
@@ -26,6 +25,7 @@ from headwise.studies.experiments.tracing import (
 from headwise.studies.peers.torch_layer import TorchLayer
 from headwise.studies.pictures.split import STAGES, draw
 from headwise.studies.question import Fact, Question, Table
+from headwise.support.progress import Progress
 
 ASKED = {"batch": 1, "length": 12, "embed_dim": 512, "heads": 2}
 OTHER = {"batch": 3, "length": 5, "embed_dim": 28, "heads": 4}  # no two products the same

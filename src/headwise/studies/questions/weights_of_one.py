@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise.models.reading import Progress
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.one_head import (
     Projected,
@@ -21,6 +20,7 @@ from headwise.studies.experiments.one_head import (
 from headwise.studies.peers.torch_layer import TorchLayer
 from headwise.studies.pictures.weights_of_one import draw
 from headwise.studies.question import Fact, Question, Table
+from headwise.support.progress import Progress
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH, LONGER = 40, 5, 50

@@ -1,0 +1,11 @@
+"""How long work reports how far it is: to a function of (stage, steps done, steps in all)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Report to nobody."""
