@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ class Layout:
                     do='write it as where={"self": "layers.{layer}.attention."}',
                 )
 
-    @property
+    @cached_property
     def patterns(self) -> dict[str, Pattern]:
         """The parsed patterns of the tensors of attention."""
         return {name: parse(text) for name, text in self.tensors.items()}
@@ -204,13 +205,10 @@ class Layout:
     def _solved(
         self, shapes: Mapping[str, tuple[Pattern, tuple[int, ...]]], known: Mapping[str, int]
     ) -> Sizes:
-        own = {name for pattern in self.patterns.values() for name in pattern.names()}
-        own |= {name for whole, parts in self.all_splits.items() for name in (whole, *parts)}
-        named = {*own, "rotary_width", *(axis for axes in AXES.values() for axis in axes)}
-        if known.keys() - named:
+        if unnamed := known.keys() - self._counts:
             raise OptionError(
-                saw=f"a count of {', '.join(sorted(known.keys() - named))}",
-                needed=f"counts of {', '.join(sorted(named))}",
+                saw=f"a count of {', '.join(sorted(unnamed))}",
+                needed=f"counts of {', '.join(sorted(self._counts))}",
                 do="give heads, and kv_heads where they are fewer",
             )
         for name, size in self.fixed.items():
@@ -224,6 +222,13 @@ class Layout:
         if self.function.rotary == "interleaved" and "rotary_width" in sizes:
             self.rotary_width(sizes)  # refused here, before anything is moved
         return sizes
+
+    @cached_property
+    def _counts(self) -> frozenset[str]:
+        """Every name that a count may have here."""
+        own = {name for pattern in self.patterns.values() for name in pattern.names()}
+        own |= {name for whole, parts in self.all_splits.items() for name in (whole, *parts)}
+        return frozenset({*own, "rotary_width", *(axis for axes in AXES.values() for axis in axes)})
 
     def rotary_width(self, sizes: Sizes) -> int:
         """How many channels of a head are rotated.
@@ -272,7 +277,7 @@ class Layout:
             for tensor in patterns[name].tensors
         }
 
-    @property
+    @cached_property
     def all_splits(self) -> Splits:
         """``splits``, with that of heads into kv_heads and group unless it says another."""
         return {**GROUPED, **self.splits}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from math import prod
 
 from headwise.errors import OptionError, ShapeError
@@ -132,9 +133,10 @@ def _times(parts: tuple[str, ...]) -> str:
     return f", which is {' times '.join(parts)}" if parts else ", whatever the model"
 
 
-def _names(axis: Axis) -> set[str]:
+@cache
+def _names(axis: Axis) -> frozenset[str]:
     inner = {name for block in axis.blocks for name in block.names}
-    return {*axis.before, *inner, *axis.after}
+    return frozenset({*axis.before, *inner, *axis.after})
 
 
 def _listed(sizes: Mapping[str, int]) -> str:
