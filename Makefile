@@ -1,6 +1,7 @@
 # make demo    trained models read, head by head, then the study: as tables and as pages
-# make test    the test suite
-# make check   the one gate: format, lint, types, floors, tests, docs
+# make test    the tests, but for the slow ones
+# make suite   all tests
+# make check   the one gate: format, lint, types, floors, all tests, docs
 # make bench   the figures, on a machine that does nothing else
 # make study   measure the study again, and write what the documentation says of it
 # make classes try every model type of transformers, and write docs/huggingface.md
@@ -24,7 +25,7 @@ OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
 ENDS_TESTS := tests/contract tests/layers/torch_api tests/layers/native tests/kernels tests/paths
 
-.PHONY: demo test check lint bench study classes mutants fuzz oldest newest docs clean
+.PHONY: demo test suite check lint bench study classes mutants fuzz oldest newest docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -32,6 +33,9 @@ demo: $(READY)
 	$(BIN)/headwise study
 
 test: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+suite: $(READY)
 	$(BIN)/python -m pytest
 
 lint: $(READY)
@@ -44,7 +48,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "documentation: site/index.html"
 
-check: lint test docs
+check: lint suite docs
 	@echo "check: everything passed"
 
 bench: .venv/.bench

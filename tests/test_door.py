@@ -49,6 +49,7 @@ def test_the_exported_names() -> None:
     assert dir(headwise) == sorted([*headwise.__all__, "__version__"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", headwise.__all__)
 def test_each_name_arrives(name: str) -> None:
     assert printed_by(f"import headwise; print(headwise.{name}.__name__)").strip() == name

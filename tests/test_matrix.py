@@ -132,6 +132,7 @@ def test_row_statistics_are_within_the_budget(p: Problem) -> None:
     assert float(found.entropy.min()) >= 0
 
 
+@pytest.mark.slow
 @given(problems(dtypes=DTYPES))
 def test_single_readings_are_those_of_the_one_pass(p: Problem) -> None:
     matrix = matrix_of(p)

@@ -117,6 +117,7 @@ def unknown_commands(code: str) -> Iterator[str]:
             yield command
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # x-transformers' own, at its import
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_runs_and_prints_what_the_page_says(

@@ -27,6 +27,7 @@ from tests.honest import (
 from tests.strategies import DTYPES, Problem, problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", range(4))
 def test_the_fused_kernel_is_within(dtype: torch.dtype, chunk: int) -> None:
@@ -37,6 +38,7 @@ def test_the_fused_kernel_is_within(dtype: torch.dtype, chunk: int) -> None:
         Budget.for_head_outputs(p.q, p.k, p.v, factor=0.0, **p.kwargs).assert_holds(fused(p, bias))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradients_of_the_fused_kernel_are_within(dtype: torch.dtype) -> None:
     for seed in range(40):
@@ -79,6 +81,7 @@ def test_a_sum_that_stands_still_is_within(keys: int, share: float) -> None:
     Budget.for_logsumexp(q, k, factor=0.0).assert_holds(exp.sum(-1).log())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_readings_are_within(dtype: torch.dtype) -> None:
     for seed in range(50):
@@ -88,6 +91,7 @@ def test_readings_are_within(dtype: torch.dtype) -> None:
             budget.assert_holds(got[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_with_softcap_sink_and_bias_are_within(dtype: torch.dtype) -> None:
     def in_float32(p: Problem) -> Tensor:

@@ -16,6 +16,7 @@ from tests.layouts.examples import ROTARY_WIDTH, example, known_of, width_of
 
 NAMES = sorted(layouts())
 LAYERS = 2
+UNCOUNTED = pytest.param(False, marks=pytest.mark.slow)  # every number of heads is tried
 
 
 def stored(of: Layout, canonical: list[State]) -> State:
@@ -47,7 +48,7 @@ def candidate(name: str, found: Detection) -> Candidate:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("is_counted", [True, False], ids=["counts", "no-counts"])
+@pytest.mark.parametrize("is_counted", [True, UNCOUNTED], ids=["counts", "no-counts"])
 def test_right_or_undecidable(name: str, is_counted: bool) -> None:
     file, canonical = file_of(layout(name))
     found = detect(file, **(known_of(layout(name)) if is_counted else {}))

@@ -206,6 +206,7 @@ def known(state: llamas.State) -> set[str]:
     return {name for name in state if llamas.in_metas({name: state[name]})}
 
 
+@pytest.mark.slow
 def test_mutated_files(tmp_path: Path) -> None:
     whole = llamas.one_file(tmp_path / "whole.safetensors").read_bytes()
     place = tmp_path / "place"

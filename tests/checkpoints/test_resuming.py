@@ -72,6 +72,7 @@ print(json.dumps({"told": told, "often": often}))
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_any_write(tmp_path: Path) -> None:
     source = llamas.in_files(tmp_path / "a")
     llamas.to_meta(source, tmp_path / "b")

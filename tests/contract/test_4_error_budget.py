@@ -27,6 +27,7 @@ def long_tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", MASKS)
 def test_long_rows_are_within_the_budget(kind: str, dtype: torch.dtype) -> None:

@@ -87,6 +87,7 @@ def test_the_page_is_written_from_the_record(record: dict[str, Any]) -> None:
     assert table.PAGE.read_text("utf-8") == table.page(record)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SAMPLE)
 @pytest.mark.filterwarnings("ignore")
 def test_a_fresh_trial_finds_what_the_table_says(model_type: str, rows: dict[str, Any]) -> None:

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.root import ROOT
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     # The annotations of src are checked in this run, and a compiler cannot look through the
     # checks: the tests of compiled.py run beside it, without them.

@@ -115,6 +115,7 @@ def test_all_biases_of_a_tensor_may_be_left_out() -> None:
     assert converted.keys() == {"q.weight", "k.weight", "v.weight", "o.weight", "v.bias"}
 
 
+@pytest.mark.slow
 @given(
     bits=st.lists(st.integers(0, 2**16 - 1), min_size=8, max_size=8),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),

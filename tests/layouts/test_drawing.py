@@ -69,6 +69,7 @@ def test_heads_that_share_a_row_are_listed() -> None:
     assert Cell((("wq", (0, 2)), ("wk", (1,))), 0, 4).name == "q0,2 k1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_that_is_changed_changes_the_head_that_is_drawn_there(name: str) -> None:
     """Behind the drawing: another number in a stored row shows in that tensor's head alone."""

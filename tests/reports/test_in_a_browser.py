@@ -6,6 +6,7 @@ Needs chromium or Google Chrome on the path; skipped where there is none.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -60,9 +61,12 @@ addEventListener("load", () => {
 </script>
 """
 
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason=f"no browser on the path: none of {', '.join(NAMES)}"
+NO_BROWSER = f"no browser on the path: none of {', '.join(NAMES)}"
+# Where CI is set, nothing is left out: there the tests fail instead.
+needs_a_browser = pytest.mark.skipif(
+    BROWSER is None and not os.environ.get("CI"), reason=NO_BROWSER
 )
+pytestmark = [needs_a_browser, pytest.mark.slow]
 
 
 def with_probe(html: str, folder: Path) -> Path:
@@ -85,7 +89,8 @@ def study_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def measured(address: str, tmp_path: Path, *flags: str, width: int = 1280) -> dict[str, Any]:
     """What the probe found. A headless window is at least 500 wide; narrow ones need a frame."""
-    command = [str(BROWSER), *FLAGS, *flags, f"--user-data-dir={tmp_path / 'profile'}"]
+    assert BROWSER is not None, NO_BROWSER
+    command = [BROWSER, *FLAGS, *flags, f"--user-data-dir={tmp_path / 'profile'}"]
     done = subprocess.run(
         [*command, f"--window-size={width},900", "--dump-dom", address],
         capture_output=True,

@@ -293,6 +293,7 @@ def test_a_head_that_was_not_looked_at(scan: HeadScan) -> None:
     assert len(root.all("figure", class_="map")) == 2 * HEADS + 2
 
 
+@pytest.mark.slow
 def test_the_largest_page_that_is_promised_fits() -> None:
     # Maps of noise, which nothing can compress, in place of a reading of 16,384 tokens.
     one = made_up(layers=1, heads=12, length=70)

@@ -8,9 +8,9 @@ import pytest
 
 from headwise.reports.scan import render
 from tests.reports.scans import made_up, report
-from tests.reports.test_in_a_browser import BROWSER, measured, with_probe
+from tests.reports.test_in_a_browser import measured, needs_a_browser, with_probe
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser on the path")
+pytestmark = [needs_a_browser, pytest.mark.slow]
 
 NAME = "a_name_without_any_place_to_break_it/of-a-model-that-somebody-called-so"
 

@@ -106,6 +106,7 @@ print(expected.whole, 1024 * int(peak.split()[1]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it in /proc")
 def test_memory_against_a_run() -> None:
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True)

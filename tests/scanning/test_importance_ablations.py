@@ -156,6 +156,7 @@ def test_the_order_of_sequences_is_nothing() -> None:
         assert torch.equal(whole[f"ablation_{by}"], again[f"ablation_{by}"])
 
 
+@pytest.mark.slow
 def test_parts_merge_exactly() -> None:
     model, inputs, _, upstream = setting()
     means = mean_outputs(model, inputs)

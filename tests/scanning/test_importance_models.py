@@ -100,6 +100,7 @@ def test_ablation_is_what_a_hook_does(kind: str) -> None:
                 assert allowed < scan["ablation_zero"].abs().median()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WHERE)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_of_others_is_nothing(kind: str, side: str) -> None:

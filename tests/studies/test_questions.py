@@ -64,7 +64,14 @@ def apart(ours: Any, theirs: Any, where: str = "") -> list[str]:
     return [] if ours == theirs else [f"{where}: {ours} against {theirs}"]
 
 
-@pytest.mark.parametrize("name", catalogue.IDS)
+# Those that train or time for long.
+SLOW = ("learning", "axis-order", "must-divide", "implementations", "same-function")
+QUESTIONS = [
+    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in catalogue.IDS
+]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_it_is_borne_out_and_the_documentation_has_its_numbers(name: str) -> None:
     question = catalogue.load(name)
     answer = ask(question)

@@ -20,8 +20,10 @@ FILE = Path(__file__).with_name("compiled.py")
     ("chosen", "count"),
     [
         ("test_training and (causal or lengths or cross)", 3),
-        ("test_training and (window or sink or alibi or t5)", 4),
-        ("not test_training and not test_inductor", 4),
+        pytest.param(
+            "test_training and (window or sink or alibi or t5)", 4, marks=pytest.mark.slow
+        ),
+        pytest.param("not test_training and not test_inductor", 4, marks=pytest.mark.slow),
     ],
 )
 def test_compiled(chosen: str, count: int) -> None:

@@ -12,7 +12,12 @@ FILE = Path(__file__).with_name("exported.py")
 
 
 @pytest.mark.parametrize(
-    ("chosen", "count"), [("test_exported", 7), ("test_onnx", 4), ("test_traced_to_onnx", 5)]
+    ("chosen", "count"),
+    [
+        ("test_exported", 7),
+        pytest.param("test_onnx", 4, marks=pytest.mark.slow),
+        pytest.param("test_traced_to_onnx", 5, marks=pytest.mark.slow),
+    ],
 )
 def test_exported(chosen: str, count: int) -> None:
     run_apart(FILE, chosen, count)

@@ -16,6 +16,7 @@ SECONDS = 240  # a process that waits for another one waits 60
 NEEDED = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NEEDED, reason="this torch has no gloo to talk over")
 def test_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.layers.native.sharded", str(tmp_path)]

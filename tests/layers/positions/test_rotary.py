@@ -217,6 +217,7 @@ def test_double_backward(pairing: Any) -> None:
 # ---- every way to run --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiled_and_exported() -> None:
     # The annotations of src are checked in this run, and a compiler cannot look through the
     # checks: the tests of compiled.py run beside it, without them.

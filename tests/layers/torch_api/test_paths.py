@@ -88,6 +88,7 @@ def test_checkpointing_and_functional_call() -> None:
     assert torch.func.functional_call(ours, zeros, (leaf, leaf, leaf))[0].eq(0).all()
 
 
+@pytest.mark.slow
 def test_gradcheck() -> None:
     layer = MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64, add_bias_kv=True)
     hidden = torch.rand(3, 2, 5) < 0.3

@@ -50,6 +50,7 @@ def test_one_head_that_sees_one_key_gives_its_value() -> None:
     assert whole_layer.output(*inputs, *weights.tensors, num_heads=1).item() == 5 * 3 * 2 + 1
 
 
+@pytest.mark.slow
 def test_honest_layers_stay_far_under_it() -> None:
     """Half of it is never used; a floor that is thousands of times too large would not be one."""
     shares = []

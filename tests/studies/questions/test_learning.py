@@ -17,6 +17,8 @@ from headwise.studies.questions import learning
 from headwise.studies.questions.learning import QUESTION
 from tests.studies.asking import failed_facts
 
+pytestmark = pytest.mark.slow  # each trains again
+
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
