@@ -108,5 +108,5 @@ def test_objections(name: str, said: dict[str, Any], why: str | None) -> None:
 )
 def test_a_part_of_the_head(name: str, objects: bool) -> None:
     found = objection({}, layout(name).function, {**SIZES, "rotary_width": 4})
-    assert found == ("rotary_width: head_dim; the config says 4 of 10" if objects else None)
+    assert found == ("rotary_width: head_dim; the given one is 4 of 10" if objects else None)
     assert objection({}, layout(name).function, {**SIZES, "rotary_width": 10}) is None

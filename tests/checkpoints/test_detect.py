@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.checkpoints.detect import Candidate, Detection, detect, heads_of
+from headwise.checkpoints.candidates import Candidate, heads_of
+from headwise.checkpoints.detect import Detection, detect
 from headwise.checkpoints.evidence import by_values
-from headwise.errors import HeadwiseError, OptionError, UndecidedError
+from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout, layouts
@@ -266,3 +267,33 @@ def test_layouts_that_are_the_same_for_some_heads_stay_apart() -> None:
     mine = {"megatron", "neox-gqa", "falcon-40b"}
     for group in names_of(detect(file, heads=12)):
         assert not (group & mine and group & {"falcon-7b", "falcon-rw", "bloom"})
+
+
+LAST = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (None, "is missing"),
+        (torch.zeros(16, 16), "is of shape (16, 16), and "),
+        (torch.zeros(0, 16), "is of shape (0, 16), and "),
+        (torch.zeros(()), "is of shape (), and "),
+        (torch.zeros(30, 40, dtype=torch.int32), "is torch.int32, and "),
+    ],
+)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_every_layer_has_to_be_whole(layer: int, other: torch.Tensor | None, said: str) -> None:
+    file, _ = file_of(layout("llama"))
+    name = LAST.replace("1", str(layer))
+    del file[name]
+    file |= {} if other is None else {name: other}
+    found = detect(file, said="llama", heads=12, kv_heads=3)
+    assert found.layout is None
+    assert not found.candidates
+    assert "llama" in {one.layout.name for one in found.damaged[0]}
+    (fault,) = found.damaged[0][0].faults
+    assert fault.startswith(f"`{name}` {said}")
+    assert fault in str(found)
+    with pytest.raises(CheckpointError, match=name):
+        found.require()

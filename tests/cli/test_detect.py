@@ -177,3 +177,10 @@ def test_a_model_that_needs_more_than_tokens(tmp_path: Path) -> None:
     error = COMMAND.refused(tmp_path, "--against", tmp_path)
     assert f"{tmp_path}, which fails on 48 tokens: AttributeError" in error.saw
     assert "--reference" in error.do
+
+
+@pytest.mark.parametrize("width", [99, 3])
+def test_a_rotary_width_that_no_head_can_have(bare: Path, width: int) -> None:
+    error = COMMAND.refused(bare, "--heads", 6, "--rotary-width", width)
+    assert error.saw == f"rotary_width {width}, in a head_dim of 8"
+    assert "--rotary-width" in error.do

@@ -266,3 +266,13 @@ def test_a_layout_that_the_config_contradicts(folder: Path, meta: Path) -> None:
 
 def test_counts_that_are_missing_are_options(meta: Path) -> None:
     assert ALONE.refused(meta, meta).do.startswith("give --kv-heads: ")
+
+
+def test_a_tensor_that_is_missing_in_the_first_is_an_answer(folder: Path, tmp_path: Path) -> None:
+    state, name = load_file(folder / "model.safetensors"), "model.layers.1.self_attn.k_proj.weight"
+    del state[name]
+    save_file(state, tmp_path / "less.safetensors")
+    done = run(tmp_path / "less.safetensors", folder)
+    assert done.exit_code == 1, done.exception
+    assert f"the first is not whole: `{name}` is missing" in done.stdout
+    assert f"`{name}` is in the second alone" in done.stdout.splitlines()[-1]

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import headwise
-from headwise.errors import HeadwiseError, OptionError, UndecidedError
+from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.layouts.canonical import State
 
 CONFIG = {"model_type": "gpt2", "n_head": 6}
@@ -103,6 +104,91 @@ def test_what_holds_no_attention_is_undecided(state: State) -> None:
         headwise.verify(state, {"x": torch.zeros(3)}, config=CONFIG)
 
 
+K = "model.layers.1.self_attn.k_proj.weight"
+LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def llama() -> State:
+    """The attention of two layers in Llama's names: embed_dim 16, 4 heads, 2 kv heads."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight": torch.randn(
+            rows, 16, generator=generator
+        )
+        for layer in range(2)
+        for name, rows in (("q", 16), ("k", 8), ("v", 8), ("o", 16))
+    }
+
+
+@pytest.mark.parametrize("named", [{}, {"first_layout": "llama", "second_layout": "llama"}])
+def test_a_tensor_that_is_missing_is_named_from_both_sides(
+    llama: State, named: dict[str, Any]
+) -> None:
+    less = {name: x for name, x in llama.items() if name != K}
+    for pair, which in (((llama, less), "first"), ((less, llama), "second")):
+        found = headwise.verify(*pair, config=LLAMA, **named)
+        assert str(found).endswith(
+            f"Not the same: 7 of 8 tensors are equal; `{K}` is in the {which} alone."
+        )
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (torch.zeros(16, 16), "shape (16, 16) against (8, 16)"),
+        (torch.zeros(8, 15), "shape (8, 15) against (8, 16)"),
+        (torch.zeros(()), "shape () against (8, 16)"),
+        (torch.zeros(8, 16, dtype=torch.int32), "dtype torch.int32 against torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("name", [K, K.replace("1", "0")])
+def test_a_tensor_of_another_shape_is_a_difference_on_either_side(
+    llama: State, name: str, other: torch.Tensor, what: str
+) -> None:
+    wrong = llama | {name: other}
+    one, two = (headwise.verify(*pair, config=LLAMA) for pair in ((wrong, llama), (llama, wrong)))
+    assert f"`{name}`: {what}" in str(one)
+    kind, mine, _, theirs = what.replace(", ", ",").split()
+    assert f"`{name}`: {kind} {theirs} against {mine}".replace(",", ", ") in str(two)
+    assert one.tensors is not None
+    assert (one.tensors.same, one.tensors.total) == (7, 8)
+    assert not headwise.verify(wrong, llama, config=LLAMA, outputs=True).outputs
+
+
+def test_two_that_are_not_whole_name_the_tensor(llama: State) -> None:
+    less = {name: x for name, x in llama.items() if name != K}
+    with pytest.raises(CheckpointError, match=f"`{K}` is missing"):
+        headwise.verify(less, less, config=LLAMA)
+    with pytest.raises(OptionError, match=f"missing are {K}"):
+        headwise.verify(less, less, config=LLAMA, first_layout="llama", second_layout="llama")
+
+
+def in_folder(folder: Path, state: State, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_two_models_are_not_the_same_and_each_is_named(
+    llama: State, state: State, tmp_path: Path
+) -> None:
+    one = in_folder(tmp_path / "one", llama, LLAMA)
+    other = in_folder(tmp_path / "other", state, CONFIG | {"n_head": 4})
+    for pair, first in (((one, other), "llama, with heads 4, kv_heads 2"), ((other, one), "gpt2")):
+        found = headwise.verify(*pair)
+        assert not found
+        assert f"the first is {first}" in str(found)
+        assert "the second is " in str(found)
+
+
+def test_most_tensors_are_not_called_equal_where_none_is(llama: State) -> None:
+    other = {name: x + 1 for name, x in llama.items()}
+    found = headwise.verify(llama, other, heads=4, kv_heads=2)
+    assert "  read as llama and llama\n" in str(found)
+
+
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -114,6 +200,11 @@ def test_what_holds_no_attention_is_undecided(state: State) -> None:
         ({"heads": True}, "heads=True"),
         ({"heads": 5}, "heads 5, where the config"),
         ({"reference": 3}, "weights of type int"),
+        ({"against": 3}, "against of type int"),
+        ({"against": {}}, "against of type dict"),
+        ({"weights": {}}, "the state dict, which is empty"),
+        ({"rotary_width": 99}, "rotary_width 99, in a head_dim of 8"),
+        ({"rotary_width": 3}, "rotary_width 3, in a head_dim of 8"),
     ],
 )
 def test_what_is_refused(state: State, change: dict[str, Any], said: str) -> None:
@@ -121,3 +212,34 @@ def test_what_is_refused(state: State, change: dict[str, Any], said: str) -> Non
         headwise.detect(**{"weights": state, "config": CONFIG, **change})
     assert isinstance(refused.value, HeadwiseError)
     assert len(str(refused.value)) < 500
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"first_layout": 3}, "first_layout of type int"),
+        ({"second_layout": ["llama"]}, "second_layout of type list"),
+        ({"progress": 3}, "progress of type int"),
+    ],
+)
+def test_what_verify_refuses(state: State, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        headwise.verify(state, state, config=CONFIG, **change)
+
+
+def test_an_empty_state_dict_is_called_empty(state: State) -> None:
+    with pytest.raises(OptionError, match="the second state dict, which is empty") as refused:
+        headwise.verify(state, {}, config=CONFIG)
+    assert "--" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_counts_may_be_numpys(state: State) -> None:
+    heads: Any = np.int64(6)
+    assert headwise.detect(state, heads=heads) == headwise.detect(state, heads=6)
+
+
+def test_a_rotary_width_that_is_given_is_not_called_the_configs(llama: State) -> None:
+    found = headwise.detect(llama, heads=4, kv_heads=2, rotary_width=2)
+    assert found.refuted["llama"] == "rotary_width: head_dim; the given one is 2 of 4"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headwise.checkpoints.config import Config, text_of
+from headwise.checkpoints.config import Config, counts_of, text_of
 from headwise.checkpoints.config_fields import Fields
 from headwise.layouts.function import PAIRINGS, Function
 from headwise.layouts.sizes import Sizes
@@ -25,7 +25,9 @@ def objection(config: Config, function: Function, sizes: Sizes) -> str | None:
     fields = text_of(config)
     for found in (_positions, _scale, _scores, _width):
         for name, said in found(fields, function, sizes):
-            return f"{name}: {getattr(function, name)}; the config says {said}"
+            is_given = name == "rotary_width" and name not in counts_of(config)
+            by = "the given one is" if is_given else "the config says"
+            return f"{name}: {getattr(function, name)}; {by} {said}"
     return None
 
 

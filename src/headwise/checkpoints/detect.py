@@ -6,59 +6,18 @@ never a guess: names and shapes of two layouts often coincide, and so do the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from headwise.checkpoints.against_config import objection
+from headwise.checkpoints.candidates import Candidate, candidates, grouped
 from headwise.checkpoints.config import Config, layout_of, text_of
-from headwise.errors import OptionError, ShapeError, UndecidedError
+from headwise.errors import CheckpointError, OptionError, UndecidedError
 from headwise.layouts.layout import Layout
-from headwise.layouts.places import Module, modules_of, outside, strays
-from headwise.layouts.registry import layouts
-from headwise.layouts.sameness import Reading, is_same_map
-from headwise.layouts.sizes import Sizes
 from headwise.layouts.steps import Header
 
-NAMED = 3  # tensors, as an example
-LISTED = 6  # numbers of heads that fit
-MOST_HEADS = 256  # tried where nothing says how many there are
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that the names and shapes allow.
-
-    Attributes:
-        layout: which.
-        modules: of attention, in the file's order.
-        fits: the sizes of the first module; several where nobody said how many heads there are.
-        reasons: for it, in words.
-        around: how many tensors outside of attention have names that it knows.
-    """
-
-    layout: Layout
-    modules: tuple[Module, ...]
-    fits: tuple[Sizes, ...]
-    reasons: tuple[str, ...]
-    around: int
-
-    def narrowed(self, sizes: Sizes) -> Candidate:
-        """The same, once it is known which sizes it has: those of a layout of the same map."""
-        width = {name: n for name, n in sizes.items() if name == "rotary_width"}
-        fitting = (fit | width for fit in self.fits if heads_of(fit) == heads_of(sizes))
-        return replace(self, fits=tuple(fitting))
-
-    def reading(self, sizes: Sizes, *, module: int = 0) -> Reading:
-        """How one of the modules is read, if it has these sizes."""
-        return Reading(self.layout, self.modules[module].tensors, sizes)
-
-    def is_same_map(self, other: Candidate) -> bool:
-        """Whether both give the same matrices, whatever the number of heads turns out to be."""
-        mine, theirs = ({heads_of(fit): fit for fit in one.fits} for one in (self, other))
-        return mine.keys() == theirs.keys() and all(
-            is_same_map(self.reading(fit), other.reading(theirs[heads]))
-            for heads, fit in mine.items()
-        )
+NAMED = 3  # of the sizes that fit
+SHOWN = 8  # tensors at fault, before the rest is counted
 
 
 @dataclass(frozen=True)
@@ -73,6 +32,8 @@ class Detection:
             of known ones for other functions, so that names and shapes decide nothing.
         contradiction: what the config says against every candidate, in a sentence: it names a type
             of another layout. Names and shapes decide nothing then, either.
+        damaged: where there is none, the layouts in which some modules are whole and others are
+            not: which tensors are at fault is in each.
         compared: the evidence: "names", "shapes", then "config", "values" or "behaviour".
     """
 
@@ -81,6 +42,7 @@ class Detection:
     unknown: str | None = None
     contradiction: str | None = None
     compared: tuple[str, ...] = ("names", "shapes")
+    damaged: tuple[tuple[Candidate, ...], ...] = ()
 
     @property
     def layout(self) -> Layout | None:
@@ -106,17 +68,25 @@ class Detection:
             option: by which a caller names a layout.
 
         Raises:
+            CheckpointError: some modules are whole, and others are not.
             UndecidedError: there are none, or several, or the config contradicts the one.
         """
         if self.layout is not None:
             return self.layout
+        if self.damaged:
+            raise CheckpointError(
+                saw=f"{file}, which would be in the layout "
+                f"{' or '.join(_names(self.damaged))}, but {fault_of(self.damaged[0][0])}",
+                needed="every tensor of attention in every layer, in the shape that fits",
+                do="get the whole file again; headwise verify says what differs from another copy",
+            )
         if not self.candidates:
             raise UndecidedError(
                 saw=f"{file}, which holds no attention that the catalogue knows",
                 needed="names and shapes of a layout that headwise layouts lists",
                 do=f"look for them there, and name the layout ({option}); or register your own",
             )
-        names = [" = ".join(one.layout.name for one in group) for group in self.candidates]
+        names = _names(self.candidates)
         if self.contradiction is not None:
             raise UndecidedError(
                 saw=f"{file}, with the names and shapes of {', '.join(names)}, where "
@@ -153,13 +123,36 @@ def detect(
         said: the layout that somebody names, or else the config; it decides among those that fit.
         config: of the model; a layout that it says another function than is none.
         known: heads, kv_heads and what else the config or the caller knows.
+
+    Raises:
+        OptionError: a rotary_width that no head can have.
     """
-    config = config or {}
+    found = candidates(headers, known)
+    _require_rotary_width(found, known)
+    answer = _among(found, said, config or {})
+    if any(one.faults for one in found):
+        return replace(answer, candidates=(), damaged=answer.candidates)
+    return answer
+
+
+def _require_rotary_width(found: list[Candidate], known: Mapping[str, int]) -> None:
+    width = known.get("rotary_width")
+    head_dims = sorted({fit["head_dim"] for one in found for fit in one.fits})
+    if width is None or not head_dims or (width % 2 == 0 and width <= head_dims[-1]):
+        return
+    raise OptionError(
+        saw=f"rotary_width {width}, in a head_dim of {' or '.join(map(str, head_dims[-NAMED:]))}",
+        needed="an even number of channels, at most all: two of them turn together",
+        do="give the rotary_width that the model has, or leave it out",
+    )
+
+
+def _among(found: list[Candidate], said: str | None, config: Config) -> Detection:
+    """The answer, once the config is heard."""
     meant = None if said else layout_of(config)
     said = said or meant
-    found = _candidates(headers, known)
     refuted = {one.layout.name: why for one in found if (why := _objection(one, found, config))}
-    groups = _grouped(one for one in found if one.layout.name not in refuted)
+    groups = grouped(one for one in found if one.layout.name not in refuted)
     named = [g for g in groups if any(one.layout.name == said for one in g)]
     compared = ("names", "shapes", *(["config"] if config else []))
     if not named:
@@ -211,26 +204,6 @@ def decided(
     return Detection(tuple(groups), refuted, None, before.contradiction, compared)
 
 
-def _candidates(headers: Mapping[str, Header], known: Mapping[str, int]) -> list[Candidate]:
-    found = []
-    for layout in layouts().values():
-        modules = modules_of(layout, headers)
-        if not modules or any(_is_other(module, layout) for module in modules):
-            continue
-        fits = tuple(_fits(layout, modules[0], headers, known))
-        if fits:
-            around = _around(layout, modules, headers)
-            reasons = _reasons(modules, fits)
-            found.append(Candidate(layout, tuple(modules), fits, reasons, around))
-    return sorted(found, key=lambda one: -one.around)
-
-
-def _around(layout: Layout, modules: Iterable[Module], names: Iterable[str]) -> int:
-    """Of layouts that are one map, the one that knows the names around attention is meant."""
-    roots = {module.place.root for module in modules}
-    return sum(outside(layout, name, roots) is not None for name in names)
-
-
 def _objection(one: Candidate, found: Iterable[Candidate], config: Config) -> str | None:
     """Why a candidate is none: the config says otherwise, or another one knows more modules."""
     mine = {module.prefix for module in one.modules}
@@ -242,87 +215,16 @@ def _objection(one: Candidate, found: Iterable[Candidate], config: Config) -> st
     return reasons[0] if all(reasons) else None
 
 
-def _is_other(module: Module, layout: Layout) -> bool:
-    """Whether a module is not whole in this layout, or holds what the layout does not know."""
-    try:
-        layout.require_whole(dict.fromkeys(module.tensors.values()))
-    except OptionError:
-        return True
-    return bool(strays(module, layout))
-
-
-def _fits(
-    layout: Layout, module: Module, headers: Mapping[str, Header], known: Mapping[str, int]
-) -> Iterator[Sizes]:
-    """The sizes that a module may have: where not enough is known, with every number of heads."""
-    shapes = {local: tuple(headers[name].shape) for name, local in module.tensors.items()}
-    own = {name for pattern in layout.patterns.values() for name in pattern.names()}
-    if (sizes := _solved(layout, shapes, known)) is not None:
-        yield sizes
-        return
-    for heads in [known["heads"]] if "heads" in known else range(2, MOST_HEADS + 1):
-        counts = {**known, "heads": heads}
-        if (sizes := _solved(layout, shapes, counts)) is not None:
-            yield sizes
-        elif "kv_heads" in own and "kv_heads" not in known:
-            divisors = (n for n in range(1, heads + 1) if heads % n == 0)
-            tried = (_solved(layout, shapes, {**counts, "kv_heads": n}) for n in divisors)
-            yield from (sizes for sizes in tried if sizes is not None)
-
-
-def _solved(
-    layout: Layout, shapes: Mapping[str, tuple[int, ...]], counts: Mapping[str, int]
-) -> Sizes | None:
-    try:
-        return layout.sizes(shapes, counts)
-    except (OptionError, ShapeError):
-        return None
-
-
-def heads_of(sizes: Sizes) -> tuple[int, int]:
-    """Query heads, and those of keys and values."""
-    heads = sizes["heads"]
-    return heads, sizes.get("kv_heads", heads)
-
-
-def _reasons(modules: Iterable[Module], fits: tuple[Sizes, ...]) -> tuple[str, ...]:
-    modules = list(modules)
-    names = ", ".join(list(modules[0].tensors)[:NAMED])
-    more = " ..." if len(modules[0].tensors) > NAMED else ""
-    shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
-    found = {name: sorted({fit[name] for fit in fits if name in fit}) for name in shown}
-    fitting = ", ".join(f"{name} {sizes[0]}" for name, sizes in found.items() if len(sizes) == 1)
-    words = [f"they fit with {fitting}"] if fitting else []
-    if several := [name for name, sizes in found.items() if len(sizes) > 1]:
-        name, sizes = several[0], found[several[0]]
-        left = f" and {len(sizes) - LISTED} more" if len(sizes) > LISTED else ""
-        listed = ", ".join(map(str, sizes[:LISTED])) + left
-        words.append(f"{name}: no tensor tells, and {listed} fit")
-    return f"names: {len(modules)} modules with {names}{more}", f"shapes: {'; '.join(words)}"
-
-
-def _grouped(found: Iterable[Candidate]) -> list[tuple[Candidate, ...]]:
-    """Candidates that mean the same side by side."""
-    groups: list[list[Candidate]] = []
-    for one in found:
-        for group in groups:
-            first = group[0]
-            if first.layout.function.is_same(one.layout.function) and first.is_same_map(one):
-                group.append(one)
-                break
-        else:
-            groups.append([one])
-    return [tuple(group) for group in groups]
-
-
 def lines_of(found: Detection, *, title: str) -> list[str]:
     """An answer in words; ``title`` is what the tensors are called."""
     lines: list[str] = []
-    names = [" = ".join(one.layout.name for one in group) for group in found.candidates]
+    names = _names(found.candidates)
     if found.layout is not None:
         same = " (the same map and function here)" if len(found.candidates[0]) > 1 else ""
         lines.append(f"{title} is in the layout {names[0]}{same}")
         lines += [f"  {reason}" for reason in found.candidates[0][0].reasons]
+    elif found.damaged:
+        lines += _damage(found, title)
     elif found.candidates:
         lines.append(_doubt(found, title))
         for group, name in zip(found.candidates, names, strict=True):
@@ -333,6 +235,32 @@ def lines_of(found: Detection, *, title: str) -> list[str]:
         lines.append(f"{title} holds no attention that the catalogue knows")
     lines += [f"  not {name}: {why}" for name, why in found.refuted.items()]
     return lines + _evidence(found)
+
+
+def _names(groups: Iterable[tuple[Candidate, ...]]) -> list[str]:
+    return [" = ".join(one.layout.name for one in group) for group in groups]
+
+
+def _damage(found: Detection, title: str) -> list[str]:
+    """The layouts that the file would be in, and the tensors that are at fault."""
+    names = _names(found.damaged)
+    which = f"the layout {names[0]}" if len(names) == 1 else f"one of {len(names)} layouts"
+    lines = [f"{title} would be in {which}, if every layer were whole:"]
+    for group, name in zip(found.damaged, names, strict=True):
+        indent = "  "
+        if len(names) > 1:
+            lines.append(f"  {name}")
+            indent = "    "
+        lines += [f"{indent}{fault}" for fault in group[0].faults[:SHOWN]]
+        if len(group[0].faults) > SHOWN:
+            lines.append(f"{indent}and {len(group[0].faults) - SHOWN} more")
+    return lines
+
+
+def fault_of(one: Candidate) -> str:
+    """The first fault, and how many more there are."""
+    more = f", and {len(one.faults) - 1} more are at fault" if len(one.faults) > 1 else ""
+    return one.faults[0] + more
 
 
 def _doubt(found: Detection, title: str) -> str:

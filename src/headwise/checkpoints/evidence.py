@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from headwise.checkpoints.detect import Candidate, Detection, decided, heads_of
+from headwise.checkpoints.candidates import Candidate, heads_of
+from headwise.checkpoints.detect import Detection, decided
 from headwise.layouts.canonical import State
 from headwise.layouts.sameness import differing, differing_part
 from headwise.layouts.sizes import Sizes

@@ -66,7 +66,8 @@ def read(path: Path) -> TorchFile:
         raise _no_state(path, f"a {type(found).__name__}")
     for name, value in found.items():
         if not _is_name(name) or not _is_plain(value):
-            raise _no_state(path, f"{name!r}, a {_kind(value)}")
+            part = name if isinstance(value, Mapping) and isinstance(name, str) else None
+            raise _no_state(path, f"{name!r}, a {_kind(value)}", part=part)
     headers = {name: Stored(tuple(x.shape), x.dtype, path) for name, x in found.items()}
     return TorchFile(path, dict(found), headers)
 
@@ -142,9 +143,11 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _no_state(path: Path, saw: str) -> CheckpointError:
+def _no_state(path: Path, saw: str, *, part: str | None = None) -> CheckpointError:
+    """``part`` is the key of what may be the state_dict, where there is one."""
+    own = "['model']" if part is None else f"[{part!r:.60}]"
     return CheckpointError(
         saw=f"{path}, which holds {saw}",
         needed="a state_dict: names and dense tensors, and nothing else",
-        do="save the part that is one by itself: torch.save(torch.load(...)['model'], ...)",
+        do=f"save the part that is one by itself: torch.save(torch.load(...){own}, ...)",
     )

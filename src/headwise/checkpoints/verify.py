@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
+from headwise.checkpoints.entries import what_differs
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.canonical import BIASES
 from headwise.layouts.layout import Layout, is_positive_zero
@@ -28,8 +28,8 @@ class Difference:
     """A tensor that is another one in the second file.
 
     Attributes:
-        name: in the second file.
-        made_of: names in the first.
+        name: in the second file; in the first where the second was moved into its layout.
+        made_of: names in the other.
         what: the shapes or dtypes that differ, or how many entries, and how.
         where: of a tensor of attention, the projections and heads that differ.
     """
@@ -56,6 +56,8 @@ class Verification:
         conflicts: what the two layouts say of how weights are used, and say differently.
         unheld: what of the first the second's layout cannot hold, so that nothing was compared;
             "" where it can.
+        is_turned: whether the second was moved into the layout of the first, of which a module is
+            not whole or does not fit; ``unheld`` is of the second then.
     """
 
     same: int = 0
@@ -64,6 +66,7 @@ class Verification:
     only_second: tuple[str, ...] = ()
     conflicts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     unheld: str = ""
+    is_turned: bool = False
 
     def __bool__(self) -> bool:
         """Whether both hold the same function."""
@@ -76,6 +79,12 @@ class Verification:
         return self.same + len(self.differences) + len(self._lacking) + len(self.only_second)
 
     @property
+    def whose(self) -> str:
+        """The layout that cannot hold what the other file has, in words."""
+        mine, theirs = ("second", "first")[:: -1 if self.is_turned else 1]
+        return f"the {mine}'s layout cannot hold the {theirs}"
+
+    @property
     def _lacking(self) -> list[str]:
         """What the second has not, by its own names where its layout has any."""
         found = (lack or (name,) for name, lack in self.only_first.items())
@@ -83,7 +92,7 @@ class Verification:
 
     def __str__(self) -> str:
         if self.unheld:
-            return "no tensor was compared: the second's layout cannot hold the first"
+            return f"no tensor was compared: {self.whose}"
         if self.same == self.total:
             counted = f"all {self.total} tensors are equal"
         else:
@@ -132,7 +141,8 @@ def verify(
     """Move the first into the layout of the second, step by step, and compare every byte.
 
     A bias of attention that is +0 in one and absent in the other is no difference. What is not
-    attention may have kept its name, as `headwise.layouts.convert.convert` leaves it.
+    attention may have kept its name, as `headwise.layouts.convert.convert` leaves it. Where some
+    modules of the first are not whole or do not fit, the second is moved in its place.
 
     Args:
         first: name -> tensor; read one after the other, so they may be memory-mapped.
@@ -147,6 +157,52 @@ def verify(
             `headwise.layouts.plan.plan`.
     """
     source, target = layout(first_layout), layout(second_layout)
+    if _is_read(second, target, known) and _is_damaged(first, source, known):
+        source, target, first, second, is_turned = target, source, second, first, True
+    else:
+        is_turned = False
+    found = _verify(first, second, source, target, progress, known, is_turned=is_turned)
+    return _turned(found) if is_turned else found
+
+
+def _is_read(state: Mapping[str, Tensor], of: Layout, known: Mapping[str, int]) -> bool:
+    """Whether every module of these tensors is whole and fits."""
+    with suppress(OptionError, ShapeError, DTypeError):
+        plan(state, of, of, accept=(), form=AS_STORED, **known)
+        return True
+    return False
+
+
+def _is_damaged(state: Mapping[str, Tensor], of: Layout, known: Mapping[str, int]) -> bool:
+    """Whether some modules of these tensors are whole and fit, and others are not or do not."""
+    read = [
+        _is_read({name: state[name] for name in (*module.tensors, *module.beside)}, of, known)
+        for module in modules_of(of, state)
+    ]
+    return any(read) and not all(read)
+
+
+def _turned(found: Verification) -> Verification:
+    """What was found of the second, moved into the layout of the first, as of the first."""
+    return replace(
+        found,
+        only_first=dict.fromkeys(found.only_second, ()),
+        only_second=tuple(found.only_first),
+        conflicts={name: (b, a) for name, (a, b) in found.conflicts.items()},
+        is_turned=True,
+    )
+
+
+def _verify(
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    source: Layout,
+    target: Layout,
+    progress: Progress | None,
+    known: Mapping[str, int],
+    *,
+    is_turned: bool,
+) -> Verification:
     conflicts = source.function.conflicts(target.function)
     form = _form(modules_of(source, first), modules_of(target, second))
     try:
@@ -160,6 +216,7 @@ def verify(
         unheld = f"{error.saw}; needed: {error.needed}"
         return Verification(conflicts=conflicts, unheld=unheld)
     found = _Comparison.between(first, second, source, target, steps, known)
+    found.is_turned = is_turned
     for number, step in enumerate(steps):
         found.add(step)
         if progress is not None:
@@ -186,6 +243,7 @@ class _Comparison:
         outputs: all that is made of the first.
         target: the layout of the second.
         known: heads, and what else no shape tells.
+        is_turned: whether what differs is said with the second before the first.
     """
 
     first: Mapping[str, Tensor]
@@ -195,6 +253,7 @@ class _Comparison:
     outputs: set[str]
     target: Layout
     known: Mapping[str, int]
+    is_turned: bool = False
     same: int = 0
     met: set[str] = field(default_factory=set)
     differences: list[Difference] = field(default_factory=list)
@@ -262,8 +321,9 @@ class _Comparison:
         if same_bytes(tensor, self.second[name]):
             self.same += 1
         else:
-            what, where = _what(tensor, self.second[name]), self._where(name, tensor)
-            self.differences.append(Difference(name, step.inputs, what, where))
+            pair = (tensor, self.second[name])[:: -1 if self.is_turned else 1]
+            where = self._where(name, tensor)
+            self.differences.append(Difference(name, step.inputs, what_differs(*pair), where))
 
     def _where(self, name: str, tensor: Tensor) -> str:
         """The projections and heads in which a tensor of attention differs from the second's."""
@@ -303,7 +363,7 @@ def lines_of(found: Verification, *, most: int) -> list[str]:
         for name, (mine, theirs) in found.conflicts.items()
     ]
     if found.unheld:
-        lines.append(f"the second's layout cannot hold the first: {found.unheld}")
+        lines.append(f"{found.whose}: {found.unheld}")
     kinds = [
         [f"{one}{_made_of(one)}: {one.what}" for one in found.differences],
         [
@@ -325,39 +385,3 @@ def _made_of(one: Difference) -> str:
 
 def _of(name: str, lacking: tuple[str, ...]) -> str:
     return f"; the second has no {', '.join(_quoted(lacking))}" if {*lacking} - {name} else ""
-
-
-def _what(a: Tensor, b: Tensor) -> str:
-    for word in ("shape", "dtype"):
-        mine, theirs = getattr(a, word), getattr(b, word)
-        if mine != theirs:
-            return f"{word} {_said(mine)} against {_said(theirs)}"
-    bits = (_bytes(a) != _bytes(b)).any(1)
-    if not a.is_floating_point():
-        return f"{int(bits.sum())} of {a.numel()} entries"
-    # Numbers of 8 bits can be compared only as wider ones.
-    x, y = (tensor.double().reshape(-1)[bits] for tensor in (a, b))
-    nan, infinite = (is_it(x) | is_it(y) for is_it in (torch.isnan, torch.isinf))
-    most = (x - y)[~nan & ~infinite].abs()
-    kinds = {
-        f"by at most {float(most.max()) if len(most) else 0:.3g}": (x != y) & ~nan & ~infinite,
-        "where one is infinite": infinite & ~nan,
-        "where one alone is NaN": nan & (x.isnan() != y.isnan()),
-        "NaN in both, of other bits": x.isnan() & y.isnan(),
-        "zero in both, of another sign": x == y,
-    }
-    counted = {words: int(kind.sum()) for words, kind in kinds.items()}
-    shown = [(number, words) for words, number in counted.items() if number]
-    if len(shown) == 1:
-        return f"{shown[0][0]} of {a.numel()} entries, {shown[0][1]}"
-    listed = ", ".join(f"{number} {words}" for number, words in shown)
-    return f"{int(bits.sum())} of {a.numel()} entries: {listed}"
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A row for each entry."""
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
-
-
-def _said(value: torch.Size | torch.dtype) -> str:
-    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)

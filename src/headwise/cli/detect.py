@@ -11,7 +11,8 @@ from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, Rot
 from headwise.cli.exit_status import NO, UNDECIDED, YES
 
 if TYPE_CHECKING:
-    from headwise.checkpoints.detect import Candidate, Detection
+    from headwise.checkpoints.candidates import Candidate
+    from headwise.checkpoints.detect import Detection
 
 
 def detect(
@@ -86,6 +87,10 @@ def _as_json(found: Detection) -> dict[str, Any]:
         "unknown": found.unknown,
         "contradiction": found.contradiction,
         "compared": found.compared,
+        "damaged": [
+            {"layouts": [one.layout.name for one in group], "faults": group[0].faults}
+            for group in found.damaged
+        ],
     }
 
 

@@ -9,7 +9,8 @@ from headwise.checkpoints.config import Config
 from headwise.checkpoints.counts import known_counts
 from headwise.checkpoints.detect import Detection
 from headwise.checkpoints.evidence import by_values
-from headwise.diagnosis.weights import Counts, Given, Weights, weights_of
+from headwise.diagnosis.weights import Counts, Given, Weights, weights_of, whole_numbers
+from headwise.errors import OptionError
 
 if TYPE_CHECKING:
     from headwise.checkpoints.stored_model import StoredModel
@@ -57,6 +58,7 @@ def detect(
         "head_dim": head_dim,
         "rotary_width": rotary_width,
     }
+    _require_path(against)
     given = weights_of(weights, counts, config=config)
     other = None if reference is None else weights_of(reference, counts, title="the reference")
     shared = {} if other is None else other.known
@@ -64,8 +66,17 @@ def detect(
         return _by_values(given, other, shared)
     stored = _loaded(Path(against))
     # The same weights have the same counts: what is known of one is known of all.
-    shared = known_counts(stored.config, counts, place=Path(against)) | shared
+    shared = known_counts(stored.config, whole_numbers(counts), place=Path(against)) | shared
     return _by_run(given, _by_values(given, other, shared), stored, title=str(against))
+
+
+def _require_path(against: str | Path | None) -> None:
+    if against is not None and not isinstance(against, (str, Path)):
+        raise OptionError(
+            saw=f"against of type {type(against).__name__}",
+            needed="the path of a folder with a model of transformers",
+            do="save the model with save_pretrained, and give that folder",
+        )
 
 
 def _loaded(folder: Path) -> StoredModel:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from headwise.checkpoints.detect import Candidate, Detection
+from headwise.checkpoints.candidates import Candidate
+from headwise.checkpoints.detect import Detection
 from headwise.checkpoints.evidence import by_values
 from headwise.checkpoints.verify import verify
 from headwise.diagnosis.weights import Weights
@@ -26,20 +27,31 @@ class Readings:
         layouts: of the first and of the second; None where their configs contradict each other.
         known: heads, and what else is said or was found out.
         lines: how the layouts were decided, or why the two are not the same.
+        can_run: whether the layers of both can be run.
     """
 
     layouts: tuple[Layout, Layout] | None
     known: dict[str, int]
     lines: tuple[str, ...]
+    can_run: bool = True
 
 
 @dataclass(frozen=True)
 class _Side:
-    """One of the two: its layout, if it is decided without the other."""
+    """One of the two: its layout, if it is decided without the other.
+
+    ``is_apart``: whether the counts of the other fit none of its layouts, and its own do.
+    """
 
     weights: Weights
     detection: Detection
     layout: Layout | None
+    is_apart: bool = False
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether some modules are whole and others are not, in layouts that nobody named."""
+        return self.layout is None and bool(self.detection.damaged)
 
     def agreeing(self, other: _Side) -> Detection:
         """The candidates that hold what the other does."""
@@ -60,6 +72,7 @@ def readings(one: Weights, other: Weights, named: Named) -> Readings:
 
     Raises:
         OptionError: a given layout is contradicted, or counts fit no layout.
+        CheckpointError: some modules of both are not whole.
         UndecidedError: one holds no attention that is known.
     """
     apart = [
@@ -75,8 +88,14 @@ def readings(one: Weights, other: Weights, named: Named) -> Readings:
         for weights, name, option in zip((one, other), named, OPTIONS, strict=True)
     ]
     first, second = sides
+    if first.is_apart:  # the first is what is moved: by its own counts
+        known = {name: n for name, n in _trials(first)[0][1].items() if name in FOUND}
+        known |= first.weights.known
     if first.layout and second.layout:
-        return Readings((first.layout, second.layout), known, ())
+        notes = _apart(first, second)
+        return Readings((first.layout, second.layout), known, notes, can_run=not notes)
+    if first.is_damaged != second.is_damaged and all(map(_trials, sides)):
+        return _damaged(first, second, known)
     for at, side in enumerate(sides):
         if side.layout is None and not all(each.detection.candidates for each in sides):
             side.weights.require_fit(side.detection, **known)
@@ -89,10 +108,60 @@ def readings(one: Weights, other: Weights, named: Named) -> Readings:
 def _side(weights: Weights, name: str | Layout | None, option: str, known: dict[str, int]) -> _Side:
     found = weights.detection(**known)
     if name is None:
-        return _Side(weights, found, found.layout)
+        alone = found if found.candidates or found.damaged else weights.detection()
+        is_apart = alone is not found and bool(alone.candidates)
+        found = alone if is_apart else found
+        return _Side(weights, found, found.layout, is_apart)
     given = weights.named(name, option)
     named = [one for one in _all(found) if one.layout == given]
     return _Side(weights, Detection(tuple((one,) for one in named), {}), given)
+
+
+def _apart(first: _Side, second: _Side) -> tuple[str, ...]:
+    """What each of the two is, where the counts of one do not fit the other."""
+    if not (first.is_apart or second.is_apart):
+        return ()
+    lines = []
+    for which, side in (("first", first), ("second", second)):
+        one = next(_all(side.detection), None)
+        sizes = {} if one is None or len(one.fits) > 1 else one.fits[0]
+        counts = ", ".join(f"{name} {sizes[name]}" for name in FOUND if name in sizes)
+        name = one.layout.name if one is not None else ""
+        lines.append(f"the {which} is {name}" + (f", with {counts}" if counts else ""))
+    return tuple(lines)
+
+
+def _trials(side: _Side) -> list[tuple[Layout, dict[str, int]]]:
+    """The layouts in which a side may be read, with the most heads that fit."""
+    if side.layout is not None:
+        return [(side.layout, one.fits[-1]) for one in _all(side.detection)][:1] or [
+            (side.layout, {})
+        ]
+    groups = side.detection.candidates or side.detection.damaged
+    return [(group[0].layout, group[0].fits[-1]) for group in groups]
+
+
+def _damaged(first: _Side, second: _Side, known: dict[str, int]) -> Readings:
+    """The reading of two of which one is not whole: in one layout if it can be."""
+    pairs = [(one, two) for one in _trials(first) for two in _trials(second)]
+    pairs = [(one, two) for one, two in pairs if one[0] == two[0]] or pairs
+    which, side = ("first", first) if first.is_damaged else ("second", second)
+    trials = []
+    for (mine, sizes), (theirs, others) in pairs:
+        both = others | sizes if side is second else sizes | others  # those of the whole one
+        new = {name: both[name] for name in FOUND if name in both and name not in known}
+        trials.append(Readings((mine, theirs), known | new, (), can_run=False))
+    best = trials[0]
+    if len(trials) > 1:
+        sides = (first.weights, second.weights)
+        best = max(trials, key=lambda trial: _count_equal(sides, trial))
+    faults = [
+        fault
+        for group in side.detection.damaged
+        if best.layouts is not None and any(one.layout in best.layouts for one in group)
+        for fault in group[0].faults
+    ]
+    return replace(best, lines=tuple(f"the {which} is not whole: {fault}" for fault in faults))
 
 
 def _by_values(open_: _Side, other: _Side, known: dict[str, int], *, is_turned: bool) -> Readings:
@@ -131,11 +200,14 @@ def _nearest(
     sides = (other.weights, open_.weights) if is_turned else (open_.weights, other.weights)
     best = max(trials, key=lambda trial: _count_equal(sides, trial))
     assert best.layouts is not None
+    is_most = 2 * _count_equal(sides, best) > max(len(side.tensors) for side in sides)
     several = (
         f"the {which} may be in {len(names)} layouts, and in none it holds what the other does"
     )
-    line = f"read as {' and '.join(one.name for one in best.layouts)}, where most tensors are equal"
-    return replace(best, lines=(several, line, *reasons))
+    line = f"read as {' and '.join(one.name for one in best.layouts)}"
+    line += ", where most tensors are equal" if is_most else ""
+    is_apart = open_.is_apart or other.is_apart
+    return replace(best, lines=(several, line, *reasons), can_run=not is_apart)
 
 
 def _count_equal(sides: tuple[Weights, Weights], trial: Readings) -> int:

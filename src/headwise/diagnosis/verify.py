@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from headwise.checkpoints.config import Config
@@ -11,6 +11,7 @@ from headwise.checkpoints.verify import verify as compare
 from headwise.diagnosis.outputs import Outputs, outputs_of_both
 from headwise.diagnosis.readings import Named, readings
 from headwise.diagnosis.weights import Counts, Given, Weights, weights_of
+from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
 
 SHOWN = 8  # differences of a kind, before the rest is counted
@@ -102,6 +103,8 @@ def verify(
         OptionError: a config contradicts what is given, or counts are missing.
         UndecidedError: one of them holds no attention that the catalogue knows.
     """
+    _require_named({"first_layout": first_layout, "second_layout": second_layout})
+    _require_function(progress)
     counts: Counts = {
         "heads": heads,
         "kv_heads": kv_heads,
@@ -111,6 +114,25 @@ def verify(
     one = weights_of(first, counts, config=config, title="the first state dict")
     other = weights_of(second, counts, config=config, title="the second state dict")
     return _verdict(one, other, (first_layout, second_layout), outputs=outputs, progress=progress)
+
+
+def _require_function(progress: object) -> None:
+    if not callable(progress):
+        raise OptionError(
+            saw=f"progress of type {type(progress).__name__}",
+            needed="a function of what is compared, the steps that are done, and all steps",
+            do="give such a function, or leave progress out",
+        )
+
+
+def _require_named(layouts: Mapping[str, str | Layout | None]) -> None:
+    for name, given in layouts.items():
+        if given is not None and not isinstance(given, (str, Layout)):
+            raise OptionError(
+                saw=f"{name} of type {type(given).__name__}",
+                needed="the name of a layout, or a Layout",
+                do=f'give {name}="llama", or leave it out; headwise layouts lists the names',
+            )
 
 
 def _verdict(
@@ -134,7 +156,7 @@ def _verdict(
         **read.known,
     )
     ran: list[Outputs] = []
-    if outputs and not found.unheld:
+    if outputs and read.can_run and not (found.unheld or found.is_turned):
         said = one.config or other.config
         ran = outputs_of_both(one.tensors, other.tensors, mine, theirs, said, **read.known)
     return Verdict(layouts=read.layouts, notes=read.lines, tensors=found, outputs=tuple(ran))

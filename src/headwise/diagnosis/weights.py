@@ -19,6 +19,7 @@ from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
 from headwise.layouts.steps import Header
+from headwise.support.integers import as_count
 
 COUNTS = ("heads", "kv_heads", "head_dim", "rotary_width")
 Given = str | Path | Mapping[str, Tensor]
@@ -68,7 +69,7 @@ class Weights:
             OptionError: see above.
         """
         counts = {**also, **self.known}
-        if found.candidates or found.refuted or not counts:
+        if found.candidates or found.damaged or found.refuted or not counts:
             return
         fitting = by_names(self.headers).candidates
         if fitting:
@@ -129,7 +130,7 @@ def weights_of(
         OptionError: ``given``, ``config`` or a count has another type, or the config contradicts
             ``counts``.
     """
-    _require_counts(counts)
+    counts = whole_numbers(counts)
     if config is not None and not isinstance(config, Mapping):
         raise OptionError(
             saw=f"config of type {type(config).__name__}",
@@ -153,15 +154,24 @@ def weights_of(
                 needed="names and tensors",
                 do="give the part that holds the tensors, or leave this entry out",
             )
+    if not given:
+        raise OptionError(
+            saw=f"{title}, which is empty",
+            needed="names and tensors of a model",
+            do="give model.state_dict(), or the path of a file or a folder",
+        )
     said = Fields.of(config or {})
     return Weights(title, given, said, known_counts(said, counts, place=Path(title)))
 
 
-def _require_counts(counts: Counts) -> None:
+def whole_numbers(counts: Counts) -> Counts:
+    """The same as Python's integers: NumPy's are taken, too."""
+    whole = {name: None if n is None else as_count(n) for name, n in counts.items()}
     for name, count in counts.items():
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
+        if count is not None and (isinstance(count, bool) or whole[name] is None):
             raise OptionError(
                 saw=f"{name}={count!r:.40}",
                 needed="a whole number",
                 do=f"give {name} as an int, or leave it out where the config says it",
             )
+    return whole

@@ -304,15 +304,18 @@ class Layout:
             n for n, pattern in self.patterns.items() if not may_lack.issuperset(pattern.tensors)
         }
 
-    def require_whole(self, stored: Mapping[str, object]) -> None:
-        """Raise OptionError unless these are the tensors of one module of this layout."""
+    def require_whole(self, stored: Mapping[str, object], *, prefix: str = "") -> None:
+        """Raise OptionError unless these are the tensors of one module of this layout.
+
+        ``prefix`` is what stands before their names in a checkpoint.
+        """
         patterns = self.patterns
         unknown = sorted(stored.keys() - patterns.keys())
         missing = sorted(self.required - stored.keys())
         if unknown or missing:
             raise OptionError(
-                saw=f"{len(stored)} tensors: unknown are {_some(unknown)}, missing are "
-                f"{_some(missing)}",
+                saw=f"{len(stored)} tensors: unknown are {_some(unknown, prefix)}, missing are "
+                f"{_some(missing, prefix)}",
                 needed=f"those of {self.name}: {', '.join(patterns)}",
                 do="give the tensors of one attention module, or name the layout they are in",
             )
@@ -338,6 +341,6 @@ def is_positive_zero(x: Tensor) -> bool:
     return not bool(x.contiguous().view(torch.uint8).any())
 
 
-def _some(names: list[str]) -> str:
+def _some(names: list[str], prefix: str) -> str:
     more = f" ... ({len(names)})" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more if names else "none"
+    return ", ".join(prefix + name for name in names[:NAMED]) + more if names else "none"

@@ -133,7 +133,7 @@ def _sizes(
     module: Module, source: Layout, headers: Mapping[str, Header], known: Mapping[str, int]
 ) -> Sizes:
     stored = {local: headers[name] for name, local in module.tensors.items()}
-    source.require_whole(stored)
+    source.require_whole(stored, prefix=module.prefix)
     return source.sizes({local: tuple(header.shape) for local, header in stored.items()}, known)
 
 

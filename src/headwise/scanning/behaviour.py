@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.budget.budget import Budget
+from headwise.checkpoints.candidates import Candidate, heads_of
 from headwise.checkpoints.config import rotation_of
-from headwise.checkpoints.detect import Candidate, Detection, decided, heads_of
+from headwise.checkpoints.detect import Detection, decided
 from headwise.checkpoints.layer_options import in_layer, options_of
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.layers.native.attention import Attention

@@ -1,0 +1,224 @@
+"""The layouts that the names and shapes of a file allow, and those that it is damaged in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from headwise.errors import OptionError, ShapeError
+from headwise.layouts.layout import Layout
+from headwise.layouts.places import Module, modules_of, outside, strays
+from headwise.layouts.registry import layouts
+from headwise.layouts.sameness import Reading, is_same_map
+from headwise.layouts.sizes import Sizes
+from headwise.layouts.steps import Header
+
+NAMED = 3  # tensors, as an example
+LISTED = 6  # numbers of heads that fit
+MOST_HEADS = 256  # tried where nothing says how many there are
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that the names and shapes allow.
+
+    Attributes:
+        layout: which.
+        modules: of attention, in the file's order.
+        fits: the sizes of the first module; several where nobody said how many heads there are.
+        reasons: for it, in words.
+        around: how many tensors outside of attention have names that it knows.
+        faults: what keeps other modules from being whole, in words; ``modules`` are without them.
+    """
+
+    layout: Layout
+    modules: tuple[Module, ...]
+    fits: tuple[Sizes, ...]
+    reasons: tuple[str, ...]
+    around: int
+    faults: tuple[str, ...] = ()
+
+    def narrowed(self, sizes: Sizes) -> Candidate:
+        """The same, once it is known which sizes it has: those of a layout of the same map."""
+        width = {name: n for name, n in sizes.items() if name == "rotary_width"}
+        fitting = (fit | width for fit in self.fits if heads_of(fit) == heads_of(sizes))
+        return replace(self, fits=tuple(fitting))
+
+    def reading(self, sizes: Sizes, *, module: int = 0) -> Reading:
+        """How one of the modules is read, if it has these sizes."""
+        return Reading(self.layout, self.modules[module].tensors, sizes)
+
+    def is_same_map(self, other: Candidate) -> bool:
+        """Whether both give the same matrices, whatever the number of heads turns out to be."""
+        mine, theirs = ({heads_of(fit): fit for fit in one.fits} for one in (self, other))
+        return mine.keys() == theirs.keys() and all(
+            is_same_map(self.reading(fit), other.reading(theirs[heads]))
+            for heads, fit in mine.items()
+        )
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """One module, with the sizes that it may have: none where it is not whole or does not fit."""
+
+    module: Module
+    fits: tuple[Sizes, ...]
+
+
+def candidates(headers: Mapping[str, Header], known: Mapping[str, int]) -> list[Candidate]:
+    """The layouts that the names and shapes of all modules allow.
+
+    Where there are none, those in which some modules are whole; of them, those with the fewest
+    faults.
+    """
+    found = [one for layout in layouts().values() if (one := _candidate(layout, headers, known))]
+    fewest = min((len(one.faults) for one in found), default=0)
+    return sorted((one for one in found if len(one.faults) == fewest), key=lambda one: -one.around)
+
+
+def _candidate(
+    layout: Layout, headers: Mapping[str, Header], known: Mapping[str, int]
+) -> Candidate | None:
+    modules = modules_of(layout, headers)
+    if not modules or any(strays(module, layout) for module in modules):
+        return None
+    looked = _looked_at(modules, layout, headers, known)
+    fitting = [one for one in looked if one.fits]
+    if not fitting:
+        return None
+    # Others than the usual ones are blamed: of two dtypes, the one that holds numbers of weights.
+    first = next((one for one in fitting if _is_floating(one.module, headers)), fitting[0])
+    found = [_faults(one, first, layout, headers) for one in looked]
+    sound = [one.module for one, faults in zip(looked, found, strict=True) if not faults]
+    reasons = _reasons(sound, first.fits)
+    around = _around(layout, modules, headers)
+    words = tuple(fault for faults in found for fault in faults)
+    return Candidate(layout, tuple(sound), first.fits, reasons, around, words)
+
+
+def _looked_at(
+    modules: list[Module],
+    layout: Layout,
+    headers: Mapping[str, Header],
+    known: Mapping[str, int],
+) -> list[_Looked]:
+    """All modules; the counts are those of the first, and of its like in other layers."""
+    seen: dict[object, tuple[Sizes, ...]] = {}
+    kind = _kind(modules[0])
+    looked = []
+    for module in modules:
+        if not layout.required <= {*module.tensors.values()}:
+            looked.append(_Looked(module, ()))
+            continue
+        is_like = _kind(module) == kind
+        shapes = _shapes(module, headers)
+        key = is_like, tuple(sorted(shapes.items()))
+        if key not in seen:
+            fits = tuple(_fits(layout, shapes, known))
+            # Another tower may have other heads; one that fits with none at all is at fault.
+            seen[key] = fits if fits or is_like else tuple(_fits(layout, shapes, {}))
+        looked.append(_Looked(module, seen[key]))
+    return looked
+
+
+def _faults(
+    one: _Looked, first: _Looked, layout: Layout, headers: Mapping[str, Header]
+) -> list[str]:
+    """What is wrong with a module, beside one that is whole."""
+    mine, like = ({v: k for k, v in each.module.tensors.items()} for each in (one, first))
+    if missing := sorted(layout.required - mine.keys()):
+        return [f"`{one.module.prefix}{local}` is missing" for local in missing]
+    apart = []
+    for local in mine.keys() & like.keys():
+        own, other = headers[mine[local]], headers[like[local]]
+        if own.dtype.is_floating_point != other.dtype.is_floating_point:
+            apart.append((mine[local], str(own.dtype), like[local], str(other.dtype)))
+        elif not one.fits and tuple(own.shape) != tuple(other.shape):
+            shapes = [f"of shape {tuple(each.shape)}" for each in (own, other)]
+            apart.append((mine[local], shapes[0], like[local], shapes[1]))
+    if apart or one.fits:
+        return [f"`{a}` is {what}, and `{b}` {other}" for a, what, b, other in sorted(apart)]
+    return [f"`{one.module.prefix}` has shapes that do not fit each other and the counts"]
+
+
+def _is_floating(module: Module, headers: Mapping[str, Header]) -> bool:
+    return all(headers[name].dtype.is_floating_point for name in module.tensors)
+
+
+def _kind(module: Module) -> str:
+    """The same for the modules of all layers."""
+    return re.sub(r"\d+", "{layer}", module.prefix)
+
+
+def _shapes(module: Module, headers: Mapping[str, Header]) -> dict[str, tuple[int, ...]]:
+    return {local: tuple(headers[name].shape) for name, local in module.tensors.items()}
+
+
+def _around(layout: Layout, modules: Iterable[Module], names: Iterable[str]) -> int:
+    """Of layouts that are one map, the one that knows the names around attention is meant."""
+    roots = {module.place.root for module in modules}
+    return sum(outside(layout, name, roots) is not None for name in names)
+
+
+def _fits(
+    layout: Layout, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, int]
+) -> Iterator[Sizes]:
+    """The sizes that a module may have: where not enough is known, with every number of heads."""
+    own = {name for pattern in layout.patterns.values() for name in pattern.names()}
+    if (sizes := _solved(layout, shapes, known)) is not None:
+        yield sizes
+        return
+    for heads in [known["heads"]] if "heads" in known else range(2, MOST_HEADS + 1):
+        counts = {**known, "heads": heads}
+        if (sizes := _solved(layout, shapes, counts)) is not None:
+            yield sizes
+        elif "kv_heads" in own and "kv_heads" not in known:
+            divisors = (n for n in range(1, heads + 1) if heads % n == 0)
+            tried = (_solved(layout, shapes, {**counts, "kv_heads": n}) for n in divisors)
+            yield from (sizes for sizes in tried if sizes is not None)
+
+
+def _solved(
+    layout: Layout, shapes: Mapping[str, tuple[int, ...]], counts: Mapping[str, int]
+) -> Sizes | None:
+    try:
+        return layout.sizes(shapes, counts)
+    except (OptionError, ShapeError):
+        return None
+
+
+def heads_of(sizes: Sizes) -> tuple[int, int]:
+    """Query heads, and those of keys and values."""
+    heads = sizes["heads"]
+    return heads, sizes.get("kv_heads", heads)
+
+
+def _reasons(modules: Iterable[Module], fits: tuple[Sizes, ...]) -> tuple[str, ...]:
+    modules = list(modules)
+    names = ", ".join(list(modules[0].tensors)[:NAMED])
+    more = " ..." if len(modules[0].tensors) > NAMED else ""
+    shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
+    found = {name: sorted({fit[name] for fit in fits if name in fit}) for name in shown}
+    fitting = ", ".join(f"{name} {sizes[0]}" for name, sizes in found.items() if len(sizes) == 1)
+    words = [f"they fit with {fitting}"] if fitting else []
+    if several := [name for name, sizes in found.items() if len(sizes) > 1]:
+        name, sizes = several[0], found[several[0]]
+        left = f" and {len(sizes) - LISTED} more" if len(sizes) > LISTED else ""
+        listed = ", ".join(map(str, sizes[:LISTED])) + left
+        words.append(f"{name}: no tensor tells, and {listed} fit")
+    return f"names: {len(modules)} modules with {names}{more}", f"shapes: {'; '.join(words)}"
+
+
+def grouped(found: Iterable[Candidate]) -> list[tuple[Candidate, ...]]:
+    """Candidates that mean the same side by side."""
+    groups: list[list[Candidate]] = []
+    for one in found:
+        for group in groups:
+            first = group[0]
+            if first.layout.function.is_same(one.layout.function) and first.is_same_map(one):
+                group.append(one)
+                break
+        else:
+            groups.append([one])
+    return [tuple(group) for group in groups]
