@@ -33,7 +33,7 @@ demo: $(READY)
 	$(BIN)/headwise study
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --hypothesis-profile=quick
 
 suite: $(READY)
 	$(BIN)/python -m pytest

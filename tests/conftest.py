@@ -27,6 +27,8 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("headwise")
+# What `make test` runs: the same examples, and only the first of them.
+hypothesis.settings.register_profile("quick", hypothesis.settings(max_examples=25))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -206,6 +206,7 @@ def test_pages_that_are_refused(tmp_path: Path, asked: list[Asked], name: str, s
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command_itself(tmp_path: Path) -> None:
     try:
         minilm.folder()

@@ -167,6 +167,7 @@ def test_the_model_that_ships(tmp_path: Path) -> None:
     assert r"Separators: “.”, “\n”." in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_real_minilm() -> None:
     try:
         folder = minilm.folder()

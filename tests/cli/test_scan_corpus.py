@@ -49,6 +49,7 @@ def everything_in(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_an_interrupted_corpus_goes_on(
     model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_corpus_needs_a_folder(model: Path, texts: Path, text: Path) -> None:
     assert refused(model, "--text", text, "--text", text).saw == "several texts, and no --out"
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_scan(model: Path, text: Path) -> None:
     run(model, "--text", text, "--out", "kept", "--page", "p.html")
     before = everything_in(Path("kept"))

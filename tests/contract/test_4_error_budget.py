@@ -59,14 +59,14 @@ def test_the_whole_layer_is_within_the_budget(training: bool, need_weights: bool
     layer = MultiheadAttention(60, 6, batch_first=True).train(training)
     x = torch.randn(3, 24, 60)
 
-    def reference(x: Tensor, w: Tensor, b: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
+    def plain(x: Tensor, w: Tensor, b: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
         q, k, v = (
             part.unflatten(-1, (6, 10)).transpose(1, 2) for part in (x @ w.mT + b).chunk(3, -1)
         )
         return reference.head_outputs(q, k, v).transpose(1, 2).flatten(2) @ w_out.mT + b_out
 
     parameters = [p.detach() for p in layer.parameters()]
-    budget = Budget.of(reference, x, *parameters)
+    budget = Budget.of(plain, x, *parameters)
     with torch.set_grad_enabled(training):
         budget.assert_holds(layer(x, x, x, need_weights=need_weights)[0])
     assert not budget.check(layer(x, x.flip(1), x)[0])

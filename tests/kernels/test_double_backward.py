@@ -35,6 +35,7 @@ def leaves() -> tuple[Tensor, ...]:
     return leaf(2, 4, 5, 3), leaf(2, 2, 7, 3), leaf(2, 2, 7, 2), leaf(4), leaf(4, 3), leaf(4, 5, 7)
 
 
+@pytest.mark.slow
 def test_every_input_has_a_second_derivative(leaves: tuple[Tensor, ...]) -> None:
     assert gradcheck(read, leaves, fast_mode=True)
     assert gradgradcheck(read, leaves, fast_mode=True)

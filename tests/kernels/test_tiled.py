@@ -40,6 +40,7 @@ def test_every_tiling_reads_the_same(p: strategies.Problem) -> None:
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=f"{name} at {elements}")
 
 
+@pytest.mark.slow
 @given(strategies.problems())
 @settings(max_examples=40)
 def test_every_tiling_has_the_gradient_of_the_written_down_arithmetic(

@@ -11,6 +11,8 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.models import small, text
 from headwise.models.reading import AttentionCall, Reading
 
+pytestmark = pytest.mark.slow  # an encoder is trained
+
 WHOLE = " ".join(text.paragraphs())
 
 
@@ -27,7 +29,6 @@ def weights(call: AttentionCall) -> Tensor:
     return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1)
 
 
-@pytest.mark.slow
 def test_heads_of_the_first_layer_look_at_both_neighbours(reading: Reading) -> None:
     first = weights(reading.calls[0])
     # Even attention would give 1/256.

@@ -19,6 +19,8 @@ from headwise.models.tiny.model import Sizes
 from headwise.models.tiny.train import CHECKPOINT, Plan
 from headwise.models.tiny.weights import TRAINING, WEIGHTS
 
+pytestmark = pytest.mark.slow  # it trains
+
 PLAN = Plan(
     steps=6,
     batch=16,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from headwise.budget.budget import BACKWARD, FORWARD, Budget, budget
+from headwise.budget import budget
+from headwise.budget.budget import BACKWARD, FORWARD, Budget
 from headwise.kernels import pieces, sweep, tiles
 from tests.memory import LargestTensor
 from tests.paths.subjects import BATCH, EMBED, HEADS, Outputs, Subject

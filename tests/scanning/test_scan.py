@@ -325,10 +325,8 @@ def test_inputs_of_no_known_form(given: Any) -> None:
         scan(bert(), given)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [pytest.param(gpt2, marks=pytest.mark.slow), bert, pytest.param(own, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [gpt2, bert, own])
 def test_no_tensor_is_queries_by_keys(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.layout import Layout
+from headwise.layouts.pattern import Axis
 from headwise.layouts.places import Module, modules_of, outside, strays
 from headwise.layouts.registry import layouts
 from headwise.layouts.sameness import Reading, is_same_map
@@ -169,7 +171,7 @@ def _fits(
     if (sizes := _solved(layout, shapes, known)) is not None:
         yield sizes
         return
-    for heads in [known["heads"]] if "heads" in known else range(2, MOST_HEADS + 1):
+    for heads in [known["heads"]] if "heads" in known else _numbers_of_heads(layout, shapes):
         counts = {**known, "heads": heads}
         if (sizes := _solved(layout, shapes, counts)) is not None:
             yield sizes
@@ -177,6 +179,24 @@ def _fits(
             divisors = (n for n in range(1, heads + 1) if heads % n == 0)
             tried = (_solved(layout, shapes, {**counts, "kv_heads": n}) for n in divisors)
             yield from (sizes for sizes in tried if sizes is not None)
+
+
+def _numbers_of_heads(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """The numbers of heads that divide the length of every axis which holds whole heads."""
+    lengths = [
+        length
+        for name, shape in shapes.items()
+        for axis, length in zip(layout.patterns[name].axes, shape, strict=False)
+        if _holds_heads(axis)
+    ]
+    common = gcd(*lengths)  # 0 of none, which every number divides
+    return [heads for heads in range(2, MOST_HEADS + 1) if common % heads == 0]
+
+
+def _holds_heads(axis: Axis) -> bool:
+    parts = [block.names for block in axis.blocks] or [()]
+    names = [{*axis.before, *part, *axis.after} for part in parts]
+    return all("heads" in part or {"kv_heads", "group"} <= part for part in names)
 
 
 def _solved(

@@ -15,6 +15,8 @@ from headwise.studies.question import Answer
 from headwise.studies.questions import weights_of_one
 from headwise.studies.study import ask
 
+pytestmark = pytest.mark.slow  # each measures the study's question again
+
 
 def asked() -> Answer:
     return ask(weights_of_one.QUESTION)
