@@ -171,7 +171,7 @@ def test_a_source_of_nothing_is_refused() -> None:
 def test_a_module_that_is_not_whole_is_refused() -> None:
     headers = model(layers=1)
     del headers["model.layers.0.attn.v.weight"]
-    with pytest.raises(OptionError, match=r"missing are v.weight"):
+    with pytest.raises(OptionError, match=r"missing are model.layers.0.attn.v.weight"):
         plan(headers, APART, FUSED, heads=6)
 
 
