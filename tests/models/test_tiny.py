@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 from headwise.models import tiny
-from headwise.models.tiny import measures
-from headwise.models.tiny.batches import twice
 from headwise.models.tiny.model import Sizes, parameters_of
 from headwise.models.tiny.weights import TRAINING, WEIGHTS
+from tools.tiny import measures
+from tools.tiny.batches import twice
 
 FILES = resources.files("headwise.models.tiny")
 MOST_BYTES = 8_000_000

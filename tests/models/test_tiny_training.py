@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from headwise.errors import OptionError
-from headwise.models.tiny import BEGIN, batches, corpus, train
-from headwise.models.tiny.batches import IGNORED
+from headwise.models.tiny import BEGIN
 from headwise.models.tiny.model import Sizes
-from headwise.models.tiny.train import CHECKPOINT, Plan
 from headwise.models.tiny.weights import TRAINING, WEIGHTS
+from tools.tiny import batches, corpus, train
+from tools.tiny.batches import IGNORED
+from tools.tiny.train import CHECKPOINT, Plan
 
 pytestmark = pytest.mark.slow  # it trains
 

@@ -1,4 +1,4 @@
-"""Train the model that ships with the package: ``python -m headwise.models.tiny.train --out F``.
+"""Train the model that ships with the package: ``python -m tools.tiny.train --out F``.
 
 It learns from the standard library of the Python that runs it (`corpus`), with one row in eight of
 repeated slices (`batches`), in bfloat16 where autocast takes it. The folder then holds the weights
@@ -23,10 +23,11 @@ import typer
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.models.tiny import batches, corpus, measures, weights
-from headwise.models.tiny.batches import IGNORED
-from headwise.models.tiny.corpus import Corpus
+from headwise.models.tiny import weights
 from headwise.models.tiny.model import Sizes, Tiny, parameters_of
+from tools.tiny import batches, corpus, measures
+from tools.tiny.batches import IGNORED
+from tools.tiny.corpus import Corpus
 
 CHECKPOINT = "checkpoint.pt"
 Point = dict[str, Any]

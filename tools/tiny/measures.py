@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise.models.tiny import batches
-from headwise.models.tiny.batches import IGNORED
 from headwise.models.tiny.model import Tiny
+from tools.tiny import batches
+from tools.tiny.batches import IGNORED
 
 COPY = 96  # bytes that stand twice where induction is measured
 ROWS = 16  # windows that are read at once

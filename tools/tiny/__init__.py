@@ -1,0 +1,1 @@
+"""The training of `headwise.models.tiny`: its text, its batches, its measures."""
