@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from headwise.errors import OptionError
 from headwise.models import tiny
+from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import ablations, gradients, mean_outputs
 from headwise.scanning.inputs import Arguments, require_tokens
 from headwise.scanning.scan import scan
@@ -160,6 +161,23 @@ def test_top_takes_how_many(n: Any) -> None:
     found = scan(own(), tokens(BATCH, LENGTH), statistics="entropy")
     with pytest.raises(OptionError, match=r"top\(n="):
         found.top("entropy", n)
+
+
+def test_a_scan_is_kept_under_a_name(tmp_path: Path) -> None:
+    found = scan(own(), tokens(BATCH, LENGTH), statistics="entropy")
+    for name in ("a\0b", "a" * 5000):
+        with pytest.raises(OptionError, match="needed"):
+            found.save(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+    path = found.save(tmp_path / "a")
+    with pytest.raises(OptionError, match="statistics with 'e'"):
+        HeadScan.load(path, statistics="entropy")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("measure", [gradients, ablations])
+def test_a_loss_is_a_function(measure: Callable[..., Any]) -> None:
+    with pytest.raises(OptionError, match="loss=3"):
+        measure(own(), tokens(BATCH, LENGTH), loss=3)
 
 
 def test_a_scan_is_merged_and_compared_with_scans() -> None:

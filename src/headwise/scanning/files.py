@@ -37,6 +37,7 @@ from headwise.scanning.saved_scan import (
 from headwise.scanning.statistics import importance
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Definition, Statistic
+from headwise.support.axes import describe_value
 from headwise.support.whole_files import write_whole
 
 VERSION = 2
@@ -95,6 +96,14 @@ def read(
         FileNotFoundError: there is no such file.
         OptionError: as `HeadScan.load`.
     """
+    statistics = tuple(statistics)
+    for own in statistics:
+        if not isinstance(own, Statistic):
+            raise OptionError(
+                saw=f"statistics with {describe_value(own)}",
+                needed="the Statistic objects of the file that are not in headwise's catalogue",
+                do="HeadScan.load(path) for headwise's own",
+            )
     shipped = (*STANDARD, *importance.STATISTICS)
     known = {statistic.definition.name: statistic for statistic in (*shipped, *statistics)}
     try:

@@ -16,13 +16,19 @@ def require_writable(path: Path) -> Path:
         OptionError: ``path`` is a folder, or nothing can be written where it should stand.
     """
     path = path.absolute()
-    if path.is_dir():
+    if "\0" in str(path):
         raise OptionError(
-            saw=f"{path}, which is a folder",
+            saw=f"the name {str(path)[:80]!r}, with a character that no name has",
             needed="the name of a file to write",
-            do="name a file in it",
+            do="leave it out",
         )
     try:
+        if path.is_dir():
+            raise OptionError(
+                saw=f"{path}, which is a folder",
+                needed="the name of a file to write",
+                do="name a file in it",
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -44,7 +50,10 @@ def write_whole(path: Path, content: str | bytes) -> Path:
         OptionError: as `require_writable`, or there is no room; what was there before stays.
     """
     path = require_writable(path)
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:  # a name that is too long
+        raise _refused(path, error) from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)

@@ -103,6 +103,12 @@ def of_run(
         OptionError, DTypeError, ShapeError: as `next_token` and `checked`.
     """
     if loss is not None:
+        if not callable(loss):
+            raise OptionError(
+                saw=f"loss={describe_value(loss)}",
+                needed="a function (output, inputs) -> (batch,)",
+                do="leave it out for the mean cross-entropy of each next token",
+            )
         return checked(loss(output, inputs))
     unembedding = unembedding_of(model)
     tables = reach.tables if unembedding is None else reach.tables | {tuple(unembedding.shape)}
