@@ -97,10 +97,10 @@ def read(
         OptionError: as `HeadScan.load`.
     """
     statistics = tuple(statistics)
-    for own in statistics:
-        if not isinstance(own, Statistic):
+    for statistic in statistics:
+        if not isinstance(statistic, Statistic):
             raise OptionError(
-                saw=f"statistics with {describe_value(own)}",
+                saw=f"statistics with {describe_value(statistic)}",
                 needed="the Statistic objects of the file that are not in headwise's catalogue",
                 do="HeadScan.load(path) for headwise's own",
             )
