@@ -16,8 +16,8 @@ HEAD = """\
 
 What works where. Each cell was run on the CPU, with torch 2.13.0, by the tests in `tests/paths`,
 which fail when this page is not what they find. `python -m tests.paths --write` writes it.
-`make oldest` and `make newest` run these and other tests at both ends of the range of torch: on
-2026-11-22 everything passed with torch 2.13.0 (Python 3.11) and with torch 2.14.1 (Python 3.13).
+`make oldest` and `make newest` run these and other tests at both ends of the range of torch; the
+[log](log.md) has what was run with torch 2.13.0 and with torch 2.14.1, and what failed at first.
 
 - **works**: the outputs, and on paths with a backward pass the gradients, are within the error
   budget of the float64 reference, or the same bits as in eager mode. Where lengths can vary, one

@@ -14,4 +14,12 @@ moving_bytes       from file to file, and from memory to file
 stream             the steps of a conversion, one after the other
 conversion         all of it: `convert_checkpoint`
 counts             heads and so on, from the config and from the caller
+config             what a config.json says of attention; config_fields: each field as its type
+against_config     what it says against a layout
+layer_options      the options of a layer that it says
+candidates         the layouts that names and shapes allow, and the damage in the others
+detect             which of them a file is in; evidence: decided by values
+verify             whether two files hold the same function; entries: where two tensors differ
+digests            SHA-256 of every tensor
+stored_model       a model of transformers in a folder, loaded
 """

@@ -1,4 +1,4 @@
-"""Weight layouts as data: describe, detect, convert and verify any of them, losslessly.
+"""Weight layouts as data: describe any of them and convert between them, losslessly.
 
 canonical   the one form that all others are described against: the paper's, head by head
 pattern     the language of a stored tensor: named axes, nested and fused
