@@ -10,65 +10,11 @@ from dataclasses import dataclass
 
 from headwise.reports import pictures
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED
 from headwise.scanning.statistics.statistic import Definition
 from headwise.scanning.tables import HeadValue
 
-# name -> (what a picture of it is headed, what the head with most of it does)
-_WORDS = {
-    "effective_keys": ("How many tokens it looks at", "looks most widely: at {}"),
-    "previous_token": ("Weight on the token before", "puts {} of its weight on the token before"),
-    "induction": (
-        "Weight on what came next last time",
-        "puts {} of its weight on what followed its token the last time",
-    ),
-    "first_token": ("Weight on the first token", "puts {} of its weight on the first token"),
-    "separator": ("Weight on separators", "puts {} of its weight on separators"),
-    "duplicate_token": (
-        "Weight on the same token, earlier",
-        "puts {} of its weight on its own token, where it stood before",
-    ),
-    "copying": (
-        "Copying: raises what it looks at",
-        "raises the tokens it looks at: {} of all that it raises among those it sees",
-    ),
-    "sink": ("Weight on the learned sink", "leaves {} of its weight to the learned sink"),
-    "special": ("Weight on special tokens", "puts {} of its weight on special tokens"),
-    "relative_contribution": (
-        "How much it adds",
-        "adds most: {} times the length of what was there",
-    ),
-    "distance": ("How far away it looks", "looks furthest: {} away on average"),
-    "contribution_norm": ("Length of what it adds", "adds most: {}"),
-    "value_weighted": ("Length of what it moves, before it cancels", "moves most: {}"),
-    "logsumexp": ("How large its scores are, logsumexp", "has the largest scores: {}"),
-    "score_range": ("How far its scores lie apart", "has scores furthest apart: {}"),
-    "effective_rank": ("Directions it writes in", "writes in most directions: {}"),
-    "relative_entropy": (
-        "How even its weights are",
-        "has the most even weights: {} of the largest entropy that it could have",
-    ),
-    "entropy": ("Entropy", "has the highest entropy: {}"),
-    "maximum": ("Its largest weight", "is surest of one token: {} of its weight"),
-    "participation": ("Tokens it looks at, by squares", "looks at most tokens: {}"),
-    "within_16": ("Weight at most 16 tokens away", "keeps {} of its weight within 16 tokens"),
-    "within_64": ("Weight at most 64 tokens away", "keeps {} of its weight within 64 tokens"),
-    "within_256": ("Weight at most 256 tokens away", "keeps {} of its weight within 256 tokens"),
-}
-# What is told of every scan that has it, in this order.
-_TOLD = (
-    "previous_token",
-    "induction",
-    "duplicate_token",
-    "first_token",
-    "separator",
-    "special",
-    "sink",
-    "copying",
-    "effective_keys",
-    "distance",
-    "relative_contribution",
-)
-WIDTH, NARROWEST = "effective_keys", "looks most narrowly: at {}"
+WIDTH = "effective_keys"
 MOST_PICTURES = 6
 # A head that gives less of its weight than this to anything does not stand out by it.
 WORTH_TELLING = 0.05
@@ -92,13 +38,9 @@ class Scale:
 
     @classmethod
     def of(cls, definition: Definition, low: float, high: float) -> Scale:
-        """By its unit: shares run from 0 to 1, whatever was found; others from low to high."""
-        unit = definition.unit
-        if unit.startswith("share of the weight"):
-            return cls("weight", 0.0, 1.0)
-        if unit.startswith("share"):
-            return cls("share", 0.0, 1.0)
-        return cls("range", low, high)
+        """Shares run from 0 to 1, whatever was found; others from low to high."""
+        drawn = definition.drawn
+        return cls(drawn, low, high) if drawn == "range" else cls(drawn, 0.0, 1.0)
 
     def position(self, value: float) -> float:
         """On the scale of colours; a share of the weight by its square root, as on a map."""
@@ -187,7 +129,7 @@ def shown(scan: HeadScan, name: str) -> Shown:
     low, high = (float(real.min()), float(real.max())) if real.numel() else (0.0, 0.0)
     return Shown(
         name=name,
-        label=_label(name),
+        label=definition.heading,
         definition=definition,
         rows=values.tolist(),
         middle=float(real.median()) if real.numel() else float("nan"),
@@ -197,7 +139,7 @@ def shown(scan: HeadScan, name: str) -> Shown:
 
 def in_order(scan: HeadScan) -> list[Shown]:
     """Every scalar of the scan, those with words of their own first."""
-    known = [name for name in _WORDS if name in scan.scalars]
+    known = [name for name in PICTURED if name in scan.scalars]
     return [shown(scan, name) for name in [*known, *(n for n in scan.scalars if n not in known)]]
 
 
@@ -240,16 +182,16 @@ class StandingOut:
 
 def standing_out(scan: HeadScan) -> list[StandingOut]:
     """Heads far from the middle one: with most of a telling statistic, or looking most narrowly."""
-    told = [name for name in _TOLD if name in scan.scalars] or list(scan.scalars)
+    told = [name for name in KNOWN_FOR if name in scan.scalars] or list(scan.scalars)
     found = []
     for one in _different(one for one in (shown(scan, name) for name in told) if one.is_telling):
         top = scan.top(one.name, 1)[0]
         if one.is_apart(top.value):
-            found.append(_says(scan, one, top, _phrase(one.name)))
-        if one.name == WIDTH:
+            found.append(_says(scan, one, top, one.definition.says))
+        if one.definition.least:
             low = scan.top(one.name, 1, lowest=True)[0]
             if one.is_below(low.value):
-                found.append(_says(scan, one, low, NARROWEST))
+                found.append(_says(scan, one, low, one.definition.least))
     return found
 
 
@@ -278,15 +220,6 @@ def _says(scan: HeadScan, one: Shown, head: HeadValue, phrase: str) -> StandingO
 
 def _tokens(count: float) -> str:
     return f"{count:.1f}" if count < 9.95 else f"{count:,.0f}"
-
-
-def _label(name: str) -> str:
-    words = name.replace("_", " ")
-    return _WORDS[name][0] if name in _WORDS else words[:1].upper() + words[1:]
-
-
-def _phrase(name: str) -> str:
-    return _WORDS[name][1] if name in _WORDS else f"has the most {name.replace('_', ' ')}: {{}}"
 
 
 def _minus(text: str) -> str:

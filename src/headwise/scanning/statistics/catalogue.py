@@ -70,6 +70,46 @@ STANDARD: tuple[Statistic, ...] = (
     TopKeys(),
     Map(),
 )
+# The order of pictures; statistics that are not named here come after these.
+PICTURED = (
+    "effective_keys",
+    "previous_token",
+    "induction",
+    "first_token",
+    "separator",
+    "duplicate_token",
+    "copying",
+    "sink",
+    "special",
+    "relative_contribution",
+    "distance",
+    "contribution_norm",
+    "value_weighted",
+    "logsumexp",
+    "score_range",
+    "effective_rank",
+    "relative_entropy",
+    "entropy",
+    "maximum",
+    "participation",
+    "within_16",
+    "within_64",
+    "within_256",
+)
+# What a head is known for, in the order in which it is said.
+KNOWN_FOR = (
+    "previous_token",
+    "induction",
+    "duplicate_token",
+    "first_token",
+    "separator",
+    "special",
+    "sink",
+    "copying",
+    "effective_keys",
+    "distance",
+    "relative_contribution",
+)
 LONGEST_NAME = 80  # characters that are compared with those of the names
 
 

@@ -30,6 +30,8 @@ class Copying(Statistic):
         source="Olsson et al. 2022, arXiv:2209.11895, copying score: logits centred over the "
         "tokens of the context, cut off at 0, the share of the token attended to (there rescaled "
         "to [−1, 1]); here on any text, and each token attended to counts by its weight",
+        title="Copying: raises what it looks at",
+        most="raises the tokens it looks at: {} of all that it raises among those it sees",
     )
     needs = ("tokens", "outputs", "out_proj", "unembedding")
     parts = MEAN

@@ -28,6 +28,8 @@ class FirstToken(RowMean):
         excluded=EXCLUDED + "; the first query counts, though a causal mask leaves it no choice",
         source="the sink mass of key 0: Gu et al. 2024, arXiv:2410.10781; Xiao et al. 2023, "
         "arXiv:2309.17453",
+        title="Weight on the first token",
+        most="puts {} of its weight on the first token",
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
@@ -51,6 +53,8 @@ class SinkShare(RowMean):
         unit="share of the weight, 0 to 1",
         excluded=EXCLUDED,
         source="the learned sink token of Xiao et al. 2023, arXiv:2309.17453, without a value",
+        title="Weight on the learned sink",
+        most="leaves {} of its weight to the learned sink",
     )
     needs = ("sink",)
 

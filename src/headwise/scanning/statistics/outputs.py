@@ -32,6 +32,8 @@ class ContributionNorm(RowMean):
         unit="of the residual, before any norm or factor",
         excluded=EXCLUDED + BEHIND,
         source="Kobayashi et al. 2021, arXiv:2109.07152, of one head",
+        title="Length of what it adds",
+        most="adds most: {}",
     )
     needs = ("outputs", "out_proj")
 
@@ -50,6 +52,8 @@ class RelativeContribution(RowMean):
         unit="ratio, from 0",
         excluded=EXCLUDED + "; queries with a residual of 0" + BEHIND,
         source="mixing against preserving: Kobayashi et al. 2021, arXiv:2109.07152, of one head",
+        title="How much it adds",
+        most="adds most: {} times the length of what was there",
     )
     needs = ("outputs", "out_proj", "residual")
 
@@ -79,6 +83,8 @@ class ValueWeighted(RowMean):
         unit="of the residual; at least contribution_norm",
         excluded=EXCLUDED + "; biases of the projections; a sink, which has no value",
         source="Kobayashi et al. 2020, arXiv:2004.10102, summed over the keys",
+        title="Length of what it moves, before it cancels",
+        most="moves most: {}",
     )
     needs = ("values", "out_proj")
 
@@ -97,6 +103,8 @@ class EffectiveRank(Statistic):
         unit="directions, from 1 to the width of the head's values",
         excluded=EXCLUDED + "; no value where all outputs are equal",
         source="Roy and Vetterli 2007, The effective rank, EUSIPCO; from centred second moments",
+        title="Directions it writes in",
+        most="writes in most directions: {}",
     )
     needs = ("outputs",)
     parts: ClassVar[Parts] = {

@@ -22,6 +22,8 @@ class PreviousToken(RowMean):
         excluded="padded queries, and the first of each sequence, which has no key before it",
         source="Clark et al. 2019, arXiv:1906.04341, section 3.1; Olsson et al. 2022, "
         "arXiv:2209.11895",
+        title="Weight on the token before",
+        most="puts {} of its weight on the token before",
     )
     needs = ("own_key",)
     reach = 1
@@ -88,6 +90,8 @@ class Distance(RowMean):
         unit="tokens, from 0",
         excluded=EXCLUDED,
         source="Vig and Belinkov 2019, arXiv:1906.04284, section 4.2",
+        title="How far away it looks",
+        most="looks furthest: {} away on average",
     )
     needs = ("own_key",)
 
@@ -129,6 +133,8 @@ def _within(reach: int) -> Definition:
         excluded=EXCLUDED,
         source="local heads; the windows are those of sliding attention, Beltagy et al. 2020, "
         "arXiv:2004.05150",
+        title=f"Weight at most {reach} tokens away",
+        most=f"keeps {{}} of its weight within {reach} tokens",
     )
 
 

@@ -20,6 +20,8 @@ class Entropy(RowMean):
         unit="nats, from 0 (all weight on one key) to ln of the number of keys (even weight)",
         excluded=EXCLUDED,
         source="Clark et al. 2019, arXiv:1906.04341, section 3.3",
+        title="Entropy",
+        most="has the highest entropy: {}",
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
@@ -37,6 +39,8 @@ class RelativeEntropy(RowMean):
         unit="share of the entropy of even weights, 0 to 1",
         excluded="padded queries, and those with one key or none, which have no choice",
         source="Zhai et al. 2023, arXiv:2303.06296, whose entropy is divided by its largest value",
+        title="How even its weights are",
+        most="has the most even weights: {} of the largest entropy that it could have",
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
@@ -61,6 +65,8 @@ class Maximum(RowMean):
         excluded=EXCLUDED,
         source="confidence: Voita et al. 2019, arXiv:1905.09418, section 4 (which leaves out the "
         "end of sentence; here it counts)",
+        title="Its largest weight",
+        most="is surest of one token: {} of its weight",
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
@@ -77,6 +83,9 @@ class EffectiveKeys(RowMean):
         unit="keys, from 1",
         excluded=EXCLUDED,
         source="the perplexity of the row: exp of the entropy, Clark et al. 2019, arXiv:1906.04341",
+        title="How many tokens it looks at",
+        most="looks most widely: at {}",
+        least="looks most narrowly: at {}",
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
@@ -93,6 +102,8 @@ class Participation(RowMean):
         unit="keys, from 1",
         excluded=EXCLUDED + "; where a sink takes all of the weight, the row counts as 0",
         source="the inverse participation ratio: Bell and Dean 1970, doi:10.1039/DF9705000055",
+        title="Tokens it looks at, by squares",
+        most="looks at most tokens: {}",
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
@@ -116,6 +127,8 @@ class Logsumexp(RowMean):
         unit="nats",
         excluded=EXCLUDED,
         source="the normaliser of the softmax; kept by FlashAttention, arXiv:2205.14135",
+        title="How large its scores are, logsumexp",
+        most="has the largest scores: {}",
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
@@ -133,6 +146,8 @@ class ScoreRange(RowMean):
         excluded="padded queries, and those with one key or none",
         source="saturation of the softmax: Zhai et al. 2023, arXiv:2303.06296 (bounds by the "
         "spectral norm of the scores)",
+        title="How far its scores lie apart",
+        most="has scores furthest apart: {}",
     )
     reads_lowest = True
 

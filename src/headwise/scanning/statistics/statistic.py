@@ -81,6 +81,12 @@ class Definition:
         version: of the meaning of a statistic of your own. Give one where the words may change
             later, and raise it where other numbers are computed. Without a version, other words
             are another meaning.
+        title: the heading of its picture; the name if it is empty.
+        most: what the head with the most of it does, with {} for the value.
+        least: the same of the head with the least, where that is worth saying.
+
+    The last three are words for pages and terminals. Files do not keep them, and `id` does not
+    depend on them.
     """
 
     name: str
@@ -90,6 +96,9 @@ class Definition:
     source: str
     axes: tuple[str, ...] = ()
     version: int | None = None
+    title: str = ""
+    most: str = ""
+    least: str = ""
 
     @property
     def id(self) -> str:
@@ -112,6 +121,26 @@ class Definition:
     def label(self) -> str:
         """The name in a sentence."""
         return self.name.replace("_", " ")
+
+    @property
+    def heading(self) -> str:
+        """The title, or the name with a capital."""
+        return self.title or self.label[:1].upper() + self.label[1:]
+
+    @property
+    def says(self) -> str:
+        """What the head with the most of it does, with {} for the value."""
+        return self.most or f"has the most {self.label}: {{}}"
+
+    @property
+    def drawn(self) -> Literal["weight", "share", "range"]:
+        """The scale of its picture: a share is drawn from 0 to 1, all else from lowest to highest.
+
+        A share of the weight has a scale of its own, on which small weights can be told apart.
+        """
+        if self.unit.startswith("share of the weight"):
+            return "weight"
+        return "share" if self.unit.startswith("share") else "range"
 
 
 class Statistic(ABC):

@@ -51,6 +51,8 @@ class DuplicateToken(_AtRepeats):
         unit="share of the weight, 0 to 1",
         excluded=WITHOUT_A_REPEAT,
         source="duplicate token heads: Wang et al. 2022, arXiv:2211.00593, section 3",
+        title="Weight on the same token, earlier",
+        most="puts {} of its weight on its own token, where it stood before",
     )
     after = 0
 
@@ -66,6 +68,8 @@ class Induction(_AtRepeats):
         excluded=WITHOUT_A_REPEAT,
         source="prefix matching: Olsson et al. 2022, arXiv:2209.11895, on any text in place of "
         "random tokens that are repeated",
+        title="Weight on what came next last time",
+        most="puts {} of its weight on what followed its token the last time",
     )
     after = 1
 
@@ -79,6 +83,8 @@ class Separators(RowMean):
         unit="share of the weight, 0 to 1",
         excluded=EXCLUDED + "; separators count as queries too",
         source="Clark et al. 2019, arXiv:1906.04341, section 3.2",
+        title="Weight on separators",
+        most="puts {} of its weight on separators",
     )
     needs = ("separators",)
 
@@ -99,6 +105,8 @@ class Specials(RowMean):
         excluded=EXCLUDED + "; special tokens count as queries too",
         source="Kovaleva et al. 2019, arXiv:1908.08593; Clark et al. 2019, arXiv:1906.04341, "
         "section 3.2",
+        title="Weight on special tokens",
+        most="puts {} of its weight on special tokens",
     )
     needs = ("specials",)
 
