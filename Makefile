@@ -1,7 +1,8 @@
 # make demo    trained models read, head by head, then the study: as tables and as pages
 # make test    the tests, but for the slow ones
 # make suite   all tests
-# make check   the one gate: format, lint, types, floors, all tests, docs
+# make check   the one gate: format, lint, types, floors, public names, all tests, docs
+# make api     write docs/api.json: public names, commands, JSON keys, exit statuses
 # make bench   the figures, on a machine that does nothing else
 # make study   measure the study again, and write what the documentation says of it
 # make classes try every model type of transformers, and write docs/huggingface.md
@@ -25,7 +26,7 @@ OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
 ENDS_TESTS := tests/contract tests/layers/torch_api tests/layers/native tests/kernels tests/paths
 
-.PHONY: demo test suite check lint bench study classes mutants fuzz oldest newest docs clean
+.PHONY: demo test suite check lint api bench study classes mutants fuzz oldest newest docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -43,6 +44,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.api --check
+
+api: $(READY)
+	$(BIN)/python -m tools.api
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
