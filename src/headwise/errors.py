@@ -19,21 +19,58 @@ Each message has three lines: what was seen, what was needed, what to do.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
 
 class HeadwiseError(Exception):
-    """The root of the tree. ``saw``, ``needed`` and ``do`` are the three lines of the message."""
+    """The root of the tree. A message has three lines.
 
-    def __init__(self, *, saw: str, needed: str, do: str) -> None:
-        super().__init__(f"{saw}\n  needed: {needed}\n  do:     {do}")
-        self.saw, self.needed, self.do = saw, needed, do
+    Attributes:
+        saw: the first line, what was seen.
+        needed: the second line, what was needed.
+        do: the third line, what to do.
+        hint: the third line as it was written, with ``{heads}`` for the argument called heads.
+        parameter: the arguments that the lines name in this way -> the values to give for each.
+    """
+
+    def __init__(
+        self, *, saw: str, needed: str, do: str, parameter: str | Mapping[str, Any] = ""
+    ) -> None:
+        if isinstance(parameter, str):
+            parameter = {parameter: ()} if parameter else {}
+        self._lines, self.hint = (saw, needed, do), do
+        self.parameter = {name: tuple(values) for name, values in parameter.items()}
+        self.saw, self.needed, self.do = self.lines(_in_python)
+        super().__init__(message(self.saw, self.needed, self.do))
+
+    def lines(self, spell: Callable[[str, tuple[str, ...]], str]) -> tuple[str, str, str]:
+        """Return the three lines, with arguments as ``spell(name, values)`` writes them."""
+        saw, needed, do = self._lines
+        for name, values in self.parameter.items():
+            field, written = f"{{{name}}}", spell(name, values)
+            saw, do = saw.replace(field, written), do.replace(field, written)
+        return saw, needed, do
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments would be lost when an error crosses a process boundary.
-        return _rebuild, (type(self), self.saw, self.needed, self.do)
+        return _rebuild, (type(self), *self._lines, self.parameter)
 
 
-def _rebuild(kind: type[HeadwiseError], saw: str, needed: str, do: str) -> HeadwiseError:
-    return kind(saw=saw, needed=needed, do=do)
+def message(saw: str, needed: str, do: str) -> str:
+    """Return the three lines of an error as one text."""
+    return f"{saw}\n  needed: {needed}\n  do:     {do}"
+
+
+def _in_python(name: str, values: tuple[str, ...]) -> str:
+    return f"{name}={json.dumps(values)}" if values else name
+
+
+def _rebuild(
+    kind: type[HeadwiseError], saw: str, needed: str, do: str, parameter: dict[str, Any]
+) -> HeadwiseError:
+    return kind(saw=saw, needed=needed, do=do, parameter=parameter)
 
 
 class ShapeError(HeadwiseError, ValueError):

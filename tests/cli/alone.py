@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from typer.testing import CliRunner
 
+from headwise.cli.exit_status import as_option
 from headwise.errors import HeadwiseError
 
 
@@ -30,7 +31,8 @@ class Alone:
         return done.stdout, done.stderr
 
     def refused(self, *arguments: object) -> HeadwiseError:
-        """The error of a run that is refused."""
+        """The error of a run that is refused, in the words that the command prints."""
         done = self.invoke(*arguments)
         assert isinstance(done.exception, HeadwiseError), done.exception
-        return done.exception
+        saw, needed, do = done.exception.lines(as_option)
+        return type(done.exception)(saw=saw, needed=needed, do=do)

@@ -134,8 +134,8 @@ def test_no_config_and_no_counts(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     error = refused(folder, tmp_path / "b", "--from", "llama", "--to", "llama-meta")
     assert "heads" in error.needed
-    assert error.do.startswith("give --kv-heads: ")
-    assert error.do.endswith("config.json calls it num_key_value_heads")
+    assert error.do.startswith("give --kv-heads, ")
+    assert error.do.endswith("which config.json calls num_key_value_heads")
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -185,7 +185,7 @@ def test_files_that_fit_the_result_as_well(folder: Path, tmp_path: Path) -> None
 
 def test_a_function_that_differs_and_is_accepted(folder: Path, tmp_path: Path) -> None:
     error = refused(folder, tmp_path / "b", "--to", "maxtext")
-    assert error.do.endswith("and --accept scale")
+    assert error.do.endswith("and pass --accept scale")
     out, _ = run(folder, tmp_path / "b", "--to", "maxtext", "--accept", "scale")
     assert "Accepted: scale, 1/sqrt(head_dim) in llama, 1 in maxtext." in out.splitlines()
 

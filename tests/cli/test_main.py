@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 
 import pytest
 
 import headwise
 from headwise import cli
-from headwise.cli.exit_status import CRASHED, USAGE
-from headwise.errors import ShapeError
+from headwise.cli.exit_status import CRASHED, USAGE, as_option
+from headwise.errors import OptionError, ShapeError
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +34,16 @@ def test_an_error_is_a_message_and_no_traceback(
     assert capsys.readouterr().err == (
         "headwise: 512 and 7 heads\n  needed: a multiple\n  do:     take 8 heads\n"
     )
+
+
+def test_an_error_names_arguments_as_the_caller_writes_them() -> None:
+    error = OptionError(
+        saw="{from} llama", needed="{}", do="pass {accept}", parameter={"from": (), "accept": "ab"}
+    )
+    for same in (error, pickle.loads(pickle.dumps(error))):
+        assert str(same) == 'from llama\n  needed: {}\n  do:     pass accept=["a", "b"]'
+        assert same.hint == "pass {accept}"
+        assert same.lines(as_option) == ("--from llama", "{}", "pass --accept a --accept b")
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(

@@ -265,7 +265,7 @@ def test_a_layout_that_the_config_contradicts(folder: Path, meta: Path) -> None:
 
 
 def test_counts_that_are_missing_are_options(meta: Path) -> None:
-    assert ALONE.refused(meta, meta).do.startswith("give --kv-heads: ")
+    assert ALONE.refused(meta, meta).do.startswith("give --kv-heads, ")
 
 
 def test_a_tensor_that_is_missing_in_the_first_is_an_answer(folder: Path, tmp_path: Path) -> None:

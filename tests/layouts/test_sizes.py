@@ -116,8 +116,8 @@ def test_what_no_shape_tells_is_asked_for_by_the_names_of_a_config() -> None:
         solved({"qkv": (100, 40)}, {"qkv": FUSED})
     assert refused.value.saw == "qkv, an axis of 100; known are embed_dim 40"
     assert refused.value.needed == "the sizes of group, head_dim, kv_heads"
-    assert refused.value.do.startswith("give heads and kv_heads:")
-    with pytest.raises(OptionError, match="do:     give heads:"):
+    assert refused.value.do.startswith("give heads and kv_heads, ")
+    with pytest.raises(OptionError, match="do:     give heads, "):
         solved({"q": (60, 40)}, {"q": "wq: (heads head_dim) embed_dim"})
 
 

@@ -237,5 +237,6 @@ def _refused(path: Path, seen: str) -> OptionError:
     return OptionError(
         saw=f"{path}, {seen}",
         needed="the config of a model: a JSON object",
-        do="mend or remove it, and give the counts in the call: heads, kv_heads",
+        do="mend or remove it, and give {heads} and {kv_heads}",
+        parameter={"heads": (), "kv_heads": ()},
     )

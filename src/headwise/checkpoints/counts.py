@@ -24,6 +24,7 @@ def known_counts(config: Config, given: Mapping[str, int | None], *, place: Path
             raise OptionError(
                 saw=f"{name} {count}, where the config in {place} says {said[name]}",
                 needed="one count: with another one, rows are moved to wrong places",
-                do=f"leave out {name}, or mend the config",
+                do=f"leave out {{{name}}}, or mend the config",
+                parameter=name,
             )
     return said | wanted

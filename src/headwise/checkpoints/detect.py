@@ -60,12 +60,12 @@ class Detection:
     def __str__(self) -> str:
         return "\n".join(lines_of(self, title="the checkpoint"))
 
-    def require(self, *, file: str = "the file", option: str = "--from") -> Layout:
+    def require(self, *, file: str = "the file", parameter: str = "layout") -> Layout:
         """The one layout.
 
         Args:
             file: what it is called in an error.
-            option: by which a caller names a layout.
+            parameter: the argument by which a caller names a layout.
 
         Raises:
             CheckpointError: some modules are whole, and others are not.
@@ -80,33 +80,24 @@ class Detection:
                 needed="every tensor of attention in every layer, in the shape that fits",
                 do="get the whole file again; headwise verify says what differs from another copy",
             )
+        names = ", ".join(_names(self.candidates))
+        do = f"name the layout ({{{parameter}}}), or headwise detect with --against"
         if not self.candidates:
-            raise UndecidedError(
-                saw=f"{file}, which holds no attention that the catalogue knows",
-                needed="names and shapes of a layout that headwise layouts lists",
-                do=f"look for them there, and name the layout ({option}); or register your own",
-            )
-        names = _names(self.candidates)
-        if self.contradiction is not None:
-            raise UndecidedError(
-                saw=f"{file}, with the names and shapes of {', '.join(names)}, where "
-                f"{self.contradiction}",
-                needed="a config and tensors of one model: one of them is another model's",
-                do=f"name the layout ({option}), or headwise detect with --against",
-            )
-        if self.unknown is not None:
-            raise UndecidedError(
-                saw=f"{file}, of a {self.unknown} model, with the names and shapes of "
-                f"{', '.join(names)}",
-                needed="a model_type that the catalogue knows: others use the same names for "
-                "another function",
-                do=f"name the layout ({option}), or headwise detect with --against",
-            )
-        raise UndecidedError(
-            saw=f"{file}, which may be in {len(names)} layouts: {', '.join(names)}",
-            needed="one: they are undecidable without a reference or a forward check",
-            do=f"name it ({option}), or headwise detect with --reference or --against",
-        )
+            saw = "which holds no attention that the catalogue knows"
+            needed = "names and shapes of a layout that headwise layouts lists"
+            do = f"look for them there, and name the layout ({{{parameter}}}); or register your own"
+        elif self.contradiction is not None:
+            saw = f"with the names and shapes of {names}, where {self.contradiction}"
+            needed = "a config and tensors of one model: one of them is another model's"
+        elif self.unknown is not None:
+            saw = f"of a {self.unknown} model, with the names and shapes of {names}"
+            needed = "a model_type that the catalogue knows: others use the same names for another "
+            needed += "function"
+        else:
+            saw = f"which may be in {len(self.candidates)} layouts: {names}"
+            needed = "one: they are undecidable without a reference or a forward check"
+            do = f"name it ({{{parameter}}}), or headwise detect with --reference or --against"
+        raise UndecidedError(saw=f"{file}, {saw}", needed=needed, do=do, parameter=parameter)
 
 
 def detect(
@@ -143,7 +134,8 @@ def _require_rotary_width(found: list[Candidate], known: Mapping[str, int]) -> N
     raise OptionError(
         saw=f"rotary_width {width}, in a head_dim of {' or '.join(map(str, head_dims[-NAMED:]))}",
         needed="an even number of channels, at most all: two of them turn together",
-        do="give the rotary_width that the model has, or leave it out",
+        do="give {rotary_width} as the model has it, or leave it out",
+        parameter="rotary_width",
     )
 
 

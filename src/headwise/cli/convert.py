@@ -83,12 +83,11 @@ def _convert(
 ) -> None:
     import time
 
-    from headwise.cli.checkpoints import in_options
     from headwise.cli.ending import aside, folders_to_make
     from headwise.cli.progress import on_a_bar
 
     start = time.perf_counter()
-    with in_options(), on_a_bar(aside(), "loading torch"):
+    with on_a_bar(aside(), "loading torch"):
         from rich.console import Console
 
         from headwise.checkpoints.conversion import convert_checkpoint
@@ -99,11 +98,11 @@ def _convert(
 
         wanted = layout(named[1])
         found = weights_of(place, given)
-        stored = found.layout(named[0], "--from")
+        stored = found.layout(named[0], "from")
     console, made_folder = aside(), folders_to_make(target)
     console.print(f"{place}: {stored.name} -> {wanted.name}", markup=False)
     try:  # moving bytes waits for memory and the disk: a second thread takes twice the time
-        with in_options(), one_thread(), _bytes_on_a_bar(console) as progress:
+        with one_thread(), _bytes_on_a_bar(console) as progress:
             done = convert_checkpoint(
                 found.source,
                 target,

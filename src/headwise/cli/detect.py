@@ -50,11 +50,10 @@ def detect(
 def _detect(
     place: Path, reference: Path | None, against: Path | None, given: Counts, *, as_json: bool
 ) -> int:
-    from headwise.cli.checkpoints import in_options
     from headwise.cli.ending import aside
     from headwise.cli.progress import on_a_bar
 
-    with in_options(), on_a_bar(aside(), "loading torch"):
+    with on_a_bar(aside(), "loading torch"):
         from rich.console import Console
 
         from headwise.checkpoints.detect import lines_of

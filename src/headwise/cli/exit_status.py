@@ -15,7 +15,7 @@ from types import TracebackType
 
 import typer
 
-from headwise.errors import HeadwiseError, UndecidedError
+from headwise.errors import HeadwiseError, UndecidedError, message
 
 YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3
 CRASHED = 70  # EX_SOFTWARE of sysexits.h: Python's own 1 would be read as a no
@@ -26,6 +26,12 @@ def told(*, yes: str, no: str = "", undecided: str = "") -> str:
     """The last lines of a command's help: what each status means there."""
     meant = {YES: yes, NO: no, USAGE: "options or input that cannot be used", UNDECIDED: undecided}
     return "Exit status: " + "; ".join(f"{n} {words}" for n, words in meant.items() if words) + "."
+
+
+def as_option(name: str, values: tuple[str, ...] = ()) -> str:
+    """Return how a command writes an argument: ``--kv-heads``, ``--accept scale --accept mask``."""
+    option = f"--{name.replace('_', '-')}"
+    return " ".join(f"{option} {value}" for value in values) or option
 
 
 class Speaking:
@@ -41,7 +47,7 @@ class Speaking:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, HeadwiseError):
-            typer.echo(f"headwise: {error}", err=True)
+            typer.echo(f"headwise: {message(*error.lines(as_option))}", err=True)
             raise SystemExit(UNDECIDED if isinstance(error, UndecidedError) else USAGE) from None
         if isinstance(error, Exception):
             traceback.print_exception(error)

@@ -121,11 +121,10 @@ def _verify(
     *,
     outputs: bool,
 ) -> int:
-    from headwise.cli.checkpoints import in_options
     from headwise.cli.ending import aside
     from headwise.cli.progress import on_a_bar
 
-    with in_options(), on_a_bar(aside(), "loading torch") as progress:
+    with on_a_bar(aside(), "loading torch") as progress:
         from rich.console import Console
 
         from headwise.diagnosis.verify import verify as compare

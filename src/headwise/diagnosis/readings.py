@@ -14,7 +14,7 @@ from headwise.diagnosis.weights import Weights
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.layout import Layout
 
-OPTIONS = ("--first-layout", "--second-layout")
+PARAMETERS = ("first_layout", "second_layout")
 FOUND = ("heads", "kv_heads", "rotary_width")  # out by values, where nobody says them
 Named = tuple[str | Layout | None, str | Layout | None]
 
@@ -84,8 +84,8 @@ def readings(one: Weights, other: Weights, named: Named) -> Readings:
         return Readings(None, {}, tuple(apart))
     known = one.known | other.known  # one config may stand for both
     sides = [
-        _side(weights, name, option, known)
-        for weights, name, option in zip((one, other), named, OPTIONS, strict=True)
+        _side(weights, name, parameter, known)
+        for weights, name, parameter in zip((one, other), named, PARAMETERS, strict=True)
     ]
     first, second = sides
     if first.is_apart:  # the first is what is moved: by its own counts
@@ -99,20 +99,22 @@ def readings(one: Weights, other: Weights, named: Named) -> Readings:
     for at, side in enumerate(sides):
         if side.layout is None and not all(each.detection.candidates for each in sides):
             side.weights.require_fit(side.detection, **known)
-            side.detection.require(file=side.weights.title, option=OPTIONS[at])
+            side.detection.require(file=side.weights.title, parameter=PARAMETERS[at])
     if first.layout is None:
         return _by_values(first, second, known, is_turned=False)
     return _by_values(second, first, known, is_turned=True)
 
 
-def _side(weights: Weights, name: str | Layout | None, option: str, known: dict[str, int]) -> _Side:
+def _side(
+    weights: Weights, name: str | Layout | None, parameter: str, known: dict[str, int]
+) -> _Side:
     found = weights.detection(**known)
     if name is None:
         alone = found if found.candidates or found.damaged else weights.detection()
         is_apart = alone is not found and bool(alone.candidates)
         found = alone if is_apart else found
         return _Side(weights, found, found.layout, is_apart)
-    given = weights.named(name, option)
+    given = weights.named(name, parameter)
     named = [one for one in _all(found) if one.layout == given]
     return _Side(weights, Detection(tuple((one,) for one in named), {}), given)
 

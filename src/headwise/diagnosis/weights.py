@@ -81,7 +81,7 @@ class Weights:
                 do="give the model's own counts, in its config.json or in the call",
             )
 
-    def named(self, name: str | Layout, option: str) -> Layout:
+    def named(self, name: str | Layout, parameter: str) -> Layout:
         """The layout of a name that was given.
 
         Raises:
@@ -90,24 +90,25 @@ class Weights:
         found = layout(name)
         if (why := self.detection().refuted.get(found.name)) is not None:
             raise OptionError(
-                saw=f"{option} {found.name}, where in {self._place} {why}",
+                saw=f"{{{parameter}}} {found.name}, where in {self._place} {why}",
                 needed="one layout: read as another one, rows are moved to wrong places",
-                do=f"leave out {option}, or mend the config",
+                do=f"leave out {{{parameter}}}, or mend the config",
+                parameter=parameter,
             )
         return found
 
-    def layout(self, name: str | None, option: str) -> Layout:
-        """The layout that the weights are in: as it is named, or the only one that it may be.
+    def layout(self, name: str | None, parameter: str) -> Layout:
+        """The layout that the weights are in: as ``parameter`` names it, or the only one possible.
 
         Raises:
             OptionError: there is none, or what is said contradicts itself.
             UndecidedError: there are several.
         """
         if name is not None:
-            return self.named(name, option)
+            return self.named(name, parameter)
         found = self.detection()
         self.require_fit(found)
-        return found.require(file=self.title, option=option)
+        return found.require(file=self.title, parameter=parameter)
 
     @property
     def _place(self) -> str:
@@ -172,6 +173,7 @@ def whole_numbers(counts: Counts) -> Counts:
             raise OptionError(
                 saw=f"{name}={count!r:.40}",
                 needed="a whole number",
-                do=f"give {name} as an int, or leave it out where the config says it",
+                do=f"give {{{name}}} as an int, or leave it out where the config says it",
+                parameter=name,
             )
     return whole

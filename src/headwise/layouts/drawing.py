@@ -124,7 +124,8 @@ def sizes_for(layout: Layout, given: Mapping[str, int]) -> Sizes:
             raise ShapeError(
                 saw=f"{name} {size}",
                 needed=f"{name} {found[name]}, with {layout.name} and what else was given",
-                do=f"leave {name} out, or choose another layout: headwise layouts lists them",
+                do=f"leave {{{name}}} out, or choose another layout: headwise layouts lists them",
+                parameter=name,
             )
     return layout.canonical_sizes(_shapes(layout, found), _width(found))
 

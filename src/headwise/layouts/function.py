@@ -119,14 +119,15 @@ def require_same(
         conflicts: see `Function.conflicts`.
         accept: names of `Function`; one name may be given alone.
         between: the two that are compared, such as "llama and gpt2".
-        do: the advice before "accept rotary".
+        do: the advice before 'pass accept=["rotary"]'.
     """
     accepted = {accept} if isinstance(accept, str) else {*accept}
     if unknown := sorted(accepted - {*FIELDS}):
         raise OptionError(
-            saw=f"accept {', '.join(unknown)}",
+            saw=f"{{accept}} {', '.join(unknown)}",
             needed=f"names among {', '.join(sorted(FIELDS))}",
-            do="accept nothing first: the error then names what differs",
+            do="leave out {accept} first: the error then names what differs",
+            parameter="accept",
         )
     left = {name: both for name, both in conflicts.items() if name not in accepted}
     if left:
@@ -136,5 +137,6 @@ def require_same(
         raise OptionError(
             saw=f"{between} use the same weights differently: {listed}",
             needed="one function on both sides, since nothing of it is folded into weights",
-            do=f"{do} accept {', '.join(left)}",
+            do=f"{do} pass {{accept}}",
+            parameter={"accept": left},
         )

@@ -209,7 +209,8 @@ class Layout:
             raise OptionError(
                 saw=f"a count of {', '.join(sorted(unnamed))}",
                 needed=f"counts of {', '.join(sorted(self._counts))}",
-                do="give heads, and kv_heads where they are fewer",
+                do="give {heads}, and {kv_heads} where they are fewer",
+                parameter={"heads": (), "kv_heads": ()},
             )
         for name, size in self.fixed.items():
             if known.get(name, size) != size:
@@ -242,14 +243,17 @@ class Layout:
             raise OptionError(
                 saw=f"{self.name}, whose heads may be rotated in part, and no rotary_width",
                 needed="how many channels of a head turn: only they change places",
-                do=f"give rotary_width: rotary_dim in the model's config, or {head_dim} for all",
+                do="give {rotary_width}: rotary_dim in the model's config, or "
+                f"{head_dim} for all",
+                parameter="rotary_width",
             )
         width = sizes.get("rotary_width", head_dim)
         if width % 2 or width > head_dim:
             raise ShapeError(
                 saw=f"a rotary_width of {width} in a head_dim of {head_dim}",
                 needed="an even number of channels, at most all: two of them turn together",
-                do="give the rotary_width that the model's config says",
+                do="give {rotary_width} as the model's config says it",
+                parameter="rotary_width",
             )
         return width
 

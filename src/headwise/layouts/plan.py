@@ -124,8 +124,9 @@ def _require_one_head_dim(
         raise ShapeError(
             saw=f"heads {known['heads']}, which gives a head_dim of {found}",
             needed="one head_dim: modules of another width have other heads",
-            do="give head_dim in place of heads, if all of them share it; or convert the parts of "
-            "the model one by one",
+            do="give {head_dim} in place of {heads}, if all of them share it; or convert the parts "
+            "of the model one by one",
+            parameter={"head_dim": (), "heads": ()},
         )
 
 

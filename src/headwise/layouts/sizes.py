@@ -114,12 +114,19 @@ def _check(equations: Iterable[tuple[str, Axis, int]], sizes: Sizes) -> None:
         missing = sorted(_names(axis) - sizes.keys())
         if missing:
             # A model's config says heads and kv_heads, and never how many of one share the other.
-            counts = {"heads": {"heads", "group"}, "kv_heads": {"kv_heads"}}
-            wanted = [name for name, of in counts.items() if of & {*missing}] or missing[:1]
+            counts = {
+                "heads": ("num_attention_heads", {"heads", "group"}),
+                "kv_heads": ("num_key_value_heads", {"kv_heads"}),
+            }
+            wanted = [name for name, (_, of) in counts.items() if of & {*missing}]
             raise OptionError(
                 saw=f"{name}, an axis of {length}; known are {_listed(sizes)}",
                 needed=f"the sizes of {', '.join(missing)}",
-                do=f"give {' and '.join(wanted)}: from the model's config, or in the call",
+                do=f"give {_and(f'{{{name}}}' for name in wanted)}, which config.json calls "
+                f"{_and(counts[name][0] for name in wanted)}"
+                if wanted
+                else f"give {missing[0]}, as the model has it",
+                parameter=dict.fromkeys(wanted, ()),
             )
         if axis.size(sizes) != length:
             raise ShapeError(
@@ -127,6 +134,10 @@ def _check(equations: Iterable[tuple[str, Axis, int]], sizes: Sizes) -> None:
                 needed=f"{axis.size(sizes)}, with {_listed(sizes)}",
                 do="give the counts that the model has, or the layout that the file is really in",
             )
+
+
+def _and(names: Iterable[str]) -> str:
+    return " and ".join(names)
 
 
 def _times(parts: tuple[str, ...]) -> str:

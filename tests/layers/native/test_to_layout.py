@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -194,8 +195,8 @@ def test_a_field_that_differs_is_named_and_can_be_accepted(
         layer.to_layout(target)
     assert refused.value.saw.startswith(f"this layer and {target} use the same weights differently")
     assert f"{field}: " in refused.value.saw
-    *_, accept = refused.value.do.partition("accept ")
-    assert layer.to_layout(target, accept=accept.split(", "))
+    assert refused.value.do.endswith("pass accept=" + json.dumps(refused.value.parameter["accept"]))
+    assert layer.to_layout(target, accept=refused.value.parameter["accept"])
 
 
 def test_convert_refuses_what_to_layout_refuses() -> None:
