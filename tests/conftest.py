@@ -18,6 +18,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("tests.refusals")
 
 hypothesis.settings.register_profile(
     "headwise",

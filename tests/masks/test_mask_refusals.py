@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jaxtyping
 import numpy
-import pytest
 import torch
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, MaskError, OptionError
 from headwise.masks.mask import Mask
-
-
-@pytest.fixture
-def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test run checks annotations before the library can say anything; a user's does not."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+from tests.refusals import refusals
 
 
 def bind(mask: Mask) -> None:
@@ -188,12 +181,4 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
 }
 
 
-@pytest.mark.usefixtures("_as_a_user")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_meant_is_refused_with_its_numbers(name: str) -> None:
-    build, error, said = REFUSED[name]
-    with pytest.raises(error) as caught:
-        build()
-    for words in said:
-        assert words in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 3
+test_what_cannot_be_meant_is_refused_with_its_numbers = refusals(REFUSED)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import given
@@ -17,17 +16,12 @@ from torch import Tensor
 from headwise.errors import DeviceError, DTypeError, MaskError, OptionError
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
+from tests.refusals import refusals
 from tests.strategies import score_biases
 
 CPU = torch.device("cpu")
 SHAPE = (3, 6, 24, 29)
 Definition = Callable[[int, int, int, int], float]
-
-
-@pytest.fixture
-def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test run checks annotations before the library can say anything; a user's does not."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def bind(bias: ScoreBias, shape: tuple[int, int, int, int] = SHAPE) -> BoundBias:
@@ -292,12 +286,4 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
 }
 
 
-@pytest.mark.usefixtures("_as_a_user")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_meant_is_refused_with_its_numbers(name: str) -> None:
-    build, error, said = REFUSED[name]
-    with pytest.raises(error) as caught:
-        build()
-    for words in said:
-        assert words in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 3
+test_what_cannot_be_meant_is_refused_with_its_numbers = refusals(REFUSED)

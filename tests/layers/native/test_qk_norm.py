@@ -20,6 +20,7 @@ from headwise.errors import OptionError
 from headwise.layers.native.qk_norm import Norm, QKNorm
 from headwise.layers.positions import Rotary
 from tests.honest import HALVES, accumulation, normal
+from tests.refusals import refusals
 
 HEADS, KV_HEADS, HEAD_DIM, LENGTH = 6, 2, 10, 24
 SIZES = {
@@ -284,12 +285,4 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
 }
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_meant_is_refused_with_its_numbers(name: str) -> None:
-    build, said = REFUSED[name]
-    with pytest.raises(OptionError) as caught:
-        build()
-    for words in said:
-        assert words in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 3
+test_what_cannot_be_meant_is_refused_with_its_numbers = refusals(REFUSED, kind=OptionError)

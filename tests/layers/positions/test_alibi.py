@@ -21,6 +21,7 @@ from headwise.layers.positions import Alibi, PositionBias, alibi_slopes
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from tests.honest import normal
+from tests.refusals import refusals
 
 EPS = torch.finfo(torch.float32).eps
 COUNTS = (8, 6, 12, 7, 1, 2, 3, 5, 16, 40, 71)
@@ -186,12 +187,4 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
 }
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_meant_is_refused_with_its_numbers(name: str) -> None:
-    build, said = REFUSED[name]
-    with pytest.raises(OptionError) as caught:
-        build()
-    for words in said:
-        assert words in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 3
+test_what_cannot_be_meant_is_refused_with_its_numbers = refusals(REFUSED, kind=OptionError)

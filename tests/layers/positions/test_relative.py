@@ -22,6 +22,7 @@ from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
 from tests.honest import normal
 from tests.memory import LargestTensor
+from tests.refusals import refusals
 
 BATCH, HEADS, HEAD_DIM, LENGTH = 3, 6, 10, 24
 SIZES = [(32, 128), (8, 20), (12, 33), (4, 7)]
@@ -242,11 +243,4 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_meant_is_refused_with_its_numbers(name: str) -> None:
-    build, said = REFUSED[name]
-    with pytest.raises(OptionError) as caught:
-        build()
-    for words in said:
-        assert words in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 3
+test_what_cannot_be_meant_is_refused_with_its_numbers = refusals(REFUSED, kind=OptionError)

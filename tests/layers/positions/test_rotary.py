@@ -21,6 +21,7 @@ from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.layers.positions import LinearScaling, Rotary, YarnScaling
 from tests.honest import HALVES, accumulation, normal
 from tests.layers.positions.rotaries import pairs, rotaries, rounding
+from tests.refusals import refusals
 from tests.root import ROOT
 
 PAIRINGS = ("half-split", "interleaved")
@@ -333,12 +334,4 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
 }
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_meant_is_refused_with_its_numbers(name: str) -> None:
-    build, error, said = REFUSED[name]
-    with pytest.raises(error) as caught:
-        build()
-    for words in said:
-        assert words in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 3
+test_what_cannot_be_meant_is_refused_with_its_numbers = refusals(REFUSED)

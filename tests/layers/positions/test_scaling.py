@@ -22,6 +22,7 @@ from headwise.layers.positions import (
     YarnScaling,
 )
 from headwise.layers.positions.scaling import frequencies_of
+from tests.refusals import refusals
 
 # ---- what each promises ------------------------------------------------------------------------
 
@@ -205,12 +206,4 @@ REFUSED: dict[str, tuple[Callable[[], Tensor | Scaling], list[str]]] = {
 }
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_meant_is_refused_with_its_numbers(name: str) -> None:
-    build, said = REFUSED[name]
-    with pytest.raises(OptionError) as caught:
-        build()
-    for words in said:
-        assert words in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 3
+test_what_cannot_be_meant_is_refused_with_its_numbers = refusals(REFUSED, kind=OptionError)
