@@ -11,6 +11,7 @@ import headwise
 from headwise import cli
 from headwise.cli.exit_status import CRASHED, USAGE, as_option
 from headwise.errors import OptionError, ShapeError
+from tests.test_door import HEAVY, loaded_by
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +20,14 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         cli.main()
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"headwise {headwise.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["--help", "layouts"])
+def test_help_and_the_list_of_layouts_start_without_torch(command: str) -> None:
+    loaded = loaded_by("from headwise.cli import main; main()", command)
+    assert "headwise.cli.layouts" in loaded
+    assert HEAVY.isdisjoint(loaded)
+    assert ("rich.console" in loaded) == (command == "layouts")
 
 
 def test_an_error_is_a_message_and_no_traceback(

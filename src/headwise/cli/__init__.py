@@ -19,7 +19,13 @@ from headwise.cli.scan.command import scan
 from headwise.cli.study import study
 from headwise.cli.verify import verify
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+# rich_markup_mode=None: help is plain, since rich's panels take as long to load as all else here.
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 told = exit_status.told
 app.command(epilog=told(yes="done", no="a layer of the trained encoder is not the same"))(demo)
 app.command(

@@ -6,10 +6,12 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def folders_to_make(path: Path) -> str:
@@ -20,6 +22,8 @@ def folders_to_make(path: Path) -> str:
 
 def aside() -> Console:
     """For progress, which leaves standard output to the result."""
+    from rich.console import Console
+
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -30,6 +34,8 @@ def end(
     as_json: Callable[[], Any] | None,
 ) -> None:
     """Print the result for people, or all of it as JSON where ``as_json`` is given."""
+    from rich.console import Console
+
     seconds = time.perf_counter() - start
     if as_json is not None:
         typer.echo(json.dumps(as_json(), ensure_ascii=False))

@@ -23,7 +23,9 @@ class _ListsByItself(TyperGroup):
 
 
 layouts = typer.Typer(
-    cls=_ListsByItself, help="Tell the weight layouts that are known, and draw one of them."
+    cls=_ListsByItself,
+    help="Tell the weight layouts that are known, and draw one of them.",
+    rich_markup_mode=None,
 )
 
 

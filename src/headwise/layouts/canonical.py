@@ -12,9 +12,12 @@ al. 2017, section 3.2.2, has the transposes of these matrices.
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-State = dict[str, Tensor]
+if TYPE_CHECKING:
+    import torch
+
+State = dict[str, "torch.Tensor"]
 
 # tensor -> its axes; a layout may say an axis by a wider name, where it has no other.
 AXES: dict[str, tuple[str, ...]] = {

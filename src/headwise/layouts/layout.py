@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts import rotation
@@ -17,6 +15,9 @@ from headwise.layouts.function import Function
 from headwise.layouts.moving import GROUPED, Splits, atoms, canonical_shape, pack, unpack
 from headwise.layouts.pattern import Pattern, parse
 from headwise.layouts.sizes import Sizes, solve
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MATRICES = ("wq", "wk", "wv", "wo")
 ROLES = ("self", "encoder", "decoder", "cross")
@@ -342,6 +343,8 @@ class Layout:
 
 def is_positive_zero(x: Tensor) -> bool:
     """Whether every bit is 0: a negative zero is something."""
+    import torch
+
     return not bool(x.contiguous().view(torch.uint8).any())
 
 

@@ -6,14 +6,16 @@ Nothing is computed: every number keeps its bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.canonical import AXES, WIDER
 from headwise.layouts.pattern import Pattern
 from headwise.layouts.sizes import product
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # A canonical axis, and the names that a pattern may write it by instead, the slowest first.
 Splits = Mapping[str, tuple[str, ...]]
@@ -44,6 +46,8 @@ def pack(
     splits: Splits = GROUPED,
 ) -> Tensor:
     """The stored tensor, in memory of its own."""
+    import torch
+
     parts = [
         _from_canonical(pattern, tensor, canonical[tensor], sizes, splits)
         for tensor in pattern.tensors

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from headwise.layouts.canonical import AXES, ROTATED, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def halves(state: State, *, width: int) -> State:
@@ -22,6 +24,8 @@ def neighbours(state: State, *, width: int) -> State:
 
 
 def _reordered(name: str, x: Tensor, width: int, shape: tuple[int, int]) -> Tensor:
+    import torch
+
     if name not in ROTATED:
         return x
     axis = AXES[name].index("head_dim")

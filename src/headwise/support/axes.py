@@ -19,10 +19,10 @@ source_dim  width of what keys and values are projected from
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MATRIX_AXES = ("batch", "heads", "queries", "keys")
 LONGEST_VALUE = 80  # characters of a value in a message
@@ -59,7 +59,9 @@ def describe_value(value: object) -> str:
     computed.
     """
     kind = type(value).__name__
-    if isinstance(value, Tensor):
+    import torch  # here: the catalogue of layouts is read without it
+
+    if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     if isinstance(value, str | bytes):
         if len(value) <= LONGEST_VALUE:
