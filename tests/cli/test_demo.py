@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,19 +17,19 @@ from headwise.cli.scan.asked import Asked
 from headwise.cli.scan.command import report_of
 from headwise.errors import HeadwiseError, MissingExtraError
 from headwise.models import minilm
+from headwise.models.reading import Reading
 from headwise.reports.scan import ScanReport
-from headwise.studies import first_look as study
-from headwise.studies.first_look import FirstLook
+from headwise.studies import encoder
 from tests.cli.alone import Alone
-from tests.looks import random_look, with_distinct_checks
 from tests.reports.html import Tree
+from tests.studies.readings import small_reading
 
 DEMO = Alone(demo)
 invoke, run = DEMO.invoke, DEMO.run
 
-SCAN_TITLE, LOOK_TITLE = (
+SCAN_TITLE, MAIN_TITLE = (
     "What 32 attention heads of tiny look at",
-    "What 15 attention heads look at",
+    "What 32 attention heads of a layer look at",
 )
 
 
@@ -38,11 +37,6 @@ SCAN_TITLE, LOOK_TITLE = (
 def report() -> ScanReport:
     """The scan of the demo, once."""
     return report_of(Asked(demo=True, page=Path("scan.html")))
-
-
-@pytest.fixture(scope="module")
-def result() -> FirstLook:
-    return with_distinct_checks(random_look())
 
 
 @pytest.fixture(autouse=True)
@@ -59,18 +53,15 @@ def asked(monkeypatch: pytest.MonkeyPatch, report: ScanReport) -> list[Asked]:
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch, result: FirstLook) -> Callable[[FirstLook], None]:
-    """Makes the study give a result at once."""
+def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Reading], None]:
+    """Makes the trained encoder a small one, which has read at once."""
 
-    def show(given: FirstLook) -> None:
-        def at_once(*, progress: Callable[[str, int, int], None]) -> FirstLook:
-            progress("reading", 1, 2)
-            return given
+    def at_once(reading: Reading) -> None:
+        monkeypatch.setattr(encoder, "trained", lambda _progress: reading)
 
-        monkeypatch.setattr(study, "first_look", at_once)
-
-    show(result)
-    return show
+    monkeypatch.setattr(minilm, "folder", lambda: Path("the model"))
+    at_once(small_reading())
+    return at_once
 
 
 @pytest.fixture
@@ -87,79 +78,53 @@ def title(page: Path) -> str:
 # ---- with the trained encoder ------------------------------------------------------------------
 
 
-def test_both_parts_are_printed_and_both_pages_named(shown: object, tmp_path: Path) -> None:
+def test_both_scans_are_printed_and_both_pages_named(reads: object, tmp_path: Path) -> None:
     page = tmp_path / "a" / "page.html"
     lines = run("--out", str(page))[0].splitlines()
     assert lines[-3].endswith(" s. The pages:")
     assert lines[-2:] == [str(page.with_name("scan.html")), str(page)]
-    assert [title(Path(line)) for line in lines[-2:]] == [SCAN_TITLE, LOOK_TITLE]
+    assert [title(Path(line)) for line in lines[-2:]] == [SCAN_TITLE, MAIN_TITLE]
     assert [p.name for p in sorted(page.parent.iterdir())] == ["page.html", "scan.html"]
     assert max(map(len, lines[:-2])) <= 80
     heads = [n for n, line in enumerate(lines) if line.endswith("────")]
     names = [lines[n].rstrip("─ ") for n in heads if lines[n][0] not in " ─"]
     assert names == ["The small model that ships with headwise", "A trained encoder"]
-    scan, look = (
+    first, second = (
         next(n for n, line in enumerate(lines) if line.startswith(name)) for name in names
     )
-    part = "\n".join(lines[scan:look])
-    assert "tiny: Tiny, 2.7 million parameters" in part
-    assert "heads that stand out" in part
-    assert "The same function. In all 3 layers" in "\n".join(lines[look:])
+    assert "tiny: Tiny, 2.7 million parameters" in lines[first + 2]
+    assert "The same function." not in "\n".join(lines[first:second])
+    assert "The same function. In all 1 layers" in "\n".join(lines[second:])
 
 
-def test_it_is_the_scan_of_the_model_that_ships(
-    shown: object, tmp_path: Path, asked: list[Asked]
+def test_what_is_scanned_and_where_its_page_goes(
+    reads: object, tmp_path: Path, asked: list[Asked]
 ) -> None:
     run("--out", str(tmp_path / "page.html"))
-    assert asked == [Asked(demo=True, page=tmp_path / "scan.html")]
+    assert asked == [
+        Asked(demo=True, page=tmp_path / "scan.html"),
+        Asked(model_dir=Path("the model"), page=tmp_path / "page.html"),
+    ]
 
 
-def test_the_layers_are_the_results(shown: object, result: FirstLook, tmp_path: Path) -> None:
-    lines = run("--out", str(tmp_path / "page.html"))[0].splitlines()
-    lines = lines[next(n for n, line in enumerate(lines) if "drop-in error" in line) :]
-    for layer, equality in enumerate(result.equalities):
-        row = next(line.split() for line in lines if line.startswith(f"{layer:6d} "))
-        assert row[1] == f"{equality.drop_in.error:.1e}"
-        assert row[3:] == [
-            f"{check.ratio:.2f}"
-            for check in (equality.drop_in, equality.reference, equality.matrix)
-        ]
-
-
-def test_the_pictures_are_in_per_cent(shown: object, result: FirstLook, tmp_path: Path) -> None:
-    lines = run("--out", str(tmp_path / "page.html"))[0].splitlines()
-    first = next(n for n, line in enumerate(lines) if line.startswith("Entropy"))
-    for layer, row in enumerate(result.grid("entropy")):
-        expected = [f"{100 * value / result.even_entropy:.0f}" for value in row]
-        assert lines[first + 2 + layer].split()[1:6] == expected
-    for shown_head in result.close_ups:
-        head = result.head(shown_head.layer, shown_head.head)
-        row = next(line for line in lines if line.strip().startswith(shown_head.reasons[0]))
-        assert row.split()[-4:] == [
-            f"{head.entropy:.2f}",
-            *(f"{x:.3f}" for x in (head.previous_token, head.first_token, head.separator)),
-        ]
-
-
-def test_json_is_all_of_standard_output(
-    shown: object, report: ScanReport, result: FirstLook, tmp_path: Path
-) -> None:
+def test_json_is_all_of_standard_output(reads: object, report: ScanReport, tmp_path: Path) -> None:
     out, err = run("--json", "--out", str(tmp_path / "page.html"))
-    expected = {"scan": report.as_json(), "first_look": result.as_json()}
-    assert json.loads(out) == json.loads(json.dumps(expected))
+    found = json.loads(out)
+    assert found["scan"] == json.loads(json.dumps(report.as_json()))
+    assert found["encoder"]["model"]["name"] == "a layer"
+    shares = found["encoder"]["same_function"]["shares"]
+    assert shares["headwise.MultiheadAttention"] <= 1
     assert err.splitlines()[-2:] == [str(tmp_path / "scan.html"), str(tmp_path / "page.html")]
 
 
-def test_a_failed_comparison_is_announced(
-    shown: Callable[[FirstLook], None], result: FirstLook, tmp_path: Path
-) -> None:
-    first = result.equalities[0]
-    wrong = replace(first, drop_in=replace(first.drop_in, ratio=31.5, within=False))
-    shown(replace(result, equalities=(wrong, *result.equalities[1:])))
-    done = invoke("--out", str(tmp_path / "page.html"))
+def test_another_function_is_announced(reads: Callable[[Reading], None], tmp_path: Path) -> None:
+    reads(small_reading(exchanged=True))
+    page = tmp_path / "page.html"
+    done = invoke("--out", str(page))
     assert done.exit_code == NO
     assert "Not the same function." in done.stdout
-    assert "31.50" in done.stdout
+    (said,) = Tree(page.read_text("utf-8")).root.all("div", class_="status bad")
+    assert said.text.startswith("Not the same function.")
 
 
 # ---- without it --------------------------------------------------------------------------------
@@ -185,7 +150,7 @@ def test_without_the_encoder_json_has_the_scan(
     no_encoder: None, report: ScanReport, tmp_path: Path
 ) -> None:
     out, err = run("--json", "--out", str(tmp_path / "page.html"))
-    expected = {"scan": report.as_json(), "first_look": None}
+    expected = {"scan": report.as_json(), "encoder": None}
     assert json.loads(out) == json.loads(json.dumps(expected))
     assert "No all-MiniLM-L6-v2: a_module_that_is_not_there is not installed." in err
     assert err.splitlines()[-1] == str(tmp_path / "page.html")

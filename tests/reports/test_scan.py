@@ -39,6 +39,13 @@ def page(shown: ScanReport) -> Element:
 # ---- what is in it ------------------------------------------------------------------------------
 
 
+def test_the_check_for_loading_can_fail() -> None:
+    assert outside('<p><img src="map.png"></p>') == ["map.png"]
+    assert outside("<p><script>1</script></p>") == ["script"]
+    style = "<style>@import 'a'; p { background: url(b.png) } /* https://c.org */</style>"
+    assert outside(style) == ["@import", "url(b.png)", "https://c.org"]
+
+
 def test_nothing_is_loaded_from_outside(shown: ScanReport) -> None:
     html = render(shown)
     assert outside(html) == []

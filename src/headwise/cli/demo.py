@@ -1,7 +1,8 @@
-"""``headwise demo``: two models read, and every head of theirs in pictures and on pages."""
+"""``headwise demo``: two models are scanned while they read, and the trained one is compared."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headwise.reports.scan import ScanReport
-    from headwise.studies.first_look import FirstLook
 
 PAGE = Path("headwise-demo/index.html")
 BESIDE = "scan.html"
@@ -32,29 +32,41 @@ def demo(
     """Look at each attention head of two models, while they read.
 
     First the small model that ships, as in headwise scan --demo. Then a trained
-    encoder, all-MiniLM-L6-v2: the main page is about it. Where it cannot be had,
-    the scan is all, and its page is the main one.
+    encoder, all-MiniLM-L6-v2: the main page is about it, and says whether headwise's
+    layers with its weights are the same function. Where it cannot be had, the scan of
+    the small model is all, and its page is the main one.
     """
     import time
 
     from headwise.cli.ending import aside, end
     from headwise.cli.scan.asked import Asked
     from headwise.cli.scan.command import report_of
+    from headwise.reports.scan import save
 
     beside = _beside(out)
     start = time.perf_counter()
-    report = report_of(Asked(demo=True, page=beside))
-    look = _look()
-    pages = _save(report, look, page=out, beside=beside)
-    if as_json and isinstance(look, MissingExtraError):
-        _say_missing(look, aside())
-    end(
-        *pages,
-        start=start,
-        show=lambda console: _show(report, look, console),
-        as_json=(lambda: _plain(report, look)) if as_json else None,
-    )
-    if not isinstance(look, MissingExtraError) and not look.equal:
+    tiny = report_of(Asked(demo=True, page=beside))
+    try:
+        trained = _trained(out)
+    except MissingExtraError as error:
+        trained, missing = None, error
+        if as_json:
+            _say_missing(missing, aside())
+    pages = [save(tiny, beside), save(trained, out)] if trained else [save(tiny, out)]
+
+    def show(console: Console) -> None:
+        from headwise.cli.scan import heads
+
+        _head(console, "The small model that ships with headwise")
+        heads.show(tiny, console)
+        _head(console, "A trained encoder")
+        heads.show(trained, console) if trained else _say_missing(missing, console)
+
+    def plain() -> dict[str, Any]:
+        return {"scan": tiny.as_json(), "encoder": trained.as_json() if trained else None}
+
+    end(*pages, start=start, show=show, as_json=plain if as_json else None)
+    if trained and not (trained.same_function and trained.same_function.holds):
         raise typer.Exit(NO)
 
 
@@ -71,47 +83,25 @@ def _beside(page: Path) -> Path:
     return require_writable(page).with_name(BESIDE)
 
 
-def _look() -> FirstLook | MissingExtraError:
-    """What the trained encoder's heads do, or what it lacks here."""
+def _trained(page: Path) -> ScanReport:
+    """The scan of the trained encoder, and whether headwise's layers are the same function.
+
+    Raises:
+        MissingExtraError: the encoder, or transformers, is not installed.
+    """
     from headwise.cli.ending import aside
     from headwise.cli.progress import on_a_bar
-    from headwise.studies.first_look import first_look
+    from headwise.cli.scan.asked import Asked
+    from headwise.cli.scan.command import report_of
+    from headwise.models import minilm
+    from headwise.studies import encoder
+    from headwise.studies.experiments.same_weights import same_function
 
-    try:
-        with on_a_bar(aside(), "loading the trained encoder") as progress:
-            return first_look(progress=progress)
-    except MissingExtraError as missing:
-        return missing
-
-
-def _save(
-    report: ScanReport, look: FirstLook | MissingExtraError, *, page: Path, beside: Path
-) -> list[Path]:
-    """Write the pages; the main one is the last."""
-    from headwise.reports import first_look, scan
-
-    if isinstance(look, MissingExtraError):
-        return [scan.save(report, page)]
-    return [scan.save(report, beside), first_look.save(look, page)]
-
-
-def _plain(report: ScanReport, look: FirstLook | MissingExtraError) -> dict[str, Any]:
-    """Every number; ``first_look`` is None where there was no trained encoder."""
-    found = None if isinstance(look, MissingExtraError) else look.as_json()
-    return {"scan": report.as_json(), "first_look": found}
-
-
-def _show(report: ScanReport, look: FirstLook | MissingExtraError, console: Console) -> None:
-    from headwise.cli import first_look
-    from headwise.cli.scan import heads
-
-    _head(console, "The small model that ships with headwise")
-    heads.show(report, console)
-    _head(console, "A trained encoder")
-    if isinstance(look, MissingExtraError):
-        _say_missing(look, console)
-    else:
-        first_look.show(look, console)
+    with on_a_bar(aside(), "loading the trained encoder") as progress:
+        reading = encoder.trained(progress)
+        same = same_function(reading)
+    report = report_of(Asked(model_dir=minilm.folder(), page=page))
+    return replace(report, title=reading.model, same_function=same)
 
 
 def _head(console: Console, words: str) -> None:

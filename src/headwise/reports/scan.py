@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 from torch import Tensor
@@ -19,6 +19,9 @@ from headwise.scanning.saved_scan import fields_of_statistic
 from headwise.scanning.statistics.maps import pyramid
 from headwise.scanning.statistics.statistic import Summary
 from headwise.support.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from headwise.studies.experiments.same_weights import SameFunction
 
 MOST_NUMBERS = 16  # heads: numbers of more would not fit into a row
 MOST_CARDS = 8
@@ -41,6 +44,8 @@ class ScanReport:
         notes: what is not as one would expect; those of the scan come on top.
         name_of: how a token is written; None where nobody knows.
         versions: what it was made with.
+        same_function: whether headwise's layers give what the model's own give, where that was
+            measured.
     """
 
     scan: HeadScan
@@ -51,6 +56,7 @@ class ScanReport:
     notes: tuple[str, ...] = ()
     name_of: Callable[[int], str] | None = None
     versions: Mapping[str, str]
+    same_function: SameFunction | None = None
 
     @property
     def all_notes(self) -> tuple[str, ...]:
@@ -93,6 +99,7 @@ class ScanReport:
                 for row in scan.table()
             ],
             "versions": dict(self.versions),
+            **({"same_function": asdict(self.same_function)} if self.same_function else {}),
         }
 
 
@@ -120,6 +127,7 @@ def render(report: ScanReport) -> str:
     environment.filters |= {"css": pictures.css, "ink": pictures.ink, "image": picture_of}
     return environment.get_template("scan.html").render(
         report=report,
+        version=report.versions["headwise"],
         scan=scan,
         shown=telling.pictured(scan),
         unpictured=telling.unpictured(scan),

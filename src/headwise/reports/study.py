@@ -26,4 +26,4 @@ def render(result: Study) -> str:
     # The pictures are drawn by matplotlib, which escapes the text in them.
     pictures = {answer.question.id: Markup(charts.svg(answer)) for answer in result.answers}
     template = templates().get_template("study.html")
-    return template.render(study=result, pictures=pictures)
+    return template.render(study=result, pictures=pictures, version=result.setting["headwise"])

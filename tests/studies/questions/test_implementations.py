@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.masks.mask import Mask
-from headwise.models.reading import AttentionCall, Projections, Reading
 from headwise.studies import encoder
-from headwise.studies.experiments import conventions, same_weights, whole_layer
+from headwise.studies.experiments import conventions, same_weights
 from headwise.studies.experiments.own_layers import IMPLEMENTATIONS, DropIn, Native
 from headwise.studies.peers.annotated import Annotated
 from headwise.studies.peers.bert import Bert
@@ -29,6 +27,7 @@ from headwise.studies.peers.x_transformers import XTransformers
 from headwise.studies.pictures.implementations import size
 from headwise.studies.questions.implementations import QUESTION, fills
 from headwise.studies.study import ask
+from tests.studies.readings import small_reading
 
 pytest.importorskip("transformers")
 pytest.importorskip("x_transformers")
@@ -43,32 +42,6 @@ FACTS = {
     "blocks": 6,
     "one class": 7,
 }
-
-
-def small_reading() -> Reading:
-    """What one layer of two heads gave for two texts, of seven tokens and of four."""
-    given = Weights.random(8, biased=True)
-    assert given.biases is not None
-    x, real = torch.randn(2, 7, 8), torch.ones(2, 7, dtype=torch.bool)
-    real[1, 4:] = False
-    may_attend = real[:, None].expand(-1, 7, -1)
-    mask = Mask.may_attend(may_attend, axes="batch queries keys")
-    output = whole_layer.output(x, x, x, *given.tensors, num_heads=2, mask=mask)
-    projections = Projections(
-        torch.cat(given.matrices[:3]), torch.cat(given.biases[:3]), given.out, given.biases[3]
-    )
-    return Reading(
-        model="a layer",
-        origin="",
-        reference="",
-        num_heads=2,
-        passage="",
-        tokens=tuple("abcdefg"),
-        real=real,
-        separators=torch.zeros_like(real),
-        separator="",
-        calls=(AttentionCall(x, output, projections),),
-    )
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from headwise.studies.experiments.one_head import Projected
 from headwise.studies.question import Answer
 from headwise.studies.questions import same_function
 from headwise.studies.study import ask
-from tests.looks import random_reading
+from tests.studies.readings import random_reading
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,8 @@ def show(report: ScanReport, console: Console) -> None:
     """What was read, every head in a few pictures, and the heads that stand out, in words."""
     _say(console, f"{report.title}: {report.about}; {report.sizes}.")
     _say(console, f"It has read {report.read}. {report.chosen}")
+    if same := report.same_function:
+        _say(console, same.says, "green" if same.holds else "bold red")
     for note in report.all_notes:
         _say(console, f"Note: {note}.", "bold red")
     pictures = most_telling(report.scan)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -37,13 +38,17 @@ def budget(
 
 
 def made(
-    *, biased: bool = False, embed_dim: int = EMBED_DIM, num_heads: int = NUM_HEADS
+    keys: Iterable[str] = tuple(IMPLEMENTATIONS),
+    *,
+    biased: bool = False,
+    embed_dim: int = EMBED_DIM,
+    num_heads: int = NUM_HEADS,
 ) -> dict[str, Peer]:
-    """Every implementation, or those with biases alone, to be filled."""
+    """These implementations, or those with biases alone, to be filled."""
     return {
-        key: make(embed_dim, num_heads).eval()
-        for key, make in IMPLEMENTATIONS.items()
-        if make.biased or not biased
+        key: IMPLEMENTATIONS[key](embed_dim, num_heads).eval()
+        for key in keys
+        if IMPLEMENTATIONS[key].biased or not biased
     }
 
 
@@ -100,13 +105,13 @@ def misread(given: Weights) -> dict[str, Weights]:
     }
 
 
-def of_a_model(reading: Reading) -> dict[str, float]:
+def of_a_model(reading: Reading, keys: Iterable[str] = tuple(IMPLEMENTATIONS)) -> dict[str, float]:
     """The weights and tokens of every layer of an encoder, which has biases and padding.
 
     Returns the largest share of each implementation over the layers, and of the encoder itself.
     """
     embed_dim = reading.calls[0].x.shape[-1]
-    peers = made(biased=True, embed_dim=embed_dim, num_heads=reading.num_heads)
+    peers = made(keys, biased=True, embed_dim=embed_dim, num_heads=reading.num_heads)
     length = reading.real.shape[1]
     may_attend = reading.real[:, None].expand(-1, length, -1)
     largest: dict[str, float] = {}
@@ -120,6 +125,52 @@ def of_a_model(reading: Reading) -> dict[str, float]:
         for key, share in shares(allowed, found).items():
             largest[key] = max(share, largest.get(key, 0.0))
     return largest
+
+
+@dataclass(frozen=True)
+class SameFunction:
+    """Whether headwise's layers, filled with a model's weights, give what its own layers give.
+
+    Attributes:
+        model: the model's name.
+        layers: how many attention layers it has.
+        shares: the largest share of the error budget over the layers, by the layer's name; the
+            model's own is among them.
+    """
+
+    model: str
+    layers: int
+    shares: Mapping[str, float]
+
+    @property
+    def holds(self) -> bool:
+        """True if every layer is within the error budget."""
+        return max(self.shares.values()) <= 1
+
+    @property
+    def says(self) -> str:
+        """The result and its figures, in three sentences."""
+        *ours, own = self.shares
+        verdict = (
+            f"The same function. In all {self.layers} layers"
+            if self.holds
+            else f"Not the same function. In at least one of {self.layers} layers not all of"
+        )
+        shares = ", ".join(f"{name} {share:.2f}" for name, share in self.shares.items())
+        return (
+            f"{verdict} {' and '.join(ours)} with the weights of {self.model}, and {own}, are "
+            f"within the error budget of the formula. The largest shares of it: {shares}."
+        )
+
+
+def same_function(reading: Reading) -> SameFunction:
+    """Fill both layers of headwise with the weights of each layer, and compare the outputs."""
+    shares = of_a_model(reading, keys=("drop_in", "native"))
+    names = {key: make.name for key, make in IMPLEMENTATIONS.items()}
+    names["encoder"] = "the model's own layers"
+    return SameFunction(
+        reading.model, len(reading.calls), {names[key]: share for key, share in shares.items()}
+    )
 
 
 def of_random_weights() -> dict[str, Any]:

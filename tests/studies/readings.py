@@ -1,14 +1,14 @@
-"""Results of a first look at layers with random weights, for tests of what is shown."""
+"""What encoders with random weights read, at once."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import nn
 
+from headwise.masks.mask import Mask
 from headwise.models.reading import AttentionCall, Projections, Reading
-from headwise.studies.first_look import Equality, FirstLook, look
+from headwise.studies.experiments import whole_layer
+from headwise.studies.peers.weights import Weights
 
 LAYERS, HEADS, HEAD_DIM, LENGTH = 3, 5, 6, 37
 
@@ -46,19 +46,33 @@ def random_reading(tokens: tuple[str, ...] | None = None) -> Reading:
     )
 
 
-def random_look(tokens: tuple[str, ...] | None = None) -> FirstLook:
-    return look(random_reading(tokens))
+def small_reading(*, exchanged: bool = False) -> Reading:
+    """What one layer of two heads gave for two texts, of seven tokens and of four.
 
-
-def with_distinct_checks(result: FirstLook) -> FirstLook:
-    """The same, but no two shares of the budget are the same number."""
-    shares = iter(n / 100 for n in range(11, 99))
-
-    def distinct(equality: Equality) -> Equality:
-        checks = {
-            name: replace(getattr(equality, name), ratio=next(shares))
-            for name in ("drop_in", "reference", "matrix")
-        }
-        return replace(equality, **checks)
-
-    return replace(result, equalities=tuple(map(distinct, result.equalities)))
+    With ``exchanged`` the weights that are told are not those it computed with: wq and wk stand
+    in each other's place.
+    """
+    given = Weights.random(8, biased=True)
+    assert given.biases is not None
+    x, real = torch.randn(2, 7, 8), torch.ones(2, 7, dtype=torch.bool)
+    real[1, 4:] = False
+    may_attend = real[:, None].expand(-1, 7, -1)
+    mask = Mask.may_attend(may_attend, axes="batch queries keys")
+    output = whole_layer.output(x, x, x, *given.tensors, num_heads=2, mask=mask)
+    q, k, v = given.matrices[:3]
+    rows = (k, q, v) if exchanged else (q, k, v)
+    projections = Projections(
+        torch.cat(rows), torch.cat(given.biases[:3]), given.out, given.biases[3]
+    )
+    return Reading(
+        model="a layer",
+        origin="",
+        reference="",
+        num_heads=2,
+        passage="",
+        tokens=tuple("abcdefg"),
+        real=real,
+        separators=torch.zeros_like(real),
+        separator="",
+        calls=(AttentionCall(x, output, projections),),
+    )
