@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks import scan
 from benchmarks.matrix import statistics_tensors
 from headwise import AttentionMatrix, Mask
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.observation import Observation, Sequences
 from headwise.scanning.statistics.sweep import sweep
 
 
@@ -60,7 +60,7 @@ def sweep_beyond_the_fused_forward() -> float:
     observation, fused = scan.observed(torch.float32)
     statistics = catalogue.named(scan.TEN)
     small = AttentionMatrix(*(torch.randn(1, 12, 64, 64) for _ in range(2)), mask=Mask.causal())
-    sweep(Observation(matrix=small, sequences=Sequences.of(small)), statistics)
+    sweep(CapturedCall.of(small), statistics)
     fused()
     before = peak_mb()
     sweep(observation, statistics)

@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.case import Case
 from headwise import AttentionMatrix, Mask
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.observation import Observation, Sequences
 from headwise.scanning.statistics.sweep import sweep
 
 SHAPE = (1, 12, 8192, 64)
@@ -30,7 +30,7 @@ TEN = (
 )
 
 
-def observed(dtype: torch.dtype) -> tuple[Observation, Callable[[], Tensor]]:
+def observed(dtype: torch.dtype) -> tuple[CapturedCall, Callable[[], Tensor]]:
     """A causal call with everything known that a statistic may need, and its fused forward."""
     q, k, v = (torch.randn(SHAPE).to(dtype) for _ in range(3))
     _, heads, length, width = SHAPE
@@ -40,11 +40,11 @@ def observed(dtype: torch.dtype) -> tuple[Observation, Callable[[], Tensor]]:
         return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     tokens = torch.randint(50_000, (1, length))
-    observation = Observation(
-        matrix=matrix,
-        sequences=Sequences.of(
-            matrix, tokens=tokens, separators=tokens % 20 == 0, specials=tokens < 10
-        ),
+    observation = CapturedCall.of(
+        matrix,
+        tokens=tokens,
+        separators=tokens % 20 == 0,
+        specials=tokens < 10,
         values=v,
         outputs=fused(),
         out_proj=torch.randn(heads, width, heads * width),

@@ -109,6 +109,11 @@ class AttentionMatrix(LeftOperand):
         batch, heads, queries, _ = self.q.shape
         return batch, heads, queries, self.k.shape[2]
 
+    @property
+    def bound_mask(self) -> BoundMask:
+        """The mask at the sizes of this matrix."""
+        return self._mask
+
     def __repr__(self) -> str:
         options = [f"{axis}={n}" for axis, n in zip(MATRIX_AXES, self.shape, strict=True)]
         options.append(str(self.q.dtype).removeprefix("torch."))

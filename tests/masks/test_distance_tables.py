@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headwise import AttentionMatrix, Mask, ScoreBias
 from headwise.errors import MaskError
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.scanning.statistics.observation import Observation, Sequences
 from headwise.scanning.statistics.sweep import sweep
 from headwise.testing import Budget
 from tests.honest import normal
@@ -82,7 +82,7 @@ def test_statistics_see_what_a_table_hides() -> None:
     found = []
     for score_bias in (bias, written(bias, (BATCH, HEADS, QUERIES, QUERIES))):
         matrix = AttentionMatrix(q, k, score_bias=score_bias)
-        observation = Observation(matrix=matrix, sequences=Sequences.of(matrix))
+        observation = CapturedCall.of(matrix)
         known = [s for s in STANDARD if s.missing(observation) is None]
         summaries = sweep(observation, known)
         found.append({s.definition.name: s.result(summaries[s.definition.name]) for s in known})

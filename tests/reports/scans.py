@@ -9,23 +9,26 @@ import torch
 from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from headwise.reports.scan import ScanReport
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.readings import LayerScan
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.observation import Observation, Sequences
-from headwise.scanning.statistics.statistic import Statistic
+from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.scanning.statistics.sweep import sweep
 
 LAYERS, HEADS, LENGTH = 3, 5, 37
 
 
-def layer_of(index: int, statistics: Sequence[Statistic], *, heads: int, length: int) -> LayerScan:
+def layer_of(
+    index: int, statistics: Sequence[TileStatistic], *, heads: int, length: int
+) -> LayerScan:
     generator = torch.Generator().manual_seed(index)
     q, k, v = (3 * torch.randn(1, heads, length, 7, generator=generator) for _ in range(3))
     matrix = AttentionMatrix(q, k, mask=Mask.causal(), scale=1.0)
     tokens = torch.randint(20, (1, length), generator=generator)
-    sequences = Sequences.of(matrix, tokens=tokens, separators=tokens == 3)
-    observation = Observation(matrix=matrix, sequences=sequences, values=v, outputs=matrix @ v)
+    observation = CapturedCall.of(
+        matrix, tokens=tokens, separators=tokens == 3, values=v, outputs=matrix @ v
+    )
     missing = {s.definition.name: r for s in statistics if (r := s.missing(observation))}
     fitting = [s for s in statistics if s.definition.name not in missing]
     return LayerScan(

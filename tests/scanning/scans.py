@@ -10,15 +10,15 @@ from torch import Tensor
 
 from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.readings import LayerScan
 from headwise.scanning.statistics.keys import FirstToken, MostReceived
 from headwise.scanning.statistics.maps import Map
-from headwise.scanning.statistics.observation import Observation, Sequences
 from headwise.scanning.statistics.places import Distance, OffsetProfile, PreviousToken
 from headwise.scanning.statistics.similarity import TotalVariation
 from headwise.scanning.statistics.spread import Entropy, Maximum, RelativeEntropy
-from headwise.scanning.statistics.statistic import Definition, RowMean, Statistic
+from headwise.scanning.statistics.statistic import Definition, RowMean, TileStatistic
 from headwise.scanning.statistics.sweep import sweep
 from headwise.scanning.statistics.tile import WeightTile
 from headwise.scanning.statistics.top_keys import TopKeys
@@ -66,7 +66,7 @@ def layer_scan(
     matrices: Sequence[AttentionMatrix],
     *,
     name: str = "layer.0",
-    statistics: Sequence[Statistic] = STATISTICS,
+    statistics: Sequence[TileStatistic] = STATISTICS,
     is_cross: bool = False,
     heads: tuple[int, ...] | None = None,
 ) -> LayerScan:
@@ -95,14 +95,16 @@ def layer_scan(
     )
 
 
-def _observation(matrix: AttentionMatrix, heads: tuple[int, ...], *, is_cross: bool) -> Observation:
+def _observation(
+    matrix: AttentionMatrix, heads: tuple[int, ...], *, is_cross: bool
+) -> CapturedCall:
     some = AttentionMatrix(matrix.q[:, list(heads)], matrix.k[:, list(heads)], mask=matrix.mask)
-    return Observation(matrix=some, sequences=Sequences.of(some, own_key=None if is_cross else 0))
+    return CapturedCall.of(some, own_key=None if is_cross else 0)
 
 
 def head_scan(
     *layers: LayerScan,
-    statistics: Sequence[Statistic] = STATISTICS,
+    statistics: Sequence[TileStatistic] = STATISTICS,
     model: str = "Model",
     notes: tuple[str, ...] = (),
 ) -> HeadScan:
@@ -124,7 +126,7 @@ def random_scan(
     layers: int = 2,
     heads: int = HEADS,
     length: int = LENGTH,
-    statistics: Sequence[Statistic] = STATISTICS,
+    statistics: Sequence[TileStatistic] = STATISTICS,
     model: str = "Model",
     notes: tuple[str, ...] = (),
 ) -> HeadScan:

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.scanning.calls import LayerCall
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.reaching import reached
 from headwise.scanning.scan import scan
 from tests.scanning.models import (
@@ -33,13 +33,13 @@ from tests.scanning.models import (
 from tests.scanning.test_scan import close
 
 
-def calls_of(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, LayerCall]:
-    found: dict[str, LayerCall] = {}
+def calls_of(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, CapturedCall]:
+    found: dict[str, CapturedCall] = {}
 
-    def settled(call: LayerCall) -> None:
+    def settled(call: CapturedCall) -> None:
         found[call.layer] = call
 
-    with torch.no_grad(), reached(model, lambda call: None, settled=settled):
+    with torch.no_grad(), reached(model, settled=settled):
         model(*args, **kwargs)
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,16 +12,15 @@ from torch.utils.checkpoint import checkpoint
 from headwise import Attention
 from headwise.budget.budget import BACKWARD, Budget
 from headwise.errors import OptionError
-from headwise.matrix import AttentionMatrix
 from headwise.models import planted
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import gradients
-from headwise.scanning.importance.gates import UNRECORDED, Gates
-from headwise.scanning.importance.runs import Layers
+from headwise.scanning.importance.gradients import UNRECORDED, Gates
 from headwise.scanning.reaching import reached
+from headwise.scanning.readings import Layers
+from headwise.scanning.scan import scan
 from headwise.scanning.statistics.importance import STATISTICS
-from headwise.scanning.statistics.observation import Observation, Sequences
-from headwise.scanning.statistics.sweep import sweep
+from headwise.scanning.statistics.statistic import TileStatistic
 from tests.scanning.importance_cases import (
     BATCH,
     EMBED,
@@ -194,7 +192,8 @@ def test_gates_change_no_bit() -> None:
             gated = model(x)
         assert torch.equal(plain, gated)
         gates.backward(squares(gated, x).double())
-        assert all(torch.isfinite(sums.signed).all() for sums in gates.sums.values())
+        for layer in gates.layers.chosen():
+            assert torch.isfinite(layer.summaries["gate_gradient"]["sum"]).all()
 
 
 def test_one_backward_pass_for_all() -> None:
@@ -281,13 +280,9 @@ def test_they_are_kept_and_read(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("statistic", STATISTICS, ids=lambda s: s.definition.name)
 def test_no_pass_over_the_weights_can_tell(statistic: Any) -> None:
-    matrix = AttentionMatrix(*torch.randn(2, 3, 6, 8, 5).unbind())
-    observation = Observation(matrix=matrix, sequences=Sequences.of(matrix))
-    with pytest.raises(OptionError, match="it takes the model"):
-        sweep(observation, [statistic])
-    for refuse in (statistic.start, partial(statistic.finish, None)):
-        with pytest.raises(OptionError, match=r"gradients or \.ablations"):
-            refuse(observation)
+    assert not isinstance(statistic, TileStatistic)
+    with pytest.raises(OptionError, match=r"gradients or \.ablations"):
+        scan(Mixing(), torch.randn(BATCH, LENGTH, EMBED), statistics=[statistic])
 
 
 class Checkpointed(nn.Module):

@@ -13,7 +13,7 @@ from headwise.errors import OptionError
 from headwise.huggingface.attention import attend
 from headwise.models import planted
 from headwise.models.planted import rules
-from headwise.scanning.statistics.repeats import Repeats
+from headwise.scanning.call_rows import Repeats
 
 DTYPES = (
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),

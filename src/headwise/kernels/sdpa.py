@@ -15,6 +15,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwise.kernels.problem import Problem
 from headwise.masks.casting import cast_bias, cast_biases
+from headwise.support.own_calls import call_as_own
 
 
 def head_outputs(problem: Problem, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
@@ -39,10 +40,9 @@ def head_outputs(problem: Problem, v: Tensor, *, dropout_p: float = 0.0) -> Tens
         if attn_mask is not None and attn_mask.shape[1] != 1:
             attn_mask = attn_mask.unflatten(1, (-1, group)).squeeze(3)
     grouped = {"enable_gqa": True} if group > 1 and not in_groups else {}
-    options = {**causal, **grouped}
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=problem.scale, **options
-    )
+    options: dict[str, object] = {**causal, **grouped}
+    options |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "scale": problem.scale}
+    out = call_as_own(scaled_dot_product_attention, q, k, v, **options)
     out = out.flatten(1, 2).unsqueeze(2) if in_groups else out
     return out[..., :value_dim] if width != value_dim else out
 

@@ -20,10 +20,9 @@ from headwise.errors import OptionError
 from headwise.kernels.tiles import TILE_ELEMENTS
 from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
-from headwise.scanning.calls import LayerCall
+from headwise.scanning.captured_call import CELLS, CapturedCall
 from headwise.scanning.reaching import reached
-from headwise.scanning.statistics.observation import CELLS, Observation, Sequences
-from headwise.scanning.statistics.statistic import Statistic
+from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.scanning.statistics.sweep import sweep
 from headwise.support.axes import human_bytes
 
@@ -67,16 +66,13 @@ def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
     """The attention calls of a short run."""
     found: list[Call] = []
 
-    def watch(call: LayerCall) -> None:
-        matrix = call.matrix
-        batch, heads, queries, keys = matrix.shape
-        bound = matrix.mask.bind(
-            batch=batch, heads=heads, queries=queries, keys=keys, device=matrix.q.device
-        )
+    def watch(call: CapturedCall) -> None:
+        matrix, bound = call.matrix, call.matrix.bound_mask
+        assert call.values is not None
         has_span = bound.lower is not None and bound.upper is not None
         span = bound.upper - bound.lower + 1 if has_span else None  # type: ignore[operator]
         width = matrix.q.shape[-1] + call.values.shape[-1]
-        found.append(Call(heads, width, bound.is_causal, span))
+        found.append(Call(matrix.shape[1], width, bound.is_causal, span))
 
     with reached(model, watch):
         run()
@@ -86,7 +82,7 @@ def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
 def estimate(
     model: nn.Module,
     calls: Sequence[Call],
-    statistics: Iterable[Statistic],
+    statistics: Iterable[TileStatistic],
     lengths: Sequence[int],
     *,
     held: int,
@@ -111,7 +107,7 @@ def estimate(
 
 
 def memory(
-    model: nn.Module, calls: Sequence[Call], statistics: Sequence[Statistic], length: int
+    model: nn.Module, calls: Sequence[Call], statistics: Sequence[TileStatistic], length: int
 ) -> int:
     """Bytes that reading ``length`` tokens takes on top of the model."""
     heads = max(call.heads for call in calls)
@@ -149,7 +145,7 @@ class Speed:
     entry: float
 
 
-def measured_speed(calls: Sequence[Call], statistics: Sequence[Statistic]) -> Speed:
+def measured_speed(calls: Sequence[Call], statistics: Sequence[TileStatistic]) -> Speed:
     """The better of two runs of a small problem; a fraction of a second."""
     heads = min(8, max((call.heads for call in calls), default=1))
     width = max(1, max((call.width for call in calls), default=2) // 2)
@@ -161,11 +157,12 @@ def measured_speed(calls: Sequence[Call], statistics: Sequence[Statistic]) -> Sp
     matrix = AttentionMatrix(q, k, mask=Mask.causal() if is_causal else Mask())
     tokens = torch.randint(SAMPLE, (1, SAMPLE), generator=generator)
     chosen = tokens < SAMPLE // 16
-    sequences = Sequences.of(matrix, tokens=tokens, separators=chosen, specials=chosen)
-    observation = Observation(matrix=matrix, sequences=sequences, values=v, outputs=v)
-    fitting = [s for s in statistics if s.missing(observation) is None]
+    call = CapturedCall.of(
+        matrix, tokens=tokens, separators=chosen, specials=chosen, values=v, outputs=v
+    )
+    fitting = [s for s in statistics if s.missing(call) is None]
     entries = heads * SAMPLE**2 / (2 if is_causal else 1)
-    entry = min(_seconds(lambda: sweep(observation, fitting)) for _ in range(2)) / entries
+    entry = min(_seconds(lambda: sweep(call, fitting)) for _ in range(2)) / entries
     return Speed(product, entry)
 
 

@@ -68,7 +68,7 @@ class HeadScan(Readings):
             notes=tuple(dict.fromkeys(note for scan in everyone for note in scan.notes)),
             statistics=self.statistics,
             layer_scans=tuple(
-                self._merged(layers)
+                LayerScan.merged(layers, self.statistics)
                 for layers in zip(*(scan.layer_scans for scan in everyone), strict=True)
             ),
         )
@@ -134,30 +134,6 @@ class HeadScan(Readings):
         """
         fields, _ = files.read(Path(path), statistics)
         return cls(**fields)
-
-    # ---- within -----------------------------------------------------------------------------
-
-    def _merged(self, layers: tuple[LayerScan, ...]) -> LayerScan:
-        first = layers[0]
-        summaries = {
-            name: statistic.merge([layer.summaries[name] for layer in layers])
-            for statistic in self.statistics
-            if (name := statistic.definition.name) in first.summaries
-        }
-        missing = {
-            name: "; ".join(dict.fromkeys(layer.missing[name] for layer in layers))
-            for name in self.names
-            if name not in summaries
-        }
-        return LayerScan(
-            name=first.name,
-            num_heads=first.num_heads,
-            heads=first.heads,
-            kind=first.kind,
-            calls=sum(layer.calls for layer in layers),
-            summaries=summaries,
-            missing=missing,
-        )
 
 
 def _difference_of_statistics(one: HeadScan, two: HeadScan) -> str | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import OptionError, ShapeError
+from headwise.errors import HeadwiseError, OptionError, ShapeError
 from headwise.scanning.modules import as_written
 from headwise.scanning.weights import plain_parts
 from headwise.support.axes import describe_value
@@ -26,10 +27,11 @@ OUTSIDE = "check where the ids come from: a tokenizer must be the one that belon
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """One input: ``model(*positional, **named)``."""
+    """One input: ``model(*positional, **named)``, and ``given``, which it was made of."""
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
+    given: Any = None
 
 
 def require_module(model: Any) -> nn.Module:
@@ -77,11 +79,11 @@ def _no_inputs(saw: str) -> OptionError:
 
 def _arguments(one: Any) -> Arguments:
     if isinstance(one, Mapping):  # a BatchEncoding of transformers, too
-        return Arguments((), dict(one))
+        return Arguments((), dict(one), one)
     if isinstance(one, tuple):
-        return Arguments(one, {})
+        return Arguments(one, {}, one)
     if isinstance(one, Tensor):
-        return Arguments((one,), {})
+        return Arguments((one,), {}, one)
     do = "e.g. scan(model, {'input_ids': ids, 'attention_mask': mask})"
     if isinstance(one, int | list):  # a list stands for several inputs
         do = "torch.tensor([ids]) for the token ids of one text"
@@ -95,16 +97,28 @@ def _arguments(one: Any) -> Arguments:
     )
 
 
-def without_extras(model: Any, given: Arguments, *, with_logits: bool) -> Arguments:
-    """The same input, asking a model of transformers for no more than is needed."""
+def prepared(model: Any, several: list[Arguments], *, with_logits: bool = False) -> list[Arguments]:
+    """Return inputs that ask a model of transformers for no more than is needed.
+
+    Raises:
+        OptionError: token ids that the model cannot look up.
+    """
+    if isinstance(model, nn.Module):
+        for one in several:
+            require_tokens(model, one)
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-        return given
+        return several
     taken = inspect.signature(model.forward).parameters
     unwanted = NO_CACHE if with_logits else NO_CACHE | NO_LOGITS
-    extras = {k: v for k, v in unwanted.items() if k in taken and k not in given.named}
-    if given.named.get("labels") is not None:
-        extras.pop("logits_to_keep", None)  # the model's own loss is of all of them
-    return Arguments(given.positional, {**given.named, **extras})
+    return [
+        _asking_for_less(one, {k: v for k, v in unwanted.items() if k in taken}) for one in several
+    ]
+
+
+def _asking_for_less(one: Arguments, unwanted: dict[str, Any]) -> Arguments:
+    if one.named.get("labels") is not None:  # the model's own loss is of all logits
+        unwanted = {k: v for k, v in unwanted.items() if k not in NO_LOGITS}
+    return replace(one, named={**unwanted, **one.named})
 
 
 def require_finite(model: nn.Module) -> None:
@@ -215,3 +229,25 @@ def _embedding_of(model: nn.Module) -> Any:
         return named()
     except (NotImplementedError, AttributeError):  # a model of transformers without tokens
         return None
+
+
+@contextmanager
+def on_tokens(title: str, count: int, *, do: str) -> Iterator[None]:
+    """Refuse a model that fails in the block, which gives it ``count`` tokens and nothing else.
+
+    Args:
+        title: what the model is called.
+        count: how many tokens it is given.
+        do: what to do instead.
+    """
+    try:
+        yield
+    except HeadwiseError:
+        raise
+    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        raise OptionError(
+            saw=f"{title}, which fails on {count} tokens: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}",
+            needed="a model that reads tokens and nothing else",
+            do=do,
+        ) from error

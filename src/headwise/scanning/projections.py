@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.kernels.problem import accumulation_dtype
-from headwise.scanning.calls import LayerCall
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.modules import Running
 from headwise.scanning.weights import as_floats
 
@@ -25,10 +25,13 @@ class Pending:
     Args:
         call: what was shown.
         block: the block around it, whose state the output is added to; None where it is not known.
+        version: of the head outputs when they were shown: it counts changes in place.
     """
 
-    def __init__(self, call: LayerCall, block: Running | None) -> None:
-        self.call, self.block = call, block
+    def __init__(self, call: CapturedCall, block: Running | None, *, version: int) -> None:
+        self.call, self.block, self.version = call, block, version
+        assert call.outputs is not None
+        self._outputs = call.outputs
         self.is_settled = False
         self.was_read = False  # a module was given the head outputs, as they are
         self._given: dict[Running, bool] = {}  # what runs on the outputs: whether inside the module
@@ -36,7 +39,7 @@ class Pending:
 
     def before(self, running: Running, around: list[nn.Module]) -> None:
         """A module is about to run; ``around`` are those that are running."""
-        if running.state is not None and _is_merged(running.state, self.call.outputs):
+        if running.state is not None and _is_merged(running.state, self._outputs):
             self._given[running], self.was_read = self.call.module in around, True
 
     def after(self, running: Running, output: Any) -> None:
@@ -50,7 +53,7 @@ class Pending:
         is_inside = self._given.pop(running, None)
         if is_inside is None or given is None:
             return
-        found = by_head(running.module, self.call)
+        found = by_head(running.module, self._outputs)
         if found is None or not _is_product(running, given):
             return
         if is_inside:
@@ -59,10 +62,10 @@ class Pending:
             self.call.out_proj, self.is_settled = found, True
 
 
-def by_head(module: nn.Module, call: LayerCall) -> Tensor | None:
+def by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
     """(heads, value_dim, embed_dim): the part of a module's matrix that each head goes through."""
     matrix = _matrix(module)
-    _, heads, _, value_dim = call.outputs.shape
+    _, heads, _, value_dim = outputs.shape
     if matrix is None or matrix.shape[0] != heads * value_dim:
         return None
     parts: Tensor = matrix.detach().unflatten(0, (heads, value_dim))

@@ -20,20 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.errors import OptionError
 from headwise.huggingface.switching import switched
 from headwise.layers.hooks import watching
 from headwise.matrix import AttentionMatrix
-from headwise.scanning import projections
-from headwise.scanning.calls import LayerCall
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.modules import Modules, Running, same, version_of
-from headwise.scanning.tokens import TokenStreams
+from headwise.scanning.projections import Pending, by_head
+from headwise.scanning.tokens import KeyTokens, TokenStreams
 from headwise.scanning.torch_calls import TorchCalls
+from headwise.support.own_calls import telling_own_calls
 
 # A module of these names that ran and showed nothing may be attention that was not reached.
 LOOKS_LIKE = ("attention", "attn")
+MOST_NAMES = 4  # of these, before the rest is counted
 
-Watch = Callable[[LayerCall], Tensor | None]
-Settled = Callable[[LayerCall], None]
+Watch = Callable[[CapturedCall], Tensor | None]
+Settled = Callable[[CapturedCall], None]
 
 _one_at_a_time = threading.RLock()  # hooks of two readers of one model would meet
 
@@ -45,12 +48,16 @@ class Reach:
     ``tables`` the shapes of the embeddings that looked up tokens.
     """
 
-    def __init__(self, model: nn.Module | None, watch: Watch, settled: Settled | None) -> None:
+    def __init__(
+        self, model: nn.Module | None, watch: Watch | None, settled: Settled | None
+    ) -> None:
         self.layers: dict[str, str] = {}
         self.tables: set[tuple[int, ...]] = set()
         self._watch, self._settled = watch, settled
-        self._pending: projections.Pending | None = None
+        self._pending: Pending | None = None
         self._ran: dict[str, str] = {}
+        # Block, and real queries, of the last self-attention.
+        self._last_block: tuple[str, Tensor | None] = ("", None)
         self._heads: dict[str, int] = {}
         self._bare = 0
         self._looks_up = model is not None and any(
@@ -78,26 +85,41 @@ class Reach:
             if not any(other.startswith(name + ".") for other in named)
         }
 
+    def require_any(self, model: str) -> None:
+        """Raise OptionError if no attention of the model was seen."""
+        if self.layers:
+            return
+        similar = ", ".join(sorted(set(self.unseen.values()))) or "none"
+        raise OptionError(
+            saw=f"{model}, in which no attention was seen; looking like it: {similar}",
+            needed="attention that goes through transformers' interface, torch's layers, "
+            "scaled_dot_product_attention, or headwise",
+            do="where a module multiplies queries and keys itself, put an AttentionMatrix there",
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What looks like attention, ran, and was not seen, in a sentence; none if all was."""
+        if not (unseen := self.unseen):
+            return ()
+        names = ", ".join(f"{name} ({kind})" for name, kind in list(unseen.items())[:MOST_NAMES])
+        more = f" and {len(unseen) - MOST_NAMES} more" if len(unseen) > MOST_NAMES else ""
+        return (
+            f"{len(self.layers)} layers were seen; {len(unseen)} that look like attention ran and "
+            "were not: they multiply matrices themselves, call the kernel of another library, or "
+            f"are scripted or exported graphs: {names}{more}",
+        )
+
     def begin(self) -> None:
         """Another input: other sequences, and what runs outside of any module counts anew."""
-        self._bare = 0
+        self._bare, self._last_block = 0, ("", None)
         self._tokens.begin_input()
 
     def show(self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
         """A watcher of `headwise.layers.hooks`."""
         self.settle()
         stack = self.modules.stack
-        call = LayerCall(
-            layer=self._layer_name(matrix),
-            module=stack[-1].module if stack else None,
-            matrix=matrix,
-            values=v,
-            outputs=outputs,
-            version=version_of(outputs),
-            is_cross=_is_cross(stack, matrix),
-            block=next((running.name for running in stack if running.is_block), ""),
-        )
-        self._place(call)
+        call = self._call(matrix, v, outputs)
         block = _block_of(stack, matrix)
         if stack:
             stack[-1].last_keys = matrix.k, call.is_cross
@@ -105,12 +127,12 @@ class Reach:
             running.attended += 1
         self._forget_projected()
         self.layers.setdefault(call.layer, type(call.module).__name__)
-        changed = self._watch(call)
+        changed = None if self._watch is None else self._watch(call)
         if self._settled is not None:
-            self._pending = projections.Pending(call, block)
+            self._pending = Pending(call, block, version=version_of(outputs))
             if isinstance(call.module, nn.MultiheadAttention):
                 # Its projection is applied by a function.
-                call.out_proj = projections.by_head(call.module.out_proj, call)
+                call.out_proj = by_head(call.module.out_proj, outputs)
                 self.settle()
         return outputs if changed is None else changed
 
@@ -121,10 +143,14 @@ class Reach:
             return
         if pending.was_read:
             self._forget_projected()  # what went into the output projection is no query and no key
-        block = pending.block
+        call, block = pending.call, pending.block
+        # A model may have changed its head outputs since they were shown.
+        if not version_of(call.outputs) == pending.version >= 0:
+            call.outputs = None
         if block is not None and version_of(block.state) == block.version >= 0:
-            pending.call.residual = block.state
-        self._settled(pending.call)
+            is_added_to = call.out_proj is not None and _width(block.state) == _width(call.out_proj)
+            call.residual = block.state if is_added_to else None
+        self._settled(call)
 
     def _forget_projected(self) -> None:
         for running in self.modules.stack:
@@ -142,25 +168,57 @@ class Reach:
             return f"{name} ({heads} heads)"
         return name
 
-    def _place(self, call: LayerCall) -> None:
+    def _call(self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> CapturedCall:
+        """The record of a call, with what is known before anything else runs."""
+        stack, layer = self.modules.stack, self._layer_name(matrix)
+        batch, _, queries, keys = matrix.shape
+        is_cross = _is_cross(stack, matrix)
+        own_key, known = self._place(layer, matrix, is_cross=is_cross)
+        real_keys = _real_keys(matrix, own_key)
+        block = next((running.name for running in stack if running.is_block), "")
+        if own_key is not None and own_key + queries <= keys:
+            real_queries = real_keys[:, own_key : own_key + queries]
+            self._last_block = block, real_queries
+        else:
+            own_key, real_queries = None, real_keys.new_ones(batch, queries)
+            last, of_last = self._last_block
+            # Queries of cross attention are those of the self-attention before it in its block.
+            if block and last == block and of_last is not None:
+                real_queries = of_last if of_last.shape == (batch, queries) else real_queries
+        return CapturedCall(
+            layer=layer,
+            module=stack[-1].module if stack else None,
+            matrix=matrix,
+            values=v,
+            outputs=outputs,
+            is_cross=is_cross,
+            own_key=own_key,
+            real_queries=real_queries,
+            real_keys=real_keys,
+            tokens=known.tokens,
+            dropped=known.dropped,
+        )
+
+    def _place(
+        self, layer: str, matrix: AttentionMatrix, *, is_cross: bool
+    ) -> tuple[int | None, KeyTokens]:
         """Where the queries stand among the keys, and which tokens these are."""
-        matrix = call.matrix
+        if is_cross:
+            return None, self._tokens.of_cross(layer, matrix.shape)
         _, _, queries, keys = matrix.shape
-        if call.is_cross:
-            call.tokens = self._tokens.of_cross(call.layer, matrix.shape).tokens
-            return
-        lower, upper = _bands(matrix)
-        call.own_key = 0 if queries == keys else upper
+        bound = matrix.bound_mask
+        upper = None if bound.upper is None else min(max(0, bound.upper), max(0, keys - queries))
+        own_key = 0 if queries == keys else upper
         known = self._tokens.of_self(
-            call.layer,
+            layer,
             matrix.shape,
             self.modules.stack,
-            own_key=call.own_key,
-            windowed=lower is not None,
+            own_key=own_key,
+            windowed=bound.lower is not None,
         )
-        call.tokens, call.dropped = known.tokens, known.dropped
-        if call.own_key is None and known.seen is not None:
-            call.own_key = known.seen - known.dropped - queries
+        if own_key is None and known.seen is not None:
+            own_key = known.seen - known.dropped - queries
+        return own_key, known
 
     def _before(self, running: Running) -> None:
         is_whole = not self.modules.stack
@@ -187,14 +245,16 @@ class Reach:
 
 @contextmanager
 def reached(
-    model: nn.Module | None, watch: Watch, *, settled: Settled | None = None
+    model: nn.Module | None, watch: Watch | None = None, *, settled: Settled | None = None
 ) -> Iterator[Reach]:
-    """Show ``watch`` every attention call of ``model`` while the block runs it.
+    """Follow every attention call of ``model`` while the block runs it.
 
     Args:
         model: None where what runs is a function.
-        watch: given each call; returns the head outputs to go on with, or None for its own.
-        settled: given each call once more, when all that can be known around it is known.
+        watch: given each call at once; returns the head outputs to go on with, or None for its
+            own.
+        settled: given each call, or given it once more, when all that can be known around it is
+            known.
     """
     with _one_at_a_time, ExitStack() as stack:
         reach = Reach(model, watch, settled)
@@ -204,18 +264,33 @@ def reached(
             stack.enter_context(switched(model))
         stack.enter_context(reach.modules.followed())
         stack.enter_context(watching(reach.show))
+        stack.enter_context(telling_own_calls())
         stack.enter_context(TorchCalls())
         yield reach
         reach.settle()
 
 
-def _bands(matrix: AttentionMatrix) -> tuple[int | None, int | None]:
-    """``lower <= key - query <= upper``, where the mask has such bands."""
-    batch, heads, queries, keys = matrix.shape
-    sizes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
-    bound = matrix.mask.bind(**sizes, device=matrix.q.device)
-    upper = None if bound.upper is None else min(max(0, bound.upper), max(0, keys - queries))
-    return bound.lower, upper
+def _real_keys(matrix: AttentionMatrix, own_key: int | None) -> Tensor:
+    """(batch, keys): False where a key is hidden from every query, other than by a band.
+
+    Behind the last query's own key a band hides what a cache has room for.
+    """
+    bound, batch, device = matrix.bound_mask, len(matrix.q), matrix.q.device
+    real = torch.ones(batch, bound.keys, dtype=torch.bool, device=device)
+    if bound.key_lengths is not None:
+        real &= torch.arange(bound.keys, device=device) < bound.key_lengths[:, None]
+    for _, key_ids in bound.segment_ids:
+        real &= key_ids >= 0
+    hides = [bias > -torch.inf for bias in matrix.score_bias.tensors if bias.shape[2] == 1]
+    for allowed in (*bound.dense, *hides):
+        real &= allowed.amax((1, 2)).expand(batch, bound.keys)
+    if own_key is not None and bound.upper is not None:
+        real[:, own_key + bound.queries :] = False
+    return real
+
+
+def _width(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.shape[-1]
 
 
 def _is_cross(stack: list[Running], matrix: AttentionMatrix) -> bool:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.statistics.catalogue import unknown_statistic
+from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.statistics.catalogue import LONGEST_NAME, unknown_statistic
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
 from headwise.scanning.tables import HeadValue, Row, table_of, top_of
+from headwise.support.axes import describe_value
 from headwise.support.extras import require
 
+MOST_LAYERS = 12  # names of layers to choose from, before the rest is counted
 OTHER_HEAD = "other_head"  # the axis of a statistic that sets the heads of a layer side by side
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class LayerScan:
-    """What was seen of one layer.
+    """What was seen of one layer. A scan fills it, call by call, and a `HeadScan` keeps it.
 
     Attributes:
         name: of the layer in the model, such as "encoder.layer.3.attention.self".
@@ -36,9 +41,56 @@ class LayerScan:
     num_heads: int
     heads: tuple[int, ...]
     kind: Literal["self", "cross"]
-    calls: int
-    summaries: Mapping[str, Summary]
-    missing: Mapping[str, str]
+    calls: int = 0
+    summaries: dict[str, Summary] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, call: CapturedCall, heads: tuple[int, ...] | None) -> LayerScan:
+        """Return the scan of a call's layer, before any call, of these heads or all.
+
+        Raises:
+            OptionError: the layer does not have these heads.
+        """
+        count = call.matrix.shape[1]
+        if heads is not None and any(not 0 <= head < count for head in heads):
+            raise OptionError(
+                saw=f"heads {describe_value(list(heads))} of {call.layer}",
+                needed=f"heads from 0 to {count - 1}: the layer has {count}",
+                do="name heads that every layer has, or layers that have these heads",
+            )
+        return cls(
+            name=call.layer,
+            num_heads=count,
+            heads=tuple(range(count)) if heads is None else heads,
+            kind="cross" if call.is_cross else "self",
+        )
+
+    def add(self, statistic: Statistic, summary: Summary) -> None:
+        """Merge a summary of what was read next into that of what was read before."""
+        name, before = statistic.definition.name, self.summaries
+        both = [before[name], summary] if name in before else [summary]
+        self.summaries[name] = statistic.merge(both)
+
+    @classmethod
+    def merged(cls, layers: Sequence[LayerScan], statistics: Iterable[Statistic]) -> LayerScan:
+        """Return the scan of one layer from several scans of it, between which nothing differs."""
+        first = layers[0]
+        names = [s.definition.name for s in statistics]
+        return replace(
+            first,
+            calls=sum(layer.calls for layer in layers),
+            summaries={
+                name: statistic.merge([layer.summaries[name] for layer in layers])
+                for name, statistic in zip(names, statistics, strict=True)
+                if name in first.summaries
+            },
+            missing={
+                name: "; ".join(dict.fromkeys(layer.missing[name] for layer in layers))
+                for name in names
+                if name not in first.summaries
+            },
+        )
 
     def difference(self, other: LayerScan) -> str | None:
         """The first thing that keeps two from being scans of one layer; None where nothing does."""
@@ -57,6 +109,60 @@ class LayerScan:
                     why = lacks.missing.get(name, "it was not asked for")
                     return f"layer {self.name} with {name}, and without: {why}"
         return None
+
+
+class Layers:
+    """The layers whose attention a model shows while it runs, and which of them are asked for.
+
+    Args:
+        patterns: names of layers, or patterns such as "*layer.3.*"; all if None.
+        heads: numbers; all if None.
+    """
+
+    def __init__(
+        self, patterns: tuple[str, ...] | None, heads: tuple[int, ...] | None = None
+    ) -> None:
+        self._patterns, self._heads = patterns, heads
+        self._seen: dict[str, LayerScan | None] = {}  # None where it is not asked for
+
+    def see(self, call: CapturedCall) -> LayerScan | None:
+        """Count a call, and return its layer if it is asked for."""
+        if call.layer not in self._seen:
+            is_chosen = self._patterns is None or any(
+                fnmatchcase(call.layer, pattern) for pattern in self._patterns
+            )
+            self._seen[call.layer] = LayerScan.of(call, self._heads) if is_chosen else None
+        layer = self._seen[call.layer]
+        if layer is not None:
+            layer.calls += 1
+        return layer
+
+    def chosen(self) -> tuple[LayerScan, ...]:
+        """Return those that are asked for, in call order.
+
+        Raises:
+            OptionError: no attention was seen, or none of the layers that are asked for.
+        """
+        if found := tuple(layer for layer in self._seen.values() if layer is not None):
+            return found
+        patterns, seen = self._patterns or (), list(self._seen)
+        near = get_close_matches((patterns or ("",))[0][:LONGEST_NAME], seen, n=1)
+        more = f", and {len(seen) - MOST_LAYERS} more" if len(seen) > MOST_LAYERS else ""
+        raise OptionError(
+            saw=f"layers {describe_value(list(patterns))}",
+            needed=f"among {', '.join(map(repr, seen[:MOST_LAYERS])) or 'none'}{more}: the layers "
+            "whose attention was seen",
+            do=f'{near[0]!r}, the nearest, or a pattern such as "*"'
+            if near
+            else 'name some of them, or give a pattern such as "*"',
+        )
+
+    def complete(self) -> tuple[LayerScan, ...]:
+        """Return the chosen ones, without a summary where one input could not be measured."""
+        for layer in self.chosen():
+            if layer.missing:
+                layer.summaries.clear()
+        return self.chosen()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)

@@ -11,21 +11,14 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.layers.hooks import shown
 from headwise.matrix import AttentionMatrix
-from headwise.scanning.gathering import Gathering, Wanted
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.inputs import (
-    Arguments,
-    inputs_of,
-    no_model,
-    require_finite,
-    require_tokens,
-    run,
-    without_extras,
-)
+from headwise.scanning.inputs import Arguments, inputs_of, no_model, prepared, require_finite, run
 from headwise.scanning.modules import as_written
-from headwise.scanning.reaching import reached
+from headwise.scanning.reaching import Reach, reached
+from headwise.scanning.readings import Layers
 from headwise.scanning.selection import (
-    Layers,
+    LayerNames,
     Numbers,
     Statistics,
     select_heads,
@@ -33,7 +26,9 @@ from headwise.scanning.selection import (
     select_statistics,
     select_tokens,
 )
-from headwise.scanning.surroundings import Surroundings, unembedding_of
+from headwise.scanning.statistics.statistic import TileStatistic
+from headwise.scanning.statistics.sweep import sweep
+from headwise.scanning.weights import unembedding_of
 from headwise.support.axes import describe_value
 from headwise.support.modes import evaluating
 from headwise.support.progress import Progress, no_progress
@@ -46,7 +41,7 @@ def scan(
     inputs: Any,
     *,
     statistics: Statistics = None,
-    layers: Layers = None,
+    layers: LayerNames = None,
     heads: Numbers | None = None,
     separators: Numbers = (),
     specials: Numbers = (),
@@ -84,13 +79,34 @@ def scan(
     if not callable(model) or isinstance(model, type):
         raise no_model(model, "a model, a function that attends, or an AttentionMatrix")
     _require_callables(call=call, progress=progress)
-    around = Surroundings(
-        select_tokens("separators", separators),
-        select_tokens("specials", specials),
+    collector = _Collector(
+        separators=select_tokens("separators", separators),
+        specials=select_tokens("specials", specials),
         unembedding=unembedding_of(model),
+        statistics=select_statistics(statistics),
+        layers=Layers(select_layers(layers), select_heads(heads)),
+        progress=progress or no_progress,
     )
-    gathering = Gathering(_wanted(statistics, layers, heads), around, progress or no_progress)
-    return _gathered(model, inputs_of(inputs), gathering, call)
+    return _scanned(model, inputs_of(inputs), collector, call)
+
+
+def _scanned(
+    model: Any, several: list[Arguments], collector: _Collector, call: Callable[..., Any] | None
+) -> HeadScan:
+    """Run the model on each input, and return what was collected."""
+    module = model if isinstance(model, nn.Module) else None
+    if module is not None:
+        require_finite(module)
+    asking_for_less = prepared(model, several)
+    with torch.no_grad(), evaluating(module):
+        with reached(module, settled=collector.add) as reach:
+            for one, less in zip(several, asking_for_less, strict=True):
+                collector.next_input(reach)
+                if call is None:
+                    run(model, less)
+                else:
+                    call(model, *one.positional, **one.named)
+        return collector.result(_name_of(model), reach)
 
 
 def _require_callables(**given: object) -> None:
@@ -105,46 +121,98 @@ def _require_callables(**given: object) -> None:
             )
 
 
-def _gathered(
-    model: Any, inputs: list[Arguments], gathering: Gathering, call: Callable[..., Any] | None
-) -> HeadScan:
-    """Run the model on each input, and return what was gathered."""
-    module = model if isinstance(model, nn.Module) else None
-    _require_readable(module, inputs)
-    with torch.no_grad(), evaluating(module):
-        with reached(module, gathering.watch, settled=gathering.settled) as reach:
-            for arguments in inputs:
-                reach.begin()
-                gathering.next_input()
-                _run(model, arguments, call)
-        return gathering.result(_name_of(model), reach)
+class _Collector:
+    """Collects the summaries of every layer of a model as its attention calls come in."""
+
+    def __init__(
+        self,
+        *,
+        statistics: tuple[tuple[TileStatistic, ...], tuple[str, ...]],
+        layers: Layers,
+        separators: tuple[int, ...],
+        specials: tuple[int, ...],
+        unembedding: Tensor | None,
+        progress: Progress,
+    ) -> None:
+        self._statistics, self._named = statistics
+        self._layers, self._progress = layers, progress
+        self._separators, self._specials = separators, specials
+        self._unembedding = unembedding
+        self._calls = self._sequences = self._tokens = 0
+        self._first: str | None = None
+        self._is_new = True
+
+    def next_input(self, reach: Reach) -> None:
+        """Other sequences come now."""
+        reach.begin()
+        self._is_new = True
+
+    def add(self, call: CapturedCall) -> None:
+        """Reduce one call of the model to its summaries, and merge them with those before."""
+        self._calls += 1
+        self._progress(call.layer, self._calls, 0)
+        self._first = self._first or call.layer
+        if call.layer == self._first:
+            self._sequences += len(call.matrix.q) if self._is_new else 0
+            self._tokens += int(call.real_queries.sum())
+            self._is_new = False
+        layer = self._layers.see(call)
+        if layer is None:
+            return
+        if layer.heads != tuple(range(layer.num_heads)):
+            call = call.of_heads(torch.tensor(layer.heads, device=call.matrix.q.device))
+        self._say(call)
+        fitting = []
+        for statistic in self._statistics:
+            name, reason = statistic.definition.name, statistic.missing(call)
+            if reason is None:
+                fitting.append(statistic)
+                layer.missing.pop(name, None)
+            elif name not in layer.summaries:
+                layer.missing[name] = reason
+        found = sweep(call, fitting)
+        for statistic in fitting:
+            layer.add(statistic, found[statistic.definition.name])
+
+    def _say(self, call: CapturedCall) -> None:
+        """Say of a call what is known beyond it: token ids that were named, the unembedding."""
+        tokens, table = call.tokens, self._unembedding
+        if tokens is not None:
+            call.separators = _among(tokens, self._separators)
+            call.specials = _among(tokens, self._specials)
+        if table is not None and call.out_proj is not None:
+            call.unembedding = table if table.shape[-1] == call.out_proj.shape[-1] else None
+
+    def result(self, model: str, reach: Reach) -> HeadScan:
+        """Return everything, in call order.
+
+        Raises:
+            OptionError: no attention was seen, no layer has one of the names that were asked for,
+                or no layer fits a statistic that was asked for by name.
+        """
+        reach.require_any(model)
+        layers = self._layers.chosen()
+        for name in self._named:
+            if not any(name in layer.summaries for layer in layers):
+                raise OptionError(
+                    saw=f"{name}, which no layer has: {layers[0].missing[name]}",
+                    needed="what the statistic is made of",
+                    do="see docs/scan.md for what each of them needs, or leave it out",
+                )
+        return HeadScan(
+            model=model,
+            sequences=self._sequences,
+            tokens=self._tokens,
+            notes=reach.notes,
+            statistics=self._statistics,
+            layer_scans=layers,
+        )
 
 
-def _wanted(statistics: Statistics, layers: Layers, heads: Numbers | None) -> Wanted:
-    chosen, named = select_statistics(statistics)
-    return Wanted(
-        statistics=chosen,
-        named=named,
-        layers=select_layers(layers),
-        heads=select_heads(heads),
-    )
-
-
-def _require_readable(model: nn.Module | None, given: list[Arguments]) -> None:
-    """Raise OptionError for what is known to fail before the model runs."""
-    if model is None:
-        return
-    require_finite(model)
-    for one in given:
-        require_tokens(model, one)
-
-
-def _run(model: Any, one: Arguments, call: Callable[..., Any] | None) -> None:
-    if call is not None:
-        call(model, *one.positional, **one.named)
-        return
-    one = without_extras(model, one, with_logits=False)
-    run(model, one)
+def _among(tokens: Tensor, chosen: tuple[int, ...]) -> Tensor | None:
+    if not chosen:
+        return None
+    return torch.isin(tokens, torch.tensor(chosen, device=tokens.device, dtype=tokens.dtype))
 
 
 def _attend(matrix: AttentionMatrix, v: Tensor) -> Tensor:

@@ -10,16 +10,17 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.statistic import Statistic
+from headwise.scanning.statistics.importance import Importance
+from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.axes import describe_value
 from headwise.support.integers import is_integer
 
-Layers = str | Collection[str] | None
+LayerNames = str | Collection[str] | None
 Numbers = int | Collection[int]
-Statistics = str | Statistic | Iterable[str | Statistic] | None
+Statistics = str | TileStatistic | Iterable[str | TileStatistic] | None
 
 
-def select_layers(layers: Layers) -> tuple[str, ...] | None:
+def select_layers(layers: LayerNames) -> tuple[str, ...] | None:
     """Return names and patterns of layers, or None for all.
 
     Raises:
@@ -68,7 +69,7 @@ def select_tokens(name: str, tokens: Numbers) -> tuple[int, ...]:
     return _whole(name, tokens, do=do)
 
 
-def select_statistics(statistics: Statistics) -> tuple[tuple[Statistic, ...], tuple[str, ...]]:
+def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...], tuple[str, ...]]:
     """Return the statistics, all of the standard set for None; and which of them were named.
 
     Raises:
@@ -76,20 +77,26 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[Statistic, ...], tu
     """
     if statistics is None:
         return catalogue.STANDARD, ()
-    single = isinstance(statistics, str | Statistic)
+    single = isinstance(statistics, str | TileStatistic)
     chosen: tuple[Any, ...] = (
         (statistics,)
         if single
         else _several(
-            "statistics", statistics, needed="names, or Statistic objects", do='["entropy"]'
+            "statistics", statistics, needed="names, or TileStatistic objects", do='["entropy"]'
         )
     )
     for one in chosen:
-        if not isinstance(one, str | Statistic):
-            is_class = isinstance(one, type) and issubclass(one, Statistic)
+        if isinstance(one, Importance):
+            raise OptionError(
+                saw=f"statistics with {one.definition.name}, which no pass over the weights tells",
+                needed="statistics of attention calls",
+                do="headwise.scanning.importance.gradients or .ablations",
+            )
+        if not isinstance(one, str | TileStatistic):
+            is_class = isinstance(one, type) and issubclass(one, TileStatistic)
             raise OptionError(
                 saw=f"statistics with {describe_value(one)}",
-                needed="names of the standard set, or Statistic objects",
+                needed="names of the standard set, or TileStatistic objects",
                 do=f"{one.__name__}(), an object of the class" if is_class else '["entropy"]',
             )
     names = tuple(one for one in chosen if isinstance(one, str))

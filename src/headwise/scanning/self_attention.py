@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headwise.layouts.places import Module
 from headwise.matrix import AttentionMatrix
 from headwise.reference import share_heads
-from headwise.scanning.calls import LayerCall
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.reaching import reached
 from headwise.support.modes import evaluating
 
@@ -61,10 +61,11 @@ def seen_in(model: nn.Module, inputs: Mapping[str, Any]) -> list[Seen]:
         if state is not None:
             given.setdefault(module, state)  # a call is known to have ended by the next one only
 
-    def settled(call: LayerCall) -> None:
+    def settled(call: CapturedCall) -> None:
         module = call.module
         if module is None or call.is_cross or module in found:
             return
+        assert call.values is not None
         found[module] = Seen(
             module=module,
             name=names[module],
@@ -80,7 +81,7 @@ def seen_in(model: nn.Module, inputs: Mapping[str, Any]) -> list[Seen]:
         with (
             torch.no_grad(),
             evaluating(model),
-            reached(model, lambda _: None, settled=settled) as reach,
+            reached(model, settled=settled) as reach,
         ):
             reach.begin()
             model(**inputs)

@@ -8,10 +8,8 @@ inference path by themselves.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from headwise import reference
-from headwise.kernels import sdpa
 from headwise.layers.hooks import shown
 from headwise.layers.torch_api.functional_form import multi_head_attention_forward
 from headwise.masks.float_mask import taken_apart
@@ -28,6 +25,7 @@ from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
 from headwise.support.eager import as_autocast_has_it
+from headwise.support.own_calls import is_own_call
 
 AXES = "batch heads queries keys"
 
@@ -46,18 +44,9 @@ class TorchCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             return multi_head_attention_forward(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and not _is_own():
+        if func is F.scaled_dot_product_attention and not is_own_call():
             return _attend(func(*args, **kwargs), *args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _is_own() -> bool:
-    """Whether headwise's kernel calls: its matrix is shown by the layer that it computes for."""
-    frame: FrameType | None = sys._getframe(1)
-    # Shape checks may stand between: any caller counts, since the kernel calls no one else's code.
-    while frame is not None and frame.f_globals.get("__name__") != sdpa.__name__:  # compiled: none
-        frame = frame.f_back
-    return frame is not None
 
 
 def _attend(

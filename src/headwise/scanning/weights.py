@@ -1,8 +1,9 @@
-"""Weights that are no plain tensors: quantised ones, and those that are spread over devices."""
+"""Weights of a model as plain tensors: of quantised layers too, and of what gives its logits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -28,3 +29,12 @@ def as_floats(weight: Tensor) -> Tensor | None:
             return None
         weight = weight.dequantize()
     return weight if weight.is_floating_point() else None
+
+
+def unembedding_of(model: Any) -> Tensor | None:
+    """(vocabulary, embed_dim): what a language model of transformers, or of headwise, ends with."""
+    named = getattr(model, "get_output_embeddings", None)
+    module = named() if named is not None else getattr(model, "unembedding", None)
+    weight = module if isinstance(module, Tensor) else getattr(module, "weight", None)
+    weight = as_floats(weight.detach()) if isinstance(weight, Tensor) else None
+    return weight if weight is not None and weight.dim() == 2 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from headwise.budget.rounding import ELEMENTARY, Roundoff, growth
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
-from headwise.scanning.statistics.observation import Observation, Sequences
+from headwise.scanning.captured_call import CapturedCall
 from tests.honest import normal
 from tests.scanning.statistics.dense_statistics import Seen
 
@@ -29,18 +29,18 @@ class Call:
 
     inputs: tuple[Tensor, ...]  # q, k, values, outputs, out_proj, residual, unembedding
     options: dict[str, Any]
-    sequences: Sequences
+    sequences: CapturedCall
     samples: int = 64
 
-    def observation(self) -> Observation:
+    def observation(self) -> CapturedCall:
         q, k, values, outputs, out_proj, residual, unembedding = self.inputs
         options = {
             name: value.to(q.dtype) if name == "sink" else value
             for name, value in self.options.items()
         }
-        return Observation(
+        return replace(
+            self.sequences,
             matrix=AttentionMatrix(q, k, **options),
-            sequences=self.sequences,
             values=values,
             outputs=outputs,
             out_proj=out_proj,
@@ -108,7 +108,7 @@ class Kind:
         tokens = torch.randint(0, VOCABULARY, (BATCH, self.keys), generator=generator)
         tokens = tokens.masked_fill(scattered(BATCH, self.keys, share=self.unknown), -1)[batch]
         real = self.real()
-        sequences = Sequences.of(
+        sequences = CapturedCall.of(
             matrix,
             real=None if real is None else real[batch],
             own_key=self.own_key,

@@ -31,7 +31,7 @@ from torch import Tensor
 from headwise.budget.budget import Budget
 from headwise.kernels import observe, tiles
 from headwise.kernels.problem import accumulation_dtype
-from headwise.scanning.statistics import samples
+from headwise.scanning import call_rows
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Summary
 from headwise.scanning.statistics.sweep import sweep
@@ -64,7 +64,7 @@ def summaries(kind: str, elements: int) -> dict[str, Summary]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "TILE_ELEMENTS", elements)
         patch.setattr(observe, "TILE_ELEMENTS", elements)
-        patch.setattr(samples, "SAMPLES", call.samples)
+        patch.setattr(call_rows, "SAMPLES", call.samples)
         observation = call.observation()
         chosen = [s for s in STANDARD if s.missing(observation) is None]
         return sweep(observation, chosen)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.catalogue import named
 from headwise.scanning.statistics.maps import pyramid
-from headwise.scanning.statistics.observation import Observation, Sequences
 from headwise.scanning.statistics.sweep import sweep
 from tests.honest import normal
 from tests.scanning.statistics.calls import assert_is, roundoff
@@ -25,8 +25,8 @@ LENGTH = 128
 CERTAIN = 1000.0  # a score above the others by so much leaves them no weight
 
 
-def read(name: str, matrix: AttentionMatrix, known: Sequences | None = None, **more: Any) -> Tensor:
-    observation = Observation(matrix=matrix, sequences=known or Sequences.of(matrix), **more)
+def read(name: str, matrix: AttentionMatrix, **known: Any) -> Tensor:
+    observation = CapturedCall.of(matrix, **known)
     (statistic,) = named([name])
     return statistic.result(sweep(observation, [statistic])[name])
 
@@ -102,7 +102,7 @@ def test_the_last_key_does_not_win_by_the_one_query_that_sees_it() -> None:
 def test_a_key_of_a_short_sequence_does_not_win_by_its_few_queries() -> None:
     (one,) = named(["most_received"])
     short, long = (
-        sweep(Observation(matrix=m, sequences=Sequences.of(m)), [one])["most_received"]
+        sweep(CapturedCall.of(m), [one])["most_received"]
         for m in (even(mask=Mask.causal(), length=2), even(mask=Mask.causal()))
     )
     for order in ([short, long], [long, short]):
@@ -164,31 +164,31 @@ def test_one_step_back() -> None:
 def test_a_sequence_that_comes_twice() -> None:
     half = LENGTH // 2
     matrix = so_far_back(half, half - 1, 1)
-    known = Sequences.of(matrix, tokens=torch.arange(half).repeat(2)[None])
-    assert_is(read("duplicate_token", matrix, known), torch.tensor([1.0, 0.0, 0.0]))
-    assert_is(read("induction", matrix, known), torch.tensor([0.0, 1.0, 0.0]))
+    known = {"tokens": torch.arange(half).repeat(2)[None]}
+    assert_is(read("duplicate_token", matrix, **known), torch.tensor([1.0, 0.0, 0.0]))
+    assert_is(read("induction", matrix, **known), torch.tensor([0.0, 1.0, 0.0]))
 
 
 def test_without_any_repeat_there_is_no_value() -> None:
     matrix = so_far_back(1, 2)
-    known = Sequences.of(matrix, tokens=torch.arange(LENGTH)[None])
-    assert_is(read("duplicate_token", matrix, known), torch.nan)
-    assert_is(read("induction", matrix, known), torch.nan)
+    known = {"tokens": torch.arange(LENGTH)[None]}
+    assert_is(read("duplicate_token", matrix, **known), torch.nan)
+    assert_is(read("induction", matrix, **known), torch.nan)
 
 
 def test_the_same_token_everywhere() -> None:
     matrix = even(mask=Mask.causal())
-    known = Sequences.of(matrix, tokens=torch.zeros(1, LENGTH, dtype=torch.long))
-    assert_is(read("duplicate_token", matrix, known), (I[1:] / (I[1:] + 1)).mean())
-    assert_is(read("induction", matrix, known), (I[1:] / (I[1:] + 1)).mean())
+    known = {"tokens": torch.zeros(1, LENGTH, dtype=torch.long)}
+    assert_is(read("duplicate_token", matrix, **known), (I[1:] / (I[1:] + 1)).mean())
+    assert_is(read("induction", matrix, **known), (I[1:] / (I[1:] + 1)).mean())
 
 
 def test_separators_and_special_tokens() -> None:
     matrix = even()
     third = (torch.arange(LENGTH) % 4 == 3)[None]
-    known = Sequences.of(matrix, separators=third, specials=~third)
-    assert_is(read("separator", matrix, known), 0.25)
-    assert_is(read("special", matrix, known), 0.75)
+    known = {"separators": third, "specials": ~third}
+    assert_is(read("separator", matrix, **known), 0.25)
+    assert_is(read("special", matrix, **known), 0.75)
 
 
 def test_copying_what_is_looked_at() -> None:
@@ -199,11 +199,11 @@ def test_copying_what_is_looked_at() -> None:
     outputs = torch.stack([one_hot, -one_hot, 0 * one_hot])[None]
     eye = torch.eye(length, dtype=torch.float64)
     more = {"outputs": outputs, "out_proj": 2 * eye.expand(3, -1, -1), "unembedding": eye}
-    known = Sequences.of(matrix, tokens=torch.arange(length)[None])
+    known = {"tokens": torch.arange(length)[None]}
     # Weights on other keys are 0, so that no query sees two tokens: no head has a value.
-    assert_is(read("copying", matrix, known, **more), torch.nan)
+    assert_is(read("copying", matrix, **known, **more), torch.nan)
     even_ones = even(heads=3, length=length)
-    found = read("copying", even_ones, known, **more)
+    found = read("copying", even_ones, **known, **more)
     # Even weight on 16 tokens, one of which is raised; or on 15 raised ones of 16.
     assert_is(found, torch.tensor([1 / 16, 1 / 16, torch.nan]))
 
@@ -215,9 +215,9 @@ def test_copying_against_writing_something_else() -> None:
     matrix = AttentionMatrix(torch.ones(1, 2, 2, 1).double(), k.expand(1, 2, 2, 1), scale=1.0)
     eye = torch.eye(2, dtype=torch.float64)
     outputs = torch.stack([eye[[0, 0]], eye[[1, 1]]])[None]  # head 0 writes token 0, head 1 token 1
-    known = Sequences.of(matrix, tokens=torch.tensor([[0, 1]]))
+    known = {"tokens": torch.tensor([[0, 1]])}
     more = {"outputs": outputs, "out_proj": eye.expand(2, -1, -1), "unembedding": eye + 5}
-    found = read("copying", matrix, known, **more)
+    found = read("copying", matrix, **known, **more)
     assert_is(found, torch.tensor([p, 1 - p], dtype=torch.float64))
 
 
@@ -229,9 +229,9 @@ def test_copying_knows_nothing_of_tokens_without_a_row(strange: int) -> None:
     matrix = AttentionMatrix(torch.ones(1, 2, 3, 1).double(), k, scale=1.0)
     eye = torch.eye(2, dtype=torch.float64)
     outputs = torch.stack([eye[[0, 0, 0]], eye[[1, 1, 1]]])[None]
-    known = Sequences.of(matrix, tokens=torch.tensor([[0, 1, strange]]))
+    known = {"tokens": torch.tensor([[0, 1, strange]])}
     more = {"outputs": outputs, "out_proj": eye.expand(2, -1, -1), "unembedding": eye}
-    assert_is(read("copying", matrix, known, **more), shares[:2])
+    assert_is(read("copying", matrix, **known, **more), shares[:2])
 
 
 # ---- outputs and pairs of heads ----------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_heads_that_look_elsewhere() -> None:
 def test_a_pyramid_has_the_exact_map_at_every_size() -> None:
     matrix = even(mask=Mask.causal())
     (statistic,) = named(["map"])
-    observation = Observation(matrix=matrix, sequences=Sequences.of(matrix))
+    observation = CapturedCall.of(matrix)
     maps = pyramid(sweep(observation, [statistic])["map"])
     assert list(maps) == [64, 32, 16, 8, 4, 2, 1]
     for size, found in maps.items():

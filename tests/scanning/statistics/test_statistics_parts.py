@@ -17,12 +17,12 @@ from headwise.kernels import observe, tiles
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
-from headwise.scanning.statistics import samples, statistic
+from headwise.scanning import call_rows
+from headwise.scanning.call_rows import Repeats, evenly_spaced
+from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.catalogue import STANDARD, named
 from headwise.scanning.statistics.maps import pyramid
-from headwise.scanning.statistics.observation import Observation, Sequences
-from headwise.scanning.statistics.repeats import Repeats
-from headwise.scanning.statistics.samples import evenly_spaced
 from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean
 from headwise.scanning.statistics.sweep import sweep
 from headwise.scanning.statistics.top_keys import TopKeys
@@ -32,11 +32,11 @@ from tests.scanning.statistics.calls import KINDS, assert_is
 from tests.scanning.statistics.dense_statistics import REFERENCE, block_map, top_keys
 
 
-def bare(length: int = 12, **options: Any) -> Observation:
+def bare(length: int = 12, **options: Any) -> CapturedCall:
     """Queries and keys, and nothing else that is known."""
     q = normal(1, 2, length, 4)
     matrix = AttentionMatrix(q, normal(1, 2, length, 4, seed=1), **options)
-    return Observation(matrix=matrix, sequences=Sequences.of(matrix))
+    return CapturedCall.of(matrix)
 
 
 # ---- the catalogue -----------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def test_every_standard_statistic_has_a_reference() -> None:
 
 
 @pytest.mark.parametrize("one", STANDARD, ids=lambda s: s.definition.name)
-def test_definitions_are_complete(one: statistic.Statistic) -> None:
+def test_definitions_are_complete(one: statistic.TileStatistic) -> None:
     d = one.definition
     assert d.name.replace("_", "").isalnum()
     assert d.name.islower()
@@ -66,9 +66,9 @@ def test_statistics_by_name() -> None:
 
 
 @pytest.mark.parametrize("one", STANDARD, ids=lambda s: s.definition.name)
-def test_what_is_not_known_is_said(one: statistic.Statistic) -> None:
+def test_what_is_not_known_is_said(one: statistic.TileStatistic) -> None:
     matrix = bare().matrix
-    unknown = Observation(matrix=matrix, sequences=Sequences.of(matrix, own_key=None))
+    unknown = CapturedCall.of(matrix, own_key=None)
     reason = one.missing(unknown)
     assert reason == (MISSING[one.needs[0]] if one.needs else None)
     if reason is not None:
@@ -88,9 +88,9 @@ def test_a_sweep_of_nothing_and_of_no_queries() -> None:
 def test_what_is_said_of_tokens_has_their_number() -> None:
     matrix = bare().matrix
     with pytest.raises(ShapeError, match="tokens"):
-        Observation(
-            matrix=matrix,
-            sequences=Sequences.of(matrix, tokens=torch.zeros(1, 5, dtype=torch.long)),
+        CapturedCall.of(
+            matrix,
+            tokens=torch.zeros(1, 5, dtype=torch.long),
         )
 
 
@@ -254,20 +254,19 @@ def test_samples_are_the_middles_of_equal_stretches() -> None:
 
 @pytest.mark.parametrize("name", ["copying", "total_variation", "cka"])
 def test_padding_changes_no_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "SAMPLES", 5)
+    monkeypatch.setattr(call_rows, "SAMPLES", 5)
     kind = KINDS["float64"]
     alone = kind.call().observation()
     q, k = (torch.nn.functional.pad(x, (0, 0, 4, 0)) for x in (alone.matrix.q, alone.matrix.k))
     real = torch.arange(28).expand(3, -1) >= 4
     mask = Mask.causal() & Mask.may_attend(real, axes="batch keys")
     matrix = AttentionMatrix(q, k, mask=mask)
-    tokens = alone.sequences.tokens
+    tokens = alone.tokens
     assert tokens is not None
-    padded = Observation(
-        matrix=matrix,
-        sequences=Sequences.of(
-            matrix, real=real, tokens=torch.nn.functional.pad(tokens, (4, 0), value=1)
-        ),
+    padded = CapturedCall.of(
+        matrix,
+        real=real,
+        tokens=torch.nn.functional.pad(tokens, (4, 0), value=1),
         outputs=torch.nn.functional.pad(alone.outputs, (0, 0, 4, 0)),
         out_proj=alone.out_proj,
         unembedding=alone.unembedding,
@@ -322,8 +321,8 @@ def test_equal_shares_are_told_apart_by_their_place() -> None:
     for tokens in ([4, 5, 6], [6, 5, 3]):
         zeros = torch.zeros(1, 2, 3, 4, dtype=torch.float64)
         matrix = AttentionMatrix(zeros, zeros)
-        known = Sequences.of(matrix, tokens=torch.tensor([tokens]))
-        parts.append(sweep(Observation(matrix=matrix, sequences=known), [one])["most_received"])
+        call = CapturedCall.of(matrix, tokens=torch.tensor([tokens]))
+        parts.append(sweep(call, [one])["most_received"])
     expected = [[0, 4], [0, 6], [1, 5], [1, 5], [2, 3], [2, 6]]
     for order in (parts, parts[::-1]):
         found = one.result(one.merge(order))
@@ -344,14 +343,16 @@ def test_a_pyramid_of_short_sequences(kind: str) -> None:
 
 def test_memory_never_grows_with_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 2**14)
-    monkeypatch.setattr(samples, "SAMPLES", 4)
+    monkeypatch.setattr(call_rows, "SAMPLES", 4)
     length = 512
     q, k, v = (normal(1, 2, length, 8, seed=n, dtype=torch.float32) for n in range(3))
     matrix = AttentionMatrix(q, k, mask=Mask.causal())
     tokens = torch.randint(0, 300, (1, length))
-    observation = Observation(
-        matrix=matrix,
-        sequences=Sequences.of(matrix, tokens=tokens, separators=tokens == 1, specials=tokens == 2),
+    observation = CapturedCall.of(
+        matrix,
+        tokens=tokens,
+        separators=tokens == 1,
+        specials=tokens == 2,
         values=v,
         outputs=matrix @ v,
         out_proj=normal(2, 8, 16, dtype=torch.float32),

@@ -23,7 +23,7 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.on_tokens import on_tokens
 from headwise.scanning.scan import scan
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.statistic import Statistic
+from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.progress import Progress
 from headwise.support.whole_files import require_writable, write_whole
 
@@ -200,7 +200,7 @@ def _passages(asked: Asked, subject: Subject) -> list[Passage]:
     return [passage.shipped(subject, asked.length)]
 
 
-def _statistics(asked: Asked) -> Sequence[Statistic]:
+def _statistics(asked: Asked) -> Sequence[TileStatistic]:
     return catalogue.STANDARD if asked.stats is None else catalogue.named(asked.stats)
 
 

@@ -12,12 +12,11 @@ parts of the data merge into the scan of all of it. The loss is one number for e
 
     headwise.scanning.statistics.importance   what each measure means, and its source
     losses.py        the default loss, and what a loss must be
-    gates.py         gates on heads, and what comes back to them
-    stand_ins.py     what a head gives while it is off
+    replacements.py  what a head gives while it is off
 """
 
-from headwise.scanning.importance.ablation import ablations, mean_outputs
-from headwise.scanning.importance.gradient import gradients
+from headwise.scanning.importance.ablations import ablations, mean_outputs
+from headwise.scanning.importance.gradients import gradients
 from headwise.scanning.importance.losses import next_token
 
 __all__ = ["ablations", "gradients", "mean_outputs", "next_token"]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.scanning.calls import LayerCall
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.reaching import Reach
-from headwise.scanning.surroundings import unembedding_of
+from headwise.scanning.weights import unembedding_of
 from headwise.support.axes import describe_value
 
 # (what the model returned, the inputs it was given) -> (batch,)
@@ -148,7 +148,7 @@ def checked(losses: object) -> Float[Tensor, " batch"]:
 
 
 @torch.no_grad()
-def require_causal(call: LayerCall) -> None:
+def require_causal(call: CapturedCall) -> None:
     """Refuse a default loss for a model that sees the tokens it is to predict.
 
     Two rows of the weights are looked at: the first, and one in the middle.

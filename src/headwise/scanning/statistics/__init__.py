@@ -1,10 +1,11 @@
 """Head statistics: what a head does, in numbers that are read from one pass over its weights.
 
-    observation.py   one attention call, and what is known of its tokens
-    tile.py          a part of its weights, with the readings that several statistics share
-    statistic.py     what a statistic is, and the mean over queries that most of them are
+    tile.py          a part of the weights of a call, with the readings that several statistics share
+    statistic.py     the bases: `Statistic`, `TileStatistic`, and the mean over queries, `RowMean`
+    parts.py         the tensors of a summary, as files are checked by
     sweep.py         any number of statistics in one pass
     catalogue.py     the standard set, by name
+    importance.py    measures that come from runs of the model, not from its weights
 
 The standard set, each with its formula, source, unit and what it leaves out:
 
@@ -17,7 +18,4 @@ The standard set, each with its formula, source, unit and what it leaves out:
     outputs.py       how much it writes, and in how many directions
     similarity.py    how alike the heads of a layer are
     maps.py          a picture of its weights, at several sizes
-
-samples.py and repeats.py hold what several of them need: rows of a few queries, and which tokens
-stand more than once.
 """

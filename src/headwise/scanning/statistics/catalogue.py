@@ -33,12 +33,12 @@ from headwise.scanning.statistics.spread import (
     RelativeEntropy,
     ScoreRange,
 )
-from headwise.scanning.statistics.statistic import Statistic
+from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.scanning.statistics.tokens import DuplicateToken, Induction, Separators, Specials
 from headwise.scanning.statistics.top_keys import TopKeys
 from headwise.support.axes import describe_value
 
-STANDARD: tuple[Statistic, ...] = (
+STANDARD: tuple[TileStatistic, ...] = (
     Entropy(),
     RelativeEntropy(),
     Maximum(),
@@ -113,7 +113,7 @@ KNOWN_FOR = (
 LONGEST_NAME = 80  # characters that are compared with those of the names
 
 
-def named(names: Iterable[str]) -> tuple[Statistic, ...]:
+def named(names: Iterable[str]) -> tuple[TileStatistic, ...]:
     """These of the standard set, in the order given.
 
     Raises:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.problem import accumulation_dtype
-from headwise.scanning.statistics.observation import Observation
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.parts import MEAN
-from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
+from headwise.scanning.statistics.statistic import Definition, Summary, TileStatistic
 from headwise.scanning.statistics.tile import WeightTile
 
 
-class Copying(Statistic):
+class Copying(TileStatistic):
     """How far a head raises the tokens it looks at above the others that it could look at."""
 
     definition = Definition(
@@ -36,31 +36,22 @@ class Copying(Statistic):
     needs = ("tokens", "outputs", "out_proj", "unembedding")
     parts = MEAN
 
-    def start(self, observation: Observation) -> Summary:
-        """Sums over the sampled queries."""
-        heads = observation.matrix.shape[1]
-        return {name: torch.zeros(heads, dtype=torch.float64) for name in ("sum", "count")}
-
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
         """Have the tile's sampled rows kept."""
         tile.keep_samples()
 
-    def finish(self, gathered: Summary, observation: Observation) -> Summary:
+    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
         """One sequence after the other, each with its own tokens, and one head after the other."""
-        samples = observation.samples
-        for sequence in range(observation.matrix.shape[0]):
-            tokens, written = _tokens(observation, sequence), _written(observation, sequence)
+        samples = call.samples
+        for sequence in range(call.matrix.shape[0]):
+            tokens, written = _tokens(call, sequence), _written(call, sequence)
             pairs = zip(samples.weights[sequence], written, strict=True)
             found = [tokens.shares(weights, z) for weights, z in pairs]
             share, raises = (torch.stack(part) for part in zip(*found, strict=True))
             counted = samples.counted[sequence] & samples.real[sequence] & raises
-            gathered["sum"] += share.masked_fill(~counted, 0.0).sum(1).cpu()
-            gathered["count"] += counted.sum(1).cpu()
-        return gathered
-
-    def result(self, summary: Summary) -> Tensor:
-        """(heads,): the mean."""
-        return summary["sum"] / summary["count"]
+            gathered["sum"] += share.masked_fill(~counted, 0.0).sum(1)
+            gathered["count"] += counted.sum(1)
+        return super().finish(gathered, call)
 
 
 @dataclass(frozen=True)
@@ -91,26 +82,26 @@ class _Tokens:
         return share, total > 0
 
 
-def _tokens(observation: Observation, sequence: int) -> _Tokens:
+def _tokens(call: CapturedCall, sequence: int) -> _Tokens:
     """Those that are known, and that the unembedding has a row for."""
-    tokens, outputs = observation.sequences.tokens, observation.outputs
-    unembedding = observation.unembedding
+    tokens, outputs = call.tokens, call.outputs
+    unembedding = call.unembedding
     assert tokens is not None
     assert outputs is not None
     assert unembedding is not None
     own = tokens[sequence]
     has_row = (own >= 0) & (own < len(unembedding))
-    known = (observation.sequences.real_keys[sequence] & has_row).nonzero().squeeze(1)
+    known = (call.real_keys[sequence] & has_row).nonzero().squeeze(1)
     kinds, kind = torch.unique(own[known], return_inverse=True)
     exact = accumulation_dtype(outputs.dtype)
     return _Tokens(known, kind, unembedding[kinds].to(exact))
 
 
-def _written(observation: Observation, sequence: int) -> Tensor:
+def _written(call: CapturedCall, sequence: int) -> Tensor:
     """(heads, samples, embed_dim): what each head adds to the residual at the sampled queries."""
-    outputs, out_proj = observation.outputs, observation.out_proj
+    outputs, out_proj = call.outputs, call.out_proj
     assert outputs is not None
     assert out_proj is not None
     exact = accumulation_dtype(outputs.dtype)
-    z = outputs[sequence][:, observation.samples.places[sequence]].to(exact)
+    z = outputs[sequence][:, call.samples.places[sequence]].to(exact)
     return torch.bmm(z, out_proj.to(exact))

@@ -7,13 +7,12 @@ sum over sequences and the number of sequences. So they merge, and are kept, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.statistics.observation import Observation
 from headwise.scanning.statistics.parts import MEAN, Part, Parts
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
 
@@ -28,29 +27,6 @@ class Importance(Statistic):
     """The mean over sequences of a number that running the model gives each head."""
 
     parts = MEAN
-
-    def missing(self, observation: Observation) -> str | None:  # noqa: ARG002 (of no call)
-        """No pass over the weights can tell it."""
-        return "it takes the model: see headwise.scanning.importance"
-
-    def start(self, observation: Observation) -> None:  # noqa: ARG002 (of no call)
-        """Refused: there is nothing to gather."""
-        self._refuse()
-
-    def finish(self, gathered: None, observation: Observation) -> Summary:  # noqa: ARG002
-        """Refused: there was nothing to gather."""
-        self._refuse()
-
-    def result(self, summary: Summary) -> Tensor:
-        """(heads,): the mean over sequences."""
-        return summary["sum"] / summary["count"]
-
-    def _refuse(self) -> NoReturn:
-        raise OptionError(
-            saw=f"{self.definition.name} of one attention call",
-            needed="the whole model, its inputs and a loss",
-            do="headwise.scanning.importance.gradients or .ablations",
-        )
 
 
 class GateGradient(Importance):

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headwise.scanning.statistics.observation import Observation
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.parts import Part, Parts
 from headwise.scanning.statistics.spread import EXCLUDED
-from headwise.scanning.statistics.statistic import Definition, RowMean, Statistic, Summary
+from headwise.scanning.statistics.statistic import Definition, RowMean, Summary, TileStatistic
 from headwise.scanning.statistics.tile import WeightTile
 
 RANKS = 8  # how many keys are kept
@@ -34,9 +34,9 @@ class FirstToken(RowMean):
 
     def of_rows(self, tile: WeightTile) -> Tensor:
         """The weight on the first real key; 0 where the tile does not reach it, or it is gone."""
-        if tile.observation.sequences.dropped:
+        if tile.call.dropped:
             return torch.zeros_like(tile.maximum)
-        place = tile.observation.first_key[tile.batches] - tile.columns.start
+        place = tile.call.first_key[tile.batches] - tile.columns.start
         inside = (place >= 0) & (place < tile.weights.shape[-1])
         place = place.clamp(0, tile.weights.shape[-1] - 1)
         batch = torch.arange(len(place), device=place.device)
@@ -64,7 +64,7 @@ class SinkShare(RowMean):
         return tile.sink
 
 
-class MostReceived(Statistic):
+class MostReceived(TileStatistic):
     """The keys that receive most from all queries together."""
 
     # A sum, not a mean over the queries that see the key: under a causal mask the last key is seen
@@ -87,24 +87,23 @@ class MostReceived(Statistic):
         "token": Part(axes=(RANKS,), values="integer"),
     }
 
-    def start(self, observation: Observation) -> Tensor:
+    def start(self, call: CapturedCall) -> Tensor:
         """What each key receives."""
-        batch, heads, _, keys = observation.matrix.shape
-        device = observation.matrix.q.device
+        batch, heads, _, keys = call.matrix.shape
+        device = call.matrix.q.device
         return torch.zeros(batch, heads, keys, dtype=torch.float64, device=device)
 
     def update(self, gathered: Tensor, tile: WeightTile) -> None:
         """Add what the tile's rows give, summed already for the map."""
         gathered[tile.batches, tile.heads, tile.columns] += tile.by_cell[1].double().sum(2)
 
-    def finish(self, gathered: Tensor, observation: Observation) -> Summary:
+    def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
         """The largest sums of this call."""
-        known = observation.sequences
-        received = gathered.masked_fill(observation.seen_by == 0, NOTHING)
-        received = received.masked_fill(~known.real_keys[:, None], NOTHING)
+        received = gathered.masked_fill(call.seen_by == 0, NOTHING)
+        received = received.masked_fill(~call.real_keys[:, None], NOTHING)
         batch, heads, keys = received.shape
-        index = torch.arange(keys, device=received.device) - observation.first_key[:, None]
-        token = torch.full_like(index, -1) if known.tokens is None else known.tokens
+        index = torch.arange(keys, device=received.device) - call.first_key[:, None]
+        token = torch.full_like(index, -1) if call.tokens is None else call.tokens
         return _largest(
             received.transpose(0, 1).reshape(heads, batch * keys).cpu(),
             index.reshape(1, -1).expand(heads, -1).cpu(),

@@ -7,14 +7,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headwise.scanning.statistics.observation import CELLS, Observation
+from headwise.scanning.captured_call import CELLS
 from headwise.scanning.statistics.parts import Part, Parts
 from headwise.scanning.statistics.spread import EXCLUDED
-from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
+from headwise.scanning.statistics.statistic import Definition, Summary, TileStatistic
 from headwise.scanning.statistics.tile import WeightTile
 
 
-class Map(Statistic):
+class Map(TileStatistic):
     """The weight from each block of queries to each block of keys."""
 
     definition = Definition(
@@ -32,29 +32,17 @@ class Map(Statistic):
         "count": Part(axes=(CELLS,), values="count"),
     }
 
-    def start(self, observation: Observation) -> dict[str, Tensor]:
-        """Sums over queries, and how many there are in each block."""
-        heads, device = observation.matrix.shape[1], observation.matrix.q.device
-        return {
-            "sum": torch.zeros(heads, CELLS, CELLS, dtype=torch.float64, device=device),
-            "count": torch.zeros(heads, CELLS, dtype=torch.float64, device=device),
-        }
-
     def update(self, gathered: Summary, tile: WeightTile) -> None:
         """Add the tile's rows."""
         blocks, weights = tile.by_cell
-        key_cells = tile.observation.key_cells[tile.batches, tile.columns].to(weights.dtype)
+        key_cells = tile.call.key_cells[tile.batches, tile.columns].to(weights.dtype)
         found = torch.matmul(weights, key_cells[:, None])
         gathered["sum"][tile.heads, blocks] += found.double().sum(0)
-        cells = tile.observation.query_cells[tile.batches, tile.rows]
+        cells = tile.call.query_cells[tile.batches, tile.rows]
         inside = torch.arange(blocks.start, blocks.stop, device=cells.device)
         member = (cells[..., None] == inside).to(weights.dtype)
         counted = torch.matmul(tile.counted.to(weights.dtype), member)
         gathered["count"][tile.heads, blocks] += counted.double().sum(0)
-
-    def finish(self, gathered: Summary, observation: Observation) -> Summary:  # noqa: ARG002
-        """The sums themselves."""
-        return {name: value.cpu() for name, value in gathered.items()}
 
     def result(self, summary: Summary) -> Tensor:
         """(heads, query_block, key_block)."""

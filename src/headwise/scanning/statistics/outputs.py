@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from headwise.budget.rounding import LAMBDA, Roundoff
-from headwise.scanning.statistics.observation import Observation
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.parts import COUNT, Part, Parts
 from headwise.scanning.statistics.spread import EXCLUDED
-from headwise.scanning.statistics.statistic import Definition, RowMean, Statistic, Summary
+from headwise.scanning.statistics.statistic import Definition, RowMean, Summary, TileStatistic
 from headwise.scanning.statistics.tile import WeightTile
 
 # None of it is one head's own: a norm acts on the sum of all heads.
@@ -67,7 +67,7 @@ class RelativeContribution(RowMean):
         return tile.counted & (self._residual(tile) > 0)
 
     def _residual(self, tile: WeightTile) -> Tensor:
-        residual = tile.observation.residual
+        residual = tile.call.residual
         assert residual is not None
         cut = residual[tile.batches, tile.rows].to(tile.weights.dtype)
         norms: Tensor = torch.linalg.vector_norm(cut, dim=-1)
@@ -90,10 +90,10 @@ class ValueWeighted(RowMean):
 
     def of_rows(self, tile: WeightTile) -> Tensor:
         """The weighted sum of the keys' norms."""
-        return tile.on(tile.observation.value_norms)
+        return tile.on(tile.call.value_norms)
 
 
-class EffectiveRank(Statistic):
+class EffectiveRank(TileStatistic):
     """In how many directions a head's outputs spread."""
 
     definition = Definition(
@@ -113,20 +113,20 @@ class EffectiveRank(Statistic):
         "outer": Part(axes=("value_dim", "value_dim")),
     }
 
-    def start(self, observation: Observation) -> Tensor:
+    def start(self, call: CapturedCall) -> Tensor:
         """Which queries count."""
-        shape, device = observation.matrix.shape[:3], observation.matrix.q.device
+        shape, device = call.matrix.shape[:3], call.matrix.q.device
         return torch.zeros(shape, dtype=torch.bool, device=device)
 
     def update(self, gathered: Tensor, tile: WeightTile) -> None:
         """Note the tile's rows."""
         gathered[tile.batches, tile.heads, tile.rows] = tile.counted
 
-    def finish(self, gathered: Tensor, observation: Observation) -> Summary:
+    def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
         """Count, sum, and sum of outer products, in float64: singular values are their roots."""
-        assert observation.outputs is not None
-        _, heads, _, width = observation.outputs.shape
-        rows = observation.outputs.transpose(1, 2).flatten(0, 1)
+        assert call.outputs is not None
+        _, heads, _, width = call.outputs.shape
+        rows = call.outputs.transpose(1, 2).flatten(0, 1)
         counted = gathered.transpose(1, 2).flatten(0, 1)
         total = rows.new_zeros(heads, width, dtype=torch.float64)
         outer = rows.new_zeros(heads, width, width, dtype=torch.float64)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.scanning.statistics.observation import Observation
 from headwise.scanning.statistics.parts import mean_over
 from headwise.scanning.statistics.spread import EXCLUDED
-from headwise.scanning.statistics.statistic import Definition, RowMean, Statistic, Summary
+from headwise.scanning.statistics.statistic import Definition, RowMean, Summary, TileStatistic
 from headwise.scanning.statistics.tile import WeightTile
 
 
@@ -34,11 +33,11 @@ class PreviousToken(RowMean):
 
     def counts(self, tile: WeightTile) -> Tensor:
         """All but the first of each sequence."""
-        first = tile.observation.first_key[tile.batches, None]
+        first = tile.call.first_key[tile.batches, None]
         return tile.counted & (tile.own > first)[:, None]
 
 
-class OffsetProfile(Statistic):
+class OffsetProfile(TileStatistic):
     """The weight on each of the places around the query's own."""
 
     OFFSETS = 16
@@ -55,30 +54,17 @@ class OffsetProfile(Statistic):
     reach = OFFSETS
     parts = mean_over(2 * OFFSETS + 1)
 
-    def start(self, observation: Observation) -> Summary:
-        """Sums over queries for each offset."""
-        heads, offsets = observation.matrix.shape[1], 2 * self.OFFSETS + 1
-        return {name: torch.zeros(heads, offsets, dtype=torch.float64) for name in ("sum", "count")}
-
     def update(self, gathered: Summary, tile: WeightTile) -> None:
         """Add the tile's rows."""
         offsets = torch.arange(-self.OFFSETS, self.OFFSETS + 1, device=tile.weights.device)
         place = tile.own[:, None] + offsets
-        real = tile.observation.sequences.real_keys[tile.batches]
+        real = tile.call.real_keys[tile.batches]
         exists = (place >= 0) & (place < real.shape[1])
         stands = real[:, place.clamp(0, real.shape[1] - 1)] & exists
         counted = tile.counted[..., None] & stands[:, None]
         found = tile.band(self.OFFSETS).double().masked_fill(~counted, 0.0)
-        gathered["sum"][tile.heads] += found.sum((0, 2)).cpu()
-        gathered["count"][tile.heads] += counted.sum((0, 2)).cpu()
-
-    def finish(self, gathered: Summary, observation: Observation) -> Summary:  # noqa: ARG002
-        """The sums themselves."""
-        return gathered
-
-    def result(self, summary: Summary) -> Tensor:
-        """(heads, offset): offset −16 first."""
-        return summary["sum"] / summary["count"]
+        gathered["sum"][tile.heads] += found.sum((0, 2))
+        gathered["count"][tile.heads] += counted.sum((0, 2))
 
 
 class Distance(RowMean):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.problem import accumulation_dtype
-from headwise.scanning.statistics.observation import Observation
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.parts import HEADS, mean_over
-from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
+from headwise.scanning.statistics.statistic import Definition, Summary, TileStatistic
 from headwise.scanning.statistics.tile import WeightTile
 
 PAIRS = mean_over(HEADS)
@@ -16,22 +16,7 @@ AT_ONCE = 2**20  # numbers that are looked at together
 FEWEST = 4  # rows of which an unbiased CKA can be had
 
 
-class _Pairs(Statistic):
-    """A mean for each pair of heads."""
-
-    def start(self, observation: Observation) -> Summary:
-        """Sums for each pair of heads."""
-        size, device = (observation.matrix.shape[1],) * 2, observation.matrix.q.device
-        return {
-            name: torch.zeros(size, dtype=torch.float64, device=device) for name in ("sum", "count")
-        }
-
-    def result(self, summary: Summary) -> Tensor:
-        """(heads, other_head)."""
-        return summary["sum"] / summary["count"]
-
-
-class TotalVariation(_Pairs):
+class TotalVariation(TileStatistic):
     """How alike two heads look."""
 
     definition = Definition(
@@ -49,9 +34,9 @@ class TotalVariation(_Pairs):
         """Have the tile's sampled rows kept."""
         tile.keep_samples()
 
-    def finish(self, gathered: Summary, observation: Observation) -> Summary:
+    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Sums of similarities over rows, and the number of rows."""
-        samples = observation.samples
+        samples = call.samples
         heads, keys = samples.weights.shape[1], samples.weights.shape[3]
         step = max(1, AT_ONCE // max(1, heads * keys))
         for weights, sink, counted in zip(
@@ -64,10 +49,10 @@ class TotalVariation(_Pairs):
                 rows = torch.cat([some, share[..., None]], -1).transpose(0, 1).double()
                 alike = (1 - torch.cdist(rows, rows, p=1.0) / 2).permute(1, 2, 0)
                 gathered["sum"] += alike.masked_fill(~real, 0.0).sum(-1)
-        return {name: value.cpu() for name, value in gathered.items()}
+        return super().finish(gathered, call)
 
 
-class OutputCosine(_Pairs):
+class OutputCosine(TileStatistic):
     """How alike the directions are that two heads write."""
 
     definition = Definition(
@@ -82,13 +67,13 @@ class OutputCosine(_Pairs):
     parts = PAIRS
     needs = ("outputs", "out_proj")
 
-    def finish(self, gathered: Summary, observation: Observation) -> Summary:
+    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Sums of cosines over rows, and the number of rows."""
-        outputs, out_proj = observation.outputs, observation.out_proj
+        outputs, out_proj = call.outputs, call.out_proj
         assert outputs is not None
         assert out_proj is not None
         exact = accumulation_dtype(outputs.dtype)
-        rows = outputs.transpose(1, 2)[observation.sequences.real_queries]
+        rows = outputs.transpose(1, 2)[call.real_queries]
         step = max(1, AT_ONCE // (out_proj.shape[0] * out_proj.shape[2]))
         for z in rows.split(step):
             written = torch.bmm(z.to(exact).transpose(0, 1), out_proj.to(exact)).transpose(0, 1)
@@ -97,10 +82,10 @@ class OutputCosine(_Pairs):
             written = written / norm.where(norm > 0, 1.0)
             gathered["sum"] += torch.bmm(written, written.mT).double().sum(0)
             gathered["count"] += some.mT @ some
-        return {name: value.cpu() for name, value in gathered.items()}
+        return super().finish(gathered, call)
 
 
-class CKA(_Pairs):
+class CKA(TileStatistic):
     """How alike the outputs of two heads are, up to rotation and scale."""
 
     definition = Definition(
@@ -123,18 +108,18 @@ class CKA(_Pairs):
         """Have it noted which sampled rows count."""
         tile.keep_samples()
 
-    def finish(self, gathered: Summary, observation: Observation) -> Summary:
+    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Sums of HSIC over sequences: small whatever the heads' width, and exact to merge."""
-        assert observation.outputs is not None
-        samples = observation.samples
+        assert call.outputs is not None
+        samples = call.samples
         for outputs, places, counted in zip(
-            observation.outputs, samples.places, samples.counted.all(1), strict=True
+            call.outputs, samples.places, samples.counted.all(1), strict=True
         ):
             rows = places[counted]
             if len(rows) >= FEWEST:
                 gathered["sum"] += _hsic(outputs[:, rows].double())
                 gathered["count"] += 1
-        return {name: value.cpu() for name, value in gathered.items()}
+        return super().finish(gathered, call)
 
     def result(self, summary: Summary) -> Tensor:
         """(heads, other_head); NaN where a head's outputs do not vary."""

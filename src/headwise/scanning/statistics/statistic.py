@@ -1,4 +1,4 @@
-"""What a statistic is: an object over tiles, whose summaries can be merged and kept.
+"""Statistics of heads: objects over tiles, whose summaries can be merged and kept.
 
     start     memory for one call
     update    look at one tile
@@ -33,9 +33,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.meanings import MEANINGS
-from headwise.scanning.statistics.observation import Observation
-from headwise.scanning.statistics.parts import MEAN, Parts
+from headwise.scanning.statistics.parts import HEADS, MEAN, Parts
 from headwise.scanning.statistics.tile import WeightTile
 
 Need = Literal[
@@ -143,42 +143,17 @@ class Definition:
         return "share" if self.unit.startswith("share") else "range"
 
 
-class Statistic(ABC):
-    """A number for each head, or several, from one pass over the weights."""
+class Statistic:
+    """A number for each head, or several, whose summaries can be merged and kept.
+
+    `TileStatistic` is the base of those that are read from the weights, and `Importance` of those
+    that come from runs of the model.
+    """
 
     definition: ClassVar[Definition]
-    needs: ClassVar[tuple[Need, ...]] = ()
     parts: ClassVar[Parts | None] = None  # of a summary; None: they are not checked in files
-    reads_scores: ClassVar[bool] = False  # every score: a copy of the tile
-    reads_lowest: ClassVar[bool] = False  # the smallest of each row alone
+    needs: ClassVar[tuple[Need, ...]] = ()  # what must be known of a call
     reach: ClassVar[int] = 0  # how far from a query's own key the tile is asked for
-
-    def __init_subclass__(cls) -> None:
-        """Forget the parts of a base class where ``finish`` makes another summary."""
-        super().__init_subclass__()
-        if "finish" in vars(cls) and "parts" not in vars(cls):
-            cls.parts = None
-
-    def missing(self, observation: Observation) -> str | None:
-        """Why this call cannot have the statistic; None where it can."""
-        known = observation.sequences
-        for need in self.needs:
-            place: Any = observation.matrix if need == "sink" else observation
-            place = place if hasattr(place, need) else known
-            if getattr(place, need) is None:
-                return MISSING[need]
-        return None
-
-    @abstractmethod
-    def start(self, observation: Observation) -> Any:
-        """What is gathered from the tiles of one call, before the first."""
-
-    def update(self, gathered: Any, tile: WeightTile) -> None:  # noqa: B027 (some need no tile)
-        """Add one tile."""
-
-    @abstractmethod
-    def finish(self, gathered: Any, observation: Observation) -> Summary:
-        """What is kept of the call. No tensor of it grows with the number of tokens."""
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
         """The summary of all calls together. By default each tensor is a sum, in float64."""
@@ -189,12 +164,58 @@ class Statistic(ABC):
                 total[name] += value
         return total
 
-    @abstractmethod
     def result(self, summary: Summary) -> Tensor:
-        """(heads, *axes) in float64; NaN where nothing counted."""
+        """(heads, *axes) in float64; NaN where nothing counted. By default a mean."""
+        return summary["sum"] / summary["count"]
 
 
-class RowMean(Statistic):
+class TileStatistic(Statistic):
+    """A statistic from one pass over the weights."""
+
+    reads_scores: ClassVar[bool] = False  # every score: a copy of the tile
+    reads_lowest: ClassVar[bool] = False  # the smallest of each row alone
+
+    def __init_subclass__(cls) -> None:
+        """Forget the parts of a base class where ``finish`` makes another summary."""
+        super().__init_subclass__()
+        if "finish" in vars(cls) and "parts" not in vars(cls):
+            cls.parts = None
+
+    def missing(self, call: CapturedCall) -> str | None:
+        """Why this call cannot have the statistic; None where it can."""
+        for need in self.needs:
+            if getattr(call.matrix if need == "sink" else call, need) is None:
+                return MISSING[need]
+        return None
+
+    def start(self, call: CapturedCall) -> Any:
+        """What is gathered from the tiles of one call, before the first.
+
+        By default a sum for each of ``parts``, whose axes are then numbers or `HEADS`.
+        """
+        heads, device = call.matrix.shape[1], call.matrix.q.device
+        return {
+            name: torch.zeros(
+                heads,
+                *(heads if axis == HEADS else int(axis) for axis in part.axes),
+                dtype=torch.float64,
+                device=device,
+            )
+            for name, part in (self.parts or {}).items()
+        }
+
+    def update(self, gathered: Any, tile: WeightTile) -> None:
+        """Add one tile; by default none is looked at."""
+
+    def finish(self, gathered: Any, call: CapturedCall) -> Summary:  # noqa: ARG002
+        """What is kept of the call, by default what was gathered.
+
+        No tensor of it grows with the number of tokens.
+        """
+        return {name: value.cpu() for name, value in gathered.items()}
+
+
+class RowMean(TileStatistic, ABC):
     """The mean over queries of a number that each query's row has."""
 
     parts = MEAN
@@ -207,9 +228,9 @@ class RowMean(Statistic):
         """(batches, heads, rows): which rows count; those with a key that are no padding."""
         return tile.counted
 
-    def start(self, observation: Observation) -> tuple[Tensor, Tensor]:
+    def start(self, call: CapturedCall) -> tuple[Tensor, Tensor]:
         """Every row's number, and whether it counts."""
-        shape, device = observation.matrix.shape[:3], observation.matrix.q.device
+        shape, device = call.matrix.shape[:3], call.matrix.q.device
         values = torch.zeros(shape, dtype=torch.float64, device=device)
         return values, torch.zeros(shape, dtype=torch.bool, device=device)
 
@@ -223,13 +244,9 @@ class RowMean(Statistic):
     def finish(
         self,
         gathered: tuple[Tensor, Tensor],
-        observation: Observation,  # noqa: ARG002
+        call: CapturedCall,  # noqa: ARG002
     ) -> Summary:
         """The sum, and the number of rows, of each head."""
         values, counted = gathered
         values = values.masked_fill_(~counted, 0.0)
         return {"sum": values.sum((0, 2)).cpu(), "count": counted.sum((0, 2)).double().cpu()}
-
-    def result(self, summary: Summary) -> Tensor:
-        """(heads,): the mean."""
-        return summary["sum"] / summary["count"]

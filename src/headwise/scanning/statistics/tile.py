@@ -9,14 +9,15 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.kernels.observe import Observed
-from headwise.scanning.statistics.observation import Observation
+from headwise.scanning.captured_call import CapturedCall
 
 
-class WeightTile:
+class WeightTile(Observed):
     """Whole rows of the weights of some heads: what a statistic is shown, one after the other.
 
-    ``batches``, ``heads``, ``rows`` (queries) and ``columns`` (keys) say which part of the matrix
-    it is. Keys outside of the columns are hidden from all of its queries.
+    It is the record of the kernel, with the call that it is a part of, ``call``. ``batches``,
+    ``heads``, ``rows`` (queries) and ``columns`` (keys) say which part of the matrix it is. Keys
+    outside of the columns are hidden from all of its queries.
 
     ``weights`` is (batches, heads, rows, columns), and so is ``scores`` for a statistic that
     ``reads_scores``; ``maximum``, ``logsumexp``, ``entropy``, ``highest`` (the largest score) and
@@ -29,16 +30,11 @@ class WeightTile:
     The memory is used again for the next tile: keep results, not parts of it.
     """
 
-    def __init__(self, observed: Observed, observation: Observation, *, reach: int) -> None:
-        self.observation = observation
-        place = observed.place
-        self.batches, self.heads = place.batches, place.heads
-        self.rows, self.columns = place.rows, place.columns
-        self.weights, self.scores = observed.weights, observed.scores
-        self.highest, self.lowest = observed.highest, observed.lowest
-        self.maximum, self.logsumexp = observed.maximum, observed.logsumexp
-        self.entropy, self.sink = observed.entropy, observed.sink
-        self.allowed = observed.allowed
+    def __init__(self, observed: Observed, call: CapturedCall, *, reach: int) -> None:
+        vars(self).update(vars(observed))
+        self.call = call
+        self.batches, self.heads = self.place.batches, self.place.heads
+        self.rows, self.columns = self.place.rows, self.place.columns
         # One band serves all statistics, as wide as the widest of them asks for.
         self.reach = self._widest = reach
         self._samples_kept = False
@@ -46,13 +42,13 @@ class WeightTile:
     @cached_property
     def counted(self) -> Tensor:
         """(batches, heads, rows): queries that are no padding and may attend to something."""
-        real = self.observation.sequences.real_queries[self.batches, self.rows]
+        real = self.call.real_queries[self.batches, self.rows]
         return real[:, None] & (self.allowed > 0)
 
     @cached_property
     def own(self) -> Tensor:
         """(rows,): the key that stands where each query stands."""
-        own_key = self.observation.sequences.own_key
+        own_key = self.call.own_key
         assert own_key is not None, 'a statistic that asks for this needs "own_key"'
         rows = torch.arange(self.rows.start, self.rows.stop, device=self.weights.device)
         return rows + own_key
@@ -112,7 +108,7 @@ class WeightTile:
 
         The blocks, and (batches, heads, blocks, columns).
         """
-        cells = self.observation.query_cells[self.batches, self.rows]
+        cells = self.call.query_cells[self.batches, self.rows]
         real = cells[cells >= 0]
         blocks = slice(int(real.min()), int(real.max()) + 1) if real.numel() else slice(0, 0)
         index = torch.arange(blocks.start, blocks.stop, device=cells.device)
@@ -125,20 +121,29 @@ class WeightTile:
 
         Batches and rows are counted from where the tile begins, keys from 0.
         """
-        return self.observation.repeats.pairs(self.batches, self.own)
+        return self.call.repeats.pairs(self.batches, self.own)
 
     @cached_property
     def contribution_norms(self) -> Tensor:
         """(batches, heads, rows): the norm of what each head writes."""
-        outputs = self.observation.outputs
+        outputs = self.call.outputs
         assert outputs is not None, 'a statistic that asks for this needs "outputs"'
-        factors = self.observation.out_proj_factors.to(self.weights.dtype)[self.heads]
+        factors = self.call.out_proj_factors.to(self.weights.dtype)[self.heads]
         z = outputs[self.batches, self.heads, self.rows].to(factors.dtype)
         norms: Tensor = torch.linalg.vector_norm(torch.matmul(z, factors), dim=-1)
         return norms
 
     def keep_samples(self) -> None:
-        """Copy the tile's sampled rows to the observation, once."""
-        if not self._samples_kept:
-            self.observation.samples.take(self)
+        """Copy the tile's sampled rows to those of the call, once."""
+        if self._samples_kept:
+            return
         self._samples_kept = True
+        kept = self.call.samples
+        places = kept.places[self.batches]
+        inside = (places >= self.rows.start) & (places < self.rows.stop)
+        batch, sample = (inside & kept.real[self.batches]).nonzero(as_tuple=True)
+        row, sequence = places[batch, sample] - self.rows.start, batch + self.batches.start
+        kept.weights[sequence, self.heads, sample, self.columns] = self.weights[batch, :, row]
+        kept.counted[sequence, self.heads, sample] = self.counted[batch, :, row]
+        if self.sink is not None:
+            kept.sink[sequence, self.heads, sample] = self.sink[batch, :, row]

@@ -35,7 +35,7 @@ class _AtRepeats(RowMean):
 
     def counts(self, tile: WeightTile) -> Tensor:
         """Queries whose token came before."""
-        repeats, specials = tile.observation.repeats, tile.observation.sequences.specials
+        repeats, specials = tile.call.repeats, tile.call.specials
         repeated = repeats.earlier[tile.batches][:, tile.own] > 0
         if specials is not None:
             repeated = repeated & ~specials[tile.batches][:, tile.own]
@@ -90,7 +90,7 @@ class Separators(RowMean):
 
     def of_rows(self, tile: WeightTile) -> Tensor:
         """The weight on them."""
-        chosen = tile.observation.sequences.separators
+        chosen = tile.call.separators
         assert chosen is not None
         return tile.on(chosen)
 
@@ -112,6 +112,6 @@ class Specials(RowMean):
 
     def of_rows(self, tile: WeightTile) -> Tensor:
         """The weight on them."""
-        chosen = tile.observation.sequences.specials
+        chosen = tile.call.specials
         assert chosen is not None
         return tile.on(chosen)

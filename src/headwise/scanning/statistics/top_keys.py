@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.keys import NOTHING, RANKS, fields
-from headwise.scanning.statistics.observation import Observation
 from headwise.scanning.statistics.parts import COUNT, Part, Parts
-from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
+from headwise.scanning.statistics.statistic import Definition, Summary, TileStatistic
 from headwise.scanning.statistics.tile import WeightTile
 
 
@@ -25,7 +25,7 @@ class _Chosen:
     found: Summary
 
 
-class TopKeys(Statistic):
+class TopKeys(TileStatistic):
     """The keys with the largest weight, of chosen queries of the first sequence.
 
     ``queries`` counts the queries that are no padding, from the end where it is negative.
@@ -51,13 +51,13 @@ class TopKeys(Statistic):
     def __init__(self, queries: int | tuple[int, ...] = (-1,)) -> None:
         self.queries = (queries,) if isinstance(queries, int) else tuple(queries)
 
-    def start(self, observation: Observation) -> _Chosen:
+    def start(self, call: CapturedCall) -> _Chosen:
         """Where the queries are; nothing found yet."""
-        real = observation.sequences.real_queries
+        real = call.real_queries
         sequence = int(torch.nn.functional.pad(real.any(-1).int(), (0, 1)).argmax())
         some = bool(real.any())
         places = real[sequence].nonzero().squeeze(1).tolist() if some else []
-        size = observation.matrix.shape[1], len(self.queries), RANKS
+        size = call.matrix.shape[1], len(self.queries), RANKS
         return _Chosen(
             sequence=sequence,
             rows=[
@@ -80,7 +80,7 @@ class TopKeys(Statistic):
             if row is not None and tile.rows.start <= row < tile.rows.stop:
                 _keep(gathered, tile, nth=nth, row=row)
 
-    def finish(self, gathered: _Chosen, observation: Observation) -> Summary:  # noqa: ARG002
+    def finish(self, gathered: _Chosen, call: CapturedCall) -> Summary:  # noqa: ARG002
         """What was found, and whether there was a sequence."""
         return gathered.found
 
@@ -96,14 +96,14 @@ class TopKeys(Statistic):
 
 def _keep(chosen: _Chosen, tile: WeightTile, *, nth: int, row: int) -> None:
     """Write the largest weights of one query; of equal ones the earlier key is first."""
-    known, found = tile.observation.sequences, chosen.found
+    tokens, found = tile.call.tokens, chosen.found
     weights = tile.weights[chosen.sequence - tile.batches.start, :, row - tile.rows.start]
     share, place = weights.sort(dim=-1, descending=True, stable=True)
     share, place = share[:, :RANKS].cpu(), place[:, :RANKS].cpu() + tile.columns.start
     some, at = share > 0, (tile.heads, nth, slice(0, share.shape[1]))
-    first = int(tile.observation.first_key[chosen.sequence])
+    first = int(tile.call.first_key[chosen.sequence])
     found["share"][at] = share.double().masked_fill(~some, NOTHING)
     found["key"][at] = (place - first).masked_fill(~some, -1)
-    if known.tokens is not None:
-        tokens = known.tokens[chosen.sequence].long().cpu()[place]
-        found["token"][at] = tokens.masked_fill(~some, -1)
+    if tokens is not None:
+        token = tokens[chosen.sequence].long().cpu()[place]
+        found["token"][at] = token.masked_fill(~some, -1)

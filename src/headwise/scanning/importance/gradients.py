@@ -1,4 +1,4 @@
-"""Gates on the heads of a running model, and what the loss says of them.
+"""Importance by gradients: one forward and one backward pass for all heads of all layers.
 
 A gate is a factor 1 of each head's output at each query. It changes no bit of the outputs, and its
 gradient is ⟨O[i], ∂L/∂O[i]⟩, the head's output times what the loss would have of it. Sequences do
@@ -8,45 +8,77 @@ backward pass serves all sequences, heads and layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.errors import OptionError, ShapeError
-from headwise.scanning.calls import LayerCall
+from headwise.scanning import selection
+from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
-from headwise.scanning.importance.runs import Layer, Layers
-from headwise.scanning.statistics.statistic import Summary
-from headwise.scanning.surroundings import Surroundings
-
-
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """Of one layer, over sequences: |signed sum over queries|, sum of absolute values, number."""
-
-    signed: Float[Tensor, " heads"]
-    absolute: Float[Tensor, " heads"]
-    count: int
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
-            self.signed + other.signed, self.absolute + other.absolute, self.count + other.count
-        )
-
-    def summaries(self) -> dict[str, Summary]:
-        """The summary of each statistic of `definitions.GRADIENTS`."""
-        count = torch.full_like(self.signed, self.count)
-        gate = {"sum": self.signed, "count": count}
-        return {
-            "gate_gradient": gate,
-            "gate_gradient_normalised": {name: value.clone() for name, value in gate.items()},
-            "taylor": {"sum": self.absolute, "count": count.clone()},
-        }
-
+from headwise.scanning.importance.losses import Loss
+from headwise.scanning.inputs import inputs_of, prepared, require_module, run
+from headwise.scanning.reaching import reached
+from headwise.scanning.readings import Layers, LayerScan
+from headwise.scanning.statistics.importance import GRADIENTS
+from headwise.support.modes import evaluating
 
 UNRECORDED = "computed without a gradient: under torch.no_grad, or a reentrant checkpoint"
+
+
+def gradients(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss: Loss | None = None,
+    layers: selection.LayerNames = None,
+) -> HeadScan:
+    """``gate_gradient``, ``gate_gradient_normalised`` and ``taylor`` of every head.
+
+    The model runs in evaluation mode. Its flags, its parameters and their gradients are left as
+    they were found. Of the model of bytes that ships with headwise, for example:
+
+        model = tiny.load()
+        scan = gradients(model, tiny.encode("def f(x):")[None])
+        scan.top("gate_gradient", 3)
+
+    Args:
+        model: as for `headwise.scan`.
+        inputs: what the model is called with: a tensor, a tuple of positional arguments, or a
+            mapping of named ones; or a list of several such inputs, which are merged.
+        loss: (output, input) -> (batch,): one number for each sequence, that depends on this
+            sequence alone. By default `next_token`: the mean cross-entropy of each next token.
+        layers: names of layers, or patterns such as "*layer.3.*"; all if None.
+
+    Raises:
+        OptionError: a loss without a gradient, no loss for a model that is not causal, layers that
+            do not exist.
+        ShapeError, DTypeError: a loss that is not one number for each sequence.
+    """
+    model = require_module(model)
+    gates = Gates(Layers(selection.select_layers(layers)), causal=loss is None)
+    with (
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        evaluating(model),
+        reached(model, gates) as reach,
+    ):
+        for one in prepared(model, inputs_of(inputs), with_logits=True):
+            reach.begin()
+            output = run(model, one)
+            gates.backward(losses.of_run(model, reach, output, one.given, loss))
+    ignored = [f"{name}: the loss does not depend on its heads" for name in gates.ignored]
+    return HeadScan(
+        model=type(model).__name__,
+        sequences=gates.sequences,
+        tokens=gates.tokens,
+        notes=(*reach.notes, *ignored),
+        statistics=GRADIENTS,
+        layer_scans=gates.layers.complete(),
+    )
 
 
 class Gates:
@@ -59,15 +91,13 @@ class Gates:
 
     def __init__(self, layers: Layers, *, causal: bool) -> None:
         self.layers, self._causal = layers, causal
-        self.sums: dict[str, Sums] = {}
-        self.missing: dict[str, str] = {}
         self.ignored: dict[str, None] = {}  # layers on which the loss does not depend
         self.sequences, self.tokens = 0, 0
-        self._placed: list[tuple[Layer, Tensor]] = []
+        self._placed: list[tuple[LayerScan, Tensor]] = []
         self._tokens: int | None = None
         self._is_backward = False
 
-    def __call__(self, call: LayerCall) -> Tensor | None:
+    def __call__(self, call: CapturedCall) -> Tensor | None:
         """The head outputs behind their gates.
 
         Raises:
@@ -83,14 +113,15 @@ class Gates:
         if self._causal:
             losses.require_causal(call)
         if self._tokens is None:
-            self._tokens = real_tokens(call)
+            self._tokens = int(call.real_queries.sum())
         layer = self.layers.see(call)
         if layer is None:
             return None
         if not torch.is_grad_enabled():
-            self.missing[layer.name] = UNRECORDED
+            _leave_out(layer, UNRECORDED)
             return None
         outputs = call.outputs
+        assert outputs is not None
         # Wider than half: what a gate receives is a sum over value_dim.
         dtype = torch.promote_types(outputs.dtype, torch.float32)
         shape = outputs.shape[:3]
@@ -118,33 +149,42 @@ class Gates:
             )
         self.sequences += count
         self.tokens += tokens or 0
-        signed: dict[str, Tensor] = {}
-        absolute: dict[str, Tensor] = {}
         self._is_backward = True
         found_of_all = _gradients(of_sequences, placed)
         self._is_backward = False
+        of_layers: dict[str, tuple[LayerScan, list[Tensor]]] = {}
         for (layer, gate), found in zip(placed, found_of_all, strict=True):
             if len(gate) != count:
-                self.missing[layer.name] = f"a batch of {len(gate)} for {count} sequences"
+                _leave_out(layer, f"a batch of {len(gate)} for {count} sequences")
                 continue
             if found is None:
                 self.ignored[layer.name] = None
             of_queries = (torch.zeros_like(gate) if found is None else found).double()
-            # A layer that attends twice in a pass has one gate: both times count together.
-            signed[layer.name] = signed.get(layer.name, 0) + of_queries.sum(-1)
-            absolute[layer.name] = absolute.get(layer.name, 0) + of_queries.abs().sum(-1)
-        for name, own in signed.items():
-            new = Sums(own.abs().sum(0).cpu(), absolute[name].sum(0).cpu(), count)
-            self.sums[name] = self.sums[name] + new if name in self.sums else new
+            of_layers.setdefault(layer.name, (layer, []))[1].append(of_queries)
+        for layer, several in of_layers.values():
+            _add(layer, several)
 
 
-def real_tokens(call: LayerCall) -> int:
-    """How many queries of a call are no padding."""
-    return int(Surroundings().sequences_of(call).real_queries.sum())
+def _add(layer: LayerScan, several: list[Tensor]) -> None:
+    """Add (batch, heads, queries) of one batch to the sums of a layer.
+
+    A layer that attends twice in a pass has two gates: both times count together.
+    """
+    signed = sum(of_queries.sum(-1) for of_queries in several)
+    absolute = sum(of_queries.abs().sum(-1) for of_queries in several)
+    assert isinstance(signed, Tensor)
+    assert isinstance(absolute, Tensor)
+    gate, taylor = signed.abs().sum(0).cpu(), absolute.sum(0).cpu()
+    for statistic, total in zip(GRADIENTS, (gate, gate.clone(), taylor), strict=True):
+        layer.add(statistic, {"sum": total, "count": torch.full_like(total, len(signed))})
+
+
+def _leave_out(layer: LayerScan, reason: str) -> None:
+    layer.missing |= {statistic.definition.name: reason for statistic in GRADIENTS}
 
 
 def _gradients(
-    of_sequences: Tensor, placed: list[tuple[Layer, Tensor]]
+    of_sequences: Tensor, placed: list[tuple[LayerScan, Tensor]]
 ) -> tuple[Tensor | None, ...]:
     if not placed:
         return ()

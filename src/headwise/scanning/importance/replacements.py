@@ -10,14 +10,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.importance.runs import Layer
 from headwise.scanning.statistics.statistic import Summary
 
 # (heads, value_dim) of each layer, by its name
 Means = Mapping[str, Tensor]
 
 
-class StandIn(ABC):
+class Replacement(ABC):
     """What is put in the place of a head's outputs."""
 
     def begin(self, batch: int) -> None:  # noqa: B027 (most draw nothing)
@@ -27,7 +26,7 @@ class StandIn(ABC):
         """Why a layer with head outputs of this shape cannot have it; None where it can."""
         return None
 
-    def kept(self, layer: Layer, heads: tuple[int, ...]) -> Summary:  # noqa: ARG002
+    def kept(self, layer: str, heads: tuple[int, ...]) -> Summary:  # noqa: ARG002
         """What has to be kept of a layer beside the sums, a row for each head."""
         return {}
 
@@ -43,7 +42,7 @@ class StandIn(ABC):
         """In the place of a head's outputs; ``real`` is False for padded queries."""
 
 
-class Zero(StandIn):
+class Zero(Replacement):
     """Nothing."""
 
     def of(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
@@ -51,15 +50,15 @@ class Zero(StandIn):
         return torch.zeros_like(outputs)
 
 
-class Mean(StandIn):
+class Mean(Replacement):
     """The same at every query: the head's mean."""
 
     def __init__(self, means: Means) -> None:
         self._means = means
 
-    def kept(self, layer: Layer, heads: tuple[int, ...]) -> Summary:
+    def kept(self, layer: str, heads: tuple[int, ...]) -> Summary:
         """The means, since sums of effects can be added only where they are the same."""
-        return {"stood_in": self._means[layer.name][list(heads)].double().cpu()}
+        return {"stood_in": self._means[layer][list(heads)].double().cpu()}
 
     def missing(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
         """Refuse means of other layers.
@@ -83,7 +82,7 @@ class Mean(StandIn):
         return self._means[layer][head].to(outputs).expand_as(outputs)
 
 
-class Resample(StandIn):
+class Resample(Replacement):
     """What the head gives another sequence of the batch.
 
     Args:

@@ -1,34 +1,16 @@
-"""Whole rows of a few queries, kept for statistics that compare heads or need exact tokens."""
+"""Rows of a call that several statistics share: those of sampled queries, and repeated tokens."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from headwise.kernels.problem import accumulation_dtype
 from headwise.matrix import AttentionMatrix
+from headwise.support.integers import as_int64
 
 SAMPLES = 64  # rows that are kept of each sequence, at most
-
-
-@runtime_checkable
-class Rows(Protocol):
-    """Whole rows of the weights of some heads, as `tile.WeightTile` holds them."""
-
-    batches: slice
-    heads: slice
-    rows: slice
-    columns: slice
-    weights: Tensor
-    sink: Tensor | None
-
-    @property
-    def counted(self) -> Tensor:
-        """(batches, heads, rows): the queries that count."""
-        ...
 
 
 class Samples:
@@ -55,17 +37,6 @@ class Samples:
         self.sink = torch.zeros(batch, heads, samples, dtype=exact, device=device)
         self.counted = torch.zeros(batch, heads, samples, dtype=torch.bool, device=device)
 
-    def take(self, tile: Rows) -> None:
-        """Copy the rows that lie in a tile."""
-        places = self.places[tile.batches]
-        inside = (places >= tile.rows.start) & (places < tile.rows.stop)
-        batch, sample = (inside & self.real[tile.batches]).nonzero(as_tuple=True)
-        row, sequence = places[batch, sample] - tile.rows.start, batch + tile.batches.start
-        self.weights[sequence, tile.heads, sample, tile.columns] = tile.weights[batch, :, row]
-        self.counted[sequence, tile.heads, sample] = tile.counted[batch, :, row]
-        if tile.sink is not None:
-            self.sink[sequence, tile.heads, sample] = tile.sink[batch, :, row]
-
 
 def evenly_spaced(
     real: Bool[Tensor, "batch length"], *, at_most: int
@@ -82,3 +53,36 @@ def evenly_spaced(
     nth = torch.where(count > samples, spread, nth)
     in_order = (~real).int().argsort(dim=-1, stable=True)  # the real ones first
     return in_order.gather(1, nth.clamp(max=max(0, real.shape[1] - 1))), nth < count
+
+
+class Repeats:
+    """For each key, the earlier keys that hold the same token.
+
+    Keys are sorted by token once, so the work grows with the number of repeats: no tile of
+    queries x keys is compared.
+    """
+
+    def __init__(
+        self, tokens: Integer[Tensor, "batch keys"], real: Bool[Tensor, "batch keys"]
+    ) -> None:
+        tokens = as_int64(tokens, "tokens")
+        # Padding, and what is not known, is a token of its own that nothing asks about.
+        known = real & (tokens >= 0)
+        name = torch.unique(tokens, return_inverse=True)[1] + 1
+        name = name.masked_fill(~known, 0)
+        self._order = name.argsort(dim=-1, stable=True)
+        in_order = name.gather(1, self._order)
+        self._first = torch.searchsorted(in_order, name)  # where the token's keys begin
+        nth = torch.arange(name.shape[1], device=name.device).expand_as(name)
+        place = torch.empty_like(name).scatter_(1, self._order, nth)
+        self.earlier = (place - self._first).masked_fill(~known, 0)
+        """(batch, keys): how many earlier keys hold the token of this one."""
+
+    def pairs(self, batches: slice, own: Int[Tensor, " rows"]) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, row, key) of every earlier key with the token of one of the rows' own keys."""
+        earlier = self.earlier[batches][:, own].flatten()
+        row = torch.repeat_interleave(torch.arange(len(earlier), device=own.device), earlier)
+        nth = torch.arange(len(row), device=own.device) - (earlier.cumsum(0) - earlier)[row]
+        place = self._first[batches][:, own].flatten()[row] + nth
+        batch = row // max(1, len(own))
+        return batch, row - batch * len(own), self._order[batches][batch, place]

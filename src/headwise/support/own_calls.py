@@ -1,0 +1,46 @@
+"""Calls of torch's functions by headwise's own kernels, told apart while something watches torch.
+
+A kernel's product is shown by the layer that it computes for. Whoever watches torch's functions
+would see the same attention once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+# None while nothing watches; then whether a kernel of headwise is calling.
+_is_own: ContextVar[bool | None] = ContextVar("headwise_own_call", default=None)
+
+
+@contextmanager
+def telling_own_calls() -> Iterator[None]:
+    """Let `is_own_call` answer while the block runs, in this thread."""
+    token = _is_own.set(False)
+    try:
+        yield
+    finally:
+        _is_own.reset(token)
+
+
+def is_own_call() -> bool:
+    """True if a kernel of headwise is calling."""
+    return bool(_is_own.get())
+
+
+def call_as_own(function: Callable[..., Tensor], *operands: Tensor, **options: object) -> Tensor:
+    """Call one of torch's functions for a kernel of headwise.
+
+    A compiled graph shows nothing, so nothing is set in one.
+    """
+    if torch.compiler.is_compiling() or _is_own.get() is None:
+        return function(*operands, **options)
+    token = _is_own.set(True)
+    try:
+        return function(*operands, **options)
+    finally:
+        _is_own.reset(token)
