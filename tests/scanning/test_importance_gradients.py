@@ -17,7 +17,7 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import gradients
 from headwise.scanning.importance.gradients import UNRECORDED, Gates
 from headwise.scanning.reaching import reached
-from headwise.scanning.readings import Layers
+from headwise.scanning.readings import SeenLayers
 from headwise.scanning.scan import scan
 from headwise.scanning.statistics.importance import STATISTICS
 from headwise.scanning.statistics.statistic import TileStatistic
@@ -185,7 +185,7 @@ def test_gates_change_no_bit() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         model = Mixing().to(dtype).eval()
         x = torch.randn(BATCH, LENGTH, EMBED, dtype=dtype)
-        gates = Gates(Layers(None), causal=False)
+        gates = Gates(SeenLayers(None), causal=False)
         with reached(model, lambda call: None):
             plain = model(x)
         with reached(model, gates):
@@ -278,6 +278,7 @@ def test_they_are_kept_and_read(tmp_path: Any) -> None:
     assert len(scan.table()) == 2 * HEADS
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize("statistic", STATISTICS, ids=lambda s: s.definition.name)
 def test_no_pass_over_the_weights_can_tell(statistic: Any) -> None:
     assert not isinstance(statistic, TileStatistic)

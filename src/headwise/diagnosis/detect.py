@@ -89,7 +89,7 @@ def _by_run(given: Weights, found: Detection, stored: StoredModel, *, title: str
     import torch
 
     from headwise.scanning.behaviour import INSTEAD, by_behaviour
-    from headwise.scanning.on_tokens import on_tokens
+    from headwise.scanning.inputs import on_tokens
 
     length = min(LENGTH, stored.positions or LENGTH)
     ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))

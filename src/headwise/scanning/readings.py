@@ -111,7 +111,7 @@ class LayerScan:
         return None
 
 
-class Layers:
+class SeenLayers:
     """The layers whose attention a model shows while it runs, and which of them are asked for.
 
     Args:

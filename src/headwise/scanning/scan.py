@@ -16,9 +16,9 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.inputs import Arguments, inputs_of, no_model, prepared, require_finite, run
 from headwise.scanning.modules import as_written
 from headwise.scanning.reaching import Reach, reached
-from headwise.scanning.readings import Layers
+from headwise.scanning.readings import SeenLayers
 from headwise.scanning.selection import (
-    LayerNames,
+    Layers,
     Numbers,
     Statistics,
     select_heads,
@@ -41,7 +41,7 @@ def scan(
     inputs: Any,
     *,
     statistics: Statistics = None,
-    layers: LayerNames = None,
+    layers: Layers = None,
     heads: Numbers | None = None,
     separators: Numbers = (),
     specials: Numbers = (),
@@ -75,16 +75,14 @@ def scan(
     """
     if isinstance(model, AttentionMatrix):
         inputs, model = (model, inputs), _attend
-    model = as_written(model)
-    if not callable(model) or isinstance(model, type):
-        raise no_model(model, "a model, a function that attends, or an AttentionMatrix")
+    model = _require_runnable(as_written(model))
     _require_callables(call=call, progress=progress)
     collector = _Collector(
         separators=select_tokens("separators", separators),
         specials=select_tokens("specials", specials),
         unembedding=unembedding_of(model),
         statistics=select_statistics(statistics),
-        layers=Layers(select_layers(layers), select_heads(heads)),
+        layers=SeenLayers(select_layers(layers), select_heads(heads)),
         progress=progress or no_progress,
     )
     return _scanned(model, inputs_of(inputs), collector, call)
@@ -109,6 +107,12 @@ def _scanned(
         return collector.result(_name_of(model), reach)
 
 
+def _require_runnable(model: Any) -> Any:
+    if not callable(model) or isinstance(model, type):
+        raise no_model(model, "a model, a function that attends, or an AttentionMatrix")
+    return model
+
+
 def _require_callables(**given: object) -> None:
     for name, function in given.items():
         if function is not None and not callable(function):
@@ -128,7 +132,7 @@ class _Collector:
         self,
         *,
         statistics: tuple[tuple[TileStatistic, ...], tuple[str, ...]],
-        layers: Layers,
+        layers: SeenLayers,
         separators: tuple[int, ...],
         specials: tuple[int, ...],
         unembedding: Tensor | None,

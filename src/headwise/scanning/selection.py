@@ -15,12 +15,12 @@ from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.axes import describe_value
 from headwise.support.integers import is_integer
 
-LayerNames = str | Collection[str] | None
+Layers = str | Collection[str] | None
 Numbers = int | Collection[int]
 Statistics = str | TileStatistic | Iterable[str | TileStatistic] | None
 
 
-def select_layers(layers: LayerNames) -> tuple[str, ...] | None:
+def select_layers(layers: Layers) -> tuple[str, ...] | None:
     """Return names and patterns of layers, or None for all.
 
     Raises:

@@ -20,7 +20,7 @@ from headwise.scanning import machine
 from headwise.scanning.corpus import parts_in, scan_corpus
 from headwise.scanning.estimate import Estimate, calls_of, estimate, require_memory
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.on_tokens import on_tokens
+from headwise.scanning.inputs import on_tokens
 from headwise.scanning.scan import scan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import TileStatistic

@@ -20,7 +20,7 @@ from headwise.scanning.importance.losses import Loss
 from headwise.scanning.importance.replacements import Mean, Means, Replacement, Resample, Zero
 from headwise.scanning.inputs import Arguments, inputs_of, prepared, require_module, run
 from headwise.scanning.reaching import Reach, reached
-from headwise.scanning.readings import Layers, LayerScan
+from headwise.scanning.readings import LayerScan, SeenLayers
 from headwise.scanning.statistics.importance import ABLATIONS, Importance
 from headwise.support.axes import describe_value
 from headwise.support.modes import evaluating
@@ -33,7 +33,7 @@ def ablations(
     *,
     by: Literal["zero", "mean", "resample"] | Means = "zero",
     loss: Loss | None = None,
-    layers: selection.LayerNames = None,
+    layers: selection.Layers = None,
     heads: selection.Numbers | None = None,
     seed: int = 0,
     progress: Progress = no_progress,
@@ -68,7 +68,7 @@ def ablations(
     _require_known(by)
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(several)
-    chosen = Layers(selection.select_layers(layers), selection.select_heads(heads))
+    chosen = SeenLayers(selection.select_layers(layers), selection.select_heads(heads))
     statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
     ablation = _HeadAblation(chosen, _replacement(by, seed), statistic, causal=loss is None)
     with torch.no_grad(), evaluating(model), reached(model, ablation) as reach:
@@ -79,7 +79,7 @@ def ablations(
 
 
 def mean_outputs(
-    model: nn.Module, inputs: Any, *, layers: selection.LayerNames = None
+    model: nn.Module, inputs: Any, *, layers: selection.Layers = None
 ) -> dict[str, Float[Tensor, "heads value_dim"]]:
     """The mean output of each head of each layer, over all real positions of all inputs.
 
@@ -94,7 +94,7 @@ def mean_outputs(
         OptionError: layers that do not exist, or no attention that was seen.
     """
     model = require_module(model)
-    chosen = Layers(selection.select_layers(layers))
+    chosen = SeenLayers(selection.select_layers(layers))
     sums: dict[str, Tensor] = {}
     counts: Counter[str] = Counter()
 
@@ -152,7 +152,7 @@ class _HeadAblation:
     """
 
     def __init__(
-        self, layers: Layers, replacement: Replacement, statistic: Importance, *, causal: bool
+        self, layers: SeenLayers, replacement: Replacement, statistic: Importance, *, causal: bool
     ) -> None:
         self._layers, self._replacement = layers, replacement
         self._statistic, self._causal = statistic, causal

@@ -22,7 +22,7 @@ from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.inputs import inputs_of, prepared, require_module, run
 from headwise.scanning.reaching import reached
-from headwise.scanning.readings import Layers, LayerScan
+from headwise.scanning.readings import LayerScan, SeenLayers
 from headwise.scanning.statistics.importance import GRADIENTS
 from headwise.support.modes import evaluating
 
@@ -34,7 +34,7 @@ def gradients(
     inputs: Any,
     *,
     loss: Loss | None = None,
-    layers: selection.LayerNames = None,
+    layers: selection.Layers = None,
 ) -> HeadScan:
     """``gate_gradient``, ``gate_gradient_normalised`` and ``taylor`` of every head.
 
@@ -59,7 +59,7 @@ def gradients(
         ShapeError, DTypeError: a loss that is not one number for each sequence.
     """
     model = require_module(model)
-    gates = Gates(Layers(selection.select_layers(layers)), causal=loss is None)
+    gates = Gates(SeenLayers(selection.select_layers(layers)), causal=loss is None)
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),
@@ -89,7 +89,7 @@ class Gates:
         causal: whether every call must be causal, as the default loss needs.
     """
 
-    def __init__(self, layers: Layers, *, causal: bool) -> None:
+    def __init__(self, layers: SeenLayers, *, causal: bool) -> None:
         self.layers, self._causal = layers, causal
         self.ignored: dict[str, None] = {}  # layers on which the loss does not depend
         self.sequences, self.tokens = 0, 0

@@ -1,6 +1,6 @@
 """Head statistics: what a head does, in numbers that are read from one pass over its weights.
 
-    tile.py          a part of the weights of a call, with the readings that several statistics share
+    tile.py          a part of a call, with the readings that several statistics share
     statistic.py     the bases: `Statistic`, `TileStatistic`, and the mean over queries, `RowMean`
     parts.py         the tensors of a summary, as files are checked by
     sweep.py         any number of statistics in one pass
