@@ -66,7 +66,7 @@ classes: $(READY)
 	$(BIN)/python -m tools.huggingface_classes
 
 mutants: $(READY)
-	$(BIN)/python tools/mutants.py $(ONLY)
+	$(BIN)/python -m tools.mutants $(ONLY)
 
 MINUTES ?= 10
 fuzz: $(READY)

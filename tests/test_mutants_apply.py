@@ -1,79 +1,82 @@
-"""Every mutant still fits the source of today: a mistake that cannot be made proves nothing."""
+"""Every mutant still fits the source of today, and docs/mutants.md tells of every one."""
 
 from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tools.mutants import PATCHES, ROOT, Mutant, PatchError
+from tools import mutants
+from tools.mutants import ROOT, SURVIVED, TABLE, Mutant, all_mutants, is_there, noted, table
 
-FILES = sorted(PATCHES.glob("*.patch"))
+HINT = "run: make mutants ONLY=name"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_mutant_fits_and_changes_what_runs(path: Path) -> None:
-    assert re.fullmatch(r"\d\d-[a-z0-9-]+", path.stem)
-    mutant = Mutant.read(path)
+@pytest.mark.parametrize("mutant", all_mutants(), ids=lambda mutant: mutant.name)
+def test_the_mutant_fits_and_changes_what_runs(mutant: Mutant, tmp_path: Path) -> None:
+    assert re.fullmatch(r"\d\d-[a-z0-9-]+", mutant.name)
     assert mutant.breaks.endswith(".")
     assert "|" not in mutant.breaks  # it becomes a cell of a table
-    for changed, text in mutant.changed_files(ROOT).items():
-        assert changed.is_relative_to(ROOT / "src")
-        assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(changed.read_text("utf-8")))
+    assert mutant.files
+    for name in mutant.files:
+        assert name.startswith("src/headwise/")
+        tmp_path.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    mutant.apply(tmp_path)
+    for name in mutant.files:
+        trees = [ast.parse(root.joinpath(name).read_text("utf-8")) for root in (ROOT, tmp_path)]
+        assert ast.dump(trees[0]) != ast.dump(trees[1])
 
 
 def test_no_number_is_used_twice() -> None:
-    numbers = [path.stem[:2] for path in FILES]
+    numbers = [mutant.name[:2] for mutant in all_mutants()]
     assert len(set(numbers)) == len(numbers)
 
 
-PATCH = """\
-The sum is a difference.
-
---- a/src/sums.py
-+++ b/src/sums.py
-@@ -90,3 +90,3 @@ def add(a, b):
- def add(a, b):
-
--    return a + b
-+    return a - b
-@@ -99 +99,2 @@
--LAST = 1
-+LAST = 2
-+-- = 3
-"""
-SOURCE = "def sub(a, b):\n    return a - b\n\n\ndef add(a, b):\n\n    return a + b\n\n\nLAST = 1\n"
+def test_the_page_tells_of_every_mutant() -> None:
+    rows = noted()
+    assert {name: breaks for name, (breaks, _) in rows.items()} == {
+        mutant.name: mutant.breaks for mutant in all_mutants()
+    }, HINT
+    assert [test for _, test in rows.values() if test != SURVIVED and not is_there(test)] == [], (
+        HINT
+    )
+    assert TABLE.read_text("utf-8") == table(rows)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    tmp_path.joinpath("src").mkdir()
-    tmp_path.joinpath("src", "sums.py").write_text(SOURCE)
-    tmp_path.joinpath("1.patch").write_text(PATCH)
-    return tmp_path
-
-
-def test_a_hunk_is_found_by_its_text(root: Path) -> None:
-    mutant = Mutant.read(root / "1.patch")
+@pytest.mark.parametrize("source", ["def add(a, b):\n    return b + a\n", ""])
+def test_a_stale_patch_is_refused(tmp_path: Path, source: str) -> None:
+    patch = tmp_path / "01-sum.patch"
+    hunk = "@@ -7,2 +7,2 @@\n def add(a, b):\n-    return a + b\n+    return a - b\n"
+    patch.write_text(f"The sum is a\ndifference.\n\n--- a/sums.py\n+++ b/sums.py\n{hunk}")
+    mutant = Mutant(patch)
     assert mutant.breaks == "The sum is a difference."
-    expected = SOURCE.replace("a + b", "a - b").replace("LAST = 1\n", "LAST = 2\n-- = 3\n")
-    assert mutant.changed_files(root) == {root / "src" / "sums.py": expected}
-    assert root.joinpath("src", "sums.py").read_text() == SOURCE
+    assert mutant.files == ["sums.py"]
+    sums = tmp_path / "sums.py"
+    sums.write_text("# more\n\ndef add(a, b):\n    return a + b\n")
+    mutant.apply(tmp_path)
+    assert sums.read_text() == "# more\n\ndef add(a, b):\n    return a - b\n"
+    sums.write_text(source)
+    with pytest.raises(subprocess.CalledProcessError):
+        mutant.apply(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("source", "times"), [(SOURCE.replace("a + b", "b + a"), 0), (SOURCE + SOURCE, 2)]
-)
-def test_a_stale_or_ambiguous_hunk_is_refused(root: Path, source: str, times: int) -> None:
-    root.joinpath("src", "sums.py").write_text(source)
-    with pytest.raises(PatchError, match=rf"1: found {times} times in src/sums.py, not once"):
-        Mutant.read(root / "1.patch").changed_files(root)
-
-
-@pytest.mark.parametrize(("cut", "message"), [(40, "no hunk"), (130, "is cut off")])
-def test_half_a_patch_is_refused(root: Path, cut: int, message: str) -> None:
-    root.joinpath("1.patch").write_text(PATCH[:cut])
-    with pytest.raises(PatchError, match=message):
-        Mutant.read(root / "1.patch").changed_files(root)
+def test_a_row_holds_until_what_it_rests_on_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "STATE", tmp_path / "build" / "mutants.json")
+    monkeypatch.setattr(mutants, "TABLE", tmp_path / "mutants.md")
+    mutants.TABLE.write_text(mutants.HEAD)
+    mutant = all_mutants()[0]
+    assert not mutants.is_done(mutant)
+    mutants.keep(mutant, "tests/test_house.py::test_no_blind_except")
+    assert mutants.is_done(mutant)
+    changed = tmp_path / mutant.path.name
+    changed.write_text(mutant.path.read_text() + "\n")
+    assert not mutants.is_done(Mutant(changed))
+    mutants.keep(mutant, SURVIVED)
+    assert not mutants.is_done(mutant)

@@ -1,224 +1,215 @@
-"""Put one mistake at a time into a copy of the source; the ordinary tests must notice.
+"""Put one mistake at a time into a copy of the source; what ``make test`` runs must notice.
 
-    python tools/mutants.py                  every mutant; writes docs/mutants.md
-    python tools/mutants.py 03-scale 07      these only (by the beginning of the name)
+    python -m tools.mutants                  every mutant
+    python -m tools.mutants 03-scale 07      these only (by the beginning of the name)
 
-A mutant is a unified diff in tests/mutants/, with a sentence above it that says what it breaks.
-A hunk's place is found by its text, not by its line numbers, so it survives edits elsewhere.
+A mutant is a unified diff in tests/mutants/, with a sentence above it that says what it breaks. The
+test that docs/mutants.md names for it runs first, then the tests of the broken room, then the rest.
+The page is written after each mutant. build/mutants.json keeps digests, so that an interrupted run
+goes on: a row counts while its patch, the source and the test that noticed are the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PATCHES = ROOT / "tests" / "mutants"
 TABLE = ROOT / "docs" / "mutants.md"
+STATE = ROOT / "build" / "mutants.json"
 
-# The ordinary tests of the arithmetic, the layers and the contract. What stands above (studies,
-# pages, the command line) or runs them through compilers (paths) would only notice later.
-SUITE = [
-    "tests/test_reference.py",
-    "tests/masks/test_mask.py",
-    "tests/masks/test_score_bias.py",
-    "tests/layers/positions",
-    "tests/layers/native/test_qk_norm.py",
-    "tests/layers/native/test_cache.py",
-    "tests/kernels",
-    "tests/layers/native",
-    "tests/layers/torch_api",
-    "tests/contract",
-    "tests/test_matrix.py",
-    "tests/layers/test_hooks.py",
-    "tests/scanning/statistics",
-    "tests/scanning",
-    "tests/layouts",
-]
-
-PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "not slow"]
+# What `make test` selects.
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-n0"]
+PYTEST += ["-m", "not slow", "--hypothesis-profile=quick"]
 SURVIVED = "**SURVIVED**"
+LONGEST_RUN = 3600  # seconds; a mutant may also make a loop endless
 AT_ONCE = 2
 
+HEAD = """\
+# Mutants
 
-class PatchError(Exception):
-    """A patch that does not fit the source of today."""
+Each row is a mistake that was put into a copy of the source on purpose. The tests of `make test`
+ran against it: first the one that noticed it before, then the others, up to the first that failed.
+This page is written by `make mutants`.
+
+"""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake: its name, what it breaks in one sentence, and the diff."""
+    """One mistake, as a patch."""
 
-    name: str
-    breaks: str
-    diff: str
+    path: Path
 
-    def suite(self) -> list[str]:
-        """The suite, with the tests of the broken room first: they notice soonest."""
-        broken = {Path(name).relative_to("src/headwise").parts[0] for name, _ in _hunks(self.diff)}
-        own = {f"tests/{room}" for room in broken} | {f"tests/test_{room}" for room in broken}
-        return sorted(SUITE, key=lambda place: place not in own)
+    @property
+    def name(self) -> str:
+        """As ``03-torch-polarity-inverted``."""
+        return self.path.stem
 
-    @classmethod
-    def read(cls, path: Path) -> Mutant:
-        """The sentence is all that stands above the first ``---`` or ``diff`` line."""
-        head, start, rest = _split_before(r"^(?:diff --git |--- )", path.read_text("utf-8"))
-        return cls(path.stem, " ".join(head.split()), start + rest)
+    @cached_property
+    def breaks(self) -> str:
+        """One sentence: all that stands above the diff."""
+        head = re.split(r"^(?:diff --git |--- )", self.path.read_text("utf-8"), flags=re.M)[0]
+        return " ".join(head.split())
 
-    def changed_files(self, root: Path) -> dict[Path, str]:
-        """The new text of every file the diff changes. Nothing is written.
+    @cached_property
+    def files(self) -> list[str]:
+        """Paths of the files that it changes."""
+        return re.findall(r"^\+\+\+ b/(\S+)", self.path.read_text("utf-8"), re.M)
+
+    def apply(self, root: Path) -> None:
+        """Make the mistake in the files under ``root``.
 
         Raises:
-            PatchError: a hunk's text is not found exactly once.
+            subprocess.CalledProcessError: the patch does not fit.
         """
-        texts: dict[Path, str] = {}
-        for name, hunk in _hunks(self.diff):
-            path = root / name
-            # A hunk begins at the beginning of a line.
-            text = "\n" + (texts.get(path) or path.read_text("utf-8"))
-            old = "\n" + "".join(line[1:] for line in hunk if line[0] in " -")
-            new = "\n" + "".join(line[1:] for line in hunk if line[0] in " +")
-            if (places := text.count(old)) != 1:
-                raise PatchError(f"{self.name}: found {places} times in {name}, not once:{old}")
-            texts[path] = text.replace(old, new)[1:]
-        if not texts:
-            raise PatchError(f"{self.name}: there is no hunk in this patch")
-        return texts
+        environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}
+        command = ["git", "apply", str(self.path)]
+        subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True)
+
+    def rooms_first(self) -> list[str]:
+        """All entries of tests/, those named as a broken room first: they notice soonest."""
+        broken = {part.removesuffix(".py") for name in self.files for part in Path(name).parts[2:]}
+        entries = [path for path in (ROOT / "tests").iterdir() if _holds_tests(path)]
+        entries.sort(key=lambda path: (path.stem.removeprefix("test_") not in broken, path.name))
+        return [str(path.relative_to(ROOT)) for path in entries]
 
 
-def _split_before(pattern: str, text: str) -> tuple[str, str, str]:
-    found = re.search(pattern, text, re.M)
-    return (
-        (text, "", "") if found is None else (text[: found.start()], found[0], text[found.end() :])
-    )
-
-
-def _hunks(diff: str) -> Iterator[tuple[str, list[str]]]:
-    """(path, lines of one hunk) for each hunk of a unified diff."""
-    path, hunk, left = "", [], 0
-    for line in diff.splitlines(keepends=True):
-        if left > 0:
-            # An editor may have stripped the one blank that stands for an empty line.
-            hunk.append(line if line.strip("\n") else " \n")
-            left -= 2 if hunk[-1][0] == " " else line[0] in "+-"
-            if left == 0:
-                yield path, hunk
-        elif line.startswith("+++ "):
-            path = line[4:].split("\t")[0].strip().removeprefix("b/")
-        elif header := re.match(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@", line):
-            hunk, left = [], sum(int(count or 1) for count in header.groups())
-    if left:
-        raise PatchError(f"the last hunk for {path} is cut off")
+def _holds_tests(path: Path) -> bool:
+    return path.match("test_*.py") or (path.is_dir() and any(path.rglob("test_*.py")))
 
 
 def all_mutants() -> list[Mutant]:
     """Every mutant, in the order of its number."""
-    return [Mutant.read(path) for path in sorted(PATCHES.glob("*.patch"))]
+    return [Mutant(path) for path in sorted(PATCHES.glob("*.patch"))]
 
 
-def run_suite(
-    mutant: Mutant | None, *options: str, seconds: float | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the suite against a copy of the source, with the mutant's mistake in it."""
+def noted() -> dict[str, tuple[str, str]]:
+    """What docs/mutants.md says: name -> (what it breaks, the test that noticed it)."""
+    rows = re.findall(r"^\| (\d\d-\S+) \| (.+) \| `?(.+?)`? \|$", TABLE.read_text("utf-8"), re.M)
+    return {name: (breaks, test) for name, breaks, test in rows}
+
+
+def is_there(test: str) -> bool:
+    """True if ``file::function`` names a test of today."""
+    file, _, function = test.partition("::")
+    path = ROOT / file
+    defined = rf"^(def {function}\(|{function} = )"  # or made of a table of refusals
+    return path.is_file() and re.search(defined, path.read_text("utf-8"), re.M) is not None
+
+
+def run(mutant: Mutant | None, *what: str) -> str:
+    """The first test of ``what`` that fails with this mistake in the source; "" if none does.
+
+    Raises:
+        RuntimeError: no test ran to its end.
+    """
     with tempfile.TemporaryDirectory(prefix="headwise-mutant-") as folder:
         copy = Path(folder).resolve() / "src"
         shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
-        for path, text in mutant.changed_files(copy.parent).items() if mutant else ():
-            path.write_text(text, "utf-8")
+        if mutant:
+            mutant.apply(copy.parent)
         # PYTHONPATH comes before an editable install; tests/conftest.py refuses any other source.
         source = {"PYTHONPATH": str(copy), "HEADWISE_EXPECTED_SOURCE": str(copy)}
-        return subprocess.run(
-            [*PYTEST, *(mutant.suite() if mutant else SUITE), *options],
+        done = subprocess.run(
+            [*PYTEST, "-x", "--tb=no", *what],
             cwd=ROOT,
             env=os.environ | source,
             capture_output=True,
             text=True,
-            timeout=seconds,
+            timeout=LONGEST_RUN,
         )
-
-
-def killed_by(mutant: Mutant, seconds: float) -> str:
-    """The first test that fails, `SURVIVED`, or why the mutant says nothing about the tests."""
-    try:
-        done = run_suite(mutant, "-n0", "-x", "--tb=no", seconds=seconds)
-    except subprocess.TimeoutExpired:
-        return "the suite did not end"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", done.stdout, re.M)
-    if done.returncode == 0:
-        return SURVIVED
-    if failed is None:
-        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        return f"**BROKEN**: no test ran to a failure ({' '.join(last)})"
-    # Without the parameters: which of them comes first is no news.
-    return f"`{failed[1].partition('[')[0]}`"
+    if failed:
+        # Without the parameters: which of them comes first is no news.
+        return failed[1].partition("[")[0]
+    if done.returncode:
+        raise RuntimeError(f"no test ran to a failure:\n{(done.stdout + done.stderr)[-2000:]}")
+    return ""
 
 
-def table(rows: list[tuple[Mutant, str]]) -> str:
+def notices(mutant: Mutant) -> str:
+    """The first test that fails, or `SURVIVED`."""
+    test = noted().get(mutant.name, ("", ""))[1]
+    first = run(mutant, test) if is_there(test) else ""
+    return first or run(mutant, *mutant.rooms_first()) or SURVIVED
+
+
+def digest_of(mutant: Mutant, test: str) -> str:
+    """A digest of the patch, of the source and of the file of the test that noticed."""
+    files = [mutant.path, *sorted((ROOT / "src").rglob("*.py")), ROOT / test.partition("::")[0]]
+    parts = (path.read_bytes() for path in files if path.is_file())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def table(rows: dict[str, tuple[str, str]]) -> str:
     """The page docs/mutants.md."""
-    survivors = sum(killer == SURVIVED for _, killer in rows)
+    survivors = sum(test == SURVIVED for _, test in rows.values())
     lines = [
-        "# Mutants",
-        "",
-        "Each row is a mistake that was put into a copy of the source on purpose. The ordinary",
-        "test suite ran against it and stopped at the first test that noticed.",
-        "This page is written by `make mutants`.",
-        "",
         f"{len(rows)} mutants, {survivors} survived.",
         "",
-        "| mutant | what it breaks | first test that notices |",
+        "| mutant | what it breaks | the test that notices |",
         "| --- | --- | --- |",
     ]
-    lines += [f"| {mutant.name} | {mutant.breaks} | {killer} |" for mutant, killer in rows]
-    return "\n".join(lines) + "\n"
+    for name, (breaks, test) in sorted(rows.items()):
+        lines.append(f"| {name} | {breaks} | {test if test == SURVIVED else f'`{test}`'} |")
+    return HEAD + "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    """Run the mutants that were asked for; 0 when each of them was killed."""
-    parser = argparse.ArgumentParser(description="Run the tests against mutants of the source.")
-    parser.add_argument("names", nargs="*", help="beginnings of names; all mutants without")
-    wanted = tuple(parser.parse_args().names) or ("",)
-    mutants = [mutant for mutant in all_mutants() if mutant.name.startswith(wanted)]
+def keep(mutant: Mutant, test: str) -> None:
+    """Write a row, and the digest by which a later run knows that it still holds."""
+    there = {one.name for one in all_mutants()}
+    rows = noted() | {mutant.name: (mutant.breaks, test)}
+    TABLE.write_text(table({name: rows[name] for name in rows if name in there}), "utf-8")
+    STATE.parent.mkdir(exist_ok=True)
+    STATE.write_text(json.dumps(_state() | {mutant.name: digest_of(mutant, test)}, indent=1))
+
+
+def _state() -> dict[str, str]:
+    state: dict[str, str] = json.loads(STATE.read_text("utf-8")) if STATE.is_file() else {}
+    return state
+
+
+def is_done(mutant: Mutant) -> bool:
+    """True if an earlier run saw this mutant fail in the same source by the same test."""
+    test = noted().get(mutant.name, ("", SURVIVED))[1]
+    return test != SURVIVED and _state().get(mutant.name) == digest_of(mutant, test)
+
+
+def main(names: Sequence[str]) -> int:
+    """Run the mutants that were asked for; 0 when each of them was noticed."""
+    mutants = [mutant for mutant in all_mutants() if mutant.name.startswith(tuple(names) or ("",))]
     if not mutants:
-        print(f"no mutant is called {' or '.join(wanted)}; they are in {PATCHES.relative_to(ROOT)}")
+        print(f"no mutant is called {' or '.join(names)}; they are in {PATCHES.relative_to(ROOT)}")
         return 2
-    try:
-        for mutant in mutants:
-            mutant.changed_files(ROOT)
-    except PatchError as error:
-        print(error)
-        return 2
-
-    print("the suite on an unchanged copy ... ", end="", flush=True)
-    began = time.monotonic()
-    unchanged = run_suite(None)
-    if unchanged.returncode:
-        output = (unchanged.stdout + unchanged.stderr)[-3000:]
-        print(f"fails, so it can tell nothing about mutants\n{output}")
-        return 2
-    elapsed = time.monotonic() - began
-    print(f"passes, in {elapsed:.0f} s")
-
-    rows = []
+    left = [mutant for mutant in mutants if not is_done(mutant)]
+    print(f"{len(mutants)} mutants, {len(mutants) - len(left)} of them done", flush=True)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        killers = pool.map(lambda mutant: killed_by(mutant, 10 * elapsed + 60), mutants)
-        for mutant, killer in zip(mutants, killers, strict=True):
-            rows.append((mutant, killer))
-            print(f"{mutant.name}: {killer}", flush=True)
-    if len(mutants) == len(all_mutants()):
-        TABLE.write_text(table(rows), "utf-8")
-        print(f"written: {TABLE.relative_to(ROOT)}")
-    return int(any(killer.startswith("**") for _, killer in rows))
+        for mutant, test in zip(left, pool.map(notices, left), strict=True):
+            keep(mutant, test)
+            print(f"{mutant.name}: {test}", flush=True)
+    tests = {noted()[mutant.name][1] for mutant in mutants}
+    if SURVIVED in tests:
+        return 1
+    if failed := run(None, *sorted(tests)):
+        print(f"{failed} fails without any mistake, so it can tell nothing about mutants")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description="Run the tests against mutants of the source.")
+    parser.add_argument("names", nargs="*", help="beginnings of names; all mutants without")
+    sys.exit(main(parser.parse_args().names))

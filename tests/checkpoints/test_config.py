@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import transformers
 
 from headwise.checkpoints import config as configs
 from headwise.checkpoints.config import counts_of, layout_of, read_config, rotation_of, turns
+from headwise.checkpoints.config_fields import Fields
 from headwise.errors import OptionError
 from headwise.layouts.registry import layouts
 
@@ -135,3 +137,11 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path, text: str | bytes, see
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(OptionError, match=seen):
         read_config(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, pytest.param(10**400, id="large"), True, "3"]
+)
+def test_a_number_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(OptionError, match="rope_theta: a finite number"):
+        Fields({"rope_theta": value}, place="config.json").number("rope_theta")

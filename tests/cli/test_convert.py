@@ -121,9 +121,7 @@ def test_options_that_are_refused(
     assert os.listdir(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize(
-    "config", ["{", "[]", '{"num_attention_heads": "6"}', '{"num_attention_heads": -6}', "{}"]
-)
+@pytest.mark.parametrize("config", ["{", '{"num_attention_heads": -6}'])
 def test_a_config_that_says_nothing_of_use(folder: Path, tmp_path: Path, config: str) -> None:
     (folder / "config.json").write_text(config)
     refused(folder, tmp_path / "b", "--from", "llama", "--to", "llama-meta")

@@ -269,6 +269,16 @@ def test_only_the_weight_tells_before_from_after() -> None:
     assert not torch.allclose(before, after)
 
 
+def test_what_the_older_exporter_to_onnx_traces_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, norm = normal(3, HEADS, LENGTH, HEAD_DIM), learned(QKNorm(), HEAD_DIM).double()
+    expected = norm(x)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    monkeypatch.setattr("headwise.layers.native.qk_norm.is_traced", lambda: True)
+    torch.testing.assert_close(norm(x), expected)
+
+
 # ---- refusals ----------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {

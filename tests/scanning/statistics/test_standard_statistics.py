@@ -21,14 +21,13 @@ Tiles are made so small that a row block has several, and that heads fall apart.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from headwise.budget.budget import Budget
+from headwise.budget.budget import FORWARD, Budget, _family, _numbered
 from headwise.kernels import observe, tiles
 from headwise.kernels.problem import accumulation_dtype
 from headwise.scanning import call_rows
@@ -70,46 +69,51 @@ def summaries(kind: str, elements: int) -> dict[str, Summary]:
         return sweep(observation, chosen)
 
 
-def assert_as_dense(name: str, call: Call, found: Tensor) -> None:
-    """Within the budget of the dense reference; NaN where, and only where, it is NaN."""
+def assert_as_dense(call: Call, found: dict[str, Tensor]) -> None:
+    """Each within the budget of the dense reference; NaN where, and only where, it is NaN."""
     wide = accumulation_dtype(call.inputs[0].dtype)
 
-    def reference(*inputs: Tensor) -> Tensor:
-        return REFERENCE[name](call.seen(*inputs))
+    def reference(*inputs: Tensor) -> list[Tensor]:
+        seen = call.seen(*inputs)
+        return [REFERENCE[name](seen) for name in found]
 
-    exact = reference(*(x.double() for x in call.inputs))
-    assert found.dtype == torch.float64
-    assert torch.equal(found.isnan(), exact.isnan())
-    if name in FIELDS:
-        assert torch.equal(found[..., :2].nan_to_num(), exact[..., :2].nan_to_num())
+    def numbers(*inputs: Tensor) -> tuple[Tensor, ...]:
+        results = zip(found, reference(*inputs), strict=True)
+        return tuple(number_of(name, result) for name, result in results)
 
-    def number(*inputs: Tensor) -> Tensor:
-        result = reference(*inputs)
-        return (result[..., 2] if name in FIELDS else result).nan_to_num(0.0)
+    # Budget.of for all statistics of one call, which share what is written down.
+    family = zip(*_family(numbers, [x.to(wide) for x in call.inputs]), strict=True)
+    exact_results = reference(*(x.double() for x in call.inputs))
+    for (name, own), whole, (exact, plain, moved) in zip(
+        found.items(), exact_results, family, strict=True
+    ):
+        assert own.dtype == torch.float64
+        assert torch.equal(own.isnan(), whole.isnan()), name
+        if name in FIELDS:
+            assert torch.equal(own[..., :2].nan_to_num(), whole[..., :2].nan_to_num())
+        size = exact.abs().clamp(min=1.0 if name in CAN_CANCEL else 0.0)
+        rounding = roundoff(call.inputs[1].shape[2] + 1, wide) * size
+        budget = Budget(name, wide, exact, FORWARD * plain + moved + rounding, _numbered(exact))
+        budget.assert_holds(number_of(name, own))
 
-    budget = Budget.of(number, *(x.to(wide) for x in call.inputs), name=name)
-    terms = call.inputs[1].shape[2] + 1
-    size = budget.exact.abs().clamp(min=1.0 if name in CAN_CANCEL else 0.0)
-    budget = replace(budget, allowed=budget.allowed + roundoff(terms, wide) * size)
-    budget.assert_holds((found[..., 2] if name in FIELDS else found).nan_to_num(0.0))
+
+def number_of(name: str, result: Tensor) -> Tensor:
+    return (result[..., 2] if name in FIELDS else result).nan_to_num(0.0)
 
 
-@pytest.mark.parametrize("name", REFERENCE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_streamed_is_dense(kind: str, name: str) -> None:
+def test_streamed_is_dense(kind: str) -> None:
     call, found = drawn(kind), summaries(kind, SMALL)
-    reason = BY_NAME[name].missing(call.observation())
-    assert (name in found) == (reason is None)
-    if reason is None:
-        assert_as_dense(name, call, BY_NAME[name].result(found[name]))
+    observation = call.observation()
+    known = {name for name in REFERENCE if BY_NAME[name].missing(observation) is None}
+    assert found.keys() == known
+    assert_as_dense(call, {name: BY_NAME[name].result(found[name]) for name in found})
 
 
-@pytest.mark.parametrize("name", REFERENCE)
 @pytest.mark.parametrize("kind", ["causal", "left padding", "segments"])
-def test_whatever_the_tiles(kind: str, name: str) -> None:
+def test_whatever_the_tiles(kind: str) -> None:
     found = summaries(kind, 2**21)
-    if name in found:
-        assert_as_dense(name, drawn(kind), BY_NAME[name].result(found[name]))
+    assert_as_dense(drawn(kind), {name: BY_NAME[name].result(found[name]) for name in found})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,14 +127,13 @@ def test_summaries_have_one_row_a_head_and_stay_on_the_cpu(kind: str) -> None:
         assert result.dim() == 1 + len(BY_NAME[name].definition.axes)
 
 
-@pytest.mark.parametrize("name", REFERENCE)
-def test_two_calls_merged_are_one(name: str) -> None:
+def test_two_calls_merged_are_one() -> None:
     kind: Kind = KINDS["causal"]
-    whole, statistic = kind.call(), BY_NAME[name]
     parts = [kind.call(batch=part).observation() for part in (slice(0, 1), slice(1, None))]
-    if statistic.missing(parts[0]) is None:
-        first, second = (sweep(part, [statistic])[name] for part in parts)
-        assert_as_dense(name, whole, statistic.result(statistic.merge([first, second])))
+    chosen = [statistic for statistic in STANDARD if statistic.missing(parts[0]) is None]
+    first, second = (sweep(part, chosen) for part in parts)
+    merged = {name: BY_NAME[name].merge([first[name], second[name]]) for name in first}
+    assert_as_dense(kind.call(), {name: BY_NAME[name].result(merged[name]) for name in merged})
 
 
 @pytest.mark.parametrize("name", [name for name in REFERENCE if name != "top_keys"])
