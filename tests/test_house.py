@@ -229,6 +229,36 @@ def test_rooms_do_not_use_the_door() -> None:
     assert broken(lambda tree: through & set(imports(tree)), rooms) == {}
 
 
+# file -> why it imports modules by names that stand in data
+DYNAMIC_IMPORTS = {
+    "__init__.py": "the door, whose names are loaded when they are asked for",
+    "layouts/registry.py": "families of layouts, loaded when one is named",
+    "studies/catalogue.py": "questions, loaded when one is asked",
+    "support/display.py": "rich forms of results, drawn by rooms above theirs",
+    "support/extras.py": "packages that are not declared",
+}
+
+
+def dynamic_imports(tree: ast.AST) -> list[str]:
+    """Uses of ``import_module`` and ``__import__``, and imports of what has the former."""
+    names = {"import_module", "__import__"}
+    used = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+    return sorted(names & (used | {name.rpartition(".")[2] for name in imports(tree)}))
+
+
+def test_few_files_import_modules_by_name() -> None:
+    found = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCES
+        if dynamic_imports(ast.parse(path.read_text("utf-8")))
+    }
+    assert found == {*DYNAMIC_IMPORTS}
+
+
 def test_the_changelog_begins_with_this_version() -> None:
     versions = re.findall(r"^## \[(.+?)\]", ROOT.joinpath("CHANGELOG.md").read_text("utf-8"), re.M)
     released = [version for version in versions if version != "Unreleased"]
@@ -254,6 +284,10 @@ def test_these_checks_can_fail() -> None:
     assert list(imports(tree)) == ["torch.distributed.tensor", "headwise.Mask"]
     assert long_functions(tree) == ["long: 51 lines"]
     assert blind_excepts(tree) == ["line 58"]
+    tree = ast.parse("import importlib\nimportlib.import_module(__import__('a'))\n")
+    assert dynamic_imports(tree) == ["__import__", "import_module"]
+    assert dynamic_imports(ast.parse("from importlib import import_module, resources")) != []
+    assert dynamic_imports(ast.parse("from importlib import metadata, util")) == []
     tree = ast.parse(
         "import torch\n"
         "import torch.nn.functional as F\n"

@@ -27,7 +27,7 @@ HEADS = 5  # of its layers
 def test_a_file_of_format_1_loads_with_a_note(tmp_path: Path) -> None:
     scan = HeadScan.load(FORMAT_1)
     assert scan.notes == ("one", "zwei: ä", FORMAT_1_NOTE)
-    assert FORMAT_1_NOTE.split(",", maxsplit=1)[0] in " ".join(repr(scan).split())
+    assert FORMAT_1_NOTE.split(",", maxsplit=1)[0] in " ".join(str(scan).split())
     assert scan.layers == ("a", "b/ü")
     assert (scan.sequences, scan.tokens, scan.layer_scans[1].heads) == (3, 72, (4, 1))
     for key, tensor in tensors_in(FORMAT_1.read_bytes()).items():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from torch import Tensor
 
 from headwise.reports import pictures, telling
@@ -142,6 +143,20 @@ def render(report: ScanReport) -> str:
         ticks=[(weight, 100 * pictures.weight_position(weight)) for weight in TICKS],
         many=_many,
     )
+
+
+def framed(scan: HeadScan) -> str:
+    """The page in a frame, for a notebook: its style stays its own."""
+    report = ScanReport(
+        scan=scan,
+        title=scan.model,
+        about="",
+        read=f"{_many(scan.sequences, 'sequence')}, {_many(scan.tokens, 'token')}",
+        chosen="",
+        versions={name: metadata.version(name) for name in ("headwise", "torch")},
+    )
+    page = escape(render(report))
+    return f'<iframe srcdoc="{page}" width="100%" height="800" frameborder="0"></iframe>'
 
 
 def cards(report: ScanReport) -> list[Card]:

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import OptionError
-from headwise.scanning import saved_fields
 from headwise.scanning.content_digest import digest_of as digest_of
 from headwise.scanning.files import damaged, read, write
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.saved_fields import FieldError
+from headwise.scanning.saved_scan import FieldError, Fields, checked, excerpt, text, texts_by_name
 from headwise.scanning.statistics.statistic import Statistic
 
 SCAN, PARTS = "scan.safetensors", "parts"
 SUFFIX = ".safetensors"
+# What is kept beside a part.
+DOCUMENT: Fields = {"name": text, "digest": text, "made_with": texts_by_name}
 REMOVE = (
     "remove this file and start the same run again: the other parts are kept, and only the "
     "document of this part is scanned again"
@@ -143,7 +144,7 @@ class _Folder:
         if saved is None:
             raise _refused(path, "a scan that no run over documents wrote", "parts of such a run")
         try:
-            _check_document(saved)
+            checked(saved, "document", DOCUMENT)
         except FieldError as fault:
             raise damaged(path, fault, REMOVE) from fault
         self._check(path, saved, document)
@@ -159,18 +160,18 @@ class _Folder:
 
     def _check(self, path: Path, saved: dict[str, Any], document: dict[str, Any]) -> None:
         if saved["name"] != document["name"]:
-            was = saved_fields.excerpt(saved["name"])
+            was = excerpt(saved["name"])
             raise _refused(path, f"made from {was!r}", f"one of {document['name']!r}")
         # First, since it may be why the content is another: a length that cuts it, for one.
         before, now = saved["made_with"], document["made_with"]
         if other := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
-            what = saved_fields.excerpt(other[0])
+            what = excerpt(other[0])
             raise _refused(path, f"made with other {what}", f"the {what} given now")
         if saved["digest"] != document["digest"]:
             raise _refused(
                 path,
                 f"made from other content of {document['name']!r}: "
-                + saved_fields.excerpt(saved["digest"][:16]),
+                + excerpt(saved["digest"][:16]),
                 f"one of the content given now, {document['digest'][:16]}",
             )
 
@@ -181,15 +182,6 @@ def _refused(path: Path, saw: str, needed: str) -> OptionError:
         needed=needed,
         do="name another folder, or remove the parts that are no longer wanted",
     )
-
-
-def _check_document(saved: dict[str, Any]) -> None:
-    """Raise FieldError where what is kept beside a part is not what a run writes."""
-    where = "document"
-    found = saved_fields.fields(saved, where, needed=("name", "digest", "made_with"))
-    saved_fields.text(found["name"], f"{where}.name")
-    saved_fields.text(found["digest"], f"{where}.digest")
-    saved_fields.texts_by_name(found["made_with"], f"{where}.made_with")
 
 
 def _writable(name: str) -> str:

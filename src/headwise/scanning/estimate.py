@@ -166,9 +166,9 @@ def measured_speed(calls: Sequence[Call], statistics: Sequence[TileStatistic]) -
     return Speed(product, entry)
 
 
-def require_memory(needed: int, there: int | None, *, what: str, do: str) -> None:
+def require_memory(needed: int, there: int, *, what: str, do: str) -> None:
     """Raise OptionError if more memory is needed than there is."""
-    if there is not None and needed > there:
+    if needed > there:
         more, left = human_bytes(needed), human_bytes(there)
         if more == left:
             more, left = f"{needed:,} B", f"{there:,} B"

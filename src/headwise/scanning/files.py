@@ -23,16 +23,19 @@ from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning import saved_fields
 from headwise.scanning.content_digest import digest_of
 from headwise.scanning.readings import Readings
-from headwise.scanning.saved_fields import FieldError
 from headwise.scanning.saved_scan import (
+    FieldError,
     check_fields,
+    excerpt,
     fields_of_layer,
     fields_of_statistic,
     layers_of,
+    mapping,
+    shown,
     tensors_of,
+    whole,
 )
 from headwise.scanning.statistics import importance
 from headwise.scanning.statistics.catalogue import STANDARD
@@ -74,7 +77,7 @@ def write(scan: Readings, path: Path, *, document: Mapping[str, Any] | None = No
         layers_of(about["layers"], tensors, scan.statistics)
     except FieldError as fault:
         raise OptionError(
-            saw=f"this scan cannot be saved: {saved_fields.excerpt(str(fault))}",
+            saw=f"this scan cannot be saved: {excerpt(str(fault))}",
             needed="a scan that HeadScan.load can read again",
             do="save a scan as headwise.scan or HeadScan.merge returned it",
         ) from fault
@@ -127,7 +130,7 @@ def read(
 def damaged(path: Path, fault: FieldError, remedy: str) -> OptionError:
     """Return the error for a file that is not as it was written."""
     return OptionError(
-        saw=f"the file {path} is damaged or was edited: {saved_fields.excerpt(str(fault))}",
+        saw=f"the file {path} is damaged or was edited: {excerpt(str(fault))}",
         needed="the file exactly as headwise wrote it",
         do=remedy,
     )
@@ -161,15 +164,15 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             do="scan the model first, if these are its weights",
         )
     try:
-        about = saved_fields.mapping(json.loads(text), "its metadata")
+        about = mapping(json.loads(text), "its metadata")
         is_as_written = _json(about) == text
     except (ValueError, RecursionError) as error:
         raise FieldError("its metadata cannot be read as the JSON of a scan") from error
-    version = saved_fields.whole(about.get("version"), "version")
+    version = whole(about.get("version"), "version")
     if version not in (1, VERSION):
         raise OptionError(
             saw=f"{path}, a scan in format {version}, saved by headwise "
-            f"{saved_fields.shown(about.get('headwise'))}",
+            f"{shown(about.get('headwise'))}",
             needed=f"format 1 or {VERSION}, which headwise {metadata.version('headwise')} reads",
             do="load it with the headwise that saved it",
         )
@@ -185,7 +188,7 @@ def _statistic(
 ) -> Statistic:
     """Return the statistic of that name, if it means what it meant."""
     statistic = known.get(saved["name"])
-    name, formula = saved_fields.excerpt(saved["name"]), saved_fields.excerpt(saved["formula"])
+    name, formula = excerpt(saved["name"]), excerpt(saved["formula"])
     if statistic is None:
         raise OptionError(
             saw=f"{path} with statistic {name!r}, which headwise does not have",
@@ -196,9 +199,9 @@ def _statistic(
     # A statistic that got a version later, with the words that it had, is still the same.
     if id_then not in (now.id, now.id_of_words):
         raise OptionError(
-            saw=f"{path} with {name} as {formula} ({saved_fields.excerpt(id_then)})",
+            saw=f"{path} with {name} as {formula} ({excerpt(id_then)})",
             needed=f"{name} as it is known here: {now.formula} ({now.id})",
-            do=f"load it with headwise {saved_fields.excerpt(about['headwise'])} or the statistic "
+            do=f"load it with headwise {excerpt(about['headwise'])} or the statistic "
             "that saved it, or scan again",
         )
     return statistic

@@ -8,19 +8,21 @@ from os import PathLike
 from pathlib import Path
 
 from headwise.errors import OptionError
-from headwise.scanning import files, terminal
+from headwise.scanning import files
 from headwise.scanning.difference import ScanDiff
 from headwise.scanning.readings import LayerScan, Readings
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.support.axes import describe_value
+from headwise.support.display import Displayed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class HeadScan(Readings):
+class HeadScan(Displayed, Readings):
     """What every head of a model did while it read; ``headwise.scan`` makes one.
 
     ``scan["entropy"]`` is a tensor (layers, heads), ``scan.top("induction")`` names heads, and
-    ``print(scan)`` draws a picture. It is never changed: `merge` gives a new one.
+    ``print(scan)`` draws a picture; a notebook shows its page. It is never changed: `merge` gives
+    a new one.
 
     Attributes:
         model: what was scanned, such as "BertModel".
@@ -36,7 +38,10 @@ class HeadScan(Readings):
     """
 
     def __repr__(self) -> str:
-        return terminal.picture(self)
+        sizes = {"layers": len(self.layers), "heads": len(self.heads)}
+        sizes |= {"statistics": len(self.measured)}
+        sizes |= {"sequences": self.sequences, "tokens": self.tokens}
+        return f"HeadScan({self.model}, {', '.join(f'{name}={n:,}' for name, n in sizes.items())})"
 
     # ---- to put together --------------------------------------------------------------------
 

@@ -1,25 +1,26 @@
-"""How much memory there is, and how much of it is in use: /proc and control groups of Linux."""
+"""Memory of this machine: what psutil says, and the limits of control groups of Linux."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 ROOT = Path("/")
 
 
-def available(root: Path = ROOT) -> int | None:
-    """Bytes that can still be taken, by the machine or by the group; None where nobody says."""
-    return min((*_of_machine(root), *_of_groups(root)), default=None)
+def available(root: Path = ROOT) -> int:
+    """Bytes that can still be taken, by the machine or by a control group of the process.
+
+    psutil knows the machine alone: in a container the group has less.
+    """
+    return min((int(psutil.virtual_memory().available), *_of_groups(root)))
 
 
-def in_use(root: Path = ROOT) -> int:
-    """Bytes that this process holds; 0 where nobody says."""
-    return next(_fields(root / "proc/self/status", "VmRSS:"), 0)
-
-
-def _of_machine(root: Path) -> Iterator[int]:
-    yield from _fields(root / "proc/meminfo", "MemAvailable:")
+def in_use() -> int:
+    """Bytes that this process holds."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def _of_groups(root: Path) -> Iterator[int]:
@@ -35,27 +36,11 @@ def _of_groups(root: Path) -> Iterator[int]:
             continue
         inner = Path(place.lstrip("/"))
         for folder in dict.fromkeys([inner, *inner.parents, Path()]):
-            most, now = _number(base / folder / limit), _number(base / folder / used)
-            if most is not None and now is not None:
+            most, now = (_lines(base / folder / name) for name in (limit, used))
+            if most and now and most[0].isdecimal():  # "max" is no limit
                 # Files that were read and can be forgotten count as used.
-                idle = sum(_words(base / folder / "memory.stat", "inactive_file"))
-                yield max(0, most - now + idle)
-
-
-def _number(path: Path) -> int | None:
-    text = "".join(_lines(path)).strip()
-    return int(text) if text.isdecimal() else None  # "max" is no limit
-
-
-def _fields(path: Path, name: str) -> Iterator[int]:
-    yield from (1024 * number for number in _words(path, name))
-
-
-def _words(path: Path, name: str) -> Iterator[int]:
-    for line in _lines(path):
-        words = line.split()
-        if len(words) > 1 and words[0] == name:
-            yield int(words[1])
+                stat = dict(line.split() for line in _lines(base / folder / "memory.stat"))
+                yield max(0, int(most[0]) - int(now[0]) + int(stat.get("inactive_file", 0)))
 
 
 def _lines(path: Path) -> list[str]:

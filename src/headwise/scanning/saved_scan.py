@@ -1,24 +1,125 @@
-"""The content of a saved scan: its JSON fields and its tensors, each checked."""
+"""Content of a saved scan: its JSON fields, from tables of checks, and its tensors.
+
+Each check returns the field, or says where it is and what is wrong with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.scanning import saved_fields
 from headwise.scanning.readings import LayerScan, Readings
-from headwise.scanning.saved_fields import FieldError
 from headwise.scanning.statistics.parts import fault_of_summary
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
 
+Fields = dict[str, Callable[[Any, str], Any]]
 MOST_HEADS = 2**20  # of a layer
-FIELDS = ("version", "headwise", "model", "sequences", "tokens", "notes", "statistics", "layers")
 WORDS = ("name", "formula", "unit", "excluded", "source", "axes")
-LAYER = ("name", "num_heads", "heads", "kind", "calls", "missing", "summaries")
+MOST = 2**63 - 1  # the largest number of a field
+LONGEST_SHOWN = 40
+LONGEST_EXCERPT = 400
+
+
+# ---- checks of single fields ---------------------------------------------------------------------
+
+
+class FieldError(Exception):
+    """A field that no scan has: where it is, and what it is."""
+
+
+def mapping(value: Any, where: str) -> dict[str, Any]:
+    """Return a mapping whose keys are text, as all keys of JSON are."""
+    if not isinstance(value, dict):
+        raise FieldError(f"{where} is {shown(value)} and no mapping")
+    return value
+
+
+def checked(
+    value: Any, where: str, needed: Fields, *, optional: Fields | None = None
+) -> dict[str, Any]:
+    """Return a mapping with all needed fields, and none that is neither needed nor optional.
+
+    Each field passes its check. ``where`` is empty for the whole JSON.
+    """
+    every = needed | (optional or {})
+    found = mapping(value, where or "its JSON")
+    if absent := [name for name in needed if name not in found]:
+        raise FieldError(f"{where or 'its JSON'} has no field {absent[0]!r}")
+    if odd := sorted({*found} - {*every}):
+        raise FieldError(f"{where or 'its JSON'} has a field {shown(odd[0])} that no scan has")
+    for name, check in every.items():
+        if name in found:
+            check(found[name], f"{where}.{name}" if where else name)
+    return found
+
+
+def text(value: Any, where: str, *, one_of: Collection[str] = ()) -> str:
+    """Return a text that can be written in UTF-8."""
+    if not isinstance(value, str):
+        raise FieldError(f"{where} is {shown(value)} and no text")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise FieldError(f"{where} holds half of a surrogate pair, which is no character")
+    if one_of and value not in one_of:
+        raise FieldError(f"{where} is {shown(value)} and none of {', '.join(one_of)}")
+    return value
+
+
+def whole(value: Any, where: str, *, least: int = 0, most: int = MOST) -> int:
+    """Return a whole number in a range; True and 1.0 are none."""
+    if type(value) is not int or not least <= value <= most:
+        raise FieldError(f"{where} is {shown(value)} and no whole number from {least} to {most}")
+    return value
+
+
+def entries(value: Any, where: str) -> list[Any]:
+    """Return a list."""
+    if not isinstance(value, list):
+        raise FieldError(f"{where} is {shown(value)} and no list")
+    return value
+
+
+def texts(value: Any, where: str) -> tuple[str, ...]:
+    """Return a list of texts, as a tuple."""
+    found = entries(value, where)
+    return tuple(text(entry, f"{where}[{index}]") for index, entry in enumerate(found))
+
+
+def texts_by_name(value: Any, where: str) -> dict[str, str]:
+    """Return a mapping of names to texts."""
+    return {
+        text(name, f"a key of {where}"): text(entry, f"{where}.{name}")
+        for name, entry in mapping(value, where).items()
+    }
+
+
+def lists_by_name(value: Any, where: str) -> dict[str, tuple[str, ...]]:
+    """Return a mapping of names to lists of texts."""
+    found = mapping(value, where)
+    return {name: texts(entry, f"{where}.{name}") for name, entry in found.items()}
+
+
+def excerpt(words: str) -> str:
+    """Return a text from a file, short and without control codes, for a message."""
+    short = words if len(words) <= LONGEST_EXCERPT else f"{words[:LONGEST_EXCERPT]}…"
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in short)
+
+
+def shown(value: Any) -> str:
+    """Describe a value in a few words, whatever its size."""
+    if isinstance(value, dict):
+        return f"a mapping of {len(value)} fields"
+    if isinstance(value, list):
+        return f"a list of {len(value)} entries"
+    if isinstance(value, str) and len(value) > LONGEST_SHOWN:
+        return f"a text of {len(value)} characters"
+    if isinstance(value, int) and value.bit_length() > MOST.bit_length():
+        return f"a number of {value.bit_length()} bits"
+    return ascii(value)
 
 
 # ---- to write -----------------------------------------------------------------------------------
@@ -32,16 +133,9 @@ def fields_of_statistic(definition: Definition) -> dict[str, Any]:
 
 def fields_of_layer(layer: LayerScan) -> dict[str, Any]:
     """Return all of a layer but its tensors."""
-    return {
-        "name": layer.name,
-        "num_heads": layer.num_heads,
-        "heads": list(layer.heads),
-        "kind": layer.kind,
-        "calls": layer.calls,
-        "missing": dict(layer.missing),
-        # The file says itself which tensors it should hold, in the order of the summary.
-        "summaries": {name: list(summary) for name, summary in layer.summaries.items()},
-    }
+    # The file says itself which tensors it should hold, in the order of the summary.
+    summaries = {name: list(summary) for name, summary in layer.summaries.items()}
+    return {**vars(layer), "heads": list(layer.heads), "summaries": summaries}
 
 
 def tensors_of(scan: Readings) -> dict[str, Tensor]:
@@ -58,6 +152,28 @@ def tensors_of(scan: Readings) -> dict[str, Tensor]:
 # ---- to read ------------------------------------------------------------------------------------
 
 
+STATISTIC: Fields = {**dict.fromkeys(WORDS, text), "axes": texts}
+LAYER: Fields = {
+    "name": text,
+    "num_heads": partial(whole, most=MOST_HEADS),
+    "heads": entries,
+    "kind": partial(text, one_of=("self", "cross")),
+    "calls": whole,
+    "missing": texts_by_name,
+    "summaries": lists_by_name,
+}
+SCAN: Fields = {
+    "version": whole,
+    "headwise": text,
+    "model": text,
+    "sequences": whole,
+    "tokens": whole,
+    "notes": texts,
+    "statistics": entries,
+    "layers": entries,
+}
+
+
 def check_fields(about: dict[str, Any], *, has_digest: bool) -> None:
     """Raise FieldError for the first field of a scan's JSON that no scan has.
 
@@ -65,23 +181,31 @@ def check_fields(about: dict[str, Any], *, has_digest: bool) -> None:
         about: the JSON.
         has_digest: True if it has a digest, and an id for each statistic; False in format 1.
     """
-    needed = (*FIELDS, "digest") if has_digest else FIELDS
-    saved_fields.fields(about, "its JSON", needed=needed, optional=("document",))
-    for name in ("headwise", "model"):
-        saved_fields.text(about[name], name)
-    for name in ("sequences", "tokens"):
-        saved_fields.whole(about[name], name)
-    saved_fields.texts(about["notes"], "notes")
-    if "document" in about:
-        saved_fields.mapping(about["document"], "document")
+    digest, id_of_statistic = ({"digest": text}, {"id": text}) if has_digest else ({}, {})
+    checked(about, "", SCAN | digest, optional={"document": mapping})
     names = [
-        _checked_name(saved, f"statistics[{index}]", has_id=has_digest)
-        for index, saved in enumerate(saved_fields.entries(about["statistics"], "statistics"))
+        str(checked(saved, f"statistics[{index}]", STATISTIC | id_of_statistic)["name"])
+        for index, saved in enumerate(about["statistics"])
     ]
     if len({*names}) < len(names):
         raise FieldError("statistics has two entries of one name")
-    for index, layer in enumerate(saved_fields.entries(about["layers"], "layers")):
-        _check_layer(layer, f"layers[{index}]", names)
+    for index, layer in enumerate(about["layers"]):
+        _check_layer(checked(layer, f"layers[{index}]", LAYER), f"layers[{index}]", names)
+
+
+def _check_layer(layer: dict[str, Any], where: str, names: list[str]) -> None:
+    heads, missing, summaries = layer["heads"], layer["missing"], layer["summaries"]
+    for place, head in enumerate(heads):
+        whole(head, f"{where}.heads[{place}]", most=layer["num_heads"] - 1)
+    if len({*heads}) < len(heads):
+        raise FieldError(f"{where}.heads has a head twice")
+    for name in names:
+        if (name in missing) == (name in summaries):
+            raise FieldError(
+                f"{where} needs either a summary of {name} or a reason why it is missing"
+            )
+    if odd := sorted({*missing, *summaries} - {*names}):
+        raise FieldError(f"{where} has {shown(odd[0])}, which is not in statistics")
 
 
 def layers_of(
@@ -98,43 +222,8 @@ def layers_of(
     rest = dict(tensors)
     found = tuple(_layer(index, layer, rest, by_name) for index, layer in enumerate(layers))
     if rest:
-        raise FieldError(f"it holds a tensor {saved_fields.shown(min(rest))} that no layer has")
+        raise FieldError(f"it holds a tensor {shown(min(rest))} that no layer has")
     return found
-
-
-def _checked_name(saved: Any, where: str, *, has_id: bool) -> str:
-    """Return the name of a statistic whose every field is right."""
-    found = saved_fields.fields(saved, where, needed=(*WORDS, "id") if has_id else WORDS)
-    for name, value in found.items():
-        if name == "axes":
-            saved_fields.texts(value, f"{where}.axes")
-        else:
-            saved_fields.text(value, f"{where}.{name}")
-    return str(found["name"])
-
-
-def _check_layer(saved: Any, where: str, names: list[str]) -> None:
-    layer = saved_fields.fields(saved, where, needed=LAYER)
-    saved_fields.text(layer["name"], f"{where}.name")
-    count = saved_fields.whole(layer["num_heads"], f"{where}.num_heads", most=MOST_HEADS)
-    heads = saved_fields.entries(layer["heads"], f"{where}.heads")
-    for place, head in enumerate(heads):
-        saved_fields.whole(head, f"{where}.heads[{place}]", most=count - 1)
-    if len({*heads}) < len(heads):
-        raise FieldError(f"{where}.heads has a head twice")
-    saved_fields.text(layer["kind"], f"{where}.kind", one_of=("self", "cross"))
-    saved_fields.whole(layer["calls"], f"{where}.calls")
-    missing = saved_fields.texts_by_name(layer["missing"], f"{where}.missing")
-    summaries = saved_fields.mapping(layer["summaries"], f"{where}.summaries")
-    for name, parts in summaries.items():
-        saved_fields.texts(parts, f"{where}.summaries.{name}")
-    for name in names:
-        if (name in missing) == (name in summaries):
-            raise FieldError(
-                f"{where} needs either a summary of {name} or a reason why it is missing"
-            )
-    if odd := sorted({*missing, *summaries} - {*names}):
-        raise FieldError(f"{where} has {saved_fields.shown(odd[0])}, which is not in statistics")
 
 
 def _layer(
@@ -151,18 +240,10 @@ def _layer(
         for part in parts:
             key = f"{index}/{name}/{part}"
             if key not in tensors:
-                raise FieldError(f"it lacks the tensor {saved_fields.shown(key)}")
+                raise FieldError(f"it lacks the tensor {shown(key)}")
             summary[part] = tensors.pop(key)
         _check_summary(statistics[name], summary, len(saved["heads"]), where)
-    return LayerScan(
-        name=saved["name"],
-        num_heads=saved["num_heads"],
-        heads=tuple(saved["heads"]),
-        kind=cast(Literal["self", "cross"], saved["kind"]),
-        calls=saved["calls"],
-        summaries=summaries,
-        missing=saved["missing"],
-    )
+    return LayerScan(**{**saved, "heads": tuple(saved["heads"]), "summaries": summaries})
 
 
 def _check_summary(statistic: Statistic, summary: Summary, heads: int, where: str) -> None:

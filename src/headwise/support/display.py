@@ -1,0 +1,39 @@
+"""Rich forms of results: one table of what draws each, loaded when it is asked for.
+
+A result has a plain repr of its own, and takes its rich forms from here. So the rooms that measure
+do not import the rooms that draw.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Literal
+
+Form = Literal["text", "html"]
+
+# (class, form) -> the function that draws a result of this class
+DRAWN_BY: dict[tuple[str, Form], str] = {
+    ("HeadScan", "text"): "headwise.scanning.terminal.picture",
+    ("HeadScan", "html"): "headwise.reports.scan.framed",
+}
+
+
+class Displayed:
+    """Base of results: ``print`` shows their text, and a notebook their page."""
+
+    def __str__(self) -> str:
+        return drawn(self, "text")
+
+    def _repr_html_(self) -> str:
+        return drawn(self, "html")
+
+
+def drawn(result: object, form: Form) -> str:
+    """Return a result in one of its rich forms.
+
+    Raises:
+        KeyError: the table has no such form of its class.
+    """
+    module, _, name = DRAWN_BY[type(result).__name__, form].rpartition(".")
+    found: str = getattr(import_module(module), name)(result)
+    return found

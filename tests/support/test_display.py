@@ -1,0 +1,45 @@
+"""Rich forms of results, from the one table of what draws them."""
+
+from __future__ import annotations
+
+from html import unescape
+from pkgutil import resolve_name
+
+import pytest
+
+from headwise.support.display import DRAWN_BY, Displayed, drawn
+from tests.scanning.scans import random_scan
+
+
+@pytest.mark.parametrize("target", DRAWN_BY.values())
+def test_what_draws_is_there(target: str) -> None:
+    assert callable(resolve_name(target))
+
+
+def test_every_class_of_the_table_takes_its_forms_from_it() -> None:
+    scan = random_scan()
+    assert {name for name, _ in DRAWN_BY} == {type(scan).__name__}
+    assert isinstance(scan, Displayed)
+
+
+def test_a_scan_has_a_plain_repr_and_rich_forms() -> None:
+    scan = random_scan(layers=2)
+    assert (
+        repr(scan) == "HeadScan(Model, layers=2, heads=12, statistics=11, sequences=3, tokens=72)"
+    )
+    text = str(scan)
+    assert text.startswith("HeadScan of Model: 2 layers")
+    assert "\n" in text
+    frame = scan._repr_html_()
+    assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+    page = unescape(frame)
+    assert "<h1" in page
+    assert all(name in page for name in scan.layers)
+
+
+def test_what_has_no_such_form_says_so() -> None:
+    class Other(Displayed):
+        pass
+
+    with pytest.raises(KeyError, match="Other"):
+        drawn(Other(), "text")
