@@ -12,8 +12,8 @@ from headwise.errors import MissingExtraError
 from headwise.reports import charts
 from headwise.reports.study import render, save
 from headwise.reports.template import prose
+from headwise.studies import drawing as style
 from headwise.studies.encoder import Fallback
-from headwise.studies.pictures import style
 from headwise.studies.study import LeftOut
 from tests.reports.html import Tree, everything, outside
 from tests.studies.answers import answer, made_up

@@ -6,7 +6,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
-from headwise.studies.pictures import style
+from headwise.studies import drawing as style
 from headwise.studies.question import Answer
 from headwise.support import extras
 

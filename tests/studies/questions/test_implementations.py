@@ -24,8 +24,7 @@ from headwise.studies.peers.tensor2tensor import Tensor2Tensor
 from headwise.studies.peers.torch_layer import TorchLayer
 from headwise.studies.peers.weights import Weights
 from headwise.studies.peers.x_transformers import XTransformers
-from headwise.studies.pictures.implementations import size
-from headwise.studies.questions.implementations import QUESTION, fills
+from headwise.studies.questions.implementations import QUESTION, fills, size
 from headwise.studies.study import ask
 from tests.studies.readings import small_reading
 

@@ -1,5 +1,4 @@
-"""One file for each question: what is measured, what must hold, and what is said.
+"""One file for each question: what is measured, what must hold, what is said, and the picture.
 
-A new one is a file here with a `Question` named ``QUESTION``, its picture in a file of the same
-name in `studies/pictures`, and its id in `studies/catalogue`.
+A new one is a file here with a `Question` named ``QUESTION``, and its id in `studies/catalogue`.
 """
