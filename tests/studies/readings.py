@@ -8,7 +8,7 @@ from torch import nn
 from headwise.masks.mask import Mask
 from headwise.models.reading import AttentionCall, Projections, Reading
 from headwise.studies.experiments import whole_layer
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.peer import Weights
 
 LAYERS, HEADS, HEAD_DIM, LENGTH = 3, 5, 6, 37
 

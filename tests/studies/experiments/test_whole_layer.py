@@ -12,7 +12,7 @@ from headwise import reference
 from headwise.layers.native.attention import Attention
 from headwise.masks.mask import Mask
 from headwise.studies.experiments import whole_layer
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.peer import Weights
 
 
 def drawn(

@@ -13,17 +13,17 @@ from torch.nn import functional as F
 
 from headwise.studies import encoder
 from headwise.studies.experiments import conventions, same_weights
-from headwise.studies.experiments.own_layers import IMPLEMENTATIONS, DropIn, Native
-from headwise.studies.peers.annotated import Annotated
-from headwise.studies.peers.bert import Bert
-from headwise.studies.peers.einops_page import EinopsPage
-from headwise.studies.peers.gpt2 import GPT2
-from headwise.studies.peers.paper import Paper
-from headwise.studies.peers.peer import Peer
-from headwise.studies.peers.tensor2tensor import Tensor2Tensor
-from headwise.studies.peers.torch_layer import TorchLayer
-from headwise.studies.peers.weights import Weights
-from headwise.studies.peers.x_transformers import XTransformers
+from headwise.studies.peers.installed import (
+    GPT2,
+    IMPLEMENTATIONS,
+    Bert,
+    DropIn,
+    Native,
+    TorchLayer,
+    XTransformers,
+)
+from headwise.studies.peers.peer import Peer, Weights
+from headwise.studies.peers.written_anew import Annotated, EinopsPage, Paper, Tensor2Tensor
 from headwise.studies.questions.implementations import QUESTION, fills, size
 from headwise.studies.study import ask
 from tests.studies.readings import small_reading

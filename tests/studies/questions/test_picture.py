@@ -13,9 +13,8 @@ from headwise.matrix import AttentionMatrix
 from headwise.models import minilm
 from headwise.models.reading import AttentionCall, Projections, Reading
 from headwise.studies.experiments import own_layers, whole_layer
-from headwise.studies.experiments.own_layers import Native
-from headwise.studies.peers.peer import Peer
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.installed import Native
+from headwise.studies.peers.peer import Peer, Weights
 from headwise.studies.questions import picture
 from headwise.studies.study import ask
 from tests.studies.asking import failing

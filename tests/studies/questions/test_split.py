@@ -22,7 +22,7 @@ from headwise.studies.experiments.tracing import (
     taken_apart,
     trace,
 )
-from headwise.studies.peers.torch_layer import TorchLayer
+from headwise.studies.peers.installed import TorchLayer
 from headwise.studies.questions import split
 from headwise.studies.study import ask
 from tests.studies.asking import failing

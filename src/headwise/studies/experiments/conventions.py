@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.budget.budget import Budget
-from headwise.studies.peers.gpt2 import GPT2
-from headwise.studies.peers.peer import Peer
-from headwise.studies.peers.torch_layer import TorchLayer
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.installed import GPT2, TorchLayer
+from headwise.studies.peers.peer import Peer, Weights
 from headwise.studies.words import scientific
 from headwise.support.private_torch import SOFTMAX, DispatchMode
 

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from headwise import reference
 from headwise.matrix import AttentionMatrix
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.peer import Weights
 
 PARTS = 3  # queries, keys, values
 

@@ -16,11 +16,9 @@ from headwise.budget.budget import Budget
 from headwise.masks.mask import Mask
 from headwise.models.reading import Reading
 from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.own_layers import IMPLEMENTATIONS
-from headwise.studies.peers.bert import Bert
-from headwise.studies.peers.einops_page import EinopsPage
-from headwise.studies.peers.peer import Peer
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.installed import IMPLEMENTATIONS, Bert
+from headwise.studies.peers.peer import Peer, Weights
+from headwise.studies.peers.written_anew import EinopsPage
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 3, 6, 45, 192
 

@@ -29,7 +29,7 @@ from headwise.budget import rounding
 from headwise.budget.budget import Budget
 from headwise.budget.rounding import LAMBDA, Roundoff
 from headwise.masks.mask import Mask
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.peer import Weights
 
 
 def output(

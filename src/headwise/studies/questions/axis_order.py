@@ -20,7 +20,7 @@ from headwise.studies.drawing import SERIES, SOFT
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.one_head import difference
 from headwise.studies.experiments.timing import times_of
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from headwise.studies import encoder
 from headwise.studies.drawing import CARD, INK, SOFT
 from headwise.studies.experiments import conventions, same_weights
-from headwise.studies.experiments.own_layers import IMPLEMENTATIONS
 from headwise.studies.experiments.same_weights import EMBED_DIM, NUM_HEADS
-from headwise.studies.peers.catalogue import PEERS
+from headwise.studies.peers.installed import IMPLEMENTATIONS, PEERS
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.studies.words import scientific
 from headwise.support.progress import Progress

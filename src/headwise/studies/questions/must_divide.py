@@ -25,7 +25,7 @@ from headwise.studies.drawing import (
 )
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.counting import parameters
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.studies.words import say
 from headwise.support.progress import Progress

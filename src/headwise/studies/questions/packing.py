@@ -15,12 +15,10 @@ from headwise.errors import PolarityWarning
 from headwise.masks.mask import Mask
 from headwise.studies.drawing import SERIES, block, heading, note, sheet
 from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.own_layers import DropIn, Native
 from headwise.studies.experiments.packing_forms import PARTS, Form, attend, forms
 from headwise.studies.experiments.timing import times_of
-from headwise.studies.peers.gpt2 import GPT2
-from headwise.studies.peers.torch_layer import TorchLayer
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.installed import GPT2, DropIn, Native, TorchLayer
+from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
 

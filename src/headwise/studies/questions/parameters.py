@@ -10,7 +10,7 @@ from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.studies.drawing import LINE, SERIES
 from headwise.studies.experiments.counting import parameters
-from headwise.studies.peers.paper import Paper
+from headwise.studies.peers.written_anew import Paper
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.studies.words import say
 from headwise.support.progress import Progress

@@ -24,8 +24,8 @@ from headwise.studies.drawing import (
     weight_map,
 )
 from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.own_layers import Native
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.installed import Native
+from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.studies.words import say
 from headwise.support.progress import Progress

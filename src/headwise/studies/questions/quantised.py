@@ -27,7 +27,7 @@ from headwise.studies.experiments.quantised_projections import (
 )
 from headwise.studies.experiments.still_there import status_of, status_of_once
 from headwise.studies.experiments.timing import times_of
-from headwise.studies.peers.weights import Weights
+from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
 

@@ -23,7 +23,6 @@ from headwise.studies.drawing import (
     sheet,
 )
 from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.own_layers import Native
 from headwise.studies.experiments.tracing import (
     AXES,
     PROJECTED,
@@ -34,7 +33,7 @@ from headwise.studies.experiments.tracing import (
     trace,
     with_head_dim,
 )
-from headwise.studies.peers.torch_layer import TorchLayer
+from headwise.studies.peers.installed import Native, TorchLayer
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.studies.words import say
 from headwise.support.progress import Progress

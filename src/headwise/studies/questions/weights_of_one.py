@@ -18,7 +18,7 @@ from headwise.studies.experiments.one_head import (
     difference,
     excess,
 )
-from headwise.studies.peers.torch_layer import TorchLayer
+from headwise.studies.peers.installed import TorchLayer
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.studies.words import say
 from headwise.support.progress import Progress
