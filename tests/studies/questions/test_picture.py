@@ -12,7 +12,8 @@ from headwise.layers.native.attention import Attention
 from headwise.matrix import AttentionMatrix
 from headwise.models import minilm
 from headwise.models.reading import AttentionCall, Projections, Reading
-from headwise.studies.experiments import own_layers, whole_layer
+from headwise.studies.experiments import whole_layer
+from headwise.studies.peers import installed
 from headwise.studies.peers.installed import Native
 from headwise.studies.peers.peer import Peer, Weights
 from headwise.studies.questions import picture
@@ -64,7 +65,7 @@ def test_another_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *sizes: int, **options: Any) -> None:
             super().__init__(*sizes, scale=1.0, **options)
 
-    monkeypatch.setattr(own_layers, "Attention", Loud)
+    monkeypatch.setattr(installed, "Attention", Loud)
     assert "own output" in failing(ask(picture.QUESTION))[0]
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from headwise.layers.native.attention import Attention
 from headwise.matrix import AttentionMatrix
-from headwise.studies.experiments import own_layers
 from headwise.studies.experiments.tracing import (
     ATTENDED,
     INPUT,
@@ -22,6 +21,7 @@ from headwise.studies.experiments.tracing import (
     taken_apart,
     trace,
 )
+from headwise.studies.peers import installed
 from headwise.studies.peers.installed import TorchLayer
 from headwise.studies.questions import split
 from headwise.studies.study import ask
@@ -58,7 +58,7 @@ def test_a_cut_that_copies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             return torch.stack([x.index_select(-1, own) for own in index], dim=1)
 
     assert not cuts(trace_of(Copied(32, 2)), head_dim=16)[0].is_view
-    monkeypatch.setattr(own_layers, "Attention", Copied)
+    monkeypatch.setattr(installed, "Attention", Copied)
     (said,) = failing(ask(split.QUESTION))
     assert "cuts into heads" in said
 
@@ -130,7 +130,7 @@ def test_heads_of_interleaved_channels_are_noticed(monkeypatch: pytest.MonkeyPat
         def _heads(self, x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
             return x.unflatten(-1, (-1, heads)).movedim(-1, 1).contiguous()
 
-    monkeypatch.setattr(own_layers, "Attention", Interleaved)
+    monkeypatch.setattr(installed, "Attention", Interleaved)
     said = " ".join(failing(ask(split.QUESTION)))
     assert "the order inside each axis" in said
     assert "the paper's formula" in said
@@ -172,7 +172,7 @@ def test_weights_that_are_zero_off_the_diagonal_are_noticed(
             for projection in (self.q_proj, self.k_proj, self.v_proj):
                 projection.weight.data.mul_(kept)
 
-    monkeypatch.setattr(own_layers, "Attention", Blocks)
+    monkeypatch.setattr(installed, "Attention", Blocks)
     said = failing(ask(split.QUESTION))
     assert any("depend on 16 of 32 inputs" in words for words in said)
     assert any("does not equal attention" in words for words in said)
