@@ -55,12 +55,12 @@ def demo(
     pages = [save(tiny, beside), save(trained, out)] if trained else [save(tiny, out)]
 
     def show(console: Console) -> None:
-        from headwise.cli.scan import heads
+        from headwise.reports.terminal import show_scan
 
         _head(console, "The small model that ships with headwise")
-        heads.show(tiny, console)
+        show_scan(tiny, console)
         _head(console, "A trained encoder")
-        heads.show(trained, console) if trained else _say_missing(missing, console)
+        show_scan(trained, console) if trained else _say_missing(missing, console)
 
     def plain() -> dict[str, Any]:
         return {"scan": tiny.as_json(), "encoder": trained.as_json() if trained else None}

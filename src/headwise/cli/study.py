@@ -57,12 +57,12 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
         require_writable(out)
         result = ask(questions, progress=progress)
         page = save(result, out)
-    from headwise.cli.answers import show
+    from headwise.reports.terminal import show_study
 
     end(
         page,
         start=start,
-        show=lambda console: show(result, console, whole=bool(questions)),
+        show=lambda console: show_study(result, console, whole=bool(questions)),
         as_json=result.as_json if as_json else None,
     )
     if not all(answer.holds for answer in result.answers):

@@ -19,6 +19,7 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.saved_scan import fields_of_statistic
 from headwise.scanning.statistics.maps import pyramid
 from headwise.scanning.statistics.statistic import Summary
+from headwise.scanning.terminal import many
 from headwise.support.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class ScanReport:
         """``6 layers of 12 heads``."""
         counts = sorted({layer.num_heads for layer in self.scan.layer_scans})
         heads = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        return f"{_many(len(self.scan.layers), 'layer')} of {heads} heads"
+        return f"{many(len(self.scan.layers), 'layer')} of {heads} heads"
 
     @property
     def missing(self) -> dict[str, list[str]]:
@@ -141,7 +142,7 @@ def render(report: ScanReport) -> str:
         table=scan.table(),
         gradient=Markup(pictures.gradient()),
         ticks=[(weight, 100 * pictures.weight_position(weight)) for weight in TICKS],
-        many=_many,
+        many=many,
     )
 
 
@@ -232,7 +233,3 @@ def _received(rows: Tensor, name_of: Callable[[int], str] | None) -> list[tuple[
             name = telling.visible(name_of(int(token))) if known and name_of else ""
             found.append((name, int(key), weight))
     return found
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}" + ("" if count == 1 else "s")

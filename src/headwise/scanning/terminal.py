@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from headwise.scanning.readings import LayerScan, Readings
+from headwise.scanning.statistics.catalogue import KNOWN_FOR
 
 WIDTH = 80
 MOST_ROWS = 32  # layers
@@ -19,17 +20,6 @@ HARD = "\N{NO-BREAK SPACE}"
 
 # The picture shows the first of these that the scan has; otherwise its first number.
 SHOWN = ("relative_entropy", "entropy", "effective_keys")
-# What a head is known for, in the order in which it is told.
-KNOWN_FOR = (
-    "previous_token",
-    "first_token",
-    "sink",
-    "separator",
-    "special",
-    "induction",
-    "duplicate_token",
-    "copying",
-)
 TOP = 3  # heads of each
 LONGEST_NAME, SHORTEST_LABEL = 30, 12
 
@@ -46,10 +36,10 @@ def _counts(scan: Readings) -> str:
     if len(heads) > 1:
         each += f" to {heads[-1]}"
     counts = [
-        f"{_many(len(scan.layers), 'layer')}{each}{' heads' if heads else ''}",
-        _many(len(scan.measured), "statistic"),
-        _many(scan.sequences, "sequence"),
-        _many(scan.tokens, "token"),
+        f"{many(len(scan.layers), 'layer')}{each}{' heads' if heads else ''}",
+        many(len(scan.measured), "statistic"),
+        many(scan.sequences, "sequence"),
+        many(scan.tokens, "token"),
     ]
     # No line breaks within a count: textwrap leaves this space alone.
     told = f"HeadScan of {scan.model}: {', '.join(count.replace(' ', HARD) for count in counts)}"
@@ -74,11 +64,11 @@ def _heads(scan: Readings) -> list[str]:
     lines = [f"{name}, from {low:.3g} {LEVELS[0]} to {high:.3g} {LEVELS[-1]}"]
     if shown < values.shape[1]:
         lines[0] += f"; {values.shape[1] - shown} more heads are left out"
-    lines.append(f"{'':{digits}} {_ruler(shown)}".rstrip())
+    lines.append(f"{'':{digits}} {ruler(shown)}".rstrip())
     for index in _ends(len(scan.layers), MOST_ROWS):
         if index is None:
             left_out = len(scan.layers) - MOST_ROWS + 1
-            lines.append(f"{'':{digits}} … {_many(left_out, 'layer')} left out")
+            lines.append(f"{'':{digits}} … {many(left_out, 'layer')} left out")
             continue
         layer = scan.layer_scans[index]
         row = _row(values[index, :shown], layer, low, high)
@@ -91,14 +81,18 @@ def _row(values: Tensor, layer: LayerScan, low: float, high: float) -> str:
     cells = [NO_VALUE] * min(layer.num_heads, len(values))
     for head, value in enumerate(values.tolist()[: len(cells)]):
         if low <= value <= high:
-            share = (value - low) / (high - low) if high > low else 0.0
-            cells[head] = LEVELS[min(int(share * len(LEVELS)), len(LEVELS) - 1)]
+            cells[head] = level((value - low) / (high - low) if high > low else 0.0)
     return "".join(cells).ljust(len(values))
 
 
-def _ruler(heads: int) -> str:
+def level(share: float) -> str:
+    """The bar of a share, which is held between 0 and 1."""
+    return LEVELS[min(int(max(share, 0.0) * len(LEVELS)), len(LEVELS) - 1)]
+
+
+def ruler(heads: int) -> str:
     """Every fifth head by its number."""
-    return "".join(f"{head:<5}" for head in range(0, heads, 5)).rstrip()
+    return "".join(f"{head:<5}" for head in range(0, heads, 5))[:heads].rstrip()
 
 
 def _label(layer: LayerScan, room: int) -> str:
@@ -125,7 +119,8 @@ def _ends(count: int, most: int) -> list[int | None]:
 
 def _extremes(scan: Readings) -> list[str]:
     known = [name for name in KNOWN_FOR if name in scan.scalars]
-    names = known or list(scan.scalars)
+    shares = [name for name in known if scan.definition(name).drawn != "range"]
+    names = shares or list(scan.scalars)
     width = min(max((len(name) for name in names), default=0), LONGEST_NAME)
     lines = []
     for name in names:
@@ -175,5 +170,6 @@ def _elided(lines: Iterable[str]) -> list[str]:
     return [*lines[: MOST_LINES - 1], f"  and {len(lines) - MOST_LINES + 1} more"]
 
 
-def _many(count: int, what: str) -> str:
+def many(count: int, what: str) -> str:
+    """``1 layer``, ``1,024 tokens``."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import OptionError
 
-TABLE = "table.csv"  # in the folder that keeps a scan
-
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The options of ``headwise scan``; see its help."""
+    """The options of ``headwise scan``, by their names there; see its help."""
 
     page: Path
     model_dir: Path | None = None
     demo: bool = False
-    texts: tuple[Path, ...] = ()
+    text: Sequence[Path] | None = None
     tokens: Path | None = None
     random_repeats: bool = False
     length: int | None = None
-    stats: tuple[str, ...] | None = None
-    layers: tuple[str, ...] | None = None
+    stats: Sequence[str] | None = None
+    layers: Sequence[str] | None = None
     out: Path | None = None
     trust_remote_code: bool = False
     force: bool = False
-
-    @property
-    def is_corpus(self) -> bool:
-        """Whether several texts are read, one after the other."""
-        return len(self.texts) > 1 or any(path.is_dir() for path in self.texts)
 
     @property
     def layer_patterns(self) -> tuple[str, ...] | None:
@@ -54,16 +48,20 @@ class Asked:
                 needed="one model: a folder, or the one that ships with headwise",
                 do="headwise scan MODEL_DIR, or headwise scan --demo",
             )
-        ways = {"--text": self.texts, "--tokens": self.tokens, "--random-repeats": None}
+        ways = {
+            "--text": self.text,
+            "--tokens": self.tokens,
+            "--random-repeats": self.random_repeats,
+        }
         given = [name for name, value in ways.items() if value]
-        given += ["--random-repeats"] if self.random_repeats else []
         if len(given) > 1:
             raise OptionError(
                 saw=" and ".join(given),
                 needed="one thing to read",
                 do=f"leave {given[1]} out, or scan twice",
             )
-        if self.is_corpus and self.out is None:
+        texts = self.text or ()
+        if self.out is None and (len(texts) > 1 or any(path.is_dir() for path in texts)):
             raise OptionError(
                 saw="several texts, and no --out",
                 needed="a folder that keeps what is done, a file for each text",
@@ -75,14 +73,9 @@ class Asked:
                 needed="a folder to write into",
                 do="name another",
             )
-        self._require_statistics()
+        if self.stats is not None:
+            from headwise.scanning.statistics.catalogue import STANDARD, unknown_statistic
 
-    def _require_statistics(self) -> None:
-        if self.stats is None:
-            return
-        from headwise.scanning.statistics.catalogue import STANDARD, unknown_statistic
-
-        known = [statistic.definition.name for statistic in STANDARD]
-        for name in self.stats:
-            if name not in known:
-                raise unknown_statistic(name, known, do="choose from these", option="--stats")
+            known = [statistic.definition.name for statistic in STANDARD]
+            if unknown := [name for name in self.stats if name not in known]:
+                raise unknown_statistic(unknown[0], known, do="choose from these", option="--stats")

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 
 PAGE = Path("headwise-scan/index.html")
 
+
+def _split(given: list[str] | None) -> tuple[str, ...] | None:
+    """``a,b`` and ``a --stats b`` are the same."""
+    if not given:
+        return None
+    return tuple(name for part in given for name in part.replace(" ", "").split(",") if name)
+
+
 ModelDir = Annotated[
     Path | None,
     typer.Argument(
@@ -43,11 +51,15 @@ Length = Annotated[
 ]
 Stats = Annotated[
     list[str] | None,
-    typer.Option(help="Statistics by name, with commas between.", show_default="all"),
+    typer.Option(
+        callback=_split, help="Statistics by name, with commas between.", show_default="all"
+    ),
 ]
 Layers = Annotated[
     list[str] | None,
-    typer.Option(help="Layers by number, or as in '*layer.3.*'.", show_default="all"),
+    typer.Option(
+        callback=_split, help="Layers by number, or as in '*layer.3.*'.", show_default="all"
+    ),
 ]
 Out = Annotated[
     Path | None, typer.Option(help="A folder to keep the scan in; it can be resumed there.")
@@ -83,22 +95,8 @@ def scan(
     Prints what stands out, and writes a page with everything. A corpus that was
     interrupted goes on where it was when it is asked for again.
     """
-    asked = Asked(
-        model_dir=model_dir,
-        demo=demo,
-        texts=tuple(text or ()),
-        tokens=tokens,
-        random_repeats=random_repeats,
-        length=length,
-        stats=_split(stats),
-        layers=_split(layers),
-        out=out,
-        page=page,
-        trust_remote_code=trust_remote_code,
-        force=force,
-    )
-    asked.require_sense()
-    _scan(asked, as_json=as_json)
+    options = locals()
+    _scan(Asked(**{name: options[name] for name in options if name != "as_json"}), as_json=as_json)
 
 
 def _scan(asked: Asked, *, as_json: bool) -> None:
@@ -106,21 +104,24 @@ def _scan(asked: Asked, *, as_json: bool) -> None:
 
     from headwise.cli.ending import aside, end
 
+    asked.require_sense()
     start = time.perf_counter()
     report = report_of(asked)
     from rich.console import Console
 
-    from headwise.cli.scan.heads import show, show_kept
+    from headwise.cli.scan.work import KEPT
     from headwise.reports.scan import save
+    from headwise.reports.terminal import show_scan
 
     end(
         save(report, asked.page),
         start=start,
-        show=lambda terminal: show(report, terminal),
+        show=lambda terminal: show_scan(report, terminal),
         as_json=report.as_json if as_json else None,
     )
     if asked.out is not None:
-        show_kept(asked.out, aside() if as_json else Console(highlight=False))
+        console = aside() if as_json else Console(highlight=False)
+        console.print(KEPT, str(asked.out.absolute()), sep="\n", markup=False, soft_wrap=True)
 
 
 def report_of(asked: Asked) -> ScanReport:
@@ -139,9 +140,7 @@ def report_of(asked: Asked) -> ScanReport:
             from headwise.cli.scan.work import prepare
 
             work = prepare(asked)
-        console.print(f"{work.what}: {work.estimate}, by estimate.", markup=False)
-        if said := work.begins_with:
-            console.print(said, markup=False)
+        console.print(work.begins_with, markup=False)
         with on_a_bar(console, "reading") as progress:
             try:
                 return work.run(progress)
@@ -151,10 +150,3 @@ def report_of(asked: Asked) -> ScanReport:
     except KeyboardInterrupt:
         console.print(left, markup=False)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _split(given: list[str] | None) -> tuple[str, ...] | None:
-    """``a,b`` and ``a --stats b`` are the same."""
-    if not given:
-        return None
-    return tuple(name for part in given for name in part.replace(" ", "").split(",") if name)

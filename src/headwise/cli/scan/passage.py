@@ -11,12 +11,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from headwise.cli.scan.asked import Asked
 from headwise.cli.scan.subject import Subject
 from headwise.errors import OptionError
 
 TEXT_LENGTH = 4096  # tokens of a text, where nothing else is said
 REPEATS_LENGTH = 512
 SEED = 0
+TWO = "two tokens or more: a token alone can only look at itself"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,17 +49,20 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def texts(subject: Subject, files: Sequence[Path], length: int | None) -> list[Passage]:
-    """The beginning of each file."""
-    return [text(subject, _content(f), length, name=f.name) for f in files]
-
-
-def shipped(subject: Subject, length: int | None) -> Passage:
-    """The text that ships with headwise."""
+def chosen(subject: Subject, asked: Asked) -> list[Passage]:
+    """What was asked for; of files the beginning of each; by default what ships with headwise."""
+    length = asked.length
+    if asked.random_repeats or (asked.demo and not asked.text and asked.tokens is None):
+        # On random tokens a head that carries on a repeat has nothing else to go by.
+        return [repeats(subject, length)]
+    if asked.tokens is not None:
+        return [stored_tokens(subject, asked.tokens, length)]
+    if asked.text:
+        return [text(subject, _content(f), length, name=f.name) for f in files_of(asked.text)]
     from headwise.models import text as alice
 
     whole = "\n\n".join(alice.paragraphs())
-    return text(subject, whole, length, name=f"the opening of {alice.TITLE}")
+    return [text(subject, whole, length, name=f"the opening of {alice.TITLE}")]
 
 
 def text(subject: Subject, content: str, length: int | None, *, name: str) -> Passage:
@@ -78,7 +83,7 @@ def text(subject: Subject, content: str, length: int | None, *, name: str) -> Pa
     if len([token for token in whole if token not in subject.specials]) < 2:
         raise OptionError(
             saw=f"{name}, " + ("a text of one token" if content.strip() else "which is empty"),
-            needed="a text of two tokens or more: a token alone can only look at itself",
+            needed=f"a text of {TWO}",
             do="give a longer text, or none: one ships with headwise",
         )
     part = "all" if len(ids) == len(whole) else f"the first {len(ids):,} of"
@@ -104,7 +109,7 @@ def stored_tokens(subject: Subject, file: Path, length: int | None) -> Passage:
     if len(whole) < 2:
         raise OptionError(
             saw=f"{file}, with {len(whole)} token{'' if len(whole) == 1 else 's'}",
-            needed="two tokens or more: a token alone can only look at itself",
+            needed=TWO,
             do="write more token ids into the file",
         )
     ids = torch.tensor([whole])
@@ -144,21 +149,17 @@ def length_of(subject: Subject, asked: int | None, *, default: int) -> int:
     Raises:
         OptionError: fewer than two, or more than the model has positions for.
     """
-    if asked is not None and asked < 2:
-        raise OptionError(
-            saw=f"--length {asked}",
-            needed="two tokens or more: a token alone can only look at itself",
-            do="leave --length out",
-        )
-    if asked is not None and subject.positions is not None and asked > subject.positions:
+    if asked is None:
+        return min(subject.usual or default, subject.positions or default)
+    if asked < 2:
+        raise OptionError(saw=f"--length {asked}", needed=TWO, do="leave --length out")
+    if subject.positions is not None and asked > subject.positions:
         raise OptionError(
             saw=f"--length {asked:,}",
             needed=f"at most {subject.positions:,}: {subject.title} has positions for so many",
             do=f"--length {subject.positions}",
         )
-    if asked is not None:
-        return asked
-    return min(subject.usual or default, subject.positions or default)
+    return asked
 
 
 def _content(file: Path) -> str:

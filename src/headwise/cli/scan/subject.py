@@ -9,8 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from headwise.cli.scan.asked import Asked
 from headwise.errors import OptionError
 from headwise.reports.telling import visible
+from headwise.scanning import machine
+from headwise.scanning.estimate import require_memory
 from headwise.scanning.inputs import OUTSIDE
 
 MOST_NAMES = 6  # of special tokens: some models have hundreds
@@ -72,6 +75,11 @@ class Subject:
         """How a token is written, or its number."""
         return str(token) if self.name_of is None else self.name_of(token)
 
+    def read(self, ids: Tensor) -> None:
+        """Call the model, and forget what it gives."""
+        given = self.inputs(ids)
+        self.model(**given) if isinstance(given, dict) else self.model(*given)
+
     def require_tokens(self, ids: Tensor) -> None:
         """Raise OptionError if there are tokens that the model does not know."""
         low, high = int(ids.min()), int(ids.max())
@@ -84,15 +92,25 @@ class Subject:
             )
 
 
-def of_folder(folder: Path, *, trust_remote_code: bool) -> Subject:
-    """The model in a folder.
+def of(asked: Asked) -> Subject:
+    """The model that was asked for.
 
     Raises:
-        HeadwiseError: as `headwise.checkpoints.stored_model.load`.
+        HeadwiseError: as `headwise.checkpoints.stored_model.load`; or memory will not do.
     """
-    from headwise.checkpoints.stored_model import load
+    if asked.model_dir is None:
+        return of_tiny()
+    from headwise.checkpoints.stored_model import load, require_model
 
-    stored = load(folder, trust_remote_code=trust_remote_code)
+    size = require_model(asked.model_dir)
+    if not asked.force:
+        require_memory(
+            size,
+            machine.available(),
+            what=f"the weights in {asked.model_dir}",
+            do="use a machine with more memory, or --force",
+        )
+    stored = load(asked.model_dir, trust_remote_code=asked.trust_remote_code)
     tokenizer = stored.tokenizer
 
     def encode(text: str, most: int | None) -> list[int]:
@@ -100,7 +118,7 @@ def of_folder(folder: Path, *, trust_remote_code: bool) -> Subject:
         return tokenizer.ids(text) if most is None else tokenizer.cut(text, most)
 
     return Subject(
-        title=title_of(folder),
+        title=title_of(asked.model_dir),
         model=stored.model,
         inputs=stored.inputs,
         vocabulary=stored.vocabulary,
