@@ -152,7 +152,7 @@ def framed(scan: HeadScan) -> str:
         scan=scan,
         title=scan.model,
         about="",
-        read=f"{_many(scan.sequences, 'sequence')}, {_many(scan.tokens, 'token')}",
+        read=f"{many(scan.sequences, 'sequence')}, {many(scan.tokens, 'token')}",
         chosen="",
         versions={name: metadata.version(name) for name in ("headwise", "torch")},
     )
