@@ -12,7 +12,7 @@ from benchmarks import peers
 from benchmarks.agreement import require_agreement
 from benchmarks.case import SHAPES, Case, Make, Shape, step
 from headwise import Attention, Mask, Rotary
-from headwise.layers.native.projection import Projection
+from headwise.layers.native.base import Projection
 
 NO_BIAS: dict[str, Any] = dict.fromkeys(["q_bias", "k_bias", "v_bias", "out_bias"], False)
 PADDED = (32, 512, 512, 8)

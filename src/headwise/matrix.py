@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwise import reference
 from headwise.errors import LimitError, OptionError
-from headwise.kernels import cells
+from headwise.kernels import cells, sdpa
 from headwise.kernels.explain import Explanation, explain
 from headwise.kernels.observe import Observed, observe, seen_by
 from headwise.kernels.problem import Problem, accumulation_dtype
@@ -28,8 +28,10 @@ from headwise.kernels.tiled import Readings, Wanted, shift_of
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.casting import cast_biases
 from headwise.masks.checks import (
+    EVERYTHING,
     ROWS_IS_QUERIES,
     SDPA_WORDS,
+    ZERO,
     check_operand,
     check_options,
     check_probability,
@@ -97,9 +99,14 @@ class AttentionMatrix(LeftOperand):
         self.q, self.k, self.sink, self.softcap = q, k, sink, softcap
         self.mask, self.score_bias = require_mask(mask), require_score_bias(score_bias)
         self.scale = reference.default_scale(q) if scale is None else scale
-        bound = dict(zip(MATRIX_AXES, self.shape, strict=True))
-        self._mask: BoundMask = self.mask.bind(**bound, device=q.device)
-        self.score_bias.check(**bound, device=q.device)
+        # True if only the scale shapes the scores. Then there is nothing to check.
+        self._is_plain = self.mask is EVERYTHING and self.score_bias is ZERO
+        self._is_plain = self._is_plain and softcap is None and sink is None
+        self._bound: BoundMask | None = None
+        if not self._is_plain:
+            self._bound = self._mask
+            sizes = dict(zip(MATRIX_AXES, self.shape, strict=True))
+            self.score_bias.check(**sizes, device=q.device)
 
     # ---- what it is -------------------------------------------------------------------------
 
@@ -139,6 +146,10 @@ class AttentionMatrix(LeftOperand):
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Head outputs. ``value_heads``: kv_heads, heads, or 1 for values that all heads share."""
+        if self._is_plain:
+            outputs = sdpa.plain_outputs(self.q, self.k, v, scale=self.scale)
+            if outputs is not None:
+                return outputs
         return head_outputs(*self._problem_for(v))
 
     def dropped(
@@ -154,7 +165,7 @@ class AttentionMatrix(LeftOperand):
         """``A @ v`` and ``A.head_average()``; in inference one pass serves both."""
         require_tensors(v=v)
         # A trace is checked in another grad mode than it was made in, and must not differ.
-        if is_traced() or (torch.is_grad_enabled() and self._requires_grad(v)):
+        if is_traced() or self.needs_gradient(v):
             # Two passes forward: the fused kernel's backward is worth more than the pass.
             return self @ v, self.head_average()
         problem, v = self._problem_for(v)
@@ -320,6 +331,11 @@ class AttentionMatrix(LeftOperand):
     # ---- within -----------------------------------------------------------------------------
 
     @property
+    def _mask(self) -> BoundMask:
+        sizes = dict(zip(MATRIX_AXES, self.shape, strict=True))
+        return self._bound or self.mask.bind(**sizes, device=self.q.device)
+
+    @property
     def _bias(self) -> BoundBias:
         # Bound for each reading: a table by distance belongs to the graph of the reading.
         sizes = {"queries": self.shape[2], "keys": self.shape[3]}
@@ -344,9 +360,11 @@ class AttentionMatrix(LeftOperand):
         k = self.k if own_heads else reference.share_heads(self.k, heads=heads)
         return replace(self._problem(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
 
-    def _requires_grad(self, v: Tensor) -> bool:
+    def needs_gradient(self, v: Tensor) -> bool:
+        """True if a product with these values is recorded for a backward pass."""
         leaves = (self.q, self.k, v) if self.sink is None else (self.q, self.k, v, self.sink)
-        return self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
+        needed = self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
+        return needed and torch.is_grad_enabled()
 
     def _detached_sink(self) -> Tensor | None:
         return None if self.sink is None else self.sink.detach()

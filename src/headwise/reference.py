@@ -127,7 +127,8 @@ def split_heads(
 ) -> Float[Tensor, "batch heads length head_width"]:
     """Give each head its part of a projection: head h the h-th run of entries."""
     # Not unflatten: torch's older exporter to ONNX would fix the length by it.
-    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
+    batch, length, width = x.shape
+    return x.reshape(batch, length, heads, width // heads).transpose(1, 2)
 
 
 def merge_heads(

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headwise.budget.budget import Budget
-from headwise.kernels import sdpa, tiles
+from headwise.kernels import linear, sdpa, tiles
 from headwise.kernels.choose import choose
 from headwise.kernels.linear import project
 from headwise.masks.mask import Mask
@@ -111,9 +112,13 @@ def test_masks_over_keys_alone_are_combined_without_queries() -> None:
     assert combined.shape == (3, 1, 1, 24)
 
 
+@pytest.mark.parametrize("least", [0, 2**25])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_project_is_linear_on_both_of_its_paths(grad: bool, bias: bool) -> None:
+def test_project_is_linear_on_both_of_its_paths(
+    grad: bool, bias: bool, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "PAYS_FROM", least)
     x = torch.randn(3, 24, 10, requires_grad=grad)
     weight, offset = torch.randn(7, 10), torch.randn(7) if bias else None
     exact = torch.nn.functional.linear(
@@ -134,3 +139,48 @@ def test_a_table_by_distance_is_not_rounded_to_a_half_type() -> None:
     matrix = AttentionMatrix(q, k, mask=far, score_bias=bias)
     budget = Budget.for_head_outputs(q, k, v, mask=far, score_bias=bias, factor=0.0)
     budget.assert_holds(matrix @ v)
+
+
+def _wide(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+PLAIN: dict[str, tuple[Tensor, Tensor, Tensor, float]] = {
+    "usual": (_wide(3, 6, 24, 10), _wide(3, 6, 29, 10), _wide(3, 6, 29, 10), 0.3),
+    "kv heads": (_wide(3, 6, 24, 10), _wide(3, 2, 29, 10), _wide(3, 2, 29, 10), 0.3),
+    "value_dim": (_wide(3, 6, 24, 10), _wide(3, 6, 29, 10), _wide(3, 6, 29, 7), 0.3),
+    "shared values": (_wide(3, 6, 24, 10), _wide(3, 6, 29, 10), _wide(1, 6, 29, 10), 0.3),
+    "strided": (_wide(3, 6, 10, 24).mT, _wide(3, 6, 29, 10), _wide(3, 6, 29, 10), 0.3),
+    "no keys": (_wide(3, 6, 24, 10), _wide(3, 6, 0, 10), _wide(3, 6, 0, 10), 0.3),
+    "no queries": (_wide(3, 6, 0, 10), _wide(3, 6, 29, 10), _wide(3, 6, 29, 10), 0.3),
+    "scale": (_wide(3, 6, 24, 10), _wide(3, 6, 29, 10), _wide(3, 6, 29, 10), -0.3),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_what_the_short_way_serves_is_the_fused_kernels(case: str) -> None:
+    q, k, v, scale = PLAIN[case]
+    matrix = AttentionMatrix(q, k, scale=scale)
+    served = sdpa.plain_outputs(q, k, v, scale=scale) is not None
+    assert served == (case == "usual")
+    if served:
+        assert choose(*matrix._problem_for(v)).kernel == "sdpa"
+    Budget.for_head_outputs(q, k, v, scale=scale).assert_holds(matrix @ v)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": Mask.causal()},
+        {"score_bias": ScoreBias.alibi(torch.arange(1.0, 7.0))},
+        {"softcap": 3.0},
+        {"sink": torch.ones(6)},
+    ],
+    ids=["mask", "bias", "softcap", "sink"],
+)
+def test_what_shapes_the_scores_goes_the_long_way(options: dict[str, Any]) -> None:
+    q, k, v = (torch.randn(3, 6, 24, 10) for _ in range(3))
+    assert AttentionMatrix(q, k)._is_plain
+    matrix = AttentionMatrix(q, k, **options)
+    assert not matrix._is_plain
+    Budget.for_head_outputs(q, k, v, **options).assert_holds(matrix @ v)

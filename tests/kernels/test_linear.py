@@ -23,13 +23,14 @@ needs_onednn = pytest.mark.skipif(
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes that oneDNN's product was given."""
     seen: list[tuple[int, ...]] = []
-    product = kernel._product
+    product = private_torch.onednn_linear
 
     def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         seen.append(tuple(x.shape))
         return product(x, weight, bias)
 
-    monkeypatch.setattr(kernel, "_product", counted)
+    monkeypatch.setattr(private_torch, "onednn_linear", counted)
+    monkeypatch.setattr(kernel, "PAYS_FROM", 0)
     return seen
 
 
@@ -94,6 +95,15 @@ def test_gradients_and_their_gradients(
         terms = 2 * (17 + 40 + len(rows))
         limit = terms * torch.finfo(torch.float32).eps * float(own.abs().max()) * 17**0.5
         assert torch.all((gradient - own).abs() <= limit)
+
+
+@needs_onednn
+def test_few_tokens_are_torchs(calls: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = operands(24)
+    for least, expected in ((24 * 40 * 17 + 1, []), (24 * 40 * 17, [(24, 40)])):
+        monkeypatch.setattr(kernel, "PAYS_FROM", least)
+        project(x, weight, bias)
+        assert calls == expected
 
 
 @needs_onednn

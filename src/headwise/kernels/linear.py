@@ -2,8 +2,8 @@
 
 For float32 on CPU, oneDNN's matrix product was 5 to 20 % faster than the BLAS call behind F.linear
 on one machine, and twice as fast on another, forward and backward (docs/log.md). It serves plain
-tensors in eager mode; everything else (tracing, autocast, tensor subclasses, torch.func) is
-F.linear's, with the same result within rounding.
+tensors in eager mode, where the product is large; everything else (few tokens, tracing, autocast,
+tensor subclasses, torch.func) is F.linear's, with the same result within rounding.
 
 A bias of another dtype is added to the product and leaves its dtype alone, as in
 `torch.nn.MultiheadAttention`. F.linear itself takes such a bias for some strides of ``x`` only.
@@ -19,9 +19,12 @@ from torch.nn.functional import linear
 from torch.overrides import has_torch_function
 
 from headwise.support import private_torch
-from headwise.support.eager import autocasts, is_traced
+from headwise.support.eager import autocasts, is_recorded
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Multiply-adds from which oneDNN's product pays: below, it takes 1.04 to 2.7 times F.linear's time
+# (one to 64 tokens of width 768), above 0.7 to 1.0 of it (docs/log.md).
+PAYS_FROM = 2**25
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -29,7 +32,9 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None and bias.dtype != x.dtype and not autocasts(x.device.type):
         out = project(x, weight, None)
         return (out + bias).to(out.dtype)
-    if not private_torch.HAS_ONEDNN_LINEAR or not _is_plain(x, weight, bias):
+    # Recorded, a choice by size would hold for this size only.
+    is_small = is_recorded() or x.numel() * weight.shape[0] < max(PAYS_FROM, 1)
+    if is_small or not _is_plain(x, weight, bias):
         return linear(x, weight, bias)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -37,7 +42,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
         shaped: Tensor = rows.unflatten(0, x.shape[:-1])
         return shaped
-    return _product(x, weight, bias)
+    return private_torch.onednn_linear(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -47,7 +52,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        return _product(x, weight, bias)
+        return private_torch.onednn_linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -61,26 +66,20 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return private_torch.onednn_linear(x, weight, bias)
-
-
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether oneDNN's product may serve these tensors."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return (
-        bool(torch.backends.mkldnn.enabled)
+        private_torch.HAS_ONEDNN_LINEAR
+        and bool(torch.backends.mkldnn.enabled)
         # DTensor and other subclasses of torch have no torch function, and cannot be told by one.
         and all(type(t) in _PLAIN for t in tensors)
         and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
-        and not torch.compiler.is_compiling()
-        and not is_traced()
         and not torch.is_autocast_enabled("cpu")
         and not has_torch_function(tensors)
         and not private_torch.in_functorch(unknown=True)
         and not private_torch.in_forward_mode()
         and not private_torch.in_dispatch_mode()
-        and x.numel() > 0
-        and weight.numel() > 0
         and weight.dim() == 2
         and x.dim() >= 2
         and x.shape[-1] == weight.shape[1]

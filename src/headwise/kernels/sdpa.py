@@ -15,7 +15,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwise.kernels.problem import Problem
 from headwise.masks.casting import cast_bias, cast_biases
+from headwise.support.eager import is_recorded
 from headwise.support.own_calls import call_as_own
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def head_outputs(problem: Problem, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
@@ -45,6 +48,23 @@ def head_outputs(problem: Problem, v: Tensor, *, dropout_p: float = 0.0) -> Tens
     out = call_as_own(scaled_dot_product_attention, q, k, v, **options)
     out = out.flatten(1, 2).unsqueeze(2) if in_groups else out
     return out[..., :value_dim] if width != value_dim else out
+
+
+def plain_outputs(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor | None:
+    """Head outputs where only the scale shapes the scores; None where `choose` must be asked.
+
+    For one token the questions of `choose` cost more than the kernel. This asks, in eager mode,
+    whether all of them have the usual answer: equal heads and widths, no copies, nothing empty.
+    """
+    if is_recorded() or not isinstance(v, Tensor):
+        return None
+    if v.shape != k.shape or k.shape[1] != q.shape[1] or v.dtype != q.dtype:
+        return None
+    if not (q.stride(3) == k.stride(3) == v.stride(3) == 1 and q.numel() and v.numel()):
+        return None
+    if q.dtype == torch.float64 or scale < SMALLEST_SCALE or v.device != q.device:
+        return None
+    return call_as_own(scaled_dot_product_attention, q, k, v, scale=scale)
 
 
 def is_strided(tensor: Tensor) -> bool:

@@ -15,6 +15,8 @@ from headwise.support.axes import describe_value, sizes
 from headwise.support.eager import may_check_values
 from headwise.support.integers import as_count, as_int64, is_integer
 
+# Where no mask and no score bias is given. A kernel asks whether it has these very objects.
+EVERYTHING, ZERO = Mask(), ScoreBias()
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # What scaled_dot_product_attention calls the options of a matrix.
@@ -34,13 +36,13 @@ ROWS_IS_QUERIES = {
 
 def require_mask(mask: object) -> Mask:
     if mask is None:
-        return Mask()
+        return EVERYTHING
     return refuse_what_is_no_mask(mask, "mask=")
 
 
 def require_score_bias(score_bias: object) -> ScoreBias:
     if score_bias is None:
-        return ScoreBias()
+        return ZERO
     return refuse_what_is_no_bias(score_bias, "score_bias=")
 
 

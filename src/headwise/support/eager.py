@@ -58,6 +58,11 @@ def is_traced() -> bool:
     )
 
 
+def is_recorded() -> bool:
+    """True while operators are recorded, to be run with other sizes: compiled, exported, traced."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call, no-any-return]
+
+
 def autocasts(kind: str) -> bool:
     """True if autocast is on for this type of device, such as "cpu"."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

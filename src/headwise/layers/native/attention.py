@@ -13,25 +13,22 @@ from torch import Tensor, nn
 
 from headwise.layers.hooks import shown
 from headwise.layers.native import in_layouts, options, torch_words
+from headwise.layers.native.base import Projection
 from headwise.layers.native.cache import Cache
-from headwise.layers.native.frames import Call, Whole, choose_frame
-from headwise.layers.native.function import require_function_for, require_function_of
-from headwise.layers.native.head_by_head import HeadByHead
+from headwise.layers.native.call_checks import checked_gate, stored
+from headwise.layers.native.frames import choose_frame
 from headwise.layers.native.initialise import Source, initialise
-from headwise.layers.native.projection import Projection
-from headwise.layers.native.qk_norm import Over, Place, QKNorm
+from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.native.readings import HeadReadings
 from headwise.layers.positions import PositionBias, Rotary
 from headwise.layouts import registry
 from headwise.layouts.layout import Layout
-from headwise.masks.checks import require_mask, require_score_bias
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.matrix import AttentionMatrix
-from headwise.reference import split_heads
 from headwise.support.arguments import explains
 
 
-class Attention(HeadByHead):
+class Attention(HeadReadings):
     """Multi-head attention with free sizes: (batch, length, width) in, one tensor out.
 
     Args:
@@ -145,15 +142,14 @@ class Attention(HeadByHead):
                 bottom-right, and lengths count the tokens of this call.
         """
         call = self._call(x, source, mask, score_bias, cache)
-        gate = None if gate is None else options.checked_gate(gate, x, self.num_heads)
+        gate = None if gate is None else checked_gate(gate, x, self.num_heads)
         frame = choose_frame(call)
         matrix, v = self._operands(frame, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.drops else matrix @ v
         outputs = shown(matrix, v, outputs)
         if gate is not None:
             outputs = outputs * frame.gate(gate.to(outputs.dtype))
-        merged = outputs.transpose(1, 2).flatten(2)
-        return frame.restore(self.out_proj(frame.before_projection(merged)))
+        return frame.project(outputs.transpose(1, 2).flatten(2), self.out_proj)
 
     @classmethod
     def from_layout(
@@ -189,7 +185,7 @@ class Attention(HeadByHead):
             state, described, options, heads=num_heads, kv_heads=num_kv_heads
         )
         layer = cls(**in_layouts.options_of(canonical, described.function, options))
-        require_function_of(described, layer, accept)
+        in_layouts.require_function_of(described, layer, accept)
         own = in_layouts.own_layout(layer)
         layer.load_state_dict(own.pack(in_layouts.in_own_order(canonical, layer)))
         return layer
@@ -210,7 +206,7 @@ class Attention(HeadByHead):
             ShapeError: heads that it cannot hold.
         """
         target = registry.layout(target)
-        require_function_for(target, self, accept)
+        in_layouts.require_function_for(target, self, accept)
         canonical = in_layouts.canonical_state(self, self.state_dict())
         width = {} if self.rotary is None else {"rotary_width": self.rotary.width_in(self.head_dim)}
         return target.pack(canonical, **width)
@@ -226,8 +222,8 @@ class Attention(HeadByHead):
         left = None if self.window is None else self.window[0]
         evicts = left is not None and left < length
         slots = min(length, 2 * left + 1) if left is not None and evicts else length
-        stored = options.stored(self.k_proj, torch.empty(0))
-        place: dict[str, Any] = {"device": stored.device, "dtype": dtype or stored.dtype}
+        like = stored(self.k_proj, torch.empty(0))
+        place: dict[str, Any] = {"device": like.device, "dtype": dtype or like.dtype}
         k, v = (
             torch.zeros(batch, self.num_kv_heads, slots, width, **place)
             for width in (self.head_dim, self.value_dim)
@@ -246,67 +242,8 @@ class Attention(HeadByHead):
         copied.identity = memo[self.identity]
         return copied
 
-    # ---- within -----------------------------------------------------------------------------
-
-    def _call(
-        self,
-        x: Tensor,
-        source: Tensor | None,
-        mask: Mask | None,
-        score_bias: ScoreBias | None,
-        cache: Cache | None = None,
-    ) -> Call:
-        """What was given, checked, with what the layer adds to every call."""
-        options.check_call(self, x, source, cache)
-        mask, score_bias = require_mask(mask), require_score_bias(score_bias)
-        if self.window is not None:
-            mask = mask & Mask.window(*self.window)
-        if self.score_bias is not None:
-            score_bias = score_bias + self.score_bias(align=None)
-        if cache is not None:
-            mask, score_bias = mask.aligned("bottom-right"), score_bias.aligned("bottom-right")
-        return Call(x, x if source is None else source, mask, score_bias, cache)
-
-    def _operands(self, frame: Whole, call: Call) -> tuple[AttentionMatrix, Tensor]:
-        """Project, split into heads, normalise, rotate, remember: the matrix and the values."""
-        q = self._heads(self.q_proj(frame.x), self.num_heads, self.q_norm)
-        k = self._heads(self.k_proj(frame.source), self.num_kv_heads, self.k_norm)
-        v = split_heads(self.v_proj(frame.source), heads=self.num_kv_heads)
-        if self.rotary is not None:
-            q, k = self.rotary.rotate_both(q, k, frame.positions())
-        q = self._normed(q, self.q_norm, "head", "after")
-        k = self._normed(k, self.k_norm, "head", "after")
-        mask = frame.mask
-        if call.cache is not None:
-            new = call.cache.keys_with(k.shape[2])
-            options.check_fits(call, heads=self.num_heads, keys=new)
-            k, v, starts = call.cache.append(k, v, lengths=frame.lengths)
-            mask = frame.mask_over(starts, keys=k.shape[2])
-        matrix = AttentionMatrix(
-            q,
-            k,
-            mask=mask,
-            score_bias=call.score_bias,
-            scale=self.scale,
-            softcap=self.softcap,
-            sink=self.sink,
-        )
-        return matrix, v
-
     def _norm(self, heads: int, **place: Any) -> nn.Module | None:
         if self.qk_norm is None:
             return None
         per_head = self.qk_norm.over == "head"
         return self.qk_norm.module(self.head_dim * (1 if per_head else heads), **place)
-
-    def _heads(self, x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
-        """(batch, length, heads * head_dim) to (batch, heads, length, head_dim)."""
-        x = self._normed(x, norm, "width", "before")
-        return self._normed(split_heads(x, heads=heads), norm, "head", "before")
-
-    def _normed(self, x: Tensor, norm: nn.Module | None, over: Over, place: Place) -> Tensor:
-        if norm is None or self.qk_norm is None:
-            return x
-        here = (self.qk_norm.over, self.qk_norm.place) == (over, place)
-        normed: Tensor = norm(x) if here else x
-        return normed

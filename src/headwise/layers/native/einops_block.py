@@ -13,9 +13,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from headwise.layers.hooks import shown
-from headwise.layers.native import options
+from headwise.layers.native.base import Projection
+from headwise.layers.native.call_checks import check_tokens
 from headwise.layers.native.initialise import einops
-from headwise.layers.native.projection import Projection
+from headwise.layers.native.options import check_counts
 from headwise.masks.checks import check_probability
 from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
@@ -57,7 +58,7 @@ class EinopsAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        options.check_counts(
+        check_counts(
             embed_dim=embed_dim, num_heads=num_heads, head_dim=head_dim, value_dim=value_dim
         )
         check_probability(dropout)
@@ -111,5 +112,5 @@ class EinopsAttention(nn.Module):
     def _heads(self, name: str, x: Tensor, projection: Projection) -> Tensor:
         """(batch, length, embed_dim) to (batch, heads, length, width of a head)."""
         axes = ("batch", "queries" if name == "q" else "keys", "embed_dim")
-        options.check_tokens(name, x, self.embed_dim, axes, options.stored(projection, x))
+        check_tokens(name, x, self.embed_dim, axes, projection)
         return split_heads(projection(x), heads=self.num_heads)

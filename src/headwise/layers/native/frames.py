@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.errors import MaskError
 from headwise.kernels import pieces
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     cache: Cache | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Whole:
     """Every token where it was given."""
 
@@ -62,28 +62,30 @@ class Whole:
             return self.mask
         return self.mask & Mask.may_attend(_is_real(starts, keys), axes="batch keys")
 
-    def before_projection(self, merged: Tensor) -> Tensor:
-        """What goes into the output projection."""
-        return merged
-
-    def restore(self, output: Tensor) -> Tensor:
-        """The output at every token that was given."""
+    def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
+        """The output at every token that was given, by the output projection."""
+        output: Tensor = projection(merged)
         return output
+
+    @classmethod
+    def of(cls, call: Call) -> Whole:
+        """The tokens of a call without a cache, as they were given."""
+        return Whole(call.x, call.source, call.mask)
 
 
 def choose_frame(call: Call) -> Whole:
     """Aligned where a cache is told lengths; packed where that saves work; else as given."""
     if call.cache is not None:
         return align(call, call.cache)
-    whole = Whole(call.x, call.source, call.mask)
     # Whoever watches is shown each token where it was given.
-    return whole if is_watched() else pack(call) or whole
+    packed = pack(call) if _may_be_packed(call) and not is_watched() else None
+    return packed or Whole.of(call)
 
 
 # ---- real tokens only --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Packed(Whole):
     """Real tokens in one row; ``pieces`` say where each stretch of them came from."""
 
@@ -104,13 +106,10 @@ class Packed(Whole):
         row = _repeated([piece.batch for piece in self.pieces], self._lengths(), gate.device)
         return gate.index_select(0, row).mT[None, :, :, None]
 
-    def before_projection(self, merged: Tensor) -> Tensor:
-        """One token of zeros more: its output is that of every query that was given up."""
-        return torch.cat([merged, merged.new_zeros(1, 1, merged.shape[2])], dim=1)
-
-    def restore(self, output: Tensor) -> Tensor:
-        """(batch, queries, out_dim): the output of the zeros wherever no token came from."""
-        *tokens, blank = output[0].split([*self._lengths(), 1])
+    def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
+        """(batch, queries, out_dim): the output of a token of zeros wherever no token came from."""
+        merged = torch.cat([merged, merged.new_zeros(1, 1, merged.shape[2])], dim=1)
+        *tokens, blank = projection(merged)[0].split([*self._lengths(), 1])
         parts, at = [], 0
         for part, piece in zip(tokens, self.pieces, strict=True):
             first = piece.batch * self.queries + piece.queries.first
@@ -126,8 +125,6 @@ class Packed(Whole):
 def pack(call: Call) -> Packed | None:
     """The real tokens alone, where the mask gives queries up and that saves work; else None."""
     x, source, mask = call.x, call.source, call.mask
-    if not _may_be_packed(call):
-        return None
     batch, queries, width = x.shape
     least = pieces.call_cost(x.device)
     if batch * queries * width * width <= least:
@@ -153,9 +150,11 @@ def pack(call: Call) -> Packed | None:
 
 def _may_be_packed(call: Call) -> bool:
     mask = call.mask
-    lengths = [n for n in (mask.query_lengths, mask.key_lengths) if n is not None]
     told = mask.query_lengths is not None or len(mask.segment_ids) == 1
-    if not told or mask.dense or call.score_bias.tensors or len(mask.segment_ids) > 1:
+    if not told:
+        return False
+    lengths = [n for n in (mask.query_lengths, mask.key_lengths) if n is not None]
+    if mask.dense or call.score_bias.tensors or len(mask.segment_ids) > 1:
         return False
     if not all(map(may_read_values, [call.x, *lengths, *sum(mask.segment_ids, ())])):
         return False
@@ -185,7 +184,7 @@ def _repeated(numbers: list[int], times: list[int], device: torch.device) -> Ten
 # ---- for a cache -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Aligned(Whole):
     """Sequences that end together; tokens before their own first one are none."""
 
@@ -196,8 +195,9 @@ class Aligned(Whole):
         query_ids, key_ids = ((real.long() - 1) for real in (place >= gap, _is_real(starts, keys)))
         return self.mask & Mask.segments(query_ids, key_ids)
 
-    def restore(self, output: Tensor) -> Tensor:
+    def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
         """Each sequence from its first place on; what was padding reads a place that still is."""
+        output: Tensor = projection(merged)
         place, gap = _places(output, self.lengths)
         return _taken(output, (place + gap).masked_fill(place >= place.shape[0] - gap, 0))
 

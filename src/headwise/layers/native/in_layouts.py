@@ -1,21 +1,31 @@
-"""A layer made of the weights of any layout, and its own weights in any layout."""
+"""A layer and the layouts: its function in their words, its weights from and to any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.layers.native.parts import Parts
+from headwise.layers.native.base import AttentionBase
+from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, Rotary, T5Bias
+from headwise.layers.positions.alibi import BIAS_MAX, AlibiSlopes
+from headwise.layers.positions.relative import RelativeBias
 from headwise.layouts import rotation
 from headwise.layouts.canonical import State
-from headwise.layouts.function import SCALES, USUAL_SCALE, Function
+from headwise.layouts.function import SCALES, USUAL_SCALE, Function, require_same
 from headwise.layouts.layout import Layout
 from headwise.layouts.places import modules_of
 from headwise.layouts.registry import layout
+
+# Score biases that a layer has a class for; layouts describe others in free text.
+_KNOWN_BIASES = ("none", "alibi", "t5")
+_ROUNDING = 4 * sys.float_info.epsilon  # of a scale that was computed in another order
 
 
 def canonical_of(
@@ -102,22 +112,94 @@ def options_of(canonical: State, function: Function, given: Mapping[str, Any]) -
     return options | dict(given)
 
 
-def own_layout(layer: Parts) -> Layout:
+def own_layout(layer: AttentionBase) -> Layout:
     """The layout of the layer's own tensors."""
     norm = layer.qk_norm
     return layout("headwise-width-norm" if norm and norm.over == "width" else "headwise")
 
 
-def in_own_order(canonical: State, layer: Parts) -> State:
+def in_own_order(canonical: State, layer: AttentionBase) -> State:
     """Canonical tensors with head_dim in the order of the layer's rotation."""
     if layer.rotary is None or layer.rotary.pairing == "half-split":
         return canonical
     return rotation.neighbours(canonical, width=layer.rotary.width_in(layer.head_dim))
 
 
-def canonical_state(layer: Parts, state: Mapping[str, Tensor]) -> State:
+def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
     """The canonical tensors of a layer, whose state_dict is given."""
     canonical = own_layout(layer).unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
     if layer.rotary is None or layer.rotary.pairing == "half-split":
         return canonical
     return rotation.halves(canonical, width=layer.rotary.width_in(layer.head_dim))
+
+
+# ---- the function -------------------------------------------------------------------------------
+
+
+def function_of(layer: AttentionBase) -> Function:
+    """Return the function of a layer.
+
+    A window without a left bound is a mask, which callers give anew: it counts as none.
+    """
+    rotary, window = layer.rotary, layer.window
+    function = Function(
+        scale=_scale(layer.scale, layer.head_dim),
+        rotary="none" if rotary is None else rotary.pairing,
+        rotary_width=None,
+        score_bias=_score_bias(layer.score_bias),
+        softcap="none" if layer.softcap is None else "tanh",
+        qk_norm="none" if layer.qk_norm is None else _qk_norm(layer.qk_norm),
+        window="none" if window is None or window[0] is None else "left",
+    )
+    if rotary is None:
+        return function
+    sizes = {"head_dim": layer.head_dim, "rotary_width": rotary.width_in(layer.head_dim)}
+    return function.with_rotary_width(sizes)
+
+
+def require_function_of(layout: Layout, layer: AttentionBase, accept: Iterable[str]) -> None:
+    """Raise OptionError where a layer made of a layout's weights computes another function."""
+    theirs, mine = layout.function, function_of(layer)
+    has_own_bias = not isinstance(layer.score_bias, AlibiSlopes | RelativeBias | None)
+    if has_own_bias and theirs.score_bias not in (None, *_KNOWN_BIASES):
+        mine = replace(mine, score_bias=None)  # the user's class for what the layout describes
+    conflicts = theirs.conflicts(mine)
+    options = ", ".join(f"{name}=..." for name in conflicts)
+    require_same(
+        conflicts,
+        accept,
+        between=f"{layout.name} and a layer with these options",
+        do=f"give {options} as the layout and the model's config say; or",
+    )
+
+
+def require_function_for(layout: Layout, layer: AttentionBase, accept: Iterable[str]) -> None:
+    """Raise OptionError where readers of a layout compute another function than the layer."""
+    conflicts = function_of(layer).conflicts(layout.function)
+    require_same(conflicts, accept, between=f"this layer and {layout.name}")
+
+
+def _scale(scale: float | None, head_dim: int) -> str:
+    if scale is None:
+        return USUAL_SCALE
+    for words, number in SCALES.items():
+        if math.isclose(scale, number(head_dim), rel_tol=_ROUNDING):
+            return words
+    return f"{scale:g}"
+
+
+def _score_bias(module: nn.Module | None) -> str:
+    if module is None:
+        return "none"
+    if isinstance(module, RelativeBias):
+        return "t5"
+    if isinstance(module, AlibiSlopes):
+        usual = module.bias_max == BIAS_MAX
+        return "alibi" if usual else f"alibi with bias_max={module.bias_max:g}"
+    return f"that of {type(module).__name__}"
+
+
+def _qk_norm(norm: QKNorm) -> str:
+    """Words such as "rms over head, weight + 1, before rotary"; `of_config` reads them."""
+    stored = ["weight + 1"] if norm.one_plus else []
+    return ", ".join([f"{norm.kind} over {norm.over}", *stored, f"{norm.place} rotary"])

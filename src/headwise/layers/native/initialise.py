@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from headwise.errors import OptionError
-from headwise.layers.native.parts import Parts
+from headwise.layers.native.base import AttentionBase
 from headwise.support.axes import describe_value
 
 Source = Literal["torch-packed", "torch-separate", "einops", "gpt2", "t5"]
 
 
-def initialise(layer: Parts, source: Source, *, num_layers: int | None = None) -> None:
+def initialise(layer: AttentionBase, source: Source, *, num_layers: int | None = None) -> None:
     """Draw the projections of ``layer`` anew, in place.
 
     After the same seed, those of torch, einops and T5 are the source's numbers, not only its
@@ -91,7 +91,7 @@ def _gpt2(num_layers: int | None) -> tuple[float, ...]:
     return 0.02, 0.02, 0.02, 0.02 if num_layers is None else 0.02 / math.sqrt(2 * num_layers)
 
 
-def _t5(layer: Parts) -> tuple[float, ...]:
+def _t5(layer: AttentionBase) -> tuple[float, ...]:
     return (
         (layer.embed_dim * layer.head_dim) ** -0.5,
         layer.source_dim**-0.5,
@@ -106,7 +106,7 @@ def _zero_bias(projection: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def _keep_scores(layer: Parts, scale: float) -> None:
+def _keep_scores(layer: AttentionBase, scale: float) -> None:
     own = layer.head_dim**-0.5 if layer.scale is None else layer.scale
     if own in (0.0, scale):
         return

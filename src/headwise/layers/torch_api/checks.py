@@ -67,6 +67,8 @@ def require_ranks(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, attn_mask: Tensor | None
 ) -> bool:
     """Masks are bool or float, inputs 3-D or all 2-D; True where they have a batch axis."""
+    if padding is None and attn_mask is None and query.dim() == key.dim() == value.dim() == 3:
+        return True
     for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
         if mask is not None and not isinstance(mask, Tensor):
             raise AssertedMaskError(
@@ -207,6 +209,8 @@ def require_bias(bias: Tensor | None, embed_dim: int) -> None:
 
 def require_probability(dropout_p: float) -> None:
     """A dropout probability is one."""
+    if type(dropout_p) is float and 0.0 <= dropout_p <= 1.0:
+        return
     if not (is_number(dropout_p) and 0 <= dropout_p <= 1):
         raise RuntimeOptionError(
             saw="dropout probability has to be between 0 and 1, but got"
@@ -216,8 +220,9 @@ def require_probability(dropout_p: float) -> None:
         )
 
 
-def require_static(name: str, static: Tensor, batch: int, heads: int, head_dim: int) -> None:
-    """``static_k`` and ``static_v`` are (batch*heads, keys, head_dim)."""
+def static_heads(name: str, static: Tensor, *, like: Tensor) -> Tensor:
+    """``static_k`` or ``static_v`` (batch*heads, keys, head_dim), with an axis of heads."""
+    batch, heads, _, head_dim = like.shape
     for axis, size in ((0, batch * heads), (2, head_dim)):
         if static.dim() != 3 or static.shape[axis] != size:
             found = static.shape[axis] if static.dim() == 3 else tuple(static.shape)
@@ -226,18 +231,18 @@ def require_static(name: str, static: Tensor, batch: int, heads: int, head_dim: 
                 needed=f"(batch*heads {batch * heads}, keys, head_dim {head_dim})",
                 do="heads are the faster axis: (batch, heads, keys, head_dim).flatten(0, 1)",
             )
+    return static.unflatten(0, (batch, heads))
 
 
-def require_same_length(k: Tensor, v: Tensor) -> None:
-    """As many values as keys; only static ones can still differ."""
-    if k.shape[2] != v.shape[2]:
-        raise RuntimeShapeError(
-            saw=f"static_k and static_v: Expected size for first two dimensions of batch2 tensor"
-            f" to be: [{k.shape[0] * k.shape[1]}, {k.shape[2]}] but got:"
-            f" [{k.shape[0] * k.shape[1]}, {v.shape[2]}]",
-            needed=f"one value for each of {k.shape[2]} keys",
-            do="give static_k and static_v of one length, or both",
-        )
+def refuse_lengths(k: Tensor, v: Tensor) -> NoReturn:
+    """Raise for another number of values than of keys; only static ones can still differ."""
+    raise RuntimeShapeError(
+        saw=f"static_k and static_v: Expected size for first two dimensions of batch2 tensor"
+        f" to be: [{k.shape[0] * k.shape[1]}, {k.shape[2]}] but got:"
+        f" [{k.shape[0] * k.shape[1]}, {v.shape[2]}]",
+        needed=f"one value for each of {k.shape[2]} keys",
+        do="give static_k and static_v of one length, or both",
+    )
 
 
 def require_both_slots(

@@ -6,26 +6,28 @@ weights are read from one `AttentionMatrix`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.kernels.linear import project
+from headwise.layers.explanation import LayerExplanation, product, products
 from headwise.layers.hooks import shown
 from headwise.layers.torch_api import checks
 from headwise.layers.torch_api.reading import read_masks
-from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
 
 
-class Parameters(NamedTuple):
-    """The parameters before the output projection, in torch's names and both of its forms."""
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """The parameters before the output projection, by the names that torch's layer has for them."""
 
     embed_dim: int
     num_heads: int
-    separate: bool
+    _qkv_same_embed_dim: bool
     in_proj_weight: Tensor | None
     in_proj_bias: Tensor | None
     q_proj_weight: Tensor | None
@@ -36,8 +38,12 @@ class Parameters(NamedTuple):
     add_zero_attn: bool
 
 
-class Ask(NamedTuple):
-    """What a call asks for beside the inputs."""
+# A layer's own are read once in each call: they may be replaced, pruned or parametrized.
+Layer = Parameters | nn.MultiheadAttention
+
+
+class CallOptions(NamedTuple):
+    """The arguments of one call beside the inputs."""
 
     padding: Tensor | None
     attn_mask: Tensor | None
@@ -45,18 +51,13 @@ class Ask(NamedTuple):
     need_weights: bool
     average: bool
     dropout_p: float
+    batch_first: bool = False
     static_k: Tensor | None = None
     static_v: Tensor | None = None
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parameters: Parameters,
-    ask: Ask,
-    *,
-    batch_first: bool,
+    query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
 ) -> tuple[Tensor, Tensor | None]:
     """The heads side by side, ready for the output projection, and the weights where asked for.
 
@@ -65,166 +66,205 @@ def attend(
             without; key and value likewise. Unbatched: (queries, embed_dim).
         returns: like query; weights (batch, queries, keys) or (batch, heads, queries, keys).
     """
-    batched = checks.require_ranks(query, key, value, ask.padding, ask.attn_mask)
+    matrix, v = matrix_and_values(query, key, value, layer, options)
+    outputs, weights = _outputs(matrix, v, options)
+    if query.dim() == 2:
+        weights = None if weights is None else weights.squeeze(0)
+    if query.dim() == 2 or options.batch_first:
+        return outputs.transpose(1, 2).reshape(query.shape), weights
+    return outputs.permute(2, 0, 1, 3).reshape(query.shape), weights
+
+
+def matrix_and_values(
+    query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
+) -> tuple[AttentionMatrix, Tensor]:
+    """The attention matrix of a call, and its values (batch, heads, keys, head_dim)."""
+    batched = checks.require_ranks(query, key, value, options.padding, options.attn_mask)
+    padding = options.padding
     if not batched:
-        batch_first = True
+        padding = None if padding is None else padding.unsqueeze(0)
         same = (query is key, key is value)
         query = query.unsqueeze(0)
         key = query if same[0] else key.unsqueeze(0)
         value = key if same[1] else value.unsqueeze(0)
-    packed = not parameters.separate
-    width = parameters.embed_dim
-    checks.require_inputs(
-        query, key, value, embed_dim=width, packed=packed, batch_first=batch_first
-    )
-    q, k, v = _split(query, key, value, parameters, ask, batch_first=batch_first)
-    mask, score_bias, k, v = _masks_and_slots(q, k, v, parameters, ask, batched=batched)
-    outputs, weights = _outputs(q, k, v, mask, score_bias, ask)
-    if batch_first:
-        outputs = outputs.transpose(1, 2).reshape(query.shape)
-    else:
-        outputs = outputs.permute(2, 0, 1, 3).reshape(query.shape)
-    if not batched:
-        outputs = outputs.squeeze(0)
-        weights = None if weights is None else weights.squeeze(0)
-    return outputs, weights
+        options = options._replace(batch_first=True)
+    q, k, v = _heads(query, key, value, layer, options)
+    bias_k, bias_v = layer.bias_k, layer.bias_v
+    slots = int(bias_k is not None or bias_v is not None) + int(layer.add_zero_attn)
+    mask, score_bias = None, None
+    if padding is not None or options.attn_mask is not None:
+        checks.require_masks(padding, options.attn_mask, q, k, batched=batched)
+        mask, score_bias = read_masks(
+            padding,
+            options.attn_mask,
+            num_heads=layer.num_heads,
+            slots=slots,
+            hinted=options.is_causal,
+            dtype=q.dtype,
+        )
+    if slots:
+        checks.require_both_slots(bias_k, bias_v, options.static_k, options.static_v)
+        k, v = _with_slots(k, v, bias_k, bias_v, zeros=layer.add_zero_attn)
+    return AttentionMatrix(q, k, mask=mask, score_bias=score_bias), v
 
 
 # ---- projections -----------------------------------------------------------------------------
 
 
-def _split(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parameters: Parameters,
-    ask: Ask,
-    *,
-    batch_first: bool,
+def _heads(
+    query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as (batch, heads, length, head_dim), static ones as given."""
-    heads, head_dim = parameters.num_heads, parameters.embed_dim // parameters.num_heads
-    project_all = _projected_packed if not parameters.separate else _projected_separately
-    checks.require_bias(parameters.in_proj_bias, parameters.embed_dim)
-    q, k, v = (
-        _heads_of(x, heads, head_dim, batch_first)
-        for x in project_all(query, key, value, parameters)
+    embed_dim, packed = layer.embed_dim, layer._qkv_same_embed_dim
+    checks.require_inputs(
+        query, key, value, embed_dim=embed_dim, packed=packed, batch_first=options.batch_first
     )
-    batch = q.shape[0]
-    if ask.static_k is not None:
-        checks.require_static("static_k", ask.static_k, batch, heads, head_dim)
-        k = ask.static_k.unflatten(0, (batch, heads))
-    if ask.static_v is not None:
-        checks.require_static("static_v", ask.static_v, batch, heads, head_dim)
-        v = ask.static_v.unflatten(0, (batch, heads))
-    checks.require_same_length(k, v)
+    bias = layer.in_proj_bias
+    checks.require_bias(bias, embed_dim)
+    if packed:
+        projected = _projected_packed(query, key, value, layer, bias)
+    else:
+        projected = _projected_separately(query, key, value, layer, bias)
+    if options.batch_first:
+        q, k, v = (x.transpose(1, 2) for x in projected)
+    else:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in projected)
+    if options.static_k is not None:
+        k = checks.static_heads("static_k", options.static_k, like=q)
+    if options.static_v is not None:
+        v = checks.static_heads("static_v", options.static_v, like=q)
+    if k.shape[2] != v.shape[2]:
+        checks.refuse_lengths(k, v)
     return q, checks.settled("keys", k, q), checks.settled("values", v, q)
 
 
 def _projected_packed(
-    query: Tensor, key: Tensor, value: Tensor, parameters: Parameters
+    query: Tensor, key: Tensor, value: Tensor, layer: Layer, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """As few products as the identities allow: one for self-attention, two where key is value."""
-    embed_dim, bias = parameters.embed_dim, parameters.in_proj_bias
-    weight = checks.require_present("in_proj_weight", parameters.in_proj_weight, separate=False)
+    """As few products as the identities allow: one for self-attention, two where key is value.
+
+    Each result is (its first axes, heads, head_dim).
+    """
+    embed_dim, heads = layer.embed_dim, layer.num_heads
+    weight = checks.require_present("in_proj_weight", layer.in_proj_weight, separate=False)
     checks.require_weight("query", query, weight, 3 * embed_dim, packed=True)
     if key is value and query is key:
-        return project(query, weight, bias).chunk(3, dim=-1)
+        return _split(project(query, weight, bias), 3, heads)
     checks.require_weight("key", key, weight, 3 * embed_dim, packed=True)
     if key is value:
         sizes = [embed_dim, 2 * embed_dim]
         w_q, w_kv = weight.split(sizes)
         b_q, b_kv = (None, None) if bias is None else bias.split(sizes)
-        return project(query, w_q, b_q), *project(key, w_kv, b_kv).chunk(2, dim=-1)
+        queries = _split(project(query, w_q, b_q), 1, heads)
+        return *queries, *_split(project(key, w_kv, b_kv), 2, heads)
     checks.require_weight("value", value, weight, 3 * embed_dim, packed=True)
-    w_q, w_k, w_v = weight.chunk(3)
-    b_q, b_k, b_v = (None, None, None) if bias is None else bias.chunk(3)
-    return project(query, w_q, b_q), project(key, w_k, b_k), project(value, w_v, b_v)
+    return _each_projected((query, key, value), weight.chunk(3), bias, heads)
 
 
 def _projected_separately(
-    query: Tensor, key: Tensor, value: Tensor, parameters: Parameters
+    query: Tensor, key: Tensor, value: Tensor, layer: Layer, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    embed_dim, bias = parameters.embed_dim, parameters.in_proj_bias
-    w_q = checks.require_present("q_proj_weight", parameters.q_proj_weight, separate=True)
-    w_k = checks.require_present("k_proj_weight", parameters.k_proj_weight, separate=True)
-    w_v = checks.require_present("v_proj_weight", parameters.v_proj_weight, separate=True)
-    checks.require_weight("query", query, w_q, embed_dim, packed=False)
-    checks.require_weight("key", key, w_k, embed_dim, packed=False)
-    checks.require_weight("value", value, w_v, embed_dim, packed=False)
-    b_q, b_k, b_v = (None, None, None) if bias is None else bias.chunk(3)
-    return project(query, w_q, b_q), project(key, w_k, b_k), project(value, w_v, b_v)
+    """The same by a weight for each."""
+    weights = []
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        own = f"{name[0]}_proj_weight"
+        weights.append(checks.require_present(own, getattr(layer, own), separate=True))
+        checks.require_weight(name, x, weights[-1], layer.embed_dim, packed=False)
+    return _each_projected((query, key, value), weights, bias, layer.num_heads)
 
 
-def _heads_of(x: Tensor, heads: int, head_dim: int, batch_first: bool) -> Tensor:
-    """(batch, heads, length, head_dim), a view of a projection (its first axes, width)."""
-    x = x.view(x.shape[0], x.shape[1], heads, head_dim)
-    return x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3)
+def _each_projected(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, heads: int
+) -> tuple[Tensor, ...]:
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    projected = zip(inputs, weights, biases, strict=True)
+    return tuple(_split(project(*operands), 1, heads)[0] for operands in projected)
 
 
-# ---- masks and appended keys -----------------------------------------------------------------
+def _split(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+    """Views of a projection, (its first axes, heads, head_dim), for each of its parts."""
+    first, second, width = x.shape
+    return x.view(first, second, parts, heads, width // (parts * heads)).unbind(2)
 
 
-def _masks_and_slots(
-    q: Tensor, k: Tensor, v: Tensor, parameters: Parameters, ask: Ask, *, batched: bool
-) -> tuple[Mask | None, ScoreBias | None, Tensor, Tensor]:
-    """The masks at these sizes; keys and values with the slots of bias_k and add_zero_attn.
-
-    Every query may attend to a slot, whatever the masks say.
-    """
-    mask, score_bias = None, None
-    has_bias = parameters.bias_k is not None or parameters.bias_v is not None
-    slots = int(has_bias) + int(parameters.add_zero_attn)
-    if ask.padding is not None or ask.attn_mask is not None:
-        padding = ask.padding if batched or ask.padding is None else ask.padding.unsqueeze(0)
-        checks.require_masks(padding, ask.attn_mask, q, k, batched=batched)
-        mask, score_bias = read_masks(
-            padding,
-            ask.attn_mask,
-            num_heads=parameters.num_heads,
-            slots=slots,
-            hinted=ask.is_causal,
-            dtype=q.dtype,
-        )
-    if slots:
-        k, v = _with_slots(k, v, parameters, ask)
-    return mask, score_bias, k, v
-
-
-def _with_slots(k: Tensor, v: Tensor, parameters: Parameters, ask: Ask) -> tuple[Tensor, Tensor]:
-    checks.require_both_slots(parameters.bias_k, parameters.bias_v, ask.static_k, ask.static_v)
+def _with_slots(
+    k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, *, zeros: bool
+) -> tuple[Tensor, Tensor]:
+    """Keys and values with the slots of bias_k and add_zero_attn, which all may attend to."""
     keys, values = [k], [v]
     batch, heads, _, head_dim = k.shape
-    if parameters.bias_k is not None and parameters.bias_v is not None:
-        for rows, slot, name in (
-            (keys, parameters.bias_k, "bias_k"),
-            (values, parameters.bias_v, "bias_v"),
-        ):
+    for rows, slot, name in ((keys, bias_k, "bias_k"), (values, bias_v, "bias_v")):
+        if slot is not None:
             if torch.promote_types(slot.dtype, k.dtype) == k.dtype:
                 slot = slot.to(k.dtype)  # as torch.cat does
             slot = checks.settled(name, slot, k)
             rows.append(slot.view(1, heads, 1, head_dim).expand(batch, heads, 1, head_dim))
-    if parameters.add_zero_attn:
-        for rows in (keys, values):
+        if zeros:
             rows.append(k.new_zeros(batch, heads, 1, head_dim))
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
 
-# ---- attention -------------------------------------------------------------------------------
-
-
 def _outputs(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, score_bias: ScoreBias | None, ask: Ask
+    matrix: AttentionMatrix, v: Tensor, options: CallOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Head outputs (batch, heads, queries, head_dim), and the weights before dropout."""
-    matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias)
-    if ask.need_weights and ask.average and ask.dropout_p == 0:
+    if options.need_weights and options.average and options.dropout_p == 0:
         # Equal to ``matrix @ v`` within the error budget; in inference one pass serves both.
         outputs, average = matrix.outputs_and_average(v)
         return shown(matrix, v, outputs), average
-    checks.require_probability(ask.dropout_p)
-    outputs = matrix @ v if ask.dropout_p == 0 else matrix.dropped(v, dropout_p=ask.dropout_p)
+    checks.require_probability(options.dropout_p)
+    dropout_p = options.dropout_p
+    outputs = matrix @ v if dropout_p == 0 else matrix.dropped(v, dropout_p=dropout_p)
     outputs = shown(matrix, v, outputs)
-    if not ask.need_weights:
+    if not options.need_weights:
         return outputs, None
-    return outputs, matrix.head_average() if ask.average else matrix.dense(limit=None)
+    return outputs, matrix.head_average() if options.average else matrix.dense(limit=None)
+
+
+# ---- explanation -----------------------------------------------------------------------------
+
+
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, layer: nn.MultiheadAttention, options: CallOptions
+) -> LayerExplanation:
+    """What `attend` computes of these inputs, and what the output projection takes."""
+    matrix, v = matrix_and_values(query, key, value, layer, options)
+    tokens = f"{query.shape[:-1].numel():,}, as they were given"
+    if options.padding is not None:
+        tokens += ": torch's padding hides keys, and their queries are computed"
+    if options.dropout_p > 0:
+        tokens += "; while training, dropout writes the weights of A @ v down"
+    lines = tuple(
+        product(name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], rows))
+        for name, x, rows in _products(query, key, value, layer)
+    )
+    lines += products(layer, {"out_proj": query.shape[:-1].numel()})
+    return LayerExplanation(tokens, lines, matrix.explain(v), _weights(matrix, v, options))
+
+
+def _products(
+    query: Tensor, key: Tensor, value: Tensor, layer: nn.MultiheadAttention
+) -> list[tuple[str, Tensor, int]]:
+    """Each product of the input projection: its name, what it is of, and how wide it becomes."""
+    width = layer.embed_dim
+    if not layer._qkv_same_embed_dim:
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return [(name, x, width) for name, x in zip(names, (query, key, value), strict=True)]
+    if query is key and key is value:
+        return [("in_proj q, k, v", query, 3 * width)]
+    if key is value:
+        return [("in_proj q", query, width), ("in_proj k, v", key, 2 * width)]
+    return [(f"in_proj {n}", x, width) for n, x in zip("qkv", (query, key, value), strict=True)]
+
+
+def _weights(matrix: AttentionMatrix, v: Tensor, options: CallOptions) -> str:
+    if not options.need_weights:
+        return "none are returned"
+    if not options.average:
+        return "of every head, written down; need_weights=False leaves them out"
+    if options.dropout_p > 0 or matrix.needs_gradient(v):
+        return "their mean over heads, in a pass of its own; need_weights=False leaves it out"
+    return (
+        "their mean over heads, in one pass of tiles that computes A @ v too, in the place of the "
+        "kernel below; need_weights=False leaves it out"
+    )

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.errors import PolarityWarning
+from headwise.errors import OptionError, PolarityWarning
+from headwise.layers.explanation import LayerExplanation
 from headwise.layers.torch_api import checks, state_dict_forms
-from headwise.layers.torch_api.core import Ask, Parameters, attend
+from headwise.layers.torch_api.core import CallOptions, attend, explain
 from headwise.layers.torch_api.reading import hidden_sequences
 from headwise.support.arguments import require_tensors
 from headwise.support.eager import may_check_values
@@ -109,20 +110,47 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 average_attn_weights=average_attn_weights,
                 is_causal=is_causal,
             )
-        ask = Ask(
-            padding=key_padding_mask,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            need_weights=need_weights,
-            average=average_attn_weights,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        heads, weights = attend(
-            query, key, value, self._parameters_in_use(), ask, batch_first=self.batch_first
-        )
+        dropout_p = self.dropout if self.training else 0.0
+        masks = (key_padding_mask, attn_mask, is_causal)
+        wanted = (need_weights, average_attn_weights)
+        options = CallOptions(*masks, *wanted, dropout_p, self.batch_first)
+        heads, weights = attend(query, key, value, self, options)
         if key_padding_mask is not None:
             self._warn_of_hidden_sequences(key_padding_mask)
         return self.out_proj(heads), weights
+
+    def explain(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> LayerExplanation:
+        """What a forward pass of this input computes, by which kernel, and why; print it.
+
+        Arguments as in ``forward``, and refused as there. Keys count the slots of ``add_bias_kv``
+        and ``add_zero_attn``.
+
+        Raises:
+            OptionError: nested tensors, which torch's own code computes.
+        """
+        require_tensors(query=query, key=key, value=value)
+        checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise OptionError(
+                saw="explain of nested tensors",
+                needed="tensors with one length: nested ones are computed by torch's own code",
+                do="explain(x.to_padded_tensor(0.0), ..., key_padding_mask=...)",
+            )
+        dropout_p = self.dropout if self.training else 0.0
+        masks = (key_padding_mask, attn_mask, is_causal)
+        wanted = (need_weights, average_attn_weights)
+        options = CallOptions(*masks, *wanted, dropout_p, self.batch_first)
+        return explain(query, key, value, self, options)
 
     def _warn_of_hidden_sequences(self, padding: Tensor) -> None:
         """Warn, once in the life of the layer, of padding that may have the reverse polarity."""
@@ -137,22 +165,6 @@ but not of every sequence
   do:     key_padding_mask=attention_mask == 0. If sequence {hidden[0]} is empty, all is well"""
             # The caller of the layer: this frame, forward, and torch's two of Module.__call__.
             warnings.warn(message, PolarityWarning, stacklevel=5)
-
-    def _parameters_in_use(self) -> Parameters:
-        # Read at every call: they may be replaced, pruned, parametrized, or set to None.
-        return Parameters(
-            embed_dim=self.embed_dim,
-            num_heads=self.num_heads,
-            separate=not self._qkv_same_embed_dim,
-            in_proj_weight=self.in_proj_weight,
-            in_proj_bias=self.in_proj_bias,
-            q_proj_weight=self.q_proj_weight,
-            k_proj_weight=self.k_proj_weight,
-            v_proj_weight=self.v_proj_weight,
-            bias_k=self.bias_k,
-            bias_v=self.bias_v,
-            add_zero_attn=self.add_zero_attn,
-        )
 
     def _load_from_state_dict(
         self,

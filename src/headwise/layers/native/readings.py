@@ -1,36 +1,23 @@
-"""What a layer tells of its heads: the matrix, head outputs, contributions, an explanation."""
+"""Readings of a layer, head by head: the matrix, head outputs, contributions, an explanation."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headwise.layers.explanation import LayerExplanation, products
 from headwise.layers.native import torch_words
-from headwise.layers.native.explain import LayerExplanation, explain
-from headwise.layers.native.frames import Call, Whole, choose_frame
-from headwise.layers.native.parts import Parts
+from headwise.layers.native.base import AttentionBase
+from headwise.layers.native.frames import Packed, Whole, choose_frame
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
 from headwise.support.arguments import explains
 
 
-class HeadByHead(Parts):
-    """The readings of a layer that has ``_call`` and ``_operands``; arguments as in forward."""
-
-    if TYPE_CHECKING:
-
-        def _call(
-            self,
-            x: Tensor,
-            source: Tensor | None,
-            mask: Mask | None,
-            score_bias: ScoreBias | None,
-        ) -> Call: ...
-        def _operands(self, frame: Whole, call: Call) -> tuple[AttentionMatrix, Tensor]: ...
+class HeadReadings(AttentionBase):
+    """What a layer computes for each head; arguments as in its forward pass."""
 
     @explains(torch_words.CALL, beyond=torch_words.beyond_the_source)
     def matrix(
@@ -42,7 +29,8 @@ class HeadByHead(Parts):
         score_bias: ScoreBias | None = None,
     ) -> AttentionMatrix:
         """The attention matrix, (batch, heads, queries, keys), never written down."""
-        return self._matrix_and_values(x, source, mask, score_bias)[0]
+        call = self._call(x, source, mask, score_bias)
+        return self._operands(Whole.of(call), call)[0]
 
     @explains(torch_words.CALL, beyond=torch_words.beyond_the_source)
     def head_outputs(
@@ -54,7 +42,8 @@ class HeadByHead(Parts):
         score_bias: ScoreBias | None = None,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """What each head reads, before the output projection."""
-        matrix, v = self._matrix_and_values(x, source, mask, score_bias)
+        call = self._call(x, source, mask, score_bias)
+        matrix, v = self._operands(Whole.of(call), call)
         return matrix @ v
 
     @explains(torch_words.CALL, beyond=torch_words.beyond_the_source)
@@ -94,14 +83,11 @@ class HeadByHead(Parts):
         call = self._call(x, source, mask, score_bias)
         frame = choose_frame(call)
         matrix, v = self._operands(frame, call)
-        return explain(self, call, frame, matrix.explain(v))
-
-    def _matrix_and_values(
-        self,
-        x: Tensor,
-        source: Tensor | None,
-        mask: Mask | None,
-        score_bias: ScoreBias | None,
-    ) -> tuple[AttentionMatrix, Tensor]:
-        call = self._call(x, source, mask, score_bias)
-        return self._operands(Whole(call.x, call.source, call.mask), call)
+        given, real, keys = (t.shape[0] * t.shape[1] for t in (x, frame.x, frame.source))
+        tokens = f"{given:,}, as they were given"
+        if isinstance(frame, Packed):
+            tokens = f"{real:,} of {given:,} are real, and packed into one row: only they cost"
+        if self.drops:
+            tokens += "; while training, dropout writes the weights of A @ v down"
+        counts = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}
+        return LayerExplanation(tokens, products(self, counts), matrix.explain(v))

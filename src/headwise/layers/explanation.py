@@ -1,0 +1,53 @@
+"""Report of one forward pass of a layer: tokens, projections, and the kernels of its matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from headwise.kernels.explain import Explanation
+
+
+@dataclass(frozen=True)
+class LayerExplanation:
+    """The answer of ``layer.explain(...)``; print it.
+
+    Attributes:
+        tokens: how many are computed.
+        projections: a line for each.
+        matrix: a line for each reading of the attention matrix.
+        weights: how the weights that a call returns are computed; None for a layer without them.
+    """
+
+    tokens: str
+    projections: tuple[str, ...]
+    matrix: Explanation
+    weights: str | None = None
+
+    def __str__(self) -> str:
+        weights = [] if self.weights is None else [f"weights: {self.weights}"]
+        tokens = f"tokens: {self.tokens}"
+        return "\n".join([tokens, *weights, *self.projections, str(self.matrix)])
+
+    __repr__ = __str__
+
+
+def products(layer: nn.Module, tokens: Mapping[str, int]) -> tuple[str, ...]:
+    """Return one line for each projection, by its name in the layer and how many tokens it gets."""
+    return tuple(_line(name, layer.get_submodule(name), n) for name, n in tokens.items())
+
+
+def product(name: str, kind: str, *, tokens: int, widths: tuple[int, int]) -> str:
+    """Return the line of a product of this many tokens, from one width to another."""
+    cost = f"{2 * tokens * widths[0] * widths[1] / 1e9:.2g} GFLOP"
+    return f"{name:<22} {kind:<10} {cost:<12} {widths[0]} to {widths[1]}"
+
+
+def _line(name: str, projection: nn.Module, tokens: int) -> str:
+    inner, outer = (getattr(projection, f"{end}_features", None) for end in ("in", "out"))
+    kind = type(projection).__name__
+    if inner is None or outer is None:
+        return f"{name:<22} {kind}"
+    return product(name, kind, tokens=tokens, widths=(inner, outer))

@@ -1,0 +1,121 @@
+"""Base of `Attention`: its attributes, and the steps from a call to an attention matrix."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from headwise.kernels.linear import project
+from headwise.layers.native import call_checks
+from headwise.layers.native.cache import Cache
+from headwise.layers.native.frames import Call, Whole
+from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.positions import Rotary
+from headwise.masks.checks import require_mask, require_score_bias
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias
+from headwise.matrix import AttentionMatrix
+from headwise.reference import split_heads
+
+
+class Projection(nn.Linear):
+    """`torch.nn.Linear`, by the faster product where there is one."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name for it)
+        """(..., in_features) to (..., out_features)."""
+        return project(input, self.weight, self.bias)
+
+
+class AttentionBase(nn.Module):
+    """Attributes of a constructed layer, described in `Attention`, and the steps of a call."""
+
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    out_dim: int
+    source_dim: int
+    rotary: Rotary | None
+    qk_norm: QKNorm | None
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    dropout: float
+    q_proj: Projection
+    k_proj: Projection
+    v_proj: Projection
+    out_proj: Projection
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    score_bias: nn.Module | None
+    sink: Tensor | None
+    identity: str  # recorded as the owner of each cache
+
+    @property
+    def drops(self) -> bool:
+        """True if a forward pass now drops weights."""
+        return self.training and self.dropout > 0
+
+    def _call(
+        self,
+        x: Tensor,
+        source: Tensor | None,
+        mask: Mask | None,
+        score_bias: ScoreBias | None,
+        cache: Cache | None = None,
+    ) -> Call:
+        """Check the arguments of a call, and add the window and the score bias of the layer."""
+        call_checks.check_tokens("x", x, self.embed_dim, call_checks.X_AXES, self.q_proj)
+        if source is not None:
+            call_checks.check_source(x, source, self.source_dim, self.k_proj)
+            for name in call_checks.BY_PLACE:
+                if getattr(self, name) is not None:
+                    call_checks.refuse_across(name, getattr(self, name), "a source")
+        elif self.source_dim != self.embed_dim:
+            call_checks.refuse_missing_source(self.source_dim, self.embed_dim)
+        if cache is not None:
+            call_checks.check_cache(cache, self.identity, crosses=source is not None)
+        mask, score_bias = require_mask(mask), require_score_bias(score_bias)
+        if self.window is not None:
+            mask = mask & Mask.window(*self.window)
+        if self.score_bias is not None:
+            score_bias = score_bias + self.score_bias(align=None)
+        if cache is not None:
+            mask, score_bias = mask.aligned("bottom-right"), score_bias.aligned("bottom-right")
+        return Call(x, x if source is None else source, mask, score_bias, cache)
+
+    def _operands(self, frame: Whole, call: Call) -> tuple[AttentionMatrix, Tensor]:
+        """Project, split into heads, normalise, rotate, cache: the matrix and the values."""
+        q, k, v = self.q_proj(frame.x), self.k_proj(frame.source), self.v_proj(frame.source)
+        norm = None if self.qk_norm is None else (self.qk_norm.over, self.qk_norm.place)
+        if norm == ("width", "before"):
+            q, k = self._normed(q, k)
+        q, v = split_heads(q, heads=self.num_heads), split_heads(v, heads=self.num_kv_heads)
+        k = split_heads(k, heads=self.num_kv_heads)
+        if norm == ("head", "before"):
+            q, k = self._normed(q, k)
+        if self.rotary is not None:
+            q, k = self.rotary.rotate_both(q, k, frame.positions())
+        if norm == ("head", "after"):
+            q, k = self._normed(q, k)
+        mask = frame.mask
+        if call.cache is not None:
+            new = call.cache.keys_with(k.shape[2])
+            call_checks.check_fits(call, heads=self.num_heads, keys=new)
+            k, v, starts = call.cache.append(k, v, lengths=frame.lengths)
+            mask = frame.mask_over(starts, keys=k.shape[2])
+        matrix = AttentionMatrix(
+            q,
+            k,
+            mask=mask,
+            score_bias=call.score_bias,
+            scale=self.scale,
+            softcap=self.softcap,
+            sink=self.sink,
+        )
+        return matrix, v
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        return self.q_norm(q), self.k_norm(k)
