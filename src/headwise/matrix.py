@@ -32,6 +32,7 @@ from headwise.masks.checks import (
     ROWS_IS_QUERIES,
     SDPA_WORDS,
     ZERO,
+    check_limit,
     check_operand,
     check_options,
     check_probability,
@@ -46,7 +47,7 @@ from headwise.masks.checks import (
 )
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
-from headwise.support.arguments import explains, is_number, require_tensors
+from headwise.support.arguments import explains, require_tensors
 from headwise.support.axes import MATRIX_AXES, broadcasts, describe_value, human_bytes
 from headwise.support.eager import is_traced, without_autocast
 from headwise.support.integers import as_count
@@ -99,14 +100,11 @@ class AttentionMatrix(LeftOperand):
         self.q, self.k, self.sink, self.softcap = q, k, sink, softcap
         self.mask, self.score_bias = require_mask(mask), require_score_bias(score_bias)
         self.scale = reference.default_scale(q) if scale is None else scale
-        # True if only the scale shapes the scores. Then there is nothing to check.
-        self._is_plain = self.mask is EVERYTHING and self.score_bias is ZERO
-        self._is_plain = self._is_plain and softcap is None and sink is None
-        self._bound: BoundMask | None = None
-        if not self._is_plain:
-            self._bound = self._mask
-            sizes = dict(zip(MATRIX_AXES, self.shape, strict=True))
-            self.score_bias.check(**sizes, device=q.device)
+        is_shaped = self.mask is not EVERYTHING or self.score_bias is not ZERO
+        self._is_plain = not is_shaped and softcap is None and sink is None
+        self._bound = self.mask.bind(**self._sizes, device=q.device) if is_shaped else None
+        if is_shaped:
+            self.score_bias.check(**self._sizes, device=q.device)
 
     # ---- what it is -------------------------------------------------------------------------
 
@@ -122,8 +120,8 @@ class AttentionMatrix(LeftOperand):
         return self._mask
 
     def __repr__(self) -> str:
-        options = [f"{axis}={n}" for axis, n in zip(MATRIX_AXES, self.shape, strict=True)]
-        options.append(str(self.q.dtype).removeprefix("torch."))
+        dtype = str(self.q.dtype).removeprefix("torch.")
+        options = [*(f"{axis}={n}" for axis, n in self._sizes.items()), dtype]
         if self.k.shape[1] != self.q.shape[1]:
             options.append(f"kv_heads={self.k.shape[1]}")
         if str(self.mask) != "everything":
@@ -146,11 +144,8 @@ class AttentionMatrix(LeftOperand):
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Head outputs. ``value_heads``: kv_heads, heads, or 1 for values that all heads share."""
-        if self._is_plain:
-            outputs = sdpa.plain_outputs(self.q, self.k, v, scale=self.scale)
-            if outputs is not None:
-                return outputs
-        return head_outputs(*self._problem_for(v))
+        plain = sdpa.plain_outputs(self.q, self.k, v, scale=self.scale) if self._is_plain else None
+        return head_outputs(*self._problem_for(v)) if plain is None else plain
 
     def dropped(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"], *, dropout_p: float
@@ -185,8 +180,7 @@ class AttentionMatrix(LeftOperand):
         Raises:
             OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
         """
-        index = checked_rows(index, self.shape[2], call="rows(index)")
-        return weights_at(self._problem(), index)
+        return weights_at(self._problem(), checked_rows(index, self.shape[2], call="rows(index)"))
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
         """The whole matrix: the one door to queries x keys memory.
@@ -195,12 +189,7 @@ class AttentionMatrix(LeftOperand):
             LimitError: it would take more than ``limit`` bytes (None: no limit).
             OptionError: a limit that is no number.
         """
-        if limit is not None and not is_number(limit):
-            raise OptionError(
-                saw=f"dense(limit={describe_value(limit)})",
-                needed="a number of bytes, or None for no limit",
-                do="e.g. dense(limit=2**34)",
-            )
+        check_limit(limit)
         if limit is not None and self._bytes() > limit:
             raise LimitError(
                 saw=f"dense() of {self!r}",
@@ -331,16 +320,19 @@ class AttentionMatrix(LeftOperand):
     # ---- within -----------------------------------------------------------------------------
 
     @property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(MATRIX_AXES, self.shape, strict=True))
+
+    @property
     def _mask(self) -> BoundMask:
-        sizes = dict(zip(MATRIX_AXES, self.shape, strict=True))
-        return self._bound or self.mask.bind(**sizes, device=self.q.device)
+        return self._bound or self.mask.bind(**self._sizes, device=self.q.device)
 
     @property
     def _bias(self) -> BoundBias:
         # Bound for each reading: a table by distance belongs to the graph of the reading.
-        sizes = {"queries": self.shape[2], "keys": self.shape[3]}
+        (_, _, queries, keys), device = self.shape, self.q.device
         dtype = accumulation_dtype(self.q.dtype)
-        return self.score_bias.bound(**sizes, device=self.q.device, dtype=dtype)
+        return self.score_bias.bound(queries=queries, keys=keys, device=device, dtype=dtype)
 
     def _problem(self) -> Problem:
         return Problem(self.q, self.k, self._mask, self._bias, self.scale, self.softcap, self.sink)
@@ -363,8 +355,8 @@ class AttentionMatrix(LeftOperand):
     def needs_gradient(self, v: Tensor) -> bool:
         """True if a product with these values is recorded for a backward pass."""
         leaves = (self.q, self.k, v) if self.sink is None else (self.q, self.k, v, self.sink)
-        needed = self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
-        return needed and torch.is_grad_enabled()
+        needs = self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
+        return needs and torch.is_grad_enabled()
 
     def _detached_sink(self) -> Tensor | None:
         return None if self.sink is None else self.sink.detach()
@@ -392,8 +384,7 @@ class TransposedMatrix(LeftOperand):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, heads, keys, queries)."""
-        batch, heads, queries, keys = self.mT.shape
-        return batch, heads, keys, queries
+        return *self.mT.shape[:2], self.mT.shape[3], self.mT.shape[2]
 
     def __matmul__(
         self, y: Float[Tensor, "#batch #heads queries y_dim"]

@@ -177,6 +177,15 @@ def checked_rows(index: Tensor, queries: int, *, call: str) -> Tensor:
     return index
 
 
+def check_limit(limit: int | None) -> None:
+    if limit is not None and not is_number(limit):
+        raise OptionError(
+            saw=f"dense(limit={describe_value(limit)})",
+            needed="a number of bytes, or None for no limit",
+            do="e.g. dense(limit=2**34)",
+        )
+
+
 def check_probability(dropout_p: float) -> None:
     if not (is_number(dropout_p) and 0 <= dropout_p <= 1):
         raise OptionError(

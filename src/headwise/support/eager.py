@@ -60,7 +60,9 @@ def is_traced() -> bool:
 
 def is_recorded() -> bool:
     """True while operators are recorded, to be run with other sizes: compiled, exported, traced."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call, no-any-return]
+    return torch.compiler.is_compiling() or bool(
+        torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    )
 
 
 def autocasts(kind: str) -> bool:

@@ -70,20 +70,7 @@ def require_ranks(
     if padding is None and attn_mask is None and query.dim() == key.dim() == value.dim() == 3:
         return True
     for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
-        if mask is not None and not isinstance(mask, Tensor):
-            raise AssertedMaskError(
-                saw=f"{name}={describe_value(mask)}",
-                needed="a tensor in torch's convention: bool (True = may not attend) or float",
-                do="a Mask goes to AttentionMatrix; the causal mask in torch's convention is"
-                " torch.nn.Transformer.generate_square_subsequent_mask(length)",
-            )
-        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-            raise AssertedMaskDTypeError(
-                saw=f"only bool and floating types of {name} are supported, but got {mask.dtype}",
-                needed="bool (True = may not attend) or float (added to the scores);"
-                " an integer mask may mean either polarity",
-                do="mask.bool() if nonzero means blocked, mask == 0 if nonzero means may attend",
-            )
+        _require_mask_kind(name, mask)
     rank = query.dim()
     if rank not in (2, 3):
         raise AssertedShapeError(
@@ -115,6 +102,23 @@ def require_ranks(
             do="a (batch, heads, queries, keys) mask is attn_mask.flatten(0, 1) here",
         )
     return rank == 3
+
+
+def _require_mask_kind(name: str, mask: Tensor | None) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise AssertedMaskError(
+            saw=f"{name}={describe_value(mask)}",
+            needed="a tensor in torch's convention: bool (True = may not attend) or float",
+            do="a Mask goes to AttentionMatrix; the causal mask in torch's convention is"
+            " torch.nn.Transformer.generate_square_subsequent_mask(length)",
+        )
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AssertedMaskDTypeError(
+            saw=f"only bool and floating types of {name} are supported, but got {mask.dtype}",
+            needed="bool (True = may not attend) or float (added to the scores);"
+            " an integer mask may mean either polarity",
+            do="mask.bool() if nonzero means blocked, mask == 0 if nonzero means may attend",
+        )
 
 
 def require_inputs(
@@ -231,7 +235,7 @@ def static_heads(name: str, static: Tensor, *, like: Tensor) -> Tensor:
                 needed=f"(batch*heads {batch * heads}, keys, head_dim {head_dim})",
                 do="heads are the faster axis: (batch, heads, keys, head_dim).flatten(0, 1)",
             )
-    return static.unflatten(0, (batch, heads))
+    return static.view(batch, heads, *static.shape[1:])
 
 
 def refuse_lengths(k: Tensor, v: Tensor) -> NoReturn:

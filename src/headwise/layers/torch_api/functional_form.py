@@ -45,28 +45,11 @@ def multi_head_attention_forward(
     require_tensors(query=query, key=key, value=value)
     checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
     checks.require_sizes(embed_dim_to_check, num_heads)
-    parameters = Parameters(
-        embed_dim_to_check,
-        num_heads,
-        not use_separate_proj_weight,
-        in_proj_weight,
-        in_proj_bias,
-        q_proj_weight,
-        k_proj_weight,
-        v_proj_weight,
-        bias_k,
-        bias_v,
-        add_zero_attn,
-    )
-    options = CallOptions(
-        key_padding_mask,
-        attn_mask,
-        is_causal,
-        need_weights,
-        average_attn_weights,
-        dropout_p if training else 0.0,
-        static_k=static_k,
-        static_v=static_v,
-    )
+    weights = (in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight)
+    form = (embed_dim_to_check, num_heads, not use_separate_proj_weight)
+    parameters = Parameters(*form, *weights, bias_k, bias_v, add_zero_attn)
+    masks, wanted = (key_padding_mask, attn_mask, is_causal), (need_weights, average_attn_weights)
+    dropout = dropout_p if training else 0.0
+    options = CallOptions(*masks, *wanted, dropout, static_k=static_k, static_v=static_v)
     heads, attention = attend(query, key, value, parameters, options)
     return linear(heads, out_proj_weight, out_proj_bias), attention
