@@ -160,7 +160,7 @@ class AttentionMatrix(LeftOperand):
         """``A @ v`` and ``A.head_average()``; in inference one pass serves both."""
         require_tensors(v=v)
         # A trace is checked in another grad mode than it was made in, and must not differ.
-        if is_traced() or self.needs_gradient(v):
+        if is_traced() or self._needs_gradient(v):
             # Two passes forward: the fused kernel's backward is worth more than the pass.
             return self @ v, self.head_average()
         problem, v = self._problem_for(v)
@@ -352,7 +352,7 @@ class AttentionMatrix(LeftOperand):
         k = self.k if own_heads else reference.share_heads(self.k, heads=heads)
         return replace(self._problem(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
 
-    def needs_gradient(self, v: Tensor) -> bool:
+    def _needs_gradient(self, v: Tensor) -> bool:
         """True if a product with these values is recorded for a backward pass."""
         leaves = (self.q, self.k, v) if self.sink is None else (self.q, self.k, v, self.sink)
         needs = self.score_bias.requires_grad or any(x.requires_grad for x in leaves)

@@ -113,6 +113,6 @@ def test_it_refuses_what_forward_refuses() -> None:
         with pytest.raises(HeadwiseError) as forward:
             ours(*args)
         assert str(own.value) == str(forward.value)
-    nested = torch.nested.nested_tensor([x[0], x[1, :7]])
+    nested = torch.nested.nested_tensor([x[0], x[1, :7]], layout=torch.jagged)
     with pytest.raises(OptionError, match="nested"):
         ours.explain(nested, nested, nested)

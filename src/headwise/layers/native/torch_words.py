@@ -16,20 +16,14 @@ from headwise.support.axes import describe_value
 _DROP_IN = "headwise.MultiheadAttention has it"
 
 
-def _renamed(names: dict[str, str]) -> dict[str, Answer]:
-    return {
-        name: Answer(f"{own}, which is the same", f"{own}={{value}}") for name, own in names.items()
-    }
-
+_BIASES = "q_bias={value}, k_bias={value}, v_bias={value}, out_bias={value}"
+_SOURCE_DIM = Answer("one width of the source of keys and values", "source_dim={value}")
+_NO_HINT = Answer("a mask for each call, or a window", "window=(None, 0)")
 
 CONSTRUCTOR = {
-    "bias": Answer(
-        "one option for each projection",
-        "q_bias={value}, k_bias={value}, v_bias={value}, out_bias={value}",
-    ),
+    "bias": Answer("one option for each projection", _BIASES),
     "attention_bias": Answer(
-        "one option for each projection; which of them it means depends on the model",
-        "q_bias={value}, k_bias={value}, v_bias={value}, out_bias={value}",
+        "one option for each projection; which of them it means depends on the model", _BIASES
     ),
     "batch_first": Answer(
         "inputs (batch, length, embed_dim): the batch is always first",
@@ -43,55 +37,50 @@ CONSTRUCTOR = {
         "sink=True, whose logit stays at 0",
         "Attention(..., sink=True), then layer.sink.requires_grad_(False)",
     ),
-    "kdim": Answer("one width of the source of keys and values", "source_dim={value}"),
-    "vdim": Answer("one width of the source of keys and values", "source_dim={value}"),
-    "causal": Answer("a mask for each call, or a window", "window=(None, 0)"),
-    "is_causal": Answer("a mask for each call, or a window", "window=(None, 0)"),
+    "kdim": _SOURCE_DIM,
+    "vdim": _SOURCE_DIM,
+    "causal": _NO_HINT,
+    "is_causal": _NO_HINT,
     "attn_mask": Answer("a mask for each call", "layer(x, mask=Mask.from_torch(m))"),
     "rope_theta": Answer("a Rotary", "rotary=Rotary(theta={value})"),
     "sliding_window": Answer(
         "(left, right), beside the query's own key", "window=(sliding_window - 1, 0)"
     ),
-    **_renamed(
-        {
-            "d_model": "embed_dim",
-            "hidden_size": "embed_dim",
-            "dim": "embed_dim",
-            "nhead": "num_heads",
-            "n_heads": "num_heads",
-            "heads": "num_heads",
-            "num_attention_heads": "num_heads",
-            "kv_heads": "num_kv_heads",
-            "n_kv_heads": "num_kv_heads",
-            "num_key_value_heads": "num_kv_heads",
-            "dim_head": "head_dim",
-            "value_dim_head": "value_dim",
-            "dim_out": "out_dim",
-            "dim_context": "source_dim",
-            "dropout_p": "dropout",
-            "attention_dropout": "dropout",
-            "attn_logit_softcapping": "softcap",
-            "logit_cap": "softcap",
-            "softmax_scale": "scale",
-            "sinks": "sink",
-        }
-    ),
 }
+# Options that have another name and the same meaning.
+_RENAMED = {
+    "embed_dim": "d_model hidden_size dim",
+    "num_heads": "nhead n_heads heads num_attention_heads",
+    "num_kv_heads": "kv_heads n_kv_heads num_key_value_heads",
+    "head_dim": "dim_head",
+    "value_dim": "value_dim_head",
+    "out_dim": "dim_out",
+    "source_dim": "dim_context",
+    "dropout": "dropout_p attention_dropout",
+    "softcap": "attn_logit_softcapping logit_cap",
+    "scale": "softmax_scale",
+    "sink": "sinks",
+}
+for _own, _names in _RENAMED.items():
+    _same = Answer(f"{_own}, which is the same", f"{_own}={{value}}")
+    CONSTRUCTOR |= dict.fromkeys(_names.split(), _same)
 
 _SELF = Answer(
     "x, which queries, keys and values are projected from, and a source for cross attention",
     "layer(x), or layer(x, source)",
 )
 _WEIGHTS = "the output alone: the weights are read from layer.matrix(x)"
-_SOURCE = Answer("source, for keys and values", "layer(x, source)")
+_CAUSAL = Answer("a mask", "mask=Mask.causal()")
+_CACHE = Answer("a Cache of this layer", "cache=layer.cache(batch=..., length=...), made once")
+_NO_POSITIONS = "no positions: a layer with rotary counts its tokens"
 
 CALL = {
-    "query": _SELF,
-    "key": _SELF,
-    "value": _SELF,
+    **dict.fromkeys(("query", "key", "value"), _SELF),
     "hidden_states": Answer("x", "layer(x)"),
-    "key_value_states": _SOURCE,
-    "encoder_hidden_states": _SOURCE,
+    **dict.fromkeys(
+        ("key_value_states", "encoder_hidden_states"),
+        Answer("source, for keys and values", "layer(x, source)"),
+    ),
     "attn_mask": Answer(
         "a Mask for a bool mask (True = may not attend in torch), a ScoreBias for a float one",
         'mask=Mask.from_torch(m), or score_bias=ScoreBias.dense(m, axes="queries keys")',
@@ -104,8 +93,8 @@ CALL = {
         "a Mask; in transformers 1 = real",
         'mask=Mask.may_attend(m.bool(), axes="batch keys"), with & Mask.causal() in a decoder',
     ),
-    "is_causal": Answer("a mask", "mask=Mask.causal()"),
-    "causal": Answer("a mask", "mask=Mask.causal()"),
+    "is_causal": _CAUSAL,
+    "causal": _CAUSAL,
     "need_weights": Answer(
         _WEIGHTS, "layer(x) for the output, layer.matrix(x).head_average() for the weights"
     ),
@@ -115,16 +104,11 @@ CALL = {
     "output_attentions": Answer(
         _WEIGHTS, "layer(x) for the output, layer.matrix(x).dense() for the weights"
     ),
-    "past_key_values": Answer(
-        "a Cache of this layer", "cache=layer.cache(batch=..., length=...), made once"
-    ),
-    "past_key_value": Answer(
-        "a Cache of this layer", "cache=layer.cache(batch=..., length=...), made once"
-    ),
-    "position_ids": Answer("no positions: a layer with rotary counts its tokens", "leave it out"),
+    "past_key_values": _CACHE,
+    "past_key_value": _CACHE,
+    "position_ids": Answer(_NO_POSITIONS, "leave it out"),
     "position_embeddings": Answer(
-        "no positions: a layer with rotary counts its tokens",
-        "leave it out, and construct the layer with rotary=Rotary()",
+        _NO_POSITIONS, "leave it out, and construct the layer with rotary=Rotary()"
     ),
 }
 

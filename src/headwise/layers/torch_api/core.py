@@ -262,7 +262,7 @@ def _weights(matrix: AttentionMatrix, v: Tensor, options: CallOptions) -> str:
         return "none are returned"
     if not options.average:
         return "of every head, written down; need_weights=False leaves them out"
-    if options.dropout_p > 0 or matrix.needs_gradient(v):
+    if options.dropout_p > 0 or matrix._needs_gradient(v):
         return "their mean over heads, in a pass of its own; need_weights=False leaves it out"
     return (
         "their mean over heads, in one pass of tiles that computes A @ v too, in the place of the "
