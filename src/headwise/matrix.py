@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from headwise import reference
-from headwise.errors import LimitError, OptionError
+from headwise.errors import OptionError
 from headwise.kernels import cells, sdpa
 from headwise.kernels.explain import Explanation, explain
 from headwise.kernels.observe import Observed, observe, seen_by
@@ -189,13 +189,7 @@ class AttentionMatrix(LeftOperand):
             LimitError: it would take more than ``limit`` bytes (None: no limit).
             OptionError: a limit that is no number.
         """
-        check_limit(limit)
-        if limit is not None and self._bytes() > limit:
-            raise LimitError(
-                saw=f"dense() of {self!r}",
-                needed=f"at most {human_bytes(limit)}",
-                do="read it by products, rows, diagonals or pool, or raise dense(limit=...)",
-            )
+        check_limit(limit, self._bytes(), self)
         return self.rows(torch.arange(self.q.shape[2], device=self.q.device))
 
     def diagonal(self, offset: SupportsIndex = 0) -> Float[Tensor, "batch heads diagonal"]:

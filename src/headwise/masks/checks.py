@@ -7,11 +7,11 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
+from headwise.errors import DeviceError, DTypeError, LimitError, OptionError, ShapeError
 from headwise.masks.mask import Mask, refuse_what_is_no_mask
 from headwise.masks.score_bias import ScoreBias, refuse_what_is_no_bias
 from headwise.support.arguments import Answer, is_number, require_tensors
-from headwise.support.axes import describe_value, sizes
+from headwise.support.axes import describe_value, human_bytes, sizes
 from headwise.support.eager import may_check_values
 from headwise.support.integers import as_count, as_int64, is_integer
 
@@ -177,12 +177,18 @@ def checked_rows(index: Tensor, queries: int, *, call: str) -> Tensor:
     return index
 
 
-def check_limit(limit: int | None) -> None:
+def check_limit(limit: int | None, size: int, matrix: object) -> None:
     if limit is not None and not is_number(limit):
         raise OptionError(
             saw=f"dense(limit={describe_value(limit)})",
             needed="a number of bytes, or None for no limit",
             do="e.g. dense(limit=2**34)",
+        )
+    if limit is not None and size > limit:
+        raise LimitError(
+            saw=f"dense() of {matrix!r}",
+            needed=f"at most {human_bytes(limit)}",
+            do="read it by products, rows, diagonals or pool, or raise dense(limit=...)",
         )
 
 
