@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headwise.checkpoints.detect import Detection
+from headwise.diagnosis.behaviour import by_behaviour
 from headwise.diagnosis.weights import weights_of
 from headwise.errors import HeadwiseError
-from headwise.scanning.behaviour import by_behaviour
 
 BY_RUN, BY_CONFIG, REFUTED = "run", "config", "refuted"
 

@@ -88,7 +88,7 @@ def _loaded(folder: Path) -> StoredModel:
 def _by_run(given: Weights, found: Detection, stored: StoredModel, *, title: str) -> Detection:
     import torch
 
-    from headwise.scanning.behaviour import INSTEAD, by_behaviour
+    from headwise.diagnosis.behaviour import INSTEAD, by_behaviour
     from headwise.scanning.inputs import on_tokens
 
     length = min(LENGTH, stored.positions or LENGTH)

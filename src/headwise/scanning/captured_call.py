@@ -45,6 +45,7 @@ class CapturedCall:
         layer: its name in the model; "(2)" where the same module runs again in one pass, and
             "(call 2)" where one run of it attends once more for the same tokens.
         module: the module that ran; None outside of any.
+        state: the first floating-point tensor that the module was given.
         is_cross: whether keys come from elsewhere than queries.
     """
 
@@ -63,6 +64,7 @@ class CapturedCall:
     unembedding: Float[Tensor, "vocabulary embed_dim"] | None = None
     layer: str = "attention"
     module: nn.Module | None = None
+    state: Tensor | None = None
     is_cross: bool = False
 
     def __post_init__(self) -> None:

@@ -188,6 +188,7 @@ class Reach:
         return CapturedCall(
             layer=layer,
             module=stack[-1].module if stack else None,
+            state=stack[-1].state if stack else None,
             matrix=matrix,
             values=v,
             outputs=outputs,

@@ -37,7 +37,6 @@ class Copying(TileStatistic):
     parts = MEAN
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        """Have the tile's sampled rows kept."""
         tile.keep_samples()
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:

@@ -33,7 +33,6 @@ class FirstToken(RowMean):
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The weight on the first real key; 0 where the tile does not reach it, or it is gone."""
         if tile.call.dropped:
             return torch.zeros_like(tile.maximum)
         place = tile.call.first_key[tile.batches] - tile.columns.start
@@ -59,7 +58,6 @@ class SinkShare(RowMean):
     needs = ("sink",)
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The sink's share of each row."""
         assert tile.sink is not None
         return tile.sink
 
@@ -94,7 +92,6 @@ class MostReceived(TileStatistic):
         return torch.zeros(batch, heads, keys, dtype=torch.float64, device=device)
 
     def update(self, gathered: Tensor, tile: WeightTile) -> None:
-        """Add what the tile's rows give, summed already for the map."""
         gathered[tile.batches, tile.heads, tile.columns] += tile.by_cell[1].double().sum(2)
 
     def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:

@@ -33,7 +33,6 @@ class Map(TileStatistic):
     }
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
-        """Add the tile's rows."""
         blocks, weights = tile.by_cell
         key_cells = tile.call.key_cells[tile.batches, tile.columns].to(weights.dtype)
         found = torch.matmul(weights, key_cells[:, None])

@@ -38,7 +38,6 @@ class ContributionNorm(RowMean):
     needs = ("outputs", "out_proj")
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The norm at each query."""
         return tile.contribution_norms
 
 
@@ -58,12 +57,10 @@ class RelativeContribution(RowMean):
     needs = ("outputs", "out_proj", "residual")
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The ratio at each query."""
         norms = self._residual(tile)
         return tile.contribution_norms / norms.where(norms > 0, 1.0)
 
     def counts(self, tile: WeightTile) -> Tensor:
-        """Where there is a residual."""
         return tile.counted & (self._residual(tile) > 0)
 
     def _residual(self, tile: WeightTile) -> Tensor:
@@ -89,7 +86,6 @@ class ValueWeighted(RowMean):
     needs = ("values", "out_proj")
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The weighted sum of the keys' norms."""
         return tile.on(tile.call.value_norms)
 
 
@@ -119,7 +115,6 @@ class EffectiveRank(TileStatistic):
         return torch.zeros(shape, dtype=torch.bool, device=device)
 
     def update(self, gathered: Tensor, tile: WeightTile) -> None:
-        """Note the tile's rows."""
         gathered[tile.batches, tile.heads, tile.rows] = tile.counted
 
     def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:

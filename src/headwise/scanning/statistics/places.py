@@ -28,11 +28,9 @@ class PreviousToken(RowMean):
     reach = 1
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The weight on the key before."""
         return tile.diagonal(-1)
 
     def counts(self, tile: WeightTile) -> Tensor:
-        """All but the first of each sequence."""
         first = tile.call.first_key[tile.batches, None]
         return tile.counted & (tile.own > first)[:, None]
 
@@ -55,7 +53,6 @@ class OffsetProfile(TileStatistic):
     parts = mean_over(2 * OFFSETS + 1)
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
-        """Add the tile's rows."""
         offsets = torch.arange(-self.OFFSETS, self.OFFSETS + 1, device=tile.weights.device)
         place = tile.own[:, None] + offsets
         real = tile.call.real_keys[tile.batches]
@@ -82,7 +79,7 @@ class Distance(RowMean):
     needs = ("own_key",)
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """Sums of terms that are never negative: nothing cancels at any length."""
+        # Sums of terms that are never negative: nothing cancels at any length.
         first, last = int(tile.own[0]), int(tile.own[-1])
         keys = torch.arange(tile.columns.start, tile.columns.stop, device=tile.weights.device)
         before, after = (keys < first).sum().item(), (keys <= last).sum().item()
@@ -107,7 +104,6 @@ class _Within(RowMean):
     needs = ("own_key",)
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The weight inside the band."""
         return tile.within(self.reach)
 
 

@@ -31,7 +31,6 @@ class TotalVariation(TileStatistic):
     parts = PAIRS
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        """Have the tile's sampled rows kept."""
         tile.keep_samples()
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
@@ -105,7 +104,6 @@ class CKA(TileStatistic):
     needs = ("outputs",)
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        """Have it noted which sampled rows count."""
         tile.keep_samples()
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:

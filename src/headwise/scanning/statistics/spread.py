@@ -25,7 +25,6 @@ class Entropy(RowMean):
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The entropy of each row."""
         return tile.entropy
 
 
@@ -44,11 +43,9 @@ class RelativeEntropy(RowMean):
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """Entropy over the logarithm of the number of keys."""
         return tile.entropy / self._choices(tile).clamp(min=2).to(tile.entropy.dtype).log()
 
     def counts(self, tile: WeightTile) -> Tensor:
-        """Rows with a choice."""
         return tile.counted & (self._choices(tile) > 1)
 
     def _choices(self, tile: WeightTile) -> Tensor:
@@ -70,7 +67,6 @@ class Maximum(RowMean):
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The largest weight of each row."""
         return tile.maximum
 
 
@@ -89,7 +85,6 @@ class EffectiveKeys(RowMean):
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """exp of the entropy."""
         return tile.entropy.exp()
 
 
@@ -107,7 +102,6 @@ class Participation(RowMean):
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """Squared sum over the sum of squares."""
         if tile.sink is None:
             squares = torch.linalg.vecdot(tile.weights, tile.weights)
             return torch.where(squares > 0, 1 / squares, 0.0)
@@ -132,7 +126,6 @@ class Logsumexp(RowMean):
     )
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The logarithm of the sum of exponentials."""
         return tile.logsumexp
 
 
@@ -152,10 +145,8 @@ class ScoreRange(RowMean):
     reads_lowest = True
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """Largest minus smallest score that is not hidden."""
         assert tile.lowest is not None
         return tile.highest - tile.lowest
 
     def counts(self, tile: WeightTile) -> Tensor:
-        """Rows with a choice."""
         return tile.counted & (tile.allowed > 1)

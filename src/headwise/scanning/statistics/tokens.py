@@ -23,7 +23,6 @@ class _AtRepeats(RowMean):
     after: int
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The weights of the pairs alone: few, in any text."""
         batch, row, key = tile.repeats
         batches, heads, rows, columns = tile.weights.shape
         column = key + self.after - tile.columns.start
@@ -34,7 +33,6 @@ class _AtRepeats(RowMean):
         return total.view(batches, rows, heads).transpose(1, 2)
 
     def counts(self, tile: WeightTile) -> Tensor:
-        """Queries whose token came before."""
         repeats, specials = tile.call.repeats, tile.call.specials
         repeated = repeats.earlier[tile.batches][:, tile.own] > 0
         if specials is not None:
@@ -89,7 +87,6 @@ class Separators(RowMean):
     needs = ("separators",)
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The weight on them."""
         chosen = tile.call.separators
         assert chosen is not None
         return tile.on(chosen)
@@ -111,7 +108,6 @@ class Specials(RowMean):
     needs = ("specials",)
 
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """The weight on them."""
         chosen = tile.call.specials
         assert chosen is not None
         return tile.on(chosen)

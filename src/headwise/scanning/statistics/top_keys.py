@@ -73,7 +73,6 @@ class TopKeys(TileStatistic):
         )
 
     def update(self, gathered: _Chosen, tile: WeightTile) -> None:
-        """Look at the chosen rows that lie in the tile."""
         if not tile.batches.start <= gathered.sequence < tile.batches.stop:
             return
         for nth, row in enumerate(gathered.rows):

@@ -21,6 +21,7 @@ from headwise.checkpoints.candidates import Candidate, heads_of
 from headwise.checkpoints.config import rotation_of
 from headwise.checkpoints.detect import Detection, decided
 from headwise.checkpoints.layer_options import in_layer, options_of
+from headwise.diagnosis.self_attention import Seen, paired, scores_of, seen_in
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.layers.native.attention import Attention
 from headwise.layouts.function import Function
@@ -28,7 +29,6 @@ from headwise.layouts.layout import Layout
 from headwise.layouts.places import Module
 from headwise.layouts.sizes import Sizes
 from headwise.reference import share_heads, split_heads
-from headwise.scanning.self_attention import Seen, paired, scores_of, seen_in
 
 SCORES, VALUES = "scores", "values"
 INSTEAD = "compare values instead: --reference, the same weights in a layout that is known"

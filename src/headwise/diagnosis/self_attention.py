@@ -51,43 +51,26 @@ class Seen:
 
 def seen_in(model: nn.Module, inputs: Mapping[str, Any]) -> list[Seen]:
     """The modules of a model that attend to what they are given, in the order in which they run."""
-    names = {module: name for name, module in model.named_modules()}
-    given: dict[nn.Module, Tensor] = {}
     found: dict[nn.Module, Seen] = {}
 
-    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        state = next((x for x in states if x.is_floating_point()), None)
-        if state is not None:
-            given.setdefault(module, state)  # a call is known to have ended by the next one only
-
     def settled(call: CapturedCall) -> None:
-        module = call.module
-        if module is None or call.is_cross or module in found:
+        if call.module is None or call.is_cross or call.module in found:
             return
-        assert call.values is not None
-        found[module] = Seen(
-            module=module,
-            name=names[module],
-            x=given[module],
+        if call.state is None or call.values is None:
+            return
+        found[call.module] = Seen(
+            module=call.module,
+            name=call.layer,
+            x=call.state,
             scores=scores_of(call.matrix),
             values=call.values.double(),
             out_proj=call.out_proj,
             is_capped=call.matrix.softcap is not None,
         )
 
-    handles = [m.register_forward_pre_hook(remember, with_kwargs=True) for m in names]
-    try:
-        with (
-            torch.no_grad(),
-            evaluating(model),
-            reached(model, settled=settled) as reach,
-        ):
-            reach.begin()
-            model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), evaluating(model), reached(model, settled=settled) as reach:
+        reach.begin()
+        model(**inputs)
     return list(found.values())
 
 

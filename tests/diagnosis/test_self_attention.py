@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from headwise.diagnosis.self_attention import Seen, paired, seen_in
 from headwise.layouts.places import Module, Place
-from headwise.scanning.self_attention import Seen, paired, seen_in
 from tests.scanning.models import BATCH, LENGTH, WIDTH, Caller
 
 NAMES = ("deep.0", "deep.1", "side")

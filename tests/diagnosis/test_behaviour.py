@@ -11,8 +11,8 @@ from torch import nn
 
 from headwise.checkpoints.config import counts_of, layout_of
 from headwise.checkpoints.detect import Detection, detect
+from headwise.diagnosis.behaviour import by_behaviour
 from headwise.errors import OptionError
-from headwise.scanning.behaviour import by_behaviour
 
 SMALL = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 WIDE = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2}
