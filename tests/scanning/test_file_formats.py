@@ -65,7 +65,8 @@ def test_every_statistic_has_a_stable_id() -> None:
     # same.
     shipped = (*STANDARD, *importance.STATISTICS)
     for statistic in shipped:
-        assert statistic.definition.id_of_words in MEANINGS
+        words, name = statistic.definition.id_of_words, statistic.definition.name
+        assert words in MEANINGS, f'a new statistic: "{words}": "{name}-1" in meanings.py'
         assert statistic.definition.id.startswith(f"{statistic.definition.name}-")
         assert statistic.parts is not None
     assert len({statistic.definition.id for statistic in shipped}) == len(shipped)

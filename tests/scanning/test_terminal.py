@@ -10,8 +10,25 @@ import torch
 
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.maps import Map
+from headwise.scanning.statistics.places import PreviousToken
 from headwise.scanning.statistics.spread import Entropy
 from tests.scanning.scans import Own, head_scan, layer_scan, matrix, random_scan
+
+
+def test_a_statistic_with_words_of_its_own_is_told() -> None:
+    class Telling(Entropy):
+        definition = replace(
+            Entropy.definition, name="own", unit="share of the weight, 0 to 1", most="has {} of it"
+        )
+
+    class Silent(Telling):
+        definition = replace(Telling.definition, name="silent", most="")
+
+    scan = random_scan(statistics=[PreviousToken(), Telling(), Silent()])
+    assert scan.known_for == ("previous_token", "own")
+    largest = str(scan).partition("largest (layer, head):")[2]
+    assert "own" in largest
+    assert "silent" not in largest
 
 
 def numbers(*rows: list[float], kept: tuple[int, ...] | None = None) -> HeadScan:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from headwise.reports import pictures
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED
+from headwise.scanning.statistics.catalogue import PICTURED
 from headwise.scanning.statistics.statistic import Definition
 from headwise.scanning.tables import HeadValue
 
@@ -182,7 +182,7 @@ class StandingOut:
 
 def standing_out(scan: HeadScan) -> list[StandingOut]:
     """Heads far from the middle one: with most of a telling statistic, or looking most narrowly."""
-    told = [name for name in KNOWN_FOR if name in scan.scalars] or list(scan.scalars)
+    told = scan.known_for or scan.scalars
     found = []
     for one in _different(one for one in (shown(scan, name) for name in told) if one.is_telling):
         top = scan.top(one.name, 1)[0]

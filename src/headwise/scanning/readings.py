@@ -13,7 +13,12 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.statistics.catalogue import LONGEST_NAME, unknown_statistic
+from headwise.scanning.statistics.catalogue import (
+    KNOWN_FOR,
+    LONGEST_NAME,
+    PICTURED,
+    unknown_statistic,
+)
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
 from headwise.scanning.tables import HeadValue, Row, table_of, top_of
 from headwise.support.axes import describe_value
@@ -215,6 +220,15 @@ class Readings:
     def scalars(self) -> tuple[str, ...]:
         """Those that at least one layer has, and that are one number a head."""
         return tuple(name for name in self.measured if not self.definition(name).axes)
+
+    @property
+    def known_for(self) -> tuple[str, ...]:
+        """Scalars that a head is known for, in the order in which they are said.
+
+        They are those of the catalogue, and others that have words for it (`Definition.most`).
+        """
+        others = (n for n in self.scalars if n not in PICTURED and self.definition(n).most)
+        return (*(name for name in KNOWN_FOR if name in self.scalars), *others)
 
     @property
     def heads(self) -> list[tuple[str, int, int]]:

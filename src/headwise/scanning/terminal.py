@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from headwise.scanning.readings import LayerScan, Readings
-from headwise.scanning.statistics.catalogue import KNOWN_FOR
 
 WIDTH = 80
 MOST_ROWS = 32  # layers
@@ -118,8 +117,7 @@ def _ends(count: int, most: int) -> list[int | None]:
 
 
 def _extremes(scan: Readings) -> list[str]:
-    known = [name for name in KNOWN_FOR if name in scan.scalars]
-    shares = [name for name in known if scan.definition(name).drawn != "range"]
+    shares = [name for name in scan.known_for if scan.definition(name).drawn != "range"]
     names = shares or list(scan.scalars)
     width = min(max((len(name) for name in names), default=0), LONGEST_NAME)
     lines = []
