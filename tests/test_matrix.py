@@ -56,6 +56,12 @@ def test_equal_scores_attend_uniformly() -> None:
     torch.testing.assert_close(matrix.received(), torch.full((3, 6, 29), 24 / 29).double())
 
 
+def test_the_entropy_of_large_scores_does_not_cancel() -> None:
+    q, k = torch.full((1, 1, 1, 4), 30.0), torch.full((1, 1, 29, 4), 30.0)
+    entropy = AttentionMatrix(q, k, scale=1.0).entropy()  # scores of 3600, whose steps are 2e-4
+    assert entropy.item() == pytest.approx(math.log(29), rel=1e-6)
+
+
 def test_a_sink_as_strong_as_every_key_takes_one_share_more() -> None:
     k = draw()[1]
     q = torch.zeros(3, 6, 24, 10, dtype=torch.float64)

@@ -24,23 +24,7 @@ from tests.huggingface.stored import TEXT, bert, gpt2, stored
 from tests.reports.html import Tree
 from tests.test_door import HEAVY, loaded_by
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stored(tmp_path_factory.mktemp("models") / "small-bert", bert())
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "cats.txt"
-    path.write_text(TEXT, "utf-8")
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
+pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 
 # ---- what it prints and writes -----------------------------------------------------------------
 

@@ -11,24 +11,9 @@ import pytest
 from headwise.cli.scan import work
 from headwise.scanning.head_scan import HeadScan
 from tests.cli.scan_command import invoke, refused, run
-from tests.huggingface.stored import TEXT, bert, stored
+from tests.huggingface.stored import TEXT
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stored(tmp_path_factory.mktemp("models") / "small-bert", bert())
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "cats.txt"
-    path.write_text(TEXT, "utf-8")
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -92,3 +94,8 @@ def squares(output: Tensor, given: object) -> Tensor:
         place = torch.arange(output.shape[1])
         each = each * (place < given["lengths"][:, None])
     return each.sum(-1)
+
+
+def linear(upstream: Tensor) -> Any:
+    """A loss whose gradient is ``upstream``."""
+    return lambda output, given: (output * upstream).sum((1, 2))

@@ -22,6 +22,7 @@ from tests.scanning.importance_cases import (
     VALUE_DIM,
     Mixing,
     OwnToken,
+    linear,
     squares,
     whole_numbers,
 )
@@ -35,10 +36,6 @@ def setting() -> tuple[OwnToken, dict[str, Tensor], Tensor, Tensor]:
     real = torch.arange(LENGTH) < lengths[:, None]
     upstream = whole_numbers(BATCH, LENGTH, EMBED) * real[..., None]
     return model, {"x": whole_numbers(BATCH, LENGTH, EMBED), "lengths": lengths}, real, upstream
-
-
-def linear(upstream: Tensor) -> Any:
-    return lambda output, given: (output * upstream).sum((1, 2))
 
 
 def test_zero_by_hand() -> None:

@@ -30,15 +30,12 @@ from tests.scanning.importance_cases import (
     VALUE_DIM,
     Mixing,
     OwnToken,
+    linear,
     squares,
     whole_numbers,
 )
 
 NAMES = ("gate_gradient", "gate_gradient_normalised", "taylor")
-
-
-def linear(upstream: Tensor) -> Any:
-    return lambda output, given: (output * upstream).sum((1, 2))
 
 
 def test_by_hand() -> None:

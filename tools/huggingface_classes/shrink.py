@@ -1,20 +1,22 @@
 """A configuration made small: sizes by the names of their fields, layers by their kinds.
 
 Whatever is a width becomes WIDTH, so that what has to agree between towers agrees. Per-layer lists
-keep one layer of each kind. What this does not fit is in `overrides`.
+keep one layer of each kind. What this does not fit is in overrides.json: model type -> field ->
+value, wherever a configuration of that type stands, also as a part of another.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from tools.huggingface_classes.overrides import OVERRIDES
-
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 64, 4, 2, 16, 2, 160
+OVERRIDES = json.loads(Path(__file__).with_name("overrides.json").read_text("utf-8"))
 SPECIAL = 10  # the first of the special tokens' ids
 
 # field -> value, the first pattern that matches the whole name
