@@ -10,8 +10,14 @@ import pytest
 import transformers
 
 from headwise.checkpoints import config as configs
-from headwise.checkpoints.config import counts_of, layout_of, read_config, rotation_of, turns
-from headwise.checkpoints.config_fields import Fields
+from headwise.checkpoints.config import (
+    Fields,
+    counts_of,
+    layout_of,
+    read_config,
+    rotation_of,
+    turns,
+)
 from headwise.errors import OptionError
 from headwise.layouts.registry import layouts
 

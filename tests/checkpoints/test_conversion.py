@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from headwise.checkpoints import moving_bytes, stream
+from headwise.checkpoints import conversion, moving_bytes
 from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.source import open_source
 from headwise.errors import DTypeError, OptionError
@@ -182,7 +182,7 @@ def test_a_system_that_writes_little_at_a_time(
 def test_progress_is_in_bytes_and_ends_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "EVERY", 1000)
+    monkeypatch.setattr(conversion, "EVERY", 1000)
     told: list[tuple[str, int, int]] = []
     source = llamas.in_files(tmp_path / "a")
     llamas.to_meta(source, tmp_path / "b", progress=lambda *now: told.append(now))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headwise.checkpoints.index import read as read_index
+from headwise.checkpoints.folder import read_index
 from headwise.checkpoints.source import open_source
 from headwise.errors import CheckpointError
 from tests.checkpoints import llamas

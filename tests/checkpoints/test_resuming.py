@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints import moving_bytes, stream
-from headwise.checkpoints.journal import Journal
-from headwise.checkpoints.stream import Stream
+from headwise.checkpoints import conversion, moving_bytes
+from headwise.checkpoints.conversion import Stream
+from headwise.checkpoints.working import Journal
 from headwise.errors import CheckpointError
 from tests.checkpoints import llamas
 from tests.root import ROOT
@@ -25,11 +25,11 @@ from tests.root import ROOT
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
-from headwise.checkpoints import stream
+from headwise.checkpoints import conversion
 from tests.checkpoints import llamas
 
 source, place = map(Path, sys.argv[1:])
-stream.EVERY = 1  # every step is made sure of
+conversion.EVERY = 1  # every step is made sure of
 os.fsync = lambda _: None  # what is killed here is a process, not a machine
 pwrite, copy = os.pwrite, os.copy_file_range
 left = iter(())  # the calls that are lived through; threads may not count the same one twice
@@ -102,7 +102,7 @@ def test_killed_in_the_middle_of_any_write(tmp_path: Path) -> None:
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The source of a run to ``b`` that was interrupted after half of its steps."""
-    monkeypatch.setattr(stream, "EVERY", 1)
+    monkeypatch.setattr(conversion, "EVERY", 1)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     source = llamas.in_files(tmp_path / "a")
     told: list[int] = []
@@ -320,7 +320,7 @@ def test_a_step_is_noted_only_after_its_bytes_are_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not made sure of when the machine loses power may be anything."""
-    monkeypatch.setattr(stream, "EVERY", 1)
+    monkeypatch.setattr(conversion, "EVERY", 1)
     written: set[int] = set()
     noted_unsure: list[set[int]] = []
     real_write, real_copy, real_sync = os.pwrite, os.copy_file_range, os.fsync
@@ -360,7 +360,7 @@ def test_a_step_is_noted_only_after_its_bytes_are_on_the_disk(
     monkeypatch.setattr(os, "copy_file_range", copy)
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(Journal, "add", add)
-    monkeypatch.setattr(stream, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(conversion, "ThreadPoolExecutor", AtOnce)
     llamas.to_meta(llamas.in_files(tmp_path / "a"), tmp_path / "b")
     assert noted_unsure == [set()] * 22
 

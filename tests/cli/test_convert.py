@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from headwise.checkpoints.stream import Stream
+from headwise.checkpoints.conversion import Stream
 from headwise.cli.convert import convert
 from headwise.cli.exit_status import USAGE
 from headwise.errors import CheckpointError, OptionError

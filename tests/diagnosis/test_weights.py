@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import headwise
-from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
+from headwise.diagnosis.result import Verdict
+from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.layouts.canonical import State
 
 CONFIG = {"model_type": "gpt2", "n_head": 6}
@@ -156,12 +157,25 @@ def test_a_tensor_of_another_shape_is_a_difference_on_either_side(
     assert not headwise.verify(wrong, llama, config=LLAMA, outputs=True).outputs
 
 
-def test_two_that_are_not_whole_name_the_tensor(llama: State) -> None:
+@pytest.mark.parametrize("named", [{}, {"first_layout": "llama", "second_layout": "llama"}])
+def test_two_that_are_not_whole_are_compared_all_the_same(
+    llama: State, named: dict[str, Any]
+) -> None:
     less = {name: x for name, x in llama.items() if name != K}
-    with pytest.raises(CheckpointError, match=f"`{K}` is missing"):
-        headwise.verify(less, less, config=LLAMA)
-    with pytest.raises(OptionError, match=f"missing are {K}"):
-        headwise.verify(less, less, config=LLAMA, first_layout="llama", second_layout="llama")
+    found = headwise.verify(less, less, config=LLAMA, outputs=True, **named)
+    assert found.verdict is Verdict.SAME
+    assert found
+    assert found.tensors is not None
+    assert found.tensors.same == len(less)
+    for which in ("first", "second"):
+        assert f"the {which} is not whole: `{K}` is missing" in str(found)
+    other = less | {name: x + 1 for name, x in less.items() if "1.self_attn.v" in name}
+    found = headwise.verify(less, other, config=LLAMA, **named)
+    assert found.verdict is Verdict.DIFFERENT
+    name = K.replace("k_", "v_")
+    assert str(found).endswith(
+        f"6 of 7 tensors are equal; `{name}` differs (values of all 2 kv heads)."
+    )
 
 
 def in_folder(folder: Path, state: State, config: dict[str, Any]) -> Path:

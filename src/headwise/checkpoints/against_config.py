@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headwise.checkpoints.config import Config, counts_of, text_of
-from headwise.checkpoints.config_fields import Fields
+from headwise.checkpoints.config import Config, Fields, counts_of, text_of
 from headwise.layouts.function import PAIRINGS, Function
 from headwise.layouts.sizes import Sizes
 

@@ -41,6 +41,13 @@ class Candidate:
     around: int
     faults: tuple[str, ...] = ()
 
+    @property
+    def sizes(self) -> dict[str, int | list[int]]:
+        """Each size by its name: a number, or a list of all that fit."""
+        names = dict.fromkeys(name for fit in self.fits for name in fit)
+        values = {name: sorted({fit[name] for fit in self.fits if name in fit}) for name in names}
+        return {name: some[0] if len(some) == 1 else some for name, some in values.items()}
+
     def narrowed(self, sizes: Sizes) -> Candidate:
         """The same, once it is known which sizes it has: those of a layout of the same map."""
         width = {name: n for name, n in sizes.items() if name == "rotary_width"}

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
+from headwise.checkpoints import moving_bytes
 from headwise.checkpoints.folder import SAFETENSORS
 from headwise.checkpoints.source import Source
-from headwise.checkpoints.stream import Stream
 from headwise.checkpoints.target import Outline, outline
 from headwise.checkpoints.working import Working, require_free
 from headwise.errors import CheckpointError
 from headwise.layouts import convert
 from headwise.layouts.layout import Layout
-from headwise.layouts.places import Form
-from headwise.layouts.plan import plan
+from headwise.layouts.places import Form, modules_of, outside
+from headwise.layouts.plan import conflicts_of, plan
 from headwise.layouts.registry import layout
 from headwise.layouts.steps import Step
 from headwise.support.progress import Progress, no_progress
+
+EVERY = 256 * 2**20  # bytes after which what is written is put through to the disk
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,9 @@ class Converted:
         rewritten: how many of them were taken apart, put together and compared with the source.
         nbytes: of its files.
         found: of an earlier run: "nothing", "its beginning", or "other work", which is gone.
+        roots: what stands before all names of modules at the places that the layout knows.
+        kept: names that are those of the source, since the target's layout has no others.
+        accepted: fields of `Function` that differ and were accepted -> (source, target).
         left: files beside the weights that were not copied: they describe the source.
     """
 
@@ -43,6 +52,9 @@ class Converted:
     rewritten: int
     nbytes: int
     found: str
+    roots: tuple[str, ...]
+    kept: tuple[str, ...]
+    accepted: Mapping[str, tuple[str, str]]
     left: tuple[str, ...]
 
 
@@ -89,12 +101,28 @@ def convert_checkpoint(
         found = _written(source, target, steps, made, _identity(source, made, asked), progress)
     return Converted(
         target=target,
-        tensors=sum(len(file.places) for file in made.files),
         rewritten=sum(len(step.outputs) for step in steps if not step.is_copy),
         nbytes=made.size,
         found=found,
+        **_names(source, made, wanted),
+        accepted=conflicts_of(source.headers, stored, wanted, known),
         left=_left(source),
     )
+
+
+def _names(source: Source, made: Outline, wanted: Layout) -> dict[str, Any]:
+    """What `Converted` says of the names of the target."""
+    names = [name for file in made.files for name in file.places]
+    modules = modules_of(wanted, names)
+    own = {name for module in modules for name in module.tensors}
+    roots = {module.place.root for module in modules}
+    kept = (name for name in names if name in source.headers and name not in own)
+    named = {module.place.root for module in modules if module.place.role and module.place.root}
+    return {
+        "tensors": len(names),
+        "roots": tuple(sorted(named)),
+        "kept": tuple(name for name in kept if outside(wanted, name, roots) is None),
+    }
 
 
 def _require_nothing_lost(source: Source, steps: Iterable[Step]) -> None:
@@ -176,3 +204,121 @@ def _refusing(target: Path) -> Iterator[None]:
             needed="files that can be read, and a disk that can be written to, with room",
             do="nothing was written under the target's name; make room or choose another place",
         ) from error
+
+
+class Stream:
+    """Writes tensors one step at a time; only those of one step are in memory."""
+
+    def __init__(self, source: Source, made: Outline, working: Working) -> None:
+        self._source, self._made, self._working = source, made, working
+        self._handles: dict[Path, int] = {}
+
+    def run(self, steps: Iterable[Step], progress: Progress) -> None:
+        """Every step that an earlier run has not done.
+
+        Raises:
+            RoundTripError: a tensor does not lead back to the same bytes.
+            CheckpointError: the source becomes shorter.
+            OSError: reading or writing fails.
+        """
+        steps = list(steps)
+        headers = self._source.headers
+        sizes = [sum(headers[name].nbytes for name in step.inputs) for step in steps]
+        total, done, unsure = sum(sizes), 0, 0
+        waiting: list[int] = []
+        # The files are closed last: until then the copies read from them.
+        with ExitStack() as stack, _Disk(self._working) as disk:
+            for number, (step, size) in enumerate(zip(steps, sizes, strict=True)):
+                if number + 1 < len(steps) and number + 1 not in self._working.done:
+                    self._fetch(steps[number + 1], stack)
+                if number not in self._working.done:
+                    self._step(step, stack, disk)
+                    waiting, unsure = [*waiting, number], unsure + size
+                if unsure >= EVERY:
+                    disk.flush(waiting)
+                    waiting, unsure = [], 0
+                done += size
+                files = (self._made.place(name)[0].name for name in step.outputs)
+                progress(next(files, ""), done, total)
+            progress("waiting for the disk", total, total)
+            disk.flush(waiting)
+
+    def _step(self, step: Step, stack: ExitStack, disk: _Disk) -> None:
+        stored = self._source.headers[step.inputs[0]]
+        if step.is_copy and stored.offset is not None:
+            # From file to file, where the tensor lies in one as it is.
+            disk.copy(partial(self._copy, step, self._handle(stored.file, stack)))
+            return
+        made = convert.run(step, {name: self._source[name] for name in step.inputs})
+        for name, tensor in made.items():
+            assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), stored.dtype)
+            file, offset = self._made.place(name)
+            raw = moving_bytes.bytes_of(tensor)
+            moving_bytes.write_all(self._working.handle(file.name), raw, offset)
+
+    def _fetch(self, step: Step, stack: ExitStack) -> None:
+        """Let the disk read what a step needs while another one is at work."""
+        for stored in (self._source.headers[name] for name in step.inputs):
+            if stored.offset is not None and stored.nbytes and hasattr(os, "posix_fadvise"):
+                handle = self._handle(stored.file, stack)
+                os.posix_fadvise(handle, stored.offset, stored.nbytes, os.POSIX_FADV_WILLNEED)
+
+    def _handle(self, file: Path, stack: ExitStack) -> int:
+        if file not in self._handles:
+            self._handles[file] = os.open(file, os.O_RDONLY)
+            stack.callback(os.close, self._handles[file])
+        return self._handles[file]
+
+    def _copy(self, step: Step, handle: int) -> None:
+        [given], [name] = step.inputs, step.outputs
+        stored = self._source.headers[given]
+        assert stored.offset is not None
+        file, offset = self._made.place(name)
+        moving_bytes.copy(
+            handle,
+            stored.offset,
+            self._working.handle(file.name),
+            offset,
+            stored.nbytes,
+            path=stored.file,
+        )
+
+
+class _Disk:
+    """What is copied, and what is written through, while the next steps are at work."""
+
+    def __init__(self, working: Working) -> None:
+        self._working = working
+        self._copier, self._flusher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._copies: list[Future[None]] = []
+        self._pending: Future[None] | None = None
+
+    def copy(self, work: Callable[[], None]) -> None:
+        """Ask for a copy, which the kernel makes by itself."""
+        self._copies.append(self._copier.submit(work))
+
+    def flush(self, steps: list[int]) -> None:
+        """Wait for what was asked before, and have these written through, copies among them."""
+        if self._pending is not None:
+            self._pending.result()
+        copies, self._copies = self._copies, []
+        self._pending = self._flusher.submit(self._made_sure, steps, copies)
+
+    def _made_sure(self, steps: list[int], copies: list[Future[None]]) -> None:
+        for copy in copies:
+            copy.result()
+        self._working.flush(steps)
+
+    def __enter__(self) -> _Disk:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._copier.shutdown(cancel_futures=kind is not None)
+        self._flusher.shutdown(cancel_futures=kind is not None)
+        if kind is None and self._pending is not None:
+            self._pending.result()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headwise.checkpoints.against_config import objection
 from headwise.checkpoints.candidates import Candidate, candidates, grouped
@@ -59,6 +60,27 @@ class Detection:
 
     def __str__(self) -> str:
         return "\n".join(lines_of(self, title="the checkpoint"))
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as JSON holds it: layouts by their names, and sizes by theirs."""
+        return {
+            "layout": self.layout.name if self.layout else None,
+            "candidates": [
+                [
+                    {"layout": one.layout.name, "sizes": one.sizes, "reasons": one.reasons}
+                    for one in group
+                ]
+                for group in self.candidates
+            ],
+            "refuted": dict(self.refuted),
+            "unknown": self.unknown,
+            "contradiction": self.contradiction,
+            "compared": self.compared,
+            "damaged": [
+                {"layouts": [one.layout.name for one in group], "faults": group[0].faults}
+                for group in self.damaged
+            ],
+        }
 
     def require(self, *, file: str = "the file", parameter: str = "layout") -> Layout:
         """The one layout.

@@ -19,6 +19,8 @@ def by_values(
     state: Mapping[str, Tensor],
     reference: Detection,
     other: Mapping[str, Tensor],
+    *,
+    called: str = "the reference",
 ) -> Detection:
     """The candidates whose canonical tensors are the reference's, all rows of all modules.
 
@@ -31,11 +33,12 @@ def by_values(
         reference: of the same weights elsewhere; where it has several candidates itself, any of
             them may agree.
         other: its tensors.
+        called: how the reasons call it.
     """
     kept, refuted = [], dict(detection.refuted)
     known = [one for group in reference.candidates for one in _one_by_one(group[0])]
     for group in detection.candidates:
-        found = _agreeing(_one_by_one(group[0]), state, known, other)
+        found = _agreeing(_one_by_one(group[0]), state, known, other, called)
         if isinstance(found, Candidate):
             kept.append(tuple(one.narrowed(found.fits[0]) for one in group))
         else:
@@ -48,14 +51,15 @@ def _agreeing(
     state: Mapping[str, Tensor],
     known: list[Candidate],
     other: Mapping[str, Tensor],
+    called: str,
 ) -> Candidate | str:
     """The first of the readings that one of the reference's agrees with; else why none does."""
     if not known:
-        return "the reference has no attention that is known"
-    why = "no number of heads fits both it and the reference"
+        return f"{called} has no attention that is known"
+    why = f"no number of heads fits both it and {called}"
     pairs = [(one, two) for one in read for two in known if _heads(one) == _heads(two)]
     for number, (one, two) in enumerate(pairs):
-        found = _disagreement(one, state, two, other)
+        found = _disagreement(one, state, two, other, called)
         if found is None:
             return one
         why = why if number else found
@@ -83,21 +87,25 @@ def _widths(one: Candidate, sizes: Sizes) -> list[Sizes]:
 
 
 def _disagreement(
-    one: Candidate, state: Mapping[str, Tensor], known: Candidate, other: Mapping[str, Tensor]
+    one: Candidate,
+    state: Mapping[str, Tensor],
+    known: Candidate,
+    other: Mapping[str, Tensor],
+    called: str,
 ) -> str | None:
     """What is the first to differ; None where nothing does."""
     if len(one.modules) != len(known.modules):
-        return f"it has {len(one.modules)} modules, the reference {len(known.modules)}"
+        return f"it has {len(one.modules)} modules, {called} {len(known.modules)}"
     conflicts = one.layout.function.conflicts(known.layout.function)
     for name, (mine, theirs) in conflicts.items():
-        return f"{name}: {mine}; {known.layout.name}, the reference's layout, has {theirs}"
+        return f"{name}: {mine}; {known.layout.name}, {called}'s layout, has {theirs}"
     for number, module in enumerate(one.modules):
         x, y = _canonical(one, number, state), _canonical(known, number, other)
         if found := differing(x, y):
             parts = "; ".join(differing_part(name, x.get(name), y.get(name)) for name in found)
             before = f"; before it, {number} of {len(one.modules)} modules agree" if number else ""
             place = f"`{module.prefix}`" if module.prefix else "the module"
-            return f"{place} differs from the reference in {parts}{before}"
+            return f"{place} differs from {called} in {parts}{before}"
     return None
 
 

@@ -9,8 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from headwise.checkpoints.config import Config, counts_of, head_dim_of, rotation_of, text_of, turns
-from headwise.checkpoints.config_fields import Fields
+from headwise.checkpoints.config import (
+    Config,
+    Fields,
+    counts_of,
+    head_dim_of,
+    rotation_of,
+    text_of,
+    turns,
+)
 from headwise.errors import OptionError
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import (

@@ -17,11 +17,6 @@ _UNABLE = {errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPER
 _UNRESERVED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
-def write(target: int, tensor: Tensor, offset: int) -> None:
-    """Write a tensor's numbers, the last axis fastest."""
-    write_all(target, bytes_of(tensor), offset)
-
-
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's numbers, the last axis fastest."""
     # A single number is contiguous whatever its stride, which as_strided leaves behind.

@@ -1,19 +1,172 @@
-"""A .safetensors file: its head is checked, and its tensors are mapped, not read."""
+"""A .safetensors file: its head is checked, and its tensors are mapped, not read.
+
+The head is eight bytes with its length, then JSON; the numbers follow. What the safetensors library
+refuses is refused here, and a few things more: names that stand twice, and fields that are not
+known.
+"""
 
 from __future__ import annotations
 
+import json
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headwise.checkpoints import header
-from headwise.checkpoints.stored import Stored
 from headwise.errors import CheckpointError
+
+LENGTH = 8  # bytes that say how long the JSON is
+MOST = 100_000_000  # bytes of JSON, as in the library
+METADATA = "__metadata__"
+FIELDS = {"dtype", "shape", "data_offsets"}
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a file says of a tensor.
+
+    Attributes:
+        shape: how long its axes are.
+        dtype: of its numbers.
+        file: where it is.
+        offset: of its first byte in the file; None where only the file's reader knows.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+    offset: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has, without gaps."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class DamageError(ValueError):
+    """Why bytes are no head of a safetensors file; whoever knows the file says the rest."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor; ``start`` and ``stop`` count from the end of the head."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+def decode(text: bytes, room: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors in the order of their bytes, and the metadata.
+
+    Args:
+        text: the JSON.
+        room: how many bytes of numbers come after it.
+
+    Raises:
+        DamageError: it is not as the format wants it.
+    """
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"its head is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise DamageError(f"its head holds a {type(found).__name__}")
+    metadata = _metadata(found.pop(METADATA, {}))
+    entries = {name: _entry(name, value) for name, value in found.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    end = 0
+    for name, entry in ordered.items():
+        if entry.start != end:
+            what = "overlap" if entry.start < end else "leave a gap"
+            raise DamageError(f"the bytes of {name} begin at {entry.start}, not {end}: they {what}")
+        end = entry.stop
+    if end != room:
+        raise DamageError(f"its tensors have {end} bytes, and it holds {room}")
+    return ordered, metadata
+
+
+def encode(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+    """The head of a file with these tensors: the length, and the JSON padded to eight bytes."""
+    about: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    about |= {
+        name: {
+            "dtype": NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start, entry.stop],
+        }
+        for name, entry in tensors.items()
+    }
+    text = json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(LENGTH, "little") + text
+
+
+def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """For JSON in which every name may stand once. ValueError for one that stands twice."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} stands in it twice")
+        found[name] = value
+    return found
+
+
+def _metadata(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(x, str) for x in found.values()):
+        raise DamageError(f"its {METADATA} is no mapping of texts")
+    return found
+
+
+def _entry(name: str, found: Any) -> Entry:
+    if not isinstance(found, dict) or found.keys() != FIELDS:
+        fields = ", ".join(sorted(found)) if isinstance(found, dict) else type(found).__name__
+        raise DamageError(f"{name!r} has {fields or 'nothing'}, not {', '.join(sorted(FIELDS))}")
+    dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise DamageError(f"{name!r} is of the dtype {dtype!r}, and known are {', '.join(DTYPES)}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise DamageError(f"{name!r} has the shape {shape} and the offsets {offsets}")
+    start, stop = offsets
+    size = prod(shape) * DTYPES[dtype].itemsize
+    if stop - start != size:
+        raise DamageError(f"{name!r} has {stop - start} bytes; {dtype} of shape {shape} has {size}")
+    return Entry(tuple(shape), DTYPES[dtype], start, stop)
+
+
+def _are_counts(found: Any) -> bool:
+    return isinstance(found, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in found
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +198,14 @@ def read(path: Path) -> SafetensorsFile:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(header.LENGTH), "little")
-        if size < header.LENGTH or length > min(size - header.LENGTH, header.MOST):
+        length = int.from_bytes(file.read(LENGTH), "little")
+        if size < LENGTH or length > min(size - LENGTH, MOST):
             raise damaged(path, f"{size} bytes, which say that their head has {length}")
         text = file.read(length)
-    start = header.LENGTH + length
+    start = LENGTH + length
     try:
-        entries, metadata = header.decode(text, size - start)
-    except header.DamageError as damage:
+        entries, metadata = decode(text, size - start)
+    except DamageError as damage:
         raise damaged(path, str(damage)) from damage
     _require_same_reading(path, entries)
     headers = {

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from torch import Tensor
 
-from headwise.checkpoints import index as indexes
 from headwise.checkpoints import safetensors_file, torch_file
 from headwise.checkpoints.folder import (
     INDEX,
     SAFETENSORS,
     TORCH,
+    Index,
     files_of,
     no_checkpoint,
+    read_index,
+    require_agreement,
     require_inside,
 )
-from headwise.checkpoints.index import Index
-from headwise.checkpoints.safetensors_file import SafetensorsFile
-from headwise.checkpoints.stored import Stored
+from headwise.checkpoints.safetensors_file import SafetensorsFile, Stored
 from headwise.checkpoints.torch_file import TorchFile
 from headwise.errors import CheckpointError
 
@@ -113,7 +113,7 @@ def _opened(path: Path) -> Source:
     files = files_of(path)
     index = None
     if len(files) == 1 and files[0].name.endswith(INDEX):
-        index = indexes.read(files[0])
+        index = read_index(files[0])
         files = index.files
     elif path.is_dir():
         for file in files:
@@ -122,7 +122,7 @@ def _opened(path: Path) -> Source:
     shards = tuple(_read(file) for file in files)
     headers = _apart(shards)
     if index is not None:
-        indexes.require_agreement(index, {name: x.file.name for name, x in headers.items()})
+        require_agreement(index, {name: x.file.name for name, x in headers.items()})
     return Source(path, shards, headers, index, states)
 
 

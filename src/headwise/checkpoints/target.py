@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from headwise.checkpoints import index as indexes
-from headwise.checkpoints.folder import INDEX, SAFETENSORS
-from headwise.checkpoints.header import Entry, encode
+from headwise.checkpoints.folder import INDEX, SAFETENSORS, encode_index
+from headwise.checkpoints.safetensors_file import Entry, encode
 from headwise.checkpoints.source import Source
 from headwise.errors import CheckpointError
 from headwise.layouts.steps import Step
@@ -111,7 +110,7 @@ def _index(source: Source, files: tuple[File, ...]) -> tuple[str, bytes] | None:
     if source.index:
         name = _name(Path(source.index.path.name.removesuffix(INDEX)))
     weight_map = {tensor: file.name for file in files for tensor in file.places}
-    return name + INDEX, indexes.encode(weight_map, metadata)
+    return name + INDEX, encode_index(weight_map, metadata)
 
 
 def _name(path: Path) -> str:

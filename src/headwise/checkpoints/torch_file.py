@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.header import METADATA, NAMES
-from headwise.checkpoints.stored import Stored
+from headwise.checkpoints.safetensors_file import METADATA, NAMES, Stored
 from headwise.errors import CheckpointError
 
 # What torch's reader raises at bytes that are none of its own.

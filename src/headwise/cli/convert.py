@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headwise.checkpoints.conversion import Converted
-    from headwise.diagnosis.weights import Weights
-    from headwise.layouts.layout import Layout
 
 SHOWN = 4  # names that were kept
 From = Annotated[
@@ -94,6 +92,7 @@ def _convert(
         from headwise.checkpoints.working import folder_of
         from headwise.diagnosis.weights import weights_of
         from headwise.layouts.registry import layout
+        from headwise.support.axes import human_bytes
         from headwise.support.threads import one_thread
 
         wanted = layout(named[1])
@@ -117,9 +116,9 @@ def _convert(
         begun = f"{folder_of(target)} holds what is done; asked again, it goes on from there."
         console.print(begun, markup=False)
         raise
-    seconds = time.perf_counter() - start
-    lines = [*_lines(done, found, given, (stored, wanted)), made_folder, _took(done, seconds)]
-    for line in filter(None, [*lines, str(done.target)]):
+    took = f"{time.perf_counter() - start:.1f} s, {human_bytes(done.nbytes)}. The weights:"
+    lines = _lines(done, found.known, given, (stored.name, wanted.name))
+    for line in filter(None, [*lines, made_folder, took, str(done.target)]):
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
 
 
@@ -151,25 +150,8 @@ def _bytes_on_a_bar(console: Console) -> Iterator[Callable[[str, int, int], None
         yield report
 
 
-def _lines(
-    done: Converted, found: Weights, given: Counts, layouts: tuple[Layout, Layout]
-) -> Iterator[str]:
-    yield from _done_lines(done, found, layouts[1])
-    yield from _counted_lines(found, given)
-    yield from _accepted_lines(found, *layouts)
-    yield from _left_lines(done, *layouts)
-
-
-def _took(done: Converted, seconds: float) -> str:
-    from headwise.support.axes import human_bytes
-
-    return f"{seconds:.1f} s, {human_bytes(done.nbytes)}. The weights:"
-
-
-def _done_lines(done: Converted, found: Weights, wanted: Layout) -> Iterator[str]:
-    from headwise.checkpoints.source import open_source
-    from headwise.layouts.places import modules_of
-
+def _lines(done: Converted, known: Counts, given: Counts, names: tuple[str, str]) -> Iterator[str]:
+    """The answer, for layouts of these names."""
     if done.found == "its beginning":
         yield "An earlier run had begun it; what it had done was kept."
     if done.found == "other work":
@@ -178,52 +160,27 @@ def _done_lines(done: Converted, found: Weights, wanted: Layout) -> Iterator[str
         f"{done.tensors} tensors: {done.rewritten} rewritten, moved back and compared byte for "
         f"byte; {done.tensors - done.rewritten} copied."
     )
-    names = list(open_source(done.target).headers)
-    places = [module.place for module in modules_of(wanted, names)]
-    roots = {place.root for place in places}
-    if before := sorted({repr(place.root) for place in places if place.role and place.root}):
-        yield f"The names begin with {', '.join(before)}, which --root can change."
-    if kept := _kept(names, roots, found, wanted):
-        kinds = list(dict.fromkeys(re.sub(r"\d+", "{n}", name) for name in kept))
+    if done.roots:
+        yield f"The names begin with {', '.join(map(repr, done.roots))}, which --root can change."
+    if done.kept:
+        kinds = list(dict.fromkeys(re.sub(r"\d+", "{n}", name) for name in done.kept))
         more = " ..." if len(kinds) > SHOWN else ""
         yield (
-            f"Names that were kept, since {wanted.name} has no others ({len(kept)}): "
+            f"Names that were kept, since {names[1]} has no others ({len(done.kept)}): "
             f"{', '.join(kinds[:SHOWN])}{more}"
         )
-
-
-def _kept(names: list[str], roots: set[str], found: Weights, wanted: Layout) -> list[str]:
-    """The names of the source that are in the target as well, and that its layout does not know."""
-    from headwise.layouts.places import modules_of, outside
-
-    own = {name for module in modules_of(wanted, names) for name in module.tensors}
-    kept = [name for name in names if name in found.headers and name not in own]
-    return [name for name in kept if outside(wanted, name, roots) is None]
-
-
-def _counted_lines(found: Weights, given: Counts) -> Iterator[str]:
     by: dict[str, list[str]] = {"config.json": [], "given": []}
-    for name, count in found.known.items():
+    for name, count in known.items():
         by["config.json" if given.get(name) is None else "given"].append(f"{name} {count}")
-    if found.known:
+    if known:
         said = (f"{', '.join(counts)} ({who})" for who, counts in by.items() if counts)
         yield f"Read with {', '.join(said)}."
-
-
-def _accepted_lines(found: Weights, stored: Layout, wanted: Layout) -> Iterator[str]:
-    from headwise.layouts.plan import conflicts_of
-
-    conflicts = conflicts_of(found.headers, stored, wanted, found.known)
-    for name, (mine, theirs) in conflicts.items():
-        yield f"Accepted: {name}, {mine} in {stored.name}, {theirs} in {wanted.name}."
-
-
-def _left_lines(done: Converted, stored: Layout, wanted: Layout) -> Iterator[str]:
-    if not done.left:
-        return
-    shown = ", ".join(done.left[:3])
-    more = f" and {len(done.left) - 3} more" if len(done.left) > 3 else ""
-    if stored.name == wanted.name:
-        yield f"Not copied, though they fit as well: {shown}{more}."
-    else:
-        yield f"Not copied, since they go with {stored.name}: {shown}{more}."
+    for name, (mine, theirs) in done.accepted.items():
+        yield f"Accepted: {name}, {mine} in {names[0]}, {theirs} in {names[1]}."
+    if done.left:
+        shown = ", ".join(done.left[:3])
+        more = f" and {len(done.left) - 3} more" if len(done.left) > 3 else ""
+        fit = (
+            f"since they go with {names[0]}" if names[0] != names[1] else "though they fit as well"
+        )
+        yield f"Not copied, {fit}: {shown}{more}."

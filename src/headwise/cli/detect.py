@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
 from headwise.cli.exit_status import NO, UNDECIDED, YES
-
-if TYPE_CHECKING:
-    from headwise.checkpoints.candidates import Candidate
-    from headwise.checkpoints.detect import Detection
 
 
 def detect(
@@ -63,38 +59,10 @@ def _detect(
     if as_json:
         import json
 
-        typer.echo(json.dumps(_as_json(found), ensure_ascii=False))
+        typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
     else:
         for line in lines_of(found, title=str(place)):
             Console(highlight=False, soft_wrap=True).print(line, markup=False)
     if found.layout:
         return YES
     return UNDECIDED if found.candidates else NO
-
-
-def _as_json(found: Detection) -> dict[str, Any]:
-    return {
-        "layout": found.layout.name if found.layout else None,
-        "candidates": [
-            [
-                {"layout": one.layout.name, "sizes": _sizes(one), "reasons": one.reasons}
-                for one in group
-            ]
-            for group in found.candidates
-        ],
-        "refuted": dict(found.refuted),
-        "unknown": found.unknown,
-        "contradiction": found.contradiction,
-        "compared": found.compared,
-        "damaged": [
-            {"layouts": [one.layout.name for one in group], "faults": group[0].faults}
-            for group in found.damaged
-        ],
-    }
-
-
-def _sizes(one: Candidate) -> dict[str, int | list[int]]:
-    """Each by its name: a number, or a list of all that fit."""
-    names = dict.fromkeys(name for fit in one.fits for name in fit)
-    values = {name: sorted({fit[name] for fit in one.fits if name in fit}) for name in names}
-    return {name: some[0] if len(some) == 1 else some for name, some in values.items()}

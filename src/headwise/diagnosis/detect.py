@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwise.checkpoints.config import Config
-from headwise.checkpoints.counts import known_counts
+from headwise.checkpoints.config import Config, known_counts
 from headwise.checkpoints.detect import Detection
 from headwise.checkpoints.evidence import by_values
 from headwise.diagnosis.weights import Counts, Given, Weights, weights_of, whole_numbers

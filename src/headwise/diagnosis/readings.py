@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from headwise.checkpoints.candidates import Candidate
 from headwise.checkpoints.detect import Detection
 from headwise.checkpoints.evidence import by_values
-from headwise.checkpoints.verify import verify
+from headwise.diagnosis.tensors import UNREADABLE, compare_tensors
 from headwise.diagnosis.weights import Weights
-from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.layout import Layout
+from headwise.support.progress import no_progress
 
-PARAMETERS = ("first_layout", "second_layout")
+SIDES = ("first", "second")
 FOUND = ("heads", "kv_heads", "rotary_width")  # out by values, where nobody says them
 Named = tuple[str | Layout | None, str | Layout | None]
 
@@ -49,21 +49,45 @@ class _Side:
     is_apart: bool = False
 
     @property
-    def is_damaged(self) -> bool:
-        """Whether some modules are whole and others are not, in layouts that nobody named."""
-        return self.layout is None and bool(self.detection.damaged)
+    def trials(self) -> list[tuple[Layout, dict[str, int]]]:
+        """The layouts in which it may be read, with the most heads that fit."""
+        groups = self.detection.candidates or self.detection.damaged
+        found = [(group[0].layout, group[0].fits[-1]) for group in groups]
+        return found if self.layout is None else [*found, (self.layout, {})][:1]
 
-    def agreeing(self, other: _Side) -> Detection:
+    @property
+    def description(self) -> str:
+        """Its layout, with its counts."""
+        one = next(_all(self.detection), None)
+        if one is None:
+            return ""
+        sizes = one.fits[0] if len(one.fits) == 1 else {}
+        counts = ", ".join(f"{name} {sizes[name]}" for name in FOUND if name in sizes)
+        return one.layout.name + (f", with {counts}" if counts else "")
+
+    def faults(self, layout: Layout | None) -> list[str]:
+        """What keeps it from being whole in that layout; in any, where none is given."""
+        return [
+            fault
+            for group in self.detection.damaged
+            if layout is None or any(one.layout == layout for one in group)
+            for fault in group[0].faults
+        ]
+
+    def agreeing(self, other: _Side, *, called: str) -> Detection:
         """The candidates that hold what the other does."""
         mine, theirs = self.weights.tensors, other.weights.tensors
-        return by_values(self.detection, mine, other.detection, theirs)
+        return by_values(self.detection, mine, other.detection, theirs, called=called)
+
+
+Sides = tuple[_Side, _Side]
 
 
 def readings(one: Weights, other: Weights, named: Named) -> Readings:
     """Decide in which layouts the two are read.
 
     Where no layout of the one that is open agrees with the other, they are not the same; they are
-    then read so that the most tensors are equal.
+    then read so that the most tensors are equal. So are two of which one is not whole.
 
     Args:
         one: the first.
@@ -72,37 +96,37 @@ def readings(one: Weights, other: Weights, named: Named) -> Readings:
 
     Raises:
         OptionError: a given layout is contradicted, or counts fit no layout.
-        CheckpointError: some modules of both are not whole.
         UndecidedError: one holds no attention that is known.
     """
-    apart = [
+    contradictions = [
         f"{name}: {count} in the first's config, {other.known[name]} in the second's"
         for name, count in one.known.items()
         if other.known.get(name, count) != count
     ]
-    if apart:
-        return Readings(None, {}, tuple(apart))
+    if contradictions:
+        return Readings(None, {}, tuple(contradictions))
     known = one.known | other.known  # one config may stand for both
-    sides = [
-        _side(weights, name, parameter, known)
-        for weights, name, parameter in zip((one, other), named, PARAMETERS, strict=True)
-    ]
-    first, second = sides
+    parameters = [f"{which}_layout" for which in SIDES]
+    first, second = sides = (
+        _side(one, named[0], parameters[0], known),
+        _side(other, named[1], parameters[1], known),
+    )
     if first.is_apart:  # the first is what is moved: by its own counts
-        known = {name: n for name, n in _trials(first)[0][1].items() if name in FOUND}
-        known |= first.weights.known
+        known = _new(first.trials[0][1], {}) | first.weights.known
     if first.layout and second.layout:
-        notes = _apart(first, second)
+        are_apart = first.is_apart or second.is_apart
+        pairs = zip(SIDES, sides, strict=True) if are_apart else ()
+        notes = tuple(f"the {which} is {side.description}" for which, side in pairs)
+        notes += _faults(sides, (first.layout, second.layout))
         return Readings((first.layout, second.layout), known, notes, can_run=not notes)
-    if first.is_damaged != second.is_damaged and all(map(_trials, sides)):
-        return _damaged(first, second, known)
-    for at, side in enumerate(sides):
+    is_damaged = any(side.layout is None and side.faults(None) for side in sides)
+    if is_damaged and first.trials and second.trials:
+        return _damaged(sides, known)
+    for side, parameter in zip(sides, parameters, strict=True):
         if side.layout is None and not all(each.detection.candidates for each in sides):
             side.weights.require_fit(side.detection, **known)
-            side.detection.require(file=side.weights.title, parameter=PARAMETERS[at])
-    if first.layout is None:
-        return _by_values(first, second, known, is_turned=False)
-    return _by_values(second, first, known, is_turned=True)
+            side.detection.require(file=side.weights.title, parameter=parameter)
+    return _by_values(sides, 0 if first.layout is None else 1, known)
 
 
 def _side(
@@ -114,110 +138,102 @@ def _side(
         is_apart = alone is not found and bool(alone.candidates)
         found = alone if is_apart else found
         return _Side(weights, found, found.layout, is_apart)
-    given = weights.named(name, parameter)
-    named = [one for one in _all(found) if one.layout == given]
-    return _Side(weights, Detection(tuple((one,) for one in named), {}), given)
+    layout = weights.named(name, parameter)
+    candidates, damaged = (
+        tuple((one,) for group in groups for one in group if one.layout == layout)
+        for groups in (found.candidates, found.damaged)
+    )
+    return _Side(weights, Detection(candidates, {}, damaged=damaged), layout)
 
 
-def _apart(first: _Side, second: _Side) -> tuple[str, ...]:
-    """What each of the two is, where the counts of one do not fit the other."""
-    if not (first.is_apart or second.is_apart):
-        return ()
-    lines = []
-    for which, side in (("first", first), ("second", second)):
-        one = next(_all(side.detection), None)
-        sizes = {} if one is None or len(one.fits) > 1 else one.fits[0]
-        counts = ", ".join(f"{name} {sizes[name]}" for name in FOUND if name in sizes)
-        name = one.layout.name if one is not None else ""
-        lines.append(f"the {which} is {name}" + (f", with {counts}" if counts else ""))
-    return tuple(lines)
+def _new(sizes: dict[str, int], known: dict[str, int]) -> dict[str, int]:
+    """The counts that a reading finds out."""
+    return {name: sizes[name] for name in FOUND if name in sizes and name not in known}
 
 
-def _trials(side: _Side) -> list[tuple[Layout, dict[str, int]]]:
-    """The layouts in which a side may be read, with the most heads that fit."""
-    if side.layout is not None:
-        return [(side.layout, one.fits[-1]) for one in _all(side.detection)][:1] or [
-            (side.layout, {})
-        ]
-    groups = side.detection.candidates or side.detection.damaged
-    return [(group[0].layout, group[0].fits[-1]) for group in groups]
-
-
-def _damaged(first: _Side, second: _Side, known: dict[str, int]) -> Readings:
+def _damaged(sides: Sides, known: dict[str, int]) -> Readings:
     """The reading of two of which one is not whole: in one layout if it can be."""
-    pairs = [(one, two) for one in _trials(first) for two in _trials(second)]
+    first, second = sides
+    pairs = [(one, two) for one in first.trials for two in second.trials]
     pairs = [(one, two) for one, two in pairs if one[0] == two[0]] or pairs
-    which, side = ("first", first) if first.is_damaged else ("second", second)
     trials = []
     for (mine, sizes), (theirs, others) in pairs:
-        both = others | sizes if side is second else sizes | others  # those of the whole one
-        new = {name: both[name] for name in FOUND if name in both and name not in known}
-        trials.append(Readings((mine, theirs), known | new, (), can_run=False))
-    best = trials[0]
-    if len(trials) > 1:
-        sides = (first.weights, second.weights)
-        best = max(trials, key=lambda trial: _count_equal(sides, trial))
-    faults = [
-        fault
-        for group in side.detection.damaged
-        if best.layouts is not None and any(one.layout in best.layouts for one in group)
-        for fault in group[0].faults
-    ]
-    return replace(best, lines=tuple(f"the {which} is not whole: {fault}" for fault in faults))
+        # the counts of the whole one
+        both = sizes | others if first.faults(mine) else others | sizes
+        trials.append(Readings((mine, theirs), known | _new(both, known), (), can_run=False))
+    best, _ = _most_equal(sides, trials)
+    assert best.layouts is not None
+    return replace(best, lines=_faults(sides, best.layouts))
 
 
-def _by_values(open_: _Side, other: _Side, known: dict[str, int], *, is_turned: bool) -> Readings:
-    found = open_.agreeing(other)
+def _faults(sides: Sides, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
+    """What keeps each side from being whole, in words."""
+    return tuple(
+        f"the {which} is not whole: {fault}"
+        for which, side, layout in zip(SIDES, sides, layouts, strict=True)
+        for fault in side.faults(layout)
+    )
+
+
+def _by_values(sides: Sides, at: int, known: dict[str, int]) -> Readings:
+    """The reading of two of which the side at ``at`` is open."""
+    open_, other = sides[at], sides[1 - at]
+    found = open_.agreeing(other, called=f"the {SIDES[1 - at]}")
     if not found.candidates:
-        return _nearest(open_, other, found, known, is_turned=is_turned)
+        return _nearest(sides, at, found, known)
     mine = _likest(found, other.layout)
     theirs = other.layout
     if theirs is None:
         alone = _Side(open_.weights, Detection(((mine,),), {}), mine.layout)
-        theirs = _likest(other.agreeing(alone), mine.layout).layout
-    sizes = mine.fits[0]
-    new = {name: sizes[name] for name in FOUND if name in sizes and name not in known}
+        theirs = _likest(other.agreeing(alone, called=f"the {SIDES[at]}"), mine.layout).layout
+    new = _new(mine.fits[0], known)
     counts = "".join(f", {name} {count}" for name, count in new.items())
-    layouts = (theirs, mine.layout) if is_turned else (mine.layout, theirs)
+    layouts = (mine.layout, theirs) if at == 0 else (theirs, mine.layout)
     line = f"read as {layouts[0].name} and {layouts[1].name}{counts}: their values agree so"
     return Readings(layouts, known | new, (line,))
 
 
-def _nearest(
-    open_: _Side, other: _Side, found: Detection, known: dict[str, int], *, is_turned: bool
-) -> Readings:
+def _nearest(sides: Sides, at: int, found: Detection, known: dict[str, int]) -> Readings:
     """The reading of weights that agree in none: each tensor is compared all the same."""
-    which, reference = ("second", "the first") if is_turned else ("first", "the second")
-    names = [one.layout.name for one in _all(open_.detection)]
-    reasons = [
-        f"not {name}: " + found.refuted[name].replace("the reference", reference) for name in names
-    ]
+    open_, other = sides[at], sides[1 - at]
     theirs = other.layout or _likest(other.detection, None).layout
     trials = []
     for mine in _all(open_.detection):
-        sizes = mine.fits[-1]  # the most heads, which name a difference most narrowly
-        new = {name: sizes[name] for name in FOUND if name in sizes and name not in known}
-        layouts = (theirs, mine.layout) if is_turned else (mine.layout, theirs)
-        trials.append(Readings(layouts, known | new, ()))
-    sides = (other.weights, open_.weights) if is_turned else (open_.weights, other.weights)
-    best = max(trials, key=lambda trial: _count_equal(sides, trial))
+        layouts = (mine.layout, theirs) if at == 0 else (theirs, mine.layout)
+        # the most heads, which name a difference most narrowly
+        trials.append(Readings(layouts, known | _new(mine.fits[-1], known), ()))
+    best, equal = _most_equal(sides, trials)
     assert best.layouts is not None
-    is_most = 2 * _count_equal(sides, best) > max(len(side.tensors) for side in sides)
-    several = (
-        f"the {which} may be in {len(names)} layouts, and in none it holds what the other does"
-    )
     line = f"read as {' and '.join(one.name for one in best.layouts)}"
-    line += ", where most tensors are equal" if is_most else ""
-    is_apart = open_.is_apart or other.is_apart
-    return replace(best, lines=(several, line, *reasons), can_run=not is_apart)
+    if 2 * equal > max(len(side.weights.tensors) for side in sides):
+        line += ", where most tensors are equal"
+    lines = (
+        f"the {SIDES[at]} may be in {len(trials)} layouts, and in none it holds what the other "
+        "does",
+        line,
+        *(
+            f"not {one.layout.name}: {found.refuted[one.layout.name]}"
+            for one in _all(open_.detection)
+        ),
+    )
+    return replace(best, lines=lines, can_run=not (open_.is_apart or other.is_apart))
 
 
-def _count_equal(sides: tuple[Weights, Weights], trial: Readings) -> int:
-    """How many tensors are equal in this reading; -1 where it cannot be made."""
+def _most_equal(sides: Sides, trials: list[Readings]) -> tuple[Readings, int]:
+    """The reading in which most tensors are equal, and how many; -1 where it cannot be made."""
+    counts = [_count_equal(sides, trial) for trial in trials]
+    most = max(counts)
+    return trials[counts.index(most)], most
+
+
+def _count_equal(sides: Sides, trial: Readings) -> int:
     assert trial.layouts is not None
-    with suppress(OptionError, ShapeError, DTypeError):
-        (first, second), (mine, theirs) = (side.tensors for side in sides), trial.layouts
-        return verify(first, second, mine, theirs, progress=None, **trial.known).same
+    with suppress(*UNREADABLE):
+        first, second = (side.weights.tensors for side in sides)
+        mine, theirs = trial.layouts
+        return compare_tensors(
+            first, second, mine, theirs, progress=no_progress, **trial.known
+        ).same
     return -1
 
 

@@ -2,67 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from headwise.checkpoints.config import Config
-from headwise.checkpoints.verify import Verification, lines_of
-from headwise.checkpoints.verify import verify as compare
 from headwise.diagnosis.outputs import Outputs, outputs_of_both
-from headwise.diagnosis.readings import Named, readings
+from headwise.diagnosis.readings import Readings, readings
+from headwise.diagnosis.result import Diagnosis, Verdict
+from headwise.diagnosis.tensors import compare_tensors
 from headwise.diagnosis.weights import Counts, Given, Weights, weights_of
 from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
-
-SHOWN = 8  # differences of a kind, before the rest is counted
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Two sets of weights beside each other. True if they are the same function.
-
-    Attributes:
-        layouts: in which they were read; None where their configs contradict each other.
-        notes: how that was decided, or why they are not the same.
-        tensors: the comparison, tensor by tensor; None where ``layouts`` is.
-        outputs: of each layer of both, where that was asked for.
-    """
-
-    layouts: tuple[Layout, Layout] | None
-    notes: tuple[str, ...]
-    tensors: Verification | None
-    outputs: tuple[Outputs, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.tensors) and all(layer.is_same for layer in self.outputs)
-
-    @property
-    def lines(self) -> list[str]:
-        """The verdict in sentences, its reasons first."""
-        lines = [] if self.layouts is None else [" against ".join(n.name for n in self.layouts)]
-        notes = [*self.notes[:SHOWN]]
-        if len(self.notes) > SHOWN:
-            notes.append(f"and {len(self.notes) - SHOWN} more")
-        notes += lines_of(self.tensors, most=SHOWN) if self.tensors is not None else []
-        lines += [f"  {note}" for note in [*notes, *map(str, self.outputs)]]
-        return [*lines, self._answer]
-
-    @property
-    def _answer(self) -> str:
-        if self.tensors is None:
-            return "Not the same: the configs contradict each other; no tensor was compared."
-        if self:
-            return f"The same function, byte for byte: {self.tensors}."
-        if not self.tensors:
-            return f"Not the same: {self.tensors}."
-        others = sum(not layer.is_same for layer in self.outputs)
-        return (
-            f"Not the same: {self.tensors}, but {others} of {len(self.outputs)} layers have other "
-            "outputs."
-        )
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
+from headwise.support.progress import Progress, no_progress
 
 
 def verify(
@@ -77,8 +27,8 @@ def verify(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     rotary_width: int | None = None,
-    progress: Callable[[str, int, int], None] = lambda _stage, _done, _total: None,
-) -> Verdict:
+    progress: Progress = no_progress,
+) -> Diagnosis:
     """Compare two sets of weights, in one layout or in two, byte for byte.
 
     The first is moved into the layout of the second, tensor by tensor. Where names and shapes leave
@@ -113,7 +63,31 @@ def verify(
     }
     one = weights_of(first, counts, config=config, title="the first state dict")
     other = weights_of(second, counts, config=config, title="the second state dict")
-    return _verdict(one, other, (first_layout, second_layout), outputs=outputs, progress=progress)
+    read = readings(one, other, (first_layout, second_layout))
+    return _diagnosis(one, other, read, outputs=outputs, progress=progress)
+
+
+def _diagnosis(
+    one: Weights, other: Weights, read: Readings, *, outputs: bool, progress: Progress
+) -> Diagnosis:
+    if read.layouts is None:
+        return Diagnosis(verdict=Verdict.DIFFERENT, layouts=None, notes=read.lines, tensors=None)
+    mine, theirs = read.layouts
+    tensors = compare_tensors(
+        one.tensors, other.tensors, mine, theirs, progress=progress, **read.known
+    )
+    ran: list[Outputs] = []
+    if outputs and read.can_run and not tensors.unheld:
+        stated = one.config or other.config
+        ran = outputs_of_both(one.tensors, other.tensors, mine, theirs, stated, **read.known)
+    is_same = bool(tensors) and all(layer.is_same for layer in ran)
+    return Diagnosis(
+        verdict=Verdict.SAME if is_same else Verdict.DIFFERENT,
+        layouts=read.layouts,
+        notes=read.lines,
+        tensors=tensors,
+        outputs=tuple(ran),
+    )
 
 
 def _require_function(progress: object) -> None:
@@ -133,30 +107,3 @@ def _require_named(layouts: Mapping[str, str | Layout | None]) -> None:
                 needed="the name of a layout, or a Layout",
                 do=f'give {name}="llama", or leave it out; headwise layouts lists the names',
             )
-
-
-def _verdict(
-    one: Weights,
-    other: Weights,
-    named: Named,
-    *,
-    outputs: bool,
-    progress: Callable[[str, int, int], None],
-) -> Verdict:
-    read = readings(one, other, named)
-    if read.layouts is None:
-        return Verdict(layouts=None, notes=read.lines, tensors=None)
-    mine, theirs = read.layouts
-    found = compare(
-        one.tensors,
-        other.tensors,
-        mine,
-        theirs,
-        progress=lambda done, total: progress("tensors", done, total),
-        **read.known,
-    )
-    ran: list[Outputs] = []
-    if outputs and read.can_run and not (found.unheld or found.is_turned):
-        said = one.config or other.config
-        ran = outputs_of_both(one.tensors, other.tensors, mine, theirs, said, **read.known)
-    return Verdict(layouts=read.layouts, notes=read.lines, tensors=found, outputs=tuple(ran))

@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.checkpoints.config import Config, read_config
-from headwise.checkpoints.config_fields import Fields
-from headwise.checkpoints.counts import known_counts
+from headwise.checkpoints.config import Config, Fields, known_counts, read_config
 from headwise.checkpoints.detect import Detection
 from headwise.checkpoints.detect import detect as by_names
 from headwise.checkpoints.source import Source, open_source

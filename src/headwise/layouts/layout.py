@@ -9,10 +9,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts import rotation
 from headwise.layouts.canonical import AXES, BIASES, NORMS, OPTIONAL, State
 from headwise.layouts.function import Function
-from headwise.layouts.moving import GROUPED, Splits, atoms, canonical_shape, pack, unpack
+from headwise.layouts.moving import (
+    GROUPED,
+    Splits,
+    atoms,
+    canonical_shape,
+    halves,
+    neighbours,
+    pack,
+    unpack,
+)
 from headwise.layouts.pattern import Pattern, parse
 from headwise.layouts.sizes import Sizes, solve
 
@@ -170,24 +178,26 @@ class Layout:
         for name, tensor in stored.items():
             canonical |= unpack(patterns[name], tensor, sizes, self.all_splits)
         if self.function.rotary == "interleaved":
-            return rotation.halves(canonical, width=self.rotary_width(sizes))
+            return halves(canonical, width=self.rotary_width(sizes))
         return canonical
 
     def write(self, canonical: Mapping[str, Tensor], *, sizes: Sizes) -> State:
         """The stored tensors that some of the canonical ones make up."""
         state = dict(canonical)
         if self.function.rotary == "interleaved":
-            state = rotation.neighbours(state, width=self.rotary_width(sizes))
+            state = neighbours(state, width=self.rotary_width(sizes))
         self._require_places(
             name
             for name in state.keys() - self.holds
             if not (name in BIASES and is_positive_zero(state[name]))
         )
-        return {
-            name: pack(pattern, self._filled(name, pattern, state, sizes), sizes, self.all_splits)
-            for name, pattern in self.patterns.items()
-            if any(tensor in state for tensor in pattern.tensors)
-        }
+        stored: State = {}
+        for name, pattern in self.patterns.items():
+            absent = [tensor for tensor in pattern.tensors if tensor not in state]
+            if len(absent) < len(pattern.tensors):
+                whole = self._filled(name, absent, state, sizes) if absent else state
+                stored[name] = pack(pattern, whole, sizes, self.all_splits)
+        return stored
 
     def canonical_sizes(
         self, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, int]
@@ -325,11 +335,9 @@ class Layout:
                 do="give the tensors of one attention module, or name the layout they are in",
             )
 
-    def _filled(self, name: str, pattern: Pattern, state: State, sizes: Sizes) -> State:
+    def _filled(self, name: str, absent: list[str], state: State, sizes: Sizes) -> State:
         """``state`` with zeros for the biases that this tensor is fused of and that are absent."""
-        absent = [tensor for tensor in pattern.tensors if tensor not in state]
-        if not absent:
-            return state
+        pattern = self.patterns[name]
         if not all(tensor in BIASES for tensor in absent):
             raise OptionError(
                 saw=f"no {', '.join(absent)}",

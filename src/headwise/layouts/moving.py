@@ -5,17 +5,25 @@ Nothing is computed: every number keeps its bits.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from headwise.layouts.canonical import AXES, ROTATED, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts.canonical import AXES, WIDER
+from headwise.layouts.canonical import WIDER
 from headwise.layouts.pattern import Pattern
 from headwise.layouts.sizes import product
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
 
 # A canonical axis, and the names that a pattern may write it by instead, the slowest first.
 Splits = Mapping[str, tuple[str, ...]]
@@ -33,10 +41,14 @@ def unpack(
         around = (product(axis.before, sizes), sum(lengths), product(axis.after, sizes))
         opened = stored.unflatten(pattern.fused, around)
         parts = list(opened.split(lengths, dim=pattern.fused + 1))
-    return {
-        tensor: _to_canonical(pattern, tensor, part, sizes, splits)
-        for tensor, part in zip(pattern.tensors, parts, strict=True)
-    }
+    canonical = {}
+    for tensor, part in zip(pattern.tensors, parts, strict=True):
+        names = pattern.names_of(tensor)
+        groups = atoms(tensor, names, splits)
+        opened = part.reshape([sizes[name] for name in names])
+        order = [names.index(name) for group in groups for name in group]
+        canonical[tensor] = opened.permute(order).reshape([product(x, sizes) for x in groups])
+    return canonical
 
 
 def pack(
@@ -48,24 +60,36 @@ def pack(
     """The stored tensor, in memory of its own."""
     import torch
 
-    parts = [
-        _from_canonical(pattern, tensor, canonical[tensor], sizes, splits)
-        for tensor in pattern.tensors
-    ]
+    parts = []
+    for tensor in pattern.tensors:
+        names, whole = pattern.names_of(tensor), canonical[tensor]
+        groups = atoms(tensor, names, splits)
+        fitting = tuple(product(group, sizes) for group in groups)
+        if tuple(whole.shape) != fitting:
+            raise ShapeError(
+                saw=f"{tensor} of shape {tuple(whole.shape)}",
+                needed=f"{fitting}, for the axes {'; '.join(' '.join(group) for group in groups)}",
+                do="choose a layout that has these axes apart: headwise layouts lists them",
+            )
+        flat = [name for group in groups for name in group]
+        opened = whole.reshape([sizes[name] for name in flat])
+        shape = [product(axis.names_of(tensor), sizes) for axis in pattern.axes]
+        parts.append(opened.permute([flat.index(name) for name in names]).reshape(shape))
     if pattern.fused is None:
-        [tensor] = pattern.tensors
-        is_own = not _shares(parts[0], canonical[tensor])
-        return parts[0] if is_own else parts[0].clone(memory_format=torch.contiguous_format)
+        [part], [tensor] = parts, pattern.tensors
+        home = canonical[tensor].untyped_storage().data_ptr()
+        is_own = part.untyped_storage().data_ptr() != home
+        return part if is_own else part.clone(memory_format=torch.contiguous_format)
     axis, at = pattern.axes[pattern.fused], pattern.fused
     require_one_dtype({tensor: canonical[tensor].dtype for tensor in pattern.tensors})
-    opened = [
+    blocks = [
         part.unflatten(
             at,
             (product(axis.before, sizes), product(block.names, sizes), product(axis.after, sizes)),
         )
         for part, block in zip(parts, axis.blocks, strict=True)
     ]
-    return torch.cat(opened, dim=at + 1).flatten(at, at + 2)
+    return torch.cat(blocks, dim=at + 1).flatten(at, at + 2)
 
 
 def canonical_shape(
@@ -109,39 +133,6 @@ def _spelled(axis: str, names: tuple[str, ...], splits: Splits) -> tuple[str, ..
     return None
 
 
-def _to_canonical(
-    pattern: Pattern, tensor: str, part: Tensor, sizes: Mapping[str, int], splits: Splits
-) -> Tensor:
-    names = pattern.names_of(tensor)
-    groups = atoms(tensor, names, splits)
-    opened = part.reshape([sizes[name] for name in names])
-    order = [names.index(name) for group in groups for name in group]
-    return opened.permute(order).reshape([product(group, sizes) for group in groups])
-
-
-def _shares(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _from_canonical(
-    pattern: Pattern, tensor: str, whole: Tensor, sizes: Mapping[str, int], splits: Splits
-) -> Tensor:
-    """The part of the stored tensor, with its axes."""
-    names = pattern.names_of(tensor)
-    groups = atoms(tensor, names, splits)
-    fitting = tuple(product(group, sizes) for group in groups)
-    if tuple(whole.shape) != fitting:
-        raise ShapeError(
-            saw=f"{tensor} of shape {tuple(whole.shape)}",
-            needed=f"{fitting}, for the axes {'; '.join(' '.join(group) for group in groups)}",
-            do="choose a layout that has these axes apart: headwise layouts lists them",
-        )
-    flat = [name for group in groups for name in group]
-    opened = whole.reshape([sizes[name] for name in flat])
-    shape = [product(axis.names_of(tensor), sizes) for axis in pattern.axes]
-    return opened.permute([flat.index(name) for name in names]).reshape(shape)
-
-
 def require_one_dtype(dtypes: Mapping[str, torch.dtype]) -> None:
     """Raise DTypeError where tensors that are fused, by their names, differ in it."""
     if len(set(dtypes.values())) > 1:
@@ -150,3 +141,27 @@ def require_one_dtype(dtypes: Mapping[str, torch.dtype]) -> None:
             needed="one dtype: here they are fused in one tensor",
             do="cast them first, where the rounding is known to be wanted",
         )
+
+
+def halves(state: State, *, width: int) -> State:
+    """From neighbours, (2i, 2i + 1), to halves, (i, i + width / 2): the canonical order.
+
+    The first ``width`` of head_dim are rotated; the rest stays where it is.
+    """
+    return {name: _reordered(name, x, width, (width // 2, 2)) for name, x in state.items()}
+
+
+def neighbours(state: State, *, width: int) -> State:
+    """From halves to neighbours."""
+    return {name: _reordered(name, x, width, (2, width // 2)) for name, x in state.items()}
+
+
+def _reordered(name: str, x: Tensor, width: int, shape: tuple[int, int]) -> Tensor:
+    import torch
+
+    if name not in ROTATED:
+        return x
+    axis = AXES[name].index("head_dim")
+    rotated, rest = x.split([width, x.shape[axis] - width], dim=axis)
+    turned = rotated.unflatten(axis, shape).transpose(axis, axis + 1).flatten(axis, axis + 1)
+    return turned if not rest.shape[axis] else torch.cat([turned, rest], dim=axis)

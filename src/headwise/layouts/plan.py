@@ -13,13 +13,12 @@ import torch
 
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts import moving
-from headwise.layouts.around import around
 from headwise.layouts.canonical import ROTATED
 from headwise.layouts.function import require_same
 from headwise.layouts.layout import Layout
 from headwise.layouts.places import AS_STORED, Form, Module, modules_of, slots, strays
 from headwise.layouts.sizes import Sizes
-from headwise.layouts.steps import Header, Inside, Step, components, copy
+from headwise.layouts.steps import Header, Inside, Step, around, components, copy
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,18 +57,42 @@ def plan(
         )
     for module in modules:
         _require_known(module, source, headers)
-    conflicts = conflicts_of(headers, source, target, known)
+    fitted = [(module, _sizes(module, source, headers, known)) for module in modules]
+    conflicts = _conflicts([sizes for _, sizes in fitted], source, target)
     require_same(conflicts, accept, between=f"{source.name} and {target.name}")
-    _require_one_head_dim(modules, source, headers, known)
+    _require_one_head_dim(fitted, known)
     if form.base is None and any(module.place.is_base for module in modules):
         form = replace(form, base=True)  # of an unembedding beside it, too
     steps: list[Step] = []
-    for module in modules:
-        steps += _module_steps(module, source, target, headers, known, form)
+    for module, sizes in fitted:
+        steps += _module_steps(module, sizes, source, target, headers, form)
+    return _with_the_rest(steps, modules, source, target, headers, form)
+
+
+def renamed(headers: Mapping[str, Header], layout: Layout, *, form: Form) -> list[Step]:
+    """The steps from a layout to itself, under names of another form: modules may lack tensors."""
+    modules = modules_of(layout, headers)
+    steps = [
+        copy(name, _prefix(module, layout, form) + local, headers[name])
+        for module in modules
+        for name, local in module.tensors.items()
+    ]
+    return _with_the_rest(steps, modules, layout, layout, headers, form)
+
+
+def _with_the_rest(
+    steps: list[Step],
+    modules: Iterable[Module],
+    source: Layout,
+    target: Layout,
+    headers: Mapping[str, Header],
+    form: Form,
+) -> list[Step]:
+    """The steps of all modules, and those of what is around them."""
     done = {name for step in steps for name in step.inputs}
     roots = {module.place.root for module in modules}
     rest = [name for name in headers if name not in done]
-    steps += around(rest, source, target, headers, roots, form=form)
+    steps = steps + around(rest, source, target, headers, roots, form=form)
     _require_apart(steps)
     return sorted(steps, key=lambda step: bool(step.outputs))
 
@@ -84,10 +107,16 @@ def conflicts_of(
     Raises:
         OptionError, ShapeError: the modules cannot be read in the source's layout.
     """
+    modules = modules_of(source, headers)
+    return _conflicts([_sizes(one, source, headers, known) for one in modules], source, target)
+
+
+def _conflicts(
+    sizes: Iterable[Sizes], source: Layout, target: Layout
+) -> dict[str, tuple[str, str]]:
     found = source.function.conflicts(target.function)
-    for module in modules_of(source, headers):
-        function = source.function.with_rotary_width(_sizes(module, source, headers, known))
-        found |= function.conflicts(target.function)
+    for each in sizes:
+        found |= source.function.with_rotary_width(each).conflicts(target.function)
     return found
 
 
@@ -109,16 +138,11 @@ def _require_known(module: Module, layout: Layout, headers: Mapping[str, Header]
             )
 
 
-def _require_one_head_dim(
-    modules: Iterable[Module],
-    source: Layout,
-    headers: Mapping[str, Header],
-    known: Mapping[str, int],
-) -> None:
+def _require_one_head_dim(fitted: Iterable[tuple[Module, Sizes]], known: Mapping[str, int]) -> None:
     """One count of heads stands for all modules; in another tower it may be another one."""
     first: dict[int, str] = {}
-    for module in modules:
-        first.setdefault(_sizes(module, source, headers, known)["head_dim"], module.prefix)
+    for module, sizes in fitted:
+        first.setdefault(sizes["head_dim"], module.prefix)
     if len(first) > 1 and "heads" in known and "head_dim" not in known:
         found = ", ".join(f"{head_dim} in {prefix}" for head_dim, prefix in first.items())
         raise ShapeError(
@@ -140,13 +164,12 @@ def _sizes(
 
 def _module_steps(
     module: Module,
+    sizes: Sizes,
     source: Layout,
     target: Layout,
     headers: Mapping[str, Header],
-    known: Mapping[str, int],
     form: Form,
 ) -> list[Step]:
-    sizes = _sizes(module, source, headers, known)
     shapes = source.canonical_shapes(module.tensors.values(), sizes)
     kept = {name: n for name, n in sizes.items() if name == "rotary_width"}
     target_sizes = target.canonical_sizes(shapes, kept)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.checkpoints.verify import Verification, lines_of, verify
+from headwise.diagnosis.result import Comparison
+from headwise.diagnosis.tensors import compare_tensors as verify
 from headwise.errors import OptionError
 from headwise.layouts.canonical import State
 from headwise.layouts.convert import convert
@@ -29,7 +30,7 @@ def llama() -> State:
     return state
 
 
-def of_meta(first: State, second: State) -> Verification:
+def of_meta(first: State, second: State) -> Comparison:
     return verify(first, second, "llama", "llama-meta", **HEADS)
 
 
@@ -42,7 +43,7 @@ def test_the_same_function_in_another_layout() -> None:
     assert not torch.equal(
         first["model.layers.0.self_attn.q_proj.weight"], second["layers.0.attention.wq.weight"]
     )
-    assert lines_of(found, most=3) == []
+    assert found.lines(most=3) == []
 
 
 @pytest.mark.parametrize("first_word", ["", "model."])
@@ -73,7 +74,7 @@ def test_modules_at_places_that_are_not_known_keep_them(layers: int) -> None:
     second = convert(first, "headwise", "torch-separate", heads=4)
     assert len(second) == len(first) - 2 * layers  # a fused bias in place of three
     found = verify(first, second, "headwise", "torch-separate", heads=4)
-    assert found, lines_of(found, most=3)
+    assert found, found.lines(most=3)
 
 
 def test_what_is_around_modules_at_unknown_places_keeps_its_names() -> None:
@@ -92,7 +93,7 @@ def test_a_base_model_with_an_unembedding_is_one_all_the_same() -> None:
     first["lm_head.weight"] = torch.randn(50, 40)
     second = convert(first, "llama", "nanotron-interleaved", **HEADS)
     found = verify(first, second, "llama", "nanotron-interleaved", **HEADS)
-    assert found, lines_of(found, most=3)
+    assert found, found.lines(most=3)
 
 
 def test_one_bit_is_found() -> None:
@@ -104,7 +105,7 @@ def test_one_bit_is_found() -> None:
     found = of_meta(first, second)
     assert not found
     assert found.same == len(first) - 1
-    assert lines_of(found, most=3) == [
+    assert found.lines(most=3) == [
         f"`{name}` (keys of kv head 0), made of `model.layers.1.self_attn.k_proj.weight`: 1 of "
         "1200 entries, by at most 0.25"
     ]
@@ -209,9 +210,7 @@ def test_the_same_weights_used_for_another_function_are_not_the_same() -> None:
     found = verify(first, first, "gpt2", other, heads=12)
     assert not found.differences
     assert not found
-    assert "scale: 1/sqrt(head_dim) in the first, 1/head_dim in the second" in lines_of(
-        found, most=3
-    )
+    assert "scale: 1/sqrt(head_dim) in the first, 1/head_dim in the second" in found.lines(most=3)
 
 
 def gpt2(seed: int = 0) -> State:
@@ -226,7 +225,7 @@ def test_what_a_fused_tensor_lacks_is_said_once() -> None:
     for name in names:
         del second[name]
     found = verify(first, second, "gpt2", "opt", heads=12)
-    assert lines_of(found, most=3) == [
+    assert found.lines(most=3) == [
         "`h.0.attn.c_attn.weight`: in the first alone; the second has no "
         + ", ".join(f"`{name}`" for name in names)
     ]
@@ -278,7 +277,7 @@ def test_attention_may_not_keep_its_name() -> None:
 def test_what_the_second_cannot_hold_is_a_difference() -> None:
     found = verify(llama(), gpt2(), "llama", "gpt2", **HEADS)
     assert not found
-    (line,) = [line for line in lines_of(found, most=3) if "cannot hold" in line]
+    (line,) = [line for line in found.lines(most=3) if "cannot hold" in line]
     assert "needed: " in line
 
 
@@ -322,3 +321,28 @@ def test_numbers_of_eight_bits_are_compared() -> None:
     first, second = (llama() | {"x": each} for each in (x, y))
     (found,) = verify(first, second, "llama", "llama", **HEADS).differences
     assert found.what == "2 of 3 entries: 1 by at most 2, 1 zero in both, of another sign"
+
+
+def test_evidence_has_the_numbers_that_its_sentence_says() -> None:
+    first = llama()
+    (found,) = verify(first, first | {"x": torch.ones(2)}, "llama", "llama", **HEADS).only_second
+    assert found == "x"
+    second = first | {"x": torch.tensor([1.5, NAN])}
+    (one,) = verify(first | {"x": torch.zeros(2)}, second, "llama", "llama", **HEADS).differences
+    assert one.kind == "entries"
+    kinds = {"apart": 1, "infinite": 0, "nan": 1, "nan_bits": 0, "zero_signs": 0}
+    assert one.numbers == {"entries": 2, "differing": 2, "largest": 1.5, **kinds}
+
+
+def test_a_damaged_first_is_compared_in_its_own_layout_and_told_as_the_first() -> None:
+    """A tensor that is missing or of another shape, against another layout, from both sides."""
+    whole = llama()
+    meta = convert(whole, "llama", "llama-meta", **HEADS)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    less = {n: x for n, x in whole.items() if n != name}
+    assert of_meta(less, meta).only_second == ("layers.1.attention.wk.weight",)
+    assert of_meta(less, meta).same == len(less)
+    wrong = of_meta(whole | {name: torch.zeros(7, 40)}, meta)
+    back = verify(meta, whole | {name: torch.zeros(7, 40)}, "llama-meta", "llama", **HEADS)
+    assert [one.sides for one in wrong.differences] == [("(7, 40)", "(30, 40)")]
+    assert [one.sides for one in back.differences] == [("(30, 40)", "(7, 40)")]
