@@ -78,9 +78,15 @@ def title(page: Path) -> str:
 # ---- with the trained encoder ------------------------------------------------------------------
 
 
-def test_both_scans_are_printed_and_both_pages_named(reads: object, tmp_path: Path) -> None:
+def test_both_scans_are_printed_and_both_pages_named(
+    reads: object, tmp_path: Path, asked: list[Asked]
+) -> None:
     page = tmp_path / "a" / "page.html"
     lines = run("--out", str(page))[0].splitlines()
+    assert asked == [
+        Asked(demo=True, page=page.with_name("scan.html")),
+        Asked(model_dir=Path("the model"), page=page),
+    ]
     assert lines[-3].endswith(" s. The pages:")
     assert lines[-2:] == [str(page.with_name("scan.html")), str(page)]
     assert [title(Path(line)) for line in lines[-2:]] == [SCAN_TITLE, MAIN_TITLE]
@@ -95,16 +101,6 @@ def test_both_scans_are_printed_and_both_pages_named(reads: object, tmp_path: Pa
     assert "tiny: Tiny, 2.7 million parameters" in lines[first + 2]
     assert "The same function." not in "\n".join(lines[first:second])
     assert "The same function. In all 1 layers" in "\n".join(lines[second:])
-
-
-def test_what_is_scanned_and_where_its_page_goes(
-    reads: object, tmp_path: Path, asked: list[Asked]
-) -> None:
-    run("--out", str(tmp_path / "page.html"))
-    assert asked == [
-        Asked(demo=True, page=tmp_path / "scan.html"),
-        Asked(model_dir=Path("the model"), page=tmp_path / "page.html"),
-    ]
 
 
 def test_json_is_all_of_standard_output(reads: object, report: ScanReport, tmp_path: Path) -> None:
