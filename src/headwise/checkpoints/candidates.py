@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
@@ -10,7 +9,7 @@ from math import gcd
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import Axis
-from headwise.layouts.places import Module, modules_of, outside, strays
+from headwise.layouts.places import Module, kind_of, modules_of, outside, strays
 from headwise.layouts.registry import layouts
 from headwise.layouts.sameness import Reading, is_same_map
 from headwise.layouts.sizes import Sizes
@@ -114,13 +113,13 @@ def _looked_at(
 ) -> list[_Looked]:
     """All modules; the counts are those of the first, and of its like in other layers."""
     seen: dict[object, tuple[Sizes, ...]] = {}
-    kind = _kind(modules[0])
+    kind = kind_of(modules[0].prefix)
     looked = []
     for module in modules:
         if not layout.required <= {*module.tensors.values()}:
             looked.append(_Looked(module, ()))
             continue
-        is_like = _kind(module) == kind
+        is_like = kind_of(module.prefix) == kind
         shapes = _shapes(module, headers)
         key = is_like, tuple(sorted(shapes.items()))
         if key not in seen:
@@ -153,11 +152,6 @@ def _faults(
 
 def _is_floating(module: Module, headers: Mapping[str, Header]) -> bool:
     return all(headers[name].dtype.is_floating_point for name in module.tensors)
-
-
-def _kind(module: Module) -> str:
-    """The same for the modules of all layers."""
-    return re.sub(r"\d+", "{layer}", module.prefix)
 
 
 def _shapes(module: Module, headers: Mapping[str, Header]) -> dict[str, tuple[int, ...]]:

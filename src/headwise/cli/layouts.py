@@ -89,8 +89,10 @@ def _list(word: str, console: Console) -> None:
         table.add_column(width=len("described"))
         table.add_column(ratio=1)
         for one in family:
-            standing = Text(_standing(one), "" if one.unchecked else "green")
-            table.add_row(Text(one.name, "bold"), standing, Text(_names(one)))
+            standing = Text("described") if one.unchecked else Text("checked", "green")
+            required = one.required
+            names = [n.removesuffix(".weight") for n in one.tensors if n in required]
+            table.add_row(Text(one.name, "bold"), standing, Text(", ".join(names)))
         console.print(Text(heading))
         console.print(table)
     checked = sum(not one.unchecked for one in known)
@@ -99,16 +101,6 @@ def _list(word: str, console: Console) -> None:
         "layer made of its weights gives the same outputs. The others are described: read from the "
         "source, and not run. One of them by its name: headwise layouts show llama"
     )
-
-
-def _names(layout: Layout) -> str:
-    """What the tensors are called that every module has."""
-    required = layout.required
-    return ", ".join(name.removesuffix(".weight") for name in layout.tensors if name in required)
-
-
-def _standing(layout: Layout) -> str:
-    return "described" if layout.unchecked else "checked"
 
 
 def _show(layout: Layout, given: dict[str, int], console: Console) -> None:

@@ -63,7 +63,9 @@ def detect(
     shared = {} if other is None else other.known
     if against is None:
         return _by_values(given, other, shared)
-    stored = _loaded(Path(against))
+    from headwise.checkpoints.stored_model import load
+
+    stored = load(Path(against))
     # The same weights have the same counts: what is known of one is known of all.
     shared = known_counts(stored.config, whole_numbers(counts), place=Path(against)) | shared
     return _by_run(given, _by_values(given, other, shared), stored, title=str(against))
@@ -76,12 +78,6 @@ def _require_path(against: str | Path | None) -> None:
             needed="the path of a folder with a model of transformers",
             do="save the model with save_pretrained, and give that folder",
         )
-
-
-def _loaded(folder: Path) -> StoredModel:
-    from headwise.checkpoints.stored_model import load
-
-    return load(folder)
 
 
 def _by_run(given: Weights, found: Detection, stored: StoredModel, *, title: str) -> Detection:

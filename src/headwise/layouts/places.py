@@ -108,7 +108,7 @@ def _at(
     found: dict[tuple[Place, str], tuple[dict[str, str], list[str]]] = {}
     for name in names:
         for role, template in where.items():
-            if match := _prefix(template).match(name):
+            if match := _pattern(template).match(name):
                 place = Place(match["root"], role, _numbers(match), is_base)
                 own, beside = found.setdefault((place, match[0]), ({}, []))
                 local = name[match.end() :]
@@ -169,15 +169,15 @@ def _anywhere(layout: Layout, names: list[str]) -> list[Module]:
         for local in layout.tensors:
             if name == local or name.endswith((f".{local}", f"/{local}")):
                 found.setdefault(name.removesuffix(local), {})[name] = local
-    whole = {_kind(prefix) for prefix, own in found.items() if layout.required <= {*own.values()}}
+    whole = {kind_of(prefix) for prefix, own in found.items() if layout.required <= {*own.values()}}
     return [
         Module(Place(prefix, ""), prefix, own, _beside(prefix, own, names))
         for prefix, own in found.items()
-        if _kind(prefix) in whole
+        if kind_of(prefix) in whole
     ]
 
 
-def _kind(prefix: str) -> str:
+def kind_of(prefix: str) -> str:
     """The same for the modules of all layers: one that is not whole is missed where others are."""
     return re.sub(r"\d+", "{layer}", prefix)
 
@@ -191,7 +191,7 @@ def outside(layout: Layout, name: str, roots: Iterable[str]) -> tuple[str, Place
     for is_base in (False, True):
         for template in layout.outside:
             read = _bare(template) if is_base else template
-            match = _whole(read).match(name) if read else None
+            match = _pattern(read, end="$").match(name) if read else None
             if match and match["root"] in {*roots, ""}:  # an unembedding stands under no root
                 return template, Place(match["root"], template, _numbers(match), is_base)
     return None
@@ -207,17 +207,9 @@ def slots(template: str) -> set[str]:
 
 
 @cache
-def _prefix(template: str) -> re.Pattern[str]:
-    return re.compile(rf"(?P<root>(?:.*?[./])?){_numbered(template)}")
-
-
-@cache
-def _whole(template: str) -> re.Pattern[str]:
-    return re.compile(rf"(?P<root>(?:.*?[./])?){_numbered(template)}$")
-
-
-def _numbered(template: str) -> str:
-    parts = SLOT.split(template)
-    return "".join(
-        rf"(?P<{part}>\d+)" if at % 2 else re.escape(part) for at, part in enumerate(parts)
-    )
+def _pattern(template: str, *, end: str = "") -> re.Pattern[str]:
+    parts = [
+        rf"(?P<{part}>\d+)" if at % 2 else re.escape(part)
+        for at, part in enumerate(SLOT.split(template))
+    ]
+    return re.compile(rf"(?P<root>(?:.*?[./])?){''.join(parts)}{end}")
