@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.reports import charts
-from headwise.studies import catalogue
 from headwise.studies.question import Answer
-from headwise.studies.study import study
+from headwise.studies.study import load, study
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "study.json"
@@ -40,7 +39,7 @@ out the same everywhere; times do not, nor does what hangs on the order of round
 
 def answers(record: dict[str, Any]) -> list[Answer]:
     """What was measured, with the questions of today."""
-    return [Answer(catalogue.load(each["id"]), each["numbers"]) for each in record["questions"]]
+    return [Answer(load(each["id"]), each["numbers"]) for each in record["questions"]]
 
 
 def read() -> dict[str, Any]:

@@ -12,7 +12,6 @@ import pytest
 
 from headwise.cli.study import study
 from headwise.errors import OptionError
-from headwise.studies import catalogue
 from headwise.studies import study as studies
 from headwise.studies.encoder import Fallback
 from headwise.studies.study import LeftOut, Study
@@ -55,7 +54,7 @@ def test_a_question_that_is_named_shows_its_facts_and_figures(
     shown: Show, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown(made_up(answer(bars=[1.0, 1.5])))
-    monkeypatch.setattr(catalogue, "IDS", ("made-up",))
+    monkeypatch.setattr(studies, "IDS", ("made-up",))
     done = STUDY.invoke("made-up", "--out", str(tmp_path / "page.html"))
     assert done.exit_code == 1, done.exception
     lines = [line.strip() for line in done.stdout.splitlines()]
@@ -82,12 +81,12 @@ def test_what_was_left_out_is_announced(shown: Show, tmp_path: Path) -> None:
 def test_the_list_has_every_question(tmp_path: Path) -> None:
     out, _ = run("--list")
     rows = [line.split(maxsplit=1) for line in out.splitlines()]
-    assert rows == [[name, catalogue.load(name).asks] for name in catalogue.IDS]
+    assert rows == [[name, studies.load(name).asks] for name in studies.IDS]
 
 
 def test_the_list_of_some(tmp_path: Path) -> None:
     out, _ = run("split", "--list")
-    assert out.split() == ["split", *catalogue.load("split").asks.split()]
+    assert out.split() == ["split", *studies.load("split").asks.split()]
 
 
 def test_the_fallback_is_announced(shown: Show, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headwise.reports import charts
-from headwise.studies import catalogue
+from headwise.studies import study as catalogue
 from headwise.studies.question import Answer, Question
 from headwise.studies.study import ask
 from tests.reports.html import Tree

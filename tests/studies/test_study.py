@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headwise.errors import MissingExtraError, OptionError
-from headwise.studies import catalogue
+from headwise.studies import study as catalogue
 from headwise.studies.question import Question
 from headwise.studies.study import ask, study
 from tests.studies.answers import QUESTION

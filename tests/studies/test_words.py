@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.studies.words import say, scientific
+from headwise.studies.question import say, scientific
 
 
 def test_a_key_an_inner_key_and_a_place() -> None:

@@ -48,11 +48,11 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
     with on_a_bar(aside(), "loading torch") as progress:
         from headwise.reports import charts
         from headwise.reports.study import save
-        from headwise.studies import catalogue
+        from headwise.studies.study import chosen
         from headwise.studies.study import study as ask
 
         # What can be refused is refused before the work, and before a folder is made.
-        catalogue.chosen(questions)
+        chosen(questions)
         charts.require()
         require_writable(out)
         result = ask(questions, progress=progress)
@@ -72,9 +72,9 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
 
 
 def _print_list(questions: list[str]) -> None:
-    from headwise.studies import catalogue
+    from headwise.studies.study import chosen, load
 
-    names = catalogue.chosen(questions)
+    names = chosen(questions)
     wide = max(map(len, names))
     for name in names:
-        typer.echo(f"{name:<{wide}}  {catalogue.load(name).asks}")
+        typer.echo(f"{name:<{wide}}  {load(name).asks}")

@@ -6,12 +6,13 @@ The colours are names more than colours: a page gives each its own shade in ligh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
+    from matplotlib.text import Annotation
 
 WIDTH = 7.6  # inches, of every picture
 
@@ -30,11 +31,23 @@ def weight_map(axes: Axes, weights: Sequence[Sequence[float]]) -> AxesImage:
     # Without interpolation a cell stays a cell at any size.
     norm = PowerNorm(0.5, 0.0, 1.0)
     image = axes.imshow(weights, cmap="viridis", norm=norm, aspect="equal", interpolation="none")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
     return image
+
+
+def plotted(axes: Axes, title: str = "", **settings: Any) -> None:
+    """A title, light lines across, and whatever else ``axes.set`` sets."""
+    axes.set(**settings)
+    axes.set_title(title, loc="left")
+    axes.grid(axis="y", color=LINE)
+
+
+def beside(
+    axes: Axes, words: str, place: tuple[float, float], offset: tuple[float, float], **look: Any
+) -> Annotation:
+    """Words so many points right of and above a place."""
+    return axes.annotate(words, place, offset, textcoords="offset points", **look)
 
 
 def sheet(figure: Figure, *, height: float) -> Axes:
@@ -42,8 +55,7 @@ def sheet(figure: Figure, *, height: float) -> Axes:
     figure.set_layout_engine("none")  # everything has its place
     figure.set_figheight(height)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-    axes.set_xlim(0, WIDTH)
-    axes.set_ylim(height, 0)
+    axes.set(xlim=(0, WIDTH), ylim=(height, 0))
     axes.axis("off")
     return axes
 
@@ -56,12 +68,8 @@ def inset(
     axes = figure.add_axes(
         (left / WIDTH, 1 - (top + height) / whole, width / WIDTH, height / whole)
     )
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for side in axes.spines.values():
-        side.set_visible(frame)
-        side.set_color(SOFT)
-        side.set_linewidth(0.5)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set(visible=frame, color=SOFT, linewidth=0.5)
     return axes
 
 

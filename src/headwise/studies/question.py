@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headwise.studies.words import say
 from headwise.support.progress import Progress
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Numbers = Mapping[str, Any]  # bool, int, float, str, and lists and dicts of them
 
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _FIGURE = re.compile(r"[-−+]?[\d(]|[-–]?$")  # a number, a shape, or nothing
 
 SIGNIFICANT = 6  # digits: more is noise, and would triple the JSON
@@ -152,3 +153,54 @@ def as_numbers(value: Any) -> Any:
         case Sequence():
             return [as_numbers(inner) for inner in value]
     raise TypeError(f"a measured number is a {type(value).__name__}")
+
+
+# ---- sentences with measured numbers in them ----------------------------------------------------
+
+
+def say(template: str, numbers: Mapping[str, Any]) -> str:
+    """Fill ``{key}``, ``{key[inner]}`` and ``{key[0]}`` from the numbers.
+
+    After a colon stands how it is written: what Python's ``format`` knows, or ``sci``
+    (1.9 × 10⁻⁶), ``percent`` (34 %, and 0.12 % of what is small), ``shape`` ((2, 12, 256)),
+    ``list`` (1, 2, 4) or ``yesno``.
+    """
+    return _Template().vformat(template, (), numbers)
+
+
+def scientific(value: float) -> str:
+    """``1.9 × 10⁻⁶`` in one piece, without a line break; plainly 0 where it is 0."""
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}\u00a0×\u00a010{str(int(exponent)).translate(_SUPERSCRIPTS)}"
+
+
+class _Template(string.Formatter):
+    def get_field(  # Python's own reads [8] as an index, and a dict of JSON has the key "8"
+        self,
+        field_name: str,
+        args: Any,  # noqa: ARG002
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Any, str]:
+        first, *inner = field_name.replace("]", "").split("[")
+        value: Any = kwargs[first]
+        for key in inner:
+            value = value[key] if isinstance(value, Mapping) else value[int(key)]
+        return value, first
+
+    def format_field(self, value: Any, spec: str) -> str:
+        match spec:
+            case "sci":
+                return scientific(float(value))
+            case "percent":
+                small = 0 < abs(value) < 0.01
+                return f"{100 * value:{'.2g' if small else '.0f'}}\u00a0%"
+            case "shape":
+                inner = ", ".join(map(str, value))
+                return f"({inner},)" if len(value) == 1 else f"({inner})"
+            case "list":
+                return ", ".join(map(str, value))
+            case "yesno":
+                return "yes" if value else "no"
+        return format(value, spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,12 +11,27 @@ from typing import Any
 
 import torch
 
-from headwise.errors import MissingExtraError
-from headwise.studies import catalogue, encoder
+from headwise.errors import MissingExtraError, OptionError
+from headwise.studies import encoder
 from headwise.studies.encoder import Fallback
 from headwise.studies.question import Answer, Question, as_numbers
 from headwise.support.progress import Progress, no_progress
 
+# In the order in which they build on each other.
+IDS = (
+    "picture",
+    "split",
+    "parameters",
+    "packing",
+    "must-divide",
+    "same-function",
+    "weights-of-one",
+    "gradients",
+    "learning",
+    "implementations",
+    "quantised",
+    "axis-order",
+)
 WHOLE = 100  # what one question counts on the progress bar
 
 
@@ -51,6 +67,30 @@ class Study:
         }
 
 
+def load(question: str) -> Question:
+    """The question of an id, from its file."""
+    module = importlib.import_module(f"headwise.studies.questions.{question.replace('-', '_')}")
+    found = module.QUESTION
+    assert isinstance(found, Question)
+    return found
+
+
+def chosen(ids: Sequence[str] = ()) -> tuple[str, ...]:
+    """The ids in the order of the catalogue, each once; all of them if none is named.
+
+    Raises:
+        OptionError: an id is not in the catalogue.
+    """
+    unknown = [name for name in ids if name not in IDS]
+    if unknown:
+        raise OptionError(
+            saw=f"the question {unknown[0]!r}",
+            needed=f"one of {', '.join(IDS)}",
+            do="headwise study --list says what each of them asks",
+        )
+    return tuple(name for name in IDS if not ids or name in ids)
+
+
 def study(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> Study:
     """Ask the questions of these ids, or all.
 
@@ -63,7 +103,7 @@ def study(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> Study
         MissingExtraError: a question that was named needs a package that is not installed. Where
             none is named, such a question is left out.
     """
-    names = catalogue.chosen(ids)
+    names = chosen(ids)
     answers, left_out = [], []
     for count, name in enumerate(names):
 
@@ -71,7 +111,7 @@ def study(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> Study
             progress(stage, WHOLE * count + WHOLE * done // total, WHOLE * len(names))
 
         part(name, 0, 1)
-        question = catalogue.load(name)
+        question = load(name)
         try:
             answers.append(ask(question, progress=part))
         except MissingExtraError as missing:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise.errors import MissingExtraError
 from headwise.matrix import AttentionMatrix
-from headwise.studies.experiments import quantised_projections, still_there
+from headwise.studies.experiments import quantised_projections
 from headwise.studies.experiments.quantised_projections import (
     Rounded,
     Static,
@@ -152,9 +152,9 @@ def test_a_status_says_what_became_of_it() -> None:
     def leaving() -> None:
         warnings.warn("this is deprecated", FutureWarning, stacklevel=1)
 
-    assert still_there.status_of(missing) == "gone"
-    assert still_there.status_of(leaving) == "works, deprecated"
-    assert still_there.status_of(lambda: None) == "works"
+    assert quantised_projections.status_of(missing) == "gone"
+    assert quantised_projections.status_of(leaving) == "works, deprecated"
+    assert quantised_projections.status_of(lambda: None) == "works"
 
 
 def test_what_torch_says_once_is_heard_again() -> None:
@@ -163,5 +163,5 @@ def test_what_torch_says_once_is_heard_again() -> None:
     def make() -> Tensor:
         return torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
 
-    assert still_there.status_of_once(make) == still_there.status_of_once(make)
+    assert quantised_projections.status_of_once(make) == quantised_projections.status_of_once(make)
     assert torch.is_warn_always_enabled() == always

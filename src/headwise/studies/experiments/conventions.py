@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from headwise.budget.budget import Budget
 from headwise.studies.peers.installed import GPT2, TorchLayer
 from headwise.studies.peers.peer import Peer, Weights
-from headwise.studies.words import scientific
+from headwise.studies.question import scientific
 from headwise.support.private_torch import SOFTMAX, DispatchMode
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 2, 4, 6, 64

@@ -18,8 +18,8 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.studies.drawing import SERIES, SOFT
 from headwise.studies.experiments import whole_layer
+from headwise.studies.experiments.measures import times_of
 from headwise.studies.experiments.one_head import difference
-from headwise.studies.experiments.timing import times_of
 from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
@@ -279,14 +279,12 @@ def draw_map(axes: Axes, rows: list[list[int]], n: Numbers) -> None:
     for edge in range(0, tokens + 1, length):
         axes.axhline(edge, color=SOFT, linewidth=0.8, clip_on=False)
         axes.axvline(edge, color=SOFT, linewidth=0.8, clip_on=False)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
     centres = [length * (count + 0.5) for count in range(n["batch"])]
     names = [f"sequence {count}" for count in range(n["batch"])]
     axes.set_xticks(centres, names)
     axes.set_yticks(centres, names, rotation=90, va="center")
-    axes.set_xlabel("input tokens")
-    axes.set_ylabel("output tokens")
+    axes.set(xlabel="input tokens", ylabel="output tokens")
 
 
 QUESTION = Question(

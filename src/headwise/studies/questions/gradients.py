@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise import reference
 from headwise.layers.native.attention import Attention
-from headwise.studies.drawing import INK, LINE, SERIES, SOFT
+from headwise.studies.drawing import INK, SERIES, SOFT, plotted
 from headwise.studies.experiments.gradient_formulas import (
     Pass,
     WeightGradients,
@@ -255,8 +255,7 @@ def _draw_reach(axes: Axes, n: Numbers) -> None:
         text = "scores of head 0" if head == 0 else f"head {head}"
         axes.text(-0.6, head + 2.13, text, ha="right", va="center", color=SOFT if head else INK)
     axes.set_title("What a head's scores (not the loss) depend on", loc="left")
-    axes.set_xlim(-11.4, len(lines[0]) + 3 * gap)
-    axes.set_ylim(heights[-1] + 1, -1.4)
+    axes.set(xlim=(-11.4, len(lines[0]) + 3 * gap), ylim=(heights[-1] + 1, -1.4))
     axes.set_axis_off()
 
 
@@ -269,10 +268,8 @@ def _draw_cosines(axes: Axes, n: Numbers) -> None:
         color=SERIES[: len(WEIGHTS)],
     )
     axes.bar_label(bars, [f"{n['cosine'][name]:.2f}" for name in WEIGHTS], padding=3, color=INK)
-    axes.set_ylim(0, 1)
-    axes.set_ylabel("cosine (the same: 1)")
-    axes.set_title(f"Gradients of the loss:\none head against {n['many']}", loc="left")
-    axes.grid(axis="y", color=LINE)
+    title = f"Gradients of the loss:\none head against {n['many']}"
+    plotted(axes, title, ylim=(0, 1), ylabel="cosine (the same: 1)")
 
 
 def _draw_distances(axes: Axes, n: Numbers) -> None:
@@ -285,14 +282,16 @@ def _draw_distances(axes: Axes, n: Numbers) -> None:
         axes.plot(n["steps"], line, color=colour)
         axes.plot([1.01 * last, 1.09 * last], [line[-1], place], color=colour, linewidth=0.8)
         axes.text(1.11 * last, place, f"w{name} {100 * line[-1]:.0f} %", color=colour, va="center")
-    axes.set_xlim(0, 1.42 * last)
-    axes.set_xticks([step for step in n["steps"] if step % 25 == 0])
-    axes.set_ylim(0, 1.08 * top)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    axes.set_xlabel("training step")
-    axes.set_ylabel("relative difference")
-    axes.set_title(f"Weights during training:\none head against {n['many']}", loc="left")
-    axes.grid(axis="y", color=LINE)
+    plotted(
+        axes,
+        f"Weights during training:\none head against {n['many']}",
+        xlim=(0, 1.42 * last),
+        xticks=[step for step in n["steps"] if step % 25 == 0],
+        ylim=(0, 1.08 * top),
+        xlabel="training step",
+        ylabel="relative difference",
+    )
 
 
 QUESTION = Question(

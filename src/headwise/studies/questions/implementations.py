@@ -10,8 +10,7 @@ from headwise.studies.drawing import CARD, INK, SOFT
 from headwise.studies.experiments import conventions, same_weights
 from headwise.studies.experiments.same_weights import EMBED_DIM, NUM_HEADS
 from headwise.studies.peers.installed import IMPLEMENTATIONS, PEERS
-from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.words import scientific
+from headwise.studies.question import Fact, Numbers, Question, Table, scientific
 from headwise.support.progress import Progress
 
 if TYPE_CHECKING:
@@ -179,8 +178,7 @@ def differences(
     columns = len(values[0])
     axes.set_xticks([c + 0.5 for c in range(columns)], [str(c + 1) for c in range(columns)])
     axes.set_yticks([])
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
     for row, (name, numbers) in enumerate(zip(names, values, strict=True)):
         axes.text(-5.2, row + 0.5, name, color=INK, va="center")
         axes.text(columns + 0.2, row + 0.5, size(max(numbers)), color=SOFT, va="center")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headwise.layers.native.attention import Attention
-from headwise.studies.drawing import INK, LINE, SERIES, SOFT, weight_map
+from headwise.studies.drawing import INK, SERIES, SOFT, beside, plotted, weight_map
 from headwise.studies.experiments import lookups
-from headwise.studies.experiments.counting import parameters
 from headwise.studies.experiments.lookups import HALF, LOOKUPS, Texts
+from headwise.studies.experiments.measures import parameters
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
 from headwise.support.threads import one_thread
@@ -176,35 +176,24 @@ def _draw_curves(axes: Axes, n: Numbers) -> None:
         curve = n["curves"][name]
         axes.fill_between(n["at"], curve["best"], curve["worst"], color=colour, alpha=0.2, lw=0)
         axes.plot(n["at"], curve["median"], color=colour)
-        axes.annotate(
-            FEW[int(name)],
-            (n["at"][-1], curve["median"][-1]),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=colour,
-            va="center",
-        )
+        end = (n["at"][-1], curve["median"][-1])
+        beside(axes, FEW[int(name)], end, (6, 0), color=colour, va="center")
     axes.plot([0, n["steps"]], [n["half"]] * 2, color=INK, lw=0.8, ls=(0, (4, 3)))
-    axes.annotate(
-        "half of the error",
-        (n["steps"], n["half"]),
-        xytext=(0, -7),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        color=INK,
-    )
+    end = (n["steps"], n["half"])
+    beside(axes, "half of the error", end, (0, -7), ha="right", va="top", color=INK)
     axes.set_yscale("log")
-    axes.set_xlim(0, 1.34 * n["steps"])
     axes.set_ylim(top=2)
-    axes.set_xticks(range(0, n["steps"] + 1, n["steps"] // 4))
     axes.set_yticks(
         [10.0**-power for power in range(5)], ["100 %", "10 %", "1 %", "0.1 %", "0.01 %"]
     )
-    axes.set_xlabel("training step")
-    axes.set_ylabel("error left")
-    axes.set_title("Error during training", loc="left")
-    axes.grid(axis="y", color=LINE)
+    plotted(
+        axes,
+        "Error during training",
+        xlim=(0, 1.34 * n["steps"]),
+        xticks=range(0, n["steps"] + 1, n["steps"] // 4),
+        xlabel="training step",
+        ylabel="error left",
+    )
 
 
 def _draw_looks(axes: Axes, n: Numbers) -> None:
@@ -223,11 +212,8 @@ def _draw_looks(axes: Axes, n: Numbers) -> None:
         )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
-    axes.set_xlim(-0.08, 1.08)
-    axes.set_ylim(-0.08, 1.08)
-    axes.set_aspect("equal")
-    axes.set_xlabel("on the token before")
-    axes.set_ylabel("on the named token")
+    axes.set(xlim=(-0.08, 1.08), ylim=(-0.08, 1.08), aspect="equal")
+    axes.set(xlabel="on the token before", ylabel="on the named token")
     axes.set_title("Each head's attention weight", loc="left")
 
 

@@ -24,10 +24,9 @@ from headwise.studies.drawing import (
     sheet,
 )
 from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.counting import parameters
+from headwise.studies.experiments.measures import parameters
 from headwise.studies.peers.peer import Weights
-from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.words import say
+from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 
 if TYPE_CHECKING:

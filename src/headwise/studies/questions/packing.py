@@ -15,8 +15,8 @@ from headwise.errors import PolarityWarning
 from headwise.masks.mask import Mask
 from headwise.studies.drawing import SERIES, block, heading, note, sheet
 from headwise.studies.experiments import whole_layer
+from headwise.studies.experiments.measures import times_of
 from headwise.studies.experiments.packing_forms import PARTS, Form, attend, forms
-from headwise.studies.experiments.timing import times_of
 from headwise.studies.peers.installed import GPT2, DropIn, Native, TorchLayer
 from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 
 from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.studies.drawing import LINE, SERIES
-from headwise.studies.experiments.counting import parameters
+from headwise.studies.drawing import SERIES, beside, plotted
+from headwise.studies.experiments.measures import parameters
 from headwise.studies.peers.written_anew import Paper
-from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.words import say
+from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ def draw(figure: Figure, n: Numbers) -> None:
     axes.plot(shown, shared, "o-", color=SERIES[0], markersize=5)
     # Without the first: as many kv heads as heads share nothing.
     axes.plot([n["heads"]] * (len(grouped) - 1), grouped[1:], "D", color=SERIES[2])
-    beside: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
     few = ", ".join(list(n["grouped"])[1:-1])
     labels = (
         (
@@ -100,12 +98,10 @@ def draw(figure: Figure, n: Numbers) -> None:
     for (place, offset, side, words), colour in zip(
         labels, (SERIES[0], SERIES[1], SERIES[2]), strict=True
     ):
-        axes.annotate(words, place, offset, ha=side, color=colour, **beside)
+        beside(axes, words, place, offset, ha=side, va="center", color=colour)
     axes.set_xticks(shown, [str(heads) for heads in shown])
-    axes.set_ylim(0, 1.1 * own[-1])
-    axes.set_xlabel("number of heads")
-    axes.set_ylabel("parameters, millions")
-    axes.grid(axis="y", color=LINE)
+    names = {"xlabel": "number of heads", "ylabel": "parameters, millions"}
+    plotted(axes, ylim=(0, 1.1 * own[-1]), **names)
 
 
 QUESTION = Question(

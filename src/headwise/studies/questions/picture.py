@@ -26,8 +26,7 @@ from headwise.studies.drawing import (
 from headwise.studies.experiments import whole_layer
 from headwise.studies.peers.installed import Native
 from headwise.studies.peers.peer import Weights
-from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.words import say
+from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from headwise import reference
 from headwise.errors import MissingExtraError
 from headwise.layers.native.attention import Attention
-from headwise.studies.drawing import INK, LINE, SERIES, SOFT
+from headwise.studies.drawing import INK, SERIES, SOFT, beside, plotted
 from headwise.studies.experiments import whole_layer
+from headwise.studies.experiments.measures import times_of
 from headwise.studies.experiments.quantised_projections import (
     Rounded,
     Static,
@@ -24,9 +25,9 @@ from headwise.studies.experiments.quantised_projections import (
     dynamically,
     expected,
     quantised_weight,
+    status_of,
+    status_of_once,
 )
-from headwise.studies.experiments.still_there import status_of, status_of_once
-from headwise.studies.experiments.timing import times_of
 from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
@@ -238,17 +239,9 @@ def _draw_errors(axes: Axes, n: Numbers) -> None:
             color=COLOURS[name],
             alpha=0.55 if wide else 1,
         )
-        axes.annotate(
-            label,
-            (len(stages) - 0.85, values[-1]),
-            xytext=(0, above),
-            textcoords="offset points",
-            ha="right",
-            va="bottom" if above > 0 else "top",
-            color=COLOURS[name],
-        )
-    axes.set_yscale("log")
-    axes.set_ylim(1e-7, 0.3)
+        look = {"ha": "right", "va": "bottom" if above > 0 else "top", "color": COLOURS[name]}
+        beside(axes, label, (len(stages) - 0.85, values[-1]), (0, above), **look)
+    axes.set(yscale="log", ylim=(1e-7, 0.3))
     axes.set_yticks(
         [0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6, 1e-7],
         ["10 %", "1 %", "0.1 %", "0.01 %", "0.001 %", "0.0001 %", "0.00001 %"],
@@ -256,10 +249,8 @@ def _draw_errors(axes: Axes, n: Numbers) -> None:
     axes.set_xticks(
         range(len(stages)), [stage.replace(" ", "\n").replace(",\n", ", ") for stage in stages]
     )
-    axes.set_xlim(-0.25, len(stages) - 0.75)
-    axes.set_title("Error after each stage", loc="left")
-    axes.set_ylabel("relative difference from float64")
-    axes.grid(axis="y", color=LINE)
+    ends, label = (-0.25, len(stages) - 0.75), "relative difference from float64"
+    plotted(axes, "Error after each stage", xlim=ends, ylabel=label)
 
 
 def _draw_times(axes: Axes, times: Mapping[str, float], title: str) -> None:
@@ -270,15 +261,8 @@ def _draw_times(axes: Axes, times: Mapping[str, float], title: str) -> None:
         time, colour = times[name], COLOURS[name]
         axes.plot([1, time], [row, row], color=colour, linewidth=4, solid_capstyle="butt")
         axes.plot(time, row, marker="o", markersize=8, color=colour)
-        axes.annotate(
-            f"{time:.2f}",
-            (time, row),
-            xytext=(8 if time > 1 else -8, 0),
-            textcoords="offset points",
-            ha="left" if time > 1 else "right",
-            va="center",
-            color=INK,
-        )
+        right, side = (8, "left") if time > 1 else (-8, "right")
+        beside(axes, f"{time:.2f}", (time, row), (right, 0), ha=side, va="center", color=INK)
     axes.axvline(1, color=SOFT, linewidth=1)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator([0.1, 0.3, 1, 3, 10]))

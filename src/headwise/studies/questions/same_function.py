@@ -15,7 +15,7 @@ from headwise.budget.budget import Budget
 from headwise.matrix import AttentionMatrix
 from headwise.models.reading import AttentionCall
 from headwise.studies import encoder
-from headwise.studies.drawing import INK, LINE, SERIES, SOFT, weight_map
+from headwise.studies.drawing import INK, SERIES, SOFT, beside, plotted, weight_map
 from headwise.studies.experiments.one_head import (
     Projected,
     budget_of_scores,
@@ -24,8 +24,7 @@ from headwise.studies.experiments.one_head import (
     merged_scores,
     reads_one_key,
 )
-from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.words import say
+from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 
 if TYPE_CHECKING:
@@ -246,21 +245,12 @@ def draw_maps(figure: SubFigure, n: Numbers) -> None:
         row[0].set_ylabel(title, rotation=0, ha="right", va="center", color=INK)
         said = n["said"][name]
         words = "equal in\n{equal} of {seeds} seeds;\non average\n{apart:percent} apart"
-        row[-1].annotate(
-            say(words, said | n["cases"][name]),
-            *((1, 0.5), (8, 0)),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            va="center",
-            color=INK if said["equal"] else SOFT,
-        )
+        look = {"xycoords": "axes fraction", "va": "center"}
+        look["color"] = INK if said["equal"] else SOFT
+        beside(row[-1], say(words, said | n["cases"][name]), (1, 0.5), (8, 0), **look)
     grid[0][0].set_title("one head")
-    several = grid[0][2].annotate(
-        f"{n['heads']} heads with the same queries, keys and values",
-        *((0, 1), (0, 6)),
-        xycoords="axes fraction",
-        textcoords="offset points",
-    )
+    words = f"{n['heads']} heads with the same queries, keys and values"
+    several = beside(grid[0][2], words, (0, 1), (0, 6), xycoords="axes fraction")
     several.set_in_layout(False)  # wider than its column, which shall not grow with it
     bar = figure.colorbar(image, ax=grid, location="bottom", aspect=60, shrink=0.7, pad=0.04)
     bar.set_ticks(ticks := [0, 0.01, 0.1, 0.3, 1], labels=[f"{100 * x:g}\u00a0%" for x in ticks])
@@ -277,12 +267,11 @@ def draw_encoder(figure: SubFigure, n: Numbers) -> None:
     axes.set_xticks(range(encoder["layers"]), [f"layer {x}" for x in range(encoder["layers"])])
     axes.set_ylim(0)
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}\u00a0%")
-    axes.set_title(
+    plotted(
+        axes,
         f"{encoder['model']}, the same projections read as one head in place of {encoder['heads']}",
-        loc="left",
+        ylabel="relative difference of\neach head's output",
     )
-    axes.set_ylabel("relative difference of\neach head's output")
-    axes.grid(axis="y", color=LINE)
 
 
 QUESTION = Question(

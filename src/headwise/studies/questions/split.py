@@ -34,8 +34,7 @@ from headwise.studies.experiments.tracing import (
     with_head_dim,
 )
 from headwise.studies.peers.installed import Native, TorchLayer
-from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.words import say
+from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise.studies.drawing import INK, LINE, SERIES
+from headwise.studies.drawing import INK, SERIES, beside, plotted
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.one_head import (
     Projected,
@@ -19,8 +19,7 @@ from headwise.studies.experiments.one_head import (
     excess,
 )
 from headwise.studies.peers.installed import TorchLayer
-from headwise.studies.question import Fact, Numbers, Question, Table
-from headwise.studies.words import say
+from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 
 if TYPE_CHECKING:
@@ -187,29 +186,19 @@ def draw(figure: Figure, n: Numbers) -> None:
         factor = n["quoted"][name]
         above.plot(n["factors"], n["sweep"][name]["apart"], color=SERIES[1])
         above.plot(factor, share, "o", color=SERIES[1])
-        above.annotate(
-            say("{share:percent} at {factor:g}", {"share": share, "factor": factor}),
-            *((factor, share), (-9, 4)),
-            textcoords="offset points",
-            ha="right",
-            color=INK,
-        )
+        words = say("{share:percent} at {factor:g}", {"share": share, "factor": factor})
+        beside(above, words, (factor, share), (-9, 4), ha="right", color=INK)
         below.plot(n["factors"], n["sweep"][name]["several"], color=SERIES[0])
         below.plot(n["factors"], n["sweep"][name]["one"], color=SERIES[2], linestyle="--")
-        above.set_title(title, loc="left")
-        above.set_xscale("log")
+        plotted(above, title, xscale="log")
         below.set_xticks(ticks := [0.001, 0.01, 0.1, 1, 10], [f"{tick:g}" for tick in ticks])
-        below.set_xlabel("size of the tokens")
-        for axes in column:
-            axes.grid(axis="y", color=LINE)
+        plotted(below, xlabel="size of the tokens")
     grid[1][0].text(0.05, 0.55, f"{n['heads']} heads", color=SERIES[0])
     grid[1][0].text(0.011, 0.35, "one head", color=SERIES[2], ha="right")
-    grid[0][0].set_ylim(-0.03 * top, 1.1 * top)
+    grid[0][0].set(ylim=(-0.03 * top, 1.1 * top), ylabel="relative difference\nof the outputs")
     grid[0][0].set_yticks(shares := [0, 0.5, 1], [f"{100 * x:g}\u00a0%" for x in shares])
-    grid[0][0].set_ylabel("relative difference\nof the outputs")
-    grid[1][0].set_ylim(-0.08, 1.08)
+    grid[1][0].set(ylim=(-0.08, 1.08), ylabel="softmax")
     grid[1][0].set_yticks([0, 1], ["one key", "even"])
-    grid[1][0].set_ylabel("softmax")
 
 
 QUESTION = Question(

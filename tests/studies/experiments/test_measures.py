@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.studies.experiments.timing import times_of
+from headwise.studies.experiments.measures import times_of
 
 
 def test_all_run_in_every_round_forwards_and_backwards() -> None:

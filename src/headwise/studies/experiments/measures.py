@@ -1,4 +1,4 @@
-"""How long things take, against each other: shown in the studies, and never judged."""
+"""How much a layer learns, and how long things take: times are shown, and never judged."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import time
 from collections.abc import Callable, Mapping
 from statistics import median
 
+from torch import nn
+
 from headwise.support.threads import one_thread
 
 Work = Callable[[], object]
+
+
+def parameters(layer: nn.Module) -> int:
+    """How many numbers a layer learns."""
+    return sum(p.numel() for p in layer.parameters())
 
 
 def times_of(works: Mapping[str, Work], *, against: str, rounds: int) -> dict[str, float]:
