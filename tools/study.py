@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headwise.reports import charts
+from headwise.reports import study as charts
 from headwise.studies.question import Answer
 from headwise.studies.study import load, study
 

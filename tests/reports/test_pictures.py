@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import random
 
 import pytest
 
@@ -47,18 +46,13 @@ def test_numbers_can_be_read_on_every_colour() -> None:
         assert chosen >= 4.5  # WCAG 2, AA
 
 
-def test_a_png_holds_its_pixels() -> None:
+def test_a_png_holds_its_pixels_from_the_top() -> None:
     image = pytest.importorskip("PIL.Image")
-    rows = [[tuple(random.randrange(256) for _ in range(3)) for _ in range(7)] for _ in range(5)]
-    read = image.open(io.BytesIO(pictures.png(rows)))  # type: ignore[arg-type]
-    assert (read.format, read.mode, read.size) == ("PNG", "RGB", (7, 5))
-    assert [[read.getpixel((x, y)) for x in range(7)] for y in range(5)] == rows
-
-
-def test_the_first_row_of_weights_is_at_the_top() -> None:
-    image = pytest.importorskip("PIL.Image")
-    kind, data = pictures.weights_png([[0.0, 0.25], [0.0, 0.0]]).split(",")
+    kind, data = pictures.positions_png([[0.0, 1.0, 0.5], [0.0, None, 2.0]]).split(",")
     assert kind == "data:image/png;base64"
     read = image.open(io.BytesIO(base64.b64decode(data)))
-    dark, middle = pictures.viridis(0.0), pictures.viridis(0.5)
-    assert [read.getpixel((x, y)) for y in (0, 1) for x in (0, 1)] == [dark, middle, dark, dark]
+    assert (read.format, read.mode, read.size) == ("PNG", "P", (3, 2))
+    pixels = [[read.convert("RGBA").getpixel((x, y)) for x in range(3)] for y in range(2)]
+    dark, bright = ((*pictures.viridis(end), 255) for end in (0.0, 1.0))
+    middle = (*pictures.viridis(127 / 254), 255)
+    assert pixels == [[dark, bright, middle], [dark, (0, 0, 0, 0), bright]]

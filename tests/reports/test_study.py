@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import MissingExtraError
-from headwise.reports import charts
+from headwise.reports import study as charts
 from headwise.reports.study import render, save
 from headwise.reports.template import prose
 from headwise.studies import drawing as style

@@ -17,8 +17,6 @@ def random_reading(tokens: tuple[str, ...] | None = None) -> Reading:
     """Three layers of five heads, torch's own; the second sequence has 11 tokens."""
     tokens = tokens or ("[CLS]", *(f"w{n}" for n in range(LENGTH - 2)), "[SEP]")
     real = torch.arange(len(tokens)) < torch.tensor([[len(tokens)], [11]])
-    separators = torch.zeros_like(real)
-    separators[0, -1] = separators[1, 10] = True
     calls = []
     for _ in range(LAYERS):
         layer = nn.MultiheadAttention(HEADS * HEAD_DIM, HEADS, batch_first=True)
@@ -34,14 +32,9 @@ def random_reading(tokens: tuple[str, ...] | None = None) -> Reading:
         calls.append(AttentionCall(x, output.detach(), projections))
     return Reading(
         model="a model with random weights",
-        origin="Random weights.",
-        reference="torch.nn.MultiheadAttention",
         num_heads=HEADS,
-        passage="a test",
         tokens=tokens,
         real=real,
-        separators=separators,
-        separator="[SEP]",
         calls=tuple(calls),
     )
 
@@ -66,13 +59,8 @@ def small_reading(*, exchanged: bool = False) -> Reading:
     )
     return Reading(
         model="a layer",
-        origin="",
-        reference="",
         num_heads=2,
-        passage="",
         tokens=tuple("abcdefg"),
         real=real,
-        separators=torch.zeros_like(real),
-        separator="",
         calls=(AttentionCall(x, output, projections),),
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headwise.reports import charts
+from headwise.reports import study as charts
 from headwise.studies import study as catalogue
 from headwise.studies.question import Answer, Question
 from headwise.studies.study import ask

@@ -46,14 +46,13 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
 
     start = time.perf_counter()
     with on_a_bar(aside(), "loading torch") as progress:
-        from headwise.reports import charts
-        from headwise.reports.study import save
+        from headwise.reports.study import require, save
         from headwise.studies.study import chosen
         from headwise.studies.study import study as ask
 
         # What can be refused is refused before the work, and before a folder is made.
         chosen(questions)
-        charts.require()
+        require()
         require_writable(out)
         result = ask(questions, progress=progress)
         page = save(result, out)

@@ -48,7 +48,6 @@ def read(
     text: str,
     shorter: str,
     *,
-    passage: str,
     implementation: str = "eager",
     progress: Progress = no_progress,
 ) -> Reading:
@@ -57,7 +56,6 @@ def read(
     Args:
         text: what is read; at most 512 tokens.
         shorter: a second, shorter text, padded to the length of the first.
-        passage: what part of a longer text this is, for the reader.
         implementation: Hugging Face's ``attn_implementation``: "eager" or "sdpa".
         progress: told of each step.
 
@@ -79,15 +77,9 @@ def read(
     progress("reading the text", 2, 2)
     return Reading(
         model="all-MiniLM-L6-v2",
-        origin="A trained sentence encoder: 384 wide, 6 layers of 12 heads. "
-        f"Its weights are those of the package {PACKAGE}.",
-        reference=f"Hugging Face BertSelfAttention ({implementation}) and its output projection",
         num_heads=model.config.num_attention_heads,
-        passage=passage,
         tokens=_tokens(tokenizer, batch["input_ids"][0]),
         real=real,
-        separators=(batch["input_ids"] == tokenizer.sep_token_id) & real,
-        separator=tokenizer.sep_token,
         calls=calls,
     )
 

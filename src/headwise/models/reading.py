@@ -39,24 +39,14 @@ class Reading:
 
     Attributes:
         model: the model's name.
-        origin: where its weights come from, in a sentence.
-        reference: the layer that gave ``AttentionCall.output``.
         num_heads: heads of each layer.
-        passage: which part of the text was read.
         tokens: the tokens of the whole text, which is sequence 0 of the batch and has no padding.
         real: True where a position holds a token, False where it is padding.
-        separators: True where a position holds the separator.
-        separator: how the separator is called.
         calls: one for each layer, first layer first.
     """
 
     model: str
-    origin: str
-    reference: str
     num_heads: int
-    passage: str
     tokens: tuple[str, ...]
     real: Bool[Tensor, "batch keys"]
-    separators: Bool[Tensor, "batch keys"]
-    separator: str
     calls: tuple[AttentionCall, ...]

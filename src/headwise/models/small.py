@@ -109,15 +109,9 @@ def read(
     real = torch.arange(LENGTH) < torch.tensor([[LENGTH], [SHORTER]])
     return Reading(
         model="an encoder trained on the spot",
-        origin=f"Trained just now, in {STEPS} steps, to name both neighbours of "
-        f"each letter of the text: {EMBED_DIM} wide, {NUM_LAYERS} layers of {NUM_HEADS} heads.",
-        reference="torch.nn.MultiheadAttention",
         num_heads=NUM_HEADS,
-        passage=f"the first {LENGTH} letters",
         tokens=tuple(text[:LENGTH]),
         real=real,
-        separators=(batch == alphabet.index(" ")) & real,
-        separator="spaces",
         calls=_calls(model, batch, real),
     )
 

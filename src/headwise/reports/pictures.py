@@ -54,21 +54,6 @@ def gradient() -> str:
     return f"linear-gradient(90deg,{','.join(css(viridis(n / 16)) for n in range(17))})"
 
 
-def weights_png(weights: Sequence[Sequence[float]]) -> str:
-    """A grid of weights as a PNG data URI, one pixel for each; rows from top to bottom."""
-    return data_uri(png([[viridis(weight_position(w)) for w in row] for row in weights]))
-
-
-def png(pixels: Sequence[Sequence[RGB]]) -> bytes:
-    """Rows of colours as a PNG file, 8-bit RGB (ISO/IEC 15948)."""
-    height, width = len(pixels), len(pixels[0])
-    # Each row is preceded by its filter type: 0, none.
-    rows = b"".join(b"\0" + bytes(channel for rgb in row for channel in rgb) for row in pixels)
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b"")]
-    return _SIGNATURE + b"".join(_chunk(name, data) for name, data in parts)
-
-
 def positions_png(positions: Sequence[Sequence[float | None]]) -> str:
     """A grid of positions on the colour scale as a PNG data URI; transparent where there is none.
 
@@ -79,6 +64,7 @@ def positions_png(positions: Sequence[Sequence[float | None]]) -> str:
         bytes(clear if p is None else round((_STEPS - 1) * min(max(p, 0.0), 1.0)) for p in row)
         for row in positions
     ]
+    # ISO/IEC 15948: each row is preceded by its filter type: 0, none.
     header = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, 3, 0, 0, 0)
     colours = (viridis(n / (_STEPS - 1)) for n in range(_STEPS))
     palette = b"".join(bytes(rgb) for rgb in (*colours, (0, 0, 0)))
@@ -89,11 +75,7 @@ def positions_png(positions: Sequence[Sequence[float | None]]) -> str:
         (b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows), 9)),
         (b"IEND", b""),
     ]
-    return data_uri(_SIGNATURE + b"".join(_chunk(name, data) for name, data in parts))
-
-
-def data_uri(image: bytes) -> str:
-    """A PNG file as a ``data:`` address, for a page that loads nothing."""
+    image = _SIGNATURE + b"".join(_chunk(name, data) for name, data in parts)
     return "data:image/png;base64," + base64.b64encode(image).decode("ascii")
 
 

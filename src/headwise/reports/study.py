@@ -1,15 +1,62 @@
-"""The page of the study: question, verdict, picture, facts."""
+"""The page of the study: question, verdict, picture, facts.
+
+A picture is SVG that takes its colours from the page around it.
+"""
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from headwise.reports import charts
 from headwise.reports.template import templates
+from headwise.studies import drawing
+from headwise.studies.question import Answer
 from headwise.studies.study import Study
+from headwise.support import extras
 from headwise.support.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
+
+# A page that defines these names has its own shades; elsewhere the colours stay what they are.
+NAMES = {
+    drawing.INK: "--ink",
+    drawing.SOFT: "--soft",
+    drawing.LINE: "--line",
+    drawing.CARD: "--card",
+    drawing.BAD: "--bad",
+    **{colour: f"--series-{n}" for n, colour in enumerate(drawing.SERIES)},
+}
+
+STYLE = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "svg.fonttype": "none",  # text stays text
+    "text.color": drawing.INK,
+    "axes.facecolor": "none",
+    "axes.edgecolor": drawing.LINE,
+    "axes.labelcolor": drawing.SOFT,
+    "axes.titlecolor": drawing.INK,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": drawing.SOFT,
+    "ytick.color": drawing.SOFT,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 2,
+    "legend.frameon": False,
+}
 
 
 def save(result: Study, path: Path) -> Path:
@@ -24,6 +71,48 @@ def save(result: Study, path: Path) -> Path:
 def render(result: Study) -> str:
     """The page as HTML."""
     # The pictures are drawn by matplotlib, which escapes the text in them.
-    pictures = {answer.question.id: Markup(charts.svg(answer)) for answer in result.answers}
+    pictures = {answer.question.id: Markup(svg(answer)) for answer in result.answers}
     template = templates().get_template("study.html")
     return template.render(study=result, pictures=pictures, version=result.setting["headwise"])
+
+
+def require() -> None:
+    """Make sure that pictures can be drawn.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    extras.require("matplotlib", purpose="which draws the pictures of the page")
+
+
+def svg(answer: Answer) -> str:
+    """The picture as an ``svg`` element for a page, with its caption for those who do not see it.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    require()
+    import matplotlib as mpl
+    from cycler import cycler
+    from matplotlib.figure import Figure
+
+    # The salt keeps the ids of two pictures on one page apart, and the same from run to run.
+    settings: dict[Any, Any] = STYLE | {
+        "axes.prop_cycle": cycler(color=drawing.SERIES),
+        "svg.hashsalt": answer.question.id,
+    }
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=(drawing.WIDTH, HEIGHT), layout="constrained")
+        answer.question.draw(figure, answer.numbers)
+        return _element(figure, answer.say(answer.question.caption))
+
+
+def _element(figure: Figure, caption: str) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", facecolor="none", metadata={"Date": None})
+    drawn = file.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
+    for colour, name in NAMES.items():
+        drawn = re.sub(rf"{colour}\b", f"var({name}, {colour})", drawn)
+    return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(caption)}" ', 1)

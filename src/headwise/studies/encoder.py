@@ -26,8 +26,7 @@ def trained(progress: Progress = no_progress) -> Reading:
         MissingExtraError: as `headwise.models.minilm.read`.
     """
     whole, first = " ".join(text.paragraphs()), text.paragraphs()[0]
-    passage = "the first four paragraphs of chapter I"
-    return minilm.read(whole, first, passage=passage, progress=progress)
+    return minilm.read(whole, first, progress=progress)
 
 
 def read(progress: Progress = no_progress) -> tuple[Reading, Fallback | None]:

@@ -38,7 +38,6 @@ LAYERS: dict[str, Layer] = {"torch": nn.MultiheadAttention, "headwise": Multihea
 
 def measure(progress: Progress) -> dict[str, Any]:
     """Give one batch-first tensor to a batch-first and to a length-first layer."""
-    progress("axis-order", 0, 3)
     x = torch.randn(BATCH, LENGTH, EMBED_DIM)
     right = {name: kind(EMBED_DIM, HEADS, batch_first=True) for name, kind in LAYERS.items()}
     wrong = {name: kind(EMBED_DIM, HEADS) for name, kind in LAYERS.items()}
@@ -49,10 +48,8 @@ def measure(progress: Progress) -> dict[str, Any]:
         order: {name: influence(layer, x) for name, layer in layers.items()}
         for order, layers in orders.items()
     }
-    progress("axis-order", 1, 3)
     outcomes = {name: given_to(layer, x) for name, layer in wrong.items()}
     outcomes["native"] = given_to_native(x)
-    progress("axis-order", 2, 3)
     return {
         "x": list(x.shape),
         "batch": BATCH,

@@ -40,7 +40,6 @@ def measure(progress: Progress) -> dict[str, Any]:
     found = {heads: autograd(layer, x, upstream) for heads, layer in layers.items()}
     bounds = {heads: whole(rounding_bounds(one)) for heads, one in forward.items()}
     formulas = {heads: whole(weight_gradients(one)) for heads, one in forward.items()}
-    progress("gradients", 1, 3)
     numbers = {
         "length": LENGTH,
         "many": many,
@@ -53,7 +52,6 @@ def measure(progress: Progress) -> dict[str, Any]:
         "ranks": ranks(layers, x),
         **compared(found[1], found[many], {n: bounds[1][n] + bounds[many][n] for n in WEIGHTS}),
     }
-    progress("training", 2, 3)
     return numbers | parting(state)
 
 

@@ -42,7 +42,7 @@ NEARLY_ALL = 0.98  # share of the numbers that is below the strongest colour
 def measure(progress: Progress) -> dict[str, Any]:
     """Read a few words with MiniLM, and take its first layer apart: its input is the embeddings."""
     sentence = " ".join(text.paragraphs()[0].split()[:WORDS])
-    reading = minilm.read(sentence, sentence, passage="its first words", progress=progress)
+    reading = minilm.read(sentence, sentence, progress=progress)
     call = reading.calls[0]
     native, x = filled(call.projections, reading.num_heads), call.x[:1]
     layer = native.inner

@@ -58,10 +58,8 @@ def measure(progress: Progress) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch announces is in the status
         status = status_of_torch()
-        progress("quantising", 1, 3)
         layer, x = Attention(EMBED_DIM, HEADS).eval(), torch.randn(BATCH, LENGTH, EMBED_DIM)
         compared = compare(layer, x)
-        progress("timing", 2, 3)
         times = {name: times_of_projections(name, layer, x) for name in TOKENS}
         speeds = [1 / found["once"] for found in times.values()]
         stored = quantised_weight(layer.q_proj.weight).int_repr()

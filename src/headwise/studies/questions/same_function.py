@@ -51,16 +51,12 @@ class Sample:
 
 def measure(progress: Progress) -> dict[str, Any]:
     """Repeat the check under four conditions, then merge the heads of a trained encoder."""
-    progress("same-function", 0, 4)
     published, quiet = samples("rand", 1.0, QUIET)
-    progress("same-function", 1, 4)
     (normal,), (own,) = samples("randn", 1.0), samples("own", 1.0)
     conditions = {"published": published, "quiet": quiet, "normal": normal, "own": own}
-    progress("same-function", 2, 4)
     checks = {name: check(sample) for name, sample in conditions.items()}
     example = next((seed for seed, equal in enumerate(checks["published"]["equal"]) if equal), 0)
     reading = encoder.reading(progress)
-    progress("same-function", 3, 4)
     layers = [merge_heads(call, reading.num_heads) for call in reading.calls]
     sums = [sum_of_scores(sample.projected, HEADS) for sample in (published, own)]
     sums += [layer["sum"] for layer in layers]

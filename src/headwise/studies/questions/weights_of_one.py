@@ -35,7 +35,6 @@ DIGITS = 3  # of the size of a score
 @torch.no_grad()
 def measure(progress: Progress) -> dict[str, Any]:
     """One head against eight, with weights of one and with torch's own, for tokens of all sizes."""
-    progress("weights-of-one", 0, 1)
     own, ones = layer_of(HEADS), layer_of(HEADS)
     set_to_one(ones)
     x = torch.randn(BATCH, LENGTH, EMBED_DIM)
