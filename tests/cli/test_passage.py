@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.cli.scan import passage
-from headwise.cli.scan.subject import Subject, title_of
+from headwise.cli.scan import reading as passage
+from headwise.cli.scan.reading import Subject, title_of
 
 
 def letters(vocabulary: int = 40, **changes: object) -> Subject:

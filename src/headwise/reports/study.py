@@ -8,19 +8,17 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup, escape
 
 from headwise.reports.template import templates
 from headwise.studies import drawing
+from headwise.studies.drawing import Figure
 from headwise.studies.question import Answer
 from headwise.studies.study import Study
 from headwise.support import extras
 from headwise.support.whole_files import write_whole
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
 

@@ -11,12 +11,10 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headwise.studies.drawing import Figure
 from headwise.support.progress import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Numbers = Mapping[str, Any]  # bool, int, float, str, and lists and dicts of them
 

@@ -2,6 +2,6 @@
 
 command.py   the command, its options, and the way from these to a report
 asked.py     what was asked for, checked
-subject.py   the model, a folder or the one that ships; and the scan of a sequence of tokens
-passage.py   what it reads
+reading.py   the model, a folder's or the one that ships, and what it reads
+work.py      the scan itself, of one text or of a corpus
 """

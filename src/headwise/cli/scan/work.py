@@ -11,10 +11,8 @@ from importlib import metadata
 
 import torch
 
-from headwise.cli.scan import passage, subject
 from headwise.cli.scan.asked import Asked
-from headwise.cli.scan.passage import Passage
-from headwise.cli.scan.subject import Subject
+from headwise.cli.scan.reading import Passage, Subject, model_of, passages_of
 from headwise.reports.scan import ScanReport
 from headwise.reports.telling import visible
 from headwise.scanning import machine
@@ -145,24 +143,24 @@ def prepare(asked: Asked) -> Work:
     """
     statistics = _statistics(asked)
     require_writable(asked.page)
-    read_by = subject.of(asked)
-    passages = passage.chosen(read_by, asked)
+    subject = model_of(asked)
+    passages = passages_of(subject, asked)
     for one in passages:
-        read_by.require_tokens(one.ids)
+        subject.require_tokens(one.ids)
     trial = passages[0].ids[:, :TRIAL]
-    with on_tokens(read_by.title, trial.shape[1], do=INSTEAD):
-        _scan(asked, read_by, trial)
-        calls = calls_of(read_by.model, lambda: read_by.read(trial))
+    with on_tokens(subject.title, trial.shape[1], do=INSTEAD):
+        _scan(asked, subject, trial)
+        calls = calls_of(subject.model, lambda: subject.read(trial))
     lengths = [one.ids.shape[1] for one in passages]
-    expected = estimate(read_by.model, calls, statistics, lengths, held=machine.in_use())
+    expected = estimate(subject.model, calls, statistics, lengths, held=machine.in_use())
     if not asked.force:
         require_memory(
             expected.more,
             machine.available(),
-            what=f"{max(lengths):,} tokens of {read_by.title}",
+            what=f"{max(lengths):,} tokens of {subject.title}",
             do="--length N with fewer tokens, --stats with fewer statistics, or --force",
         )
-    return Work(asked, read_by, passages, expected, len(calls))
+    return Work(asked, subject, passages, expected, len(calls))
 
 
 def _statistics(asked: Asked) -> Sequence[TileStatistic]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,13 @@ from headwise.errors import HeadwiseError
 from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
-from headwise.studies.drawing import SERIES, SOFT
+from headwise.studies.drawing import SERIES, SOFT, Axes, Figure
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.measures import times_of
 from headwise.studies.experiments.one_head import difference
 from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
 EMBED_DIM, HEADS = 32, 4

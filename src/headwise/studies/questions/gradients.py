@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise import reference
 from headwise.layers.native.attention import Attention
-from headwise.studies.drawing import INK, SERIES, SOFT, plotted
+from headwise.studies.drawing import INK, SERIES, SOFT, Axes, Figure, plotted
 from headwise.studies.experiments.gradient_formulas import (
     Pass,
     WeightGradients,
@@ -20,10 +20,6 @@ from headwise.studies.experiments.gradient_formulas import (
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
 from headwise.support.threads import one_thread
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last one is the "eight" of the words
 BATCH, LENGTH = 2, 96  # more tokens than embed_dim, so that nothing else bounds the rank

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwise.studies import encoder
-from headwise.studies.drawing import CARD, INK, SOFT
+from headwise.studies.drawing import CARD, INK, SOFT, Axes, Colorbar, Figure
 from headwise.studies.experiments import conventions, same_weights
 from headwise.studies.experiments.same_weights import EMBED_DIM, NUM_HEADS
 from headwise.studies.peers.installed import IMPLEMENTATIONS, PEERS
 from headwise.studies.question import Fact, Numbers, Question, Table, scientific
 from headwise.support.progress import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.colorbar import Colorbar
-    from matplotlib.figure import Figure
 
 CODE = tuple(key for key in IMPLEMENTATIONS if key != "paper")  # a formula has no conventions
 OWN = tuple(key for key in IMPLEMENTATIONS if key not in PEERS)

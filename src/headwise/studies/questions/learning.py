@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from headwise.layers.native.attention import Attention
-from headwise.studies.drawing import INK, SERIES, SOFT, beside, plotted, weight_map
+from headwise.studies.drawing import (
+    INK,
+    SERIES,
+    SOFT,
+    Axes,
+    Figure,
+    SubFigure,
+    beside,
+    plotted,
+    weight_map,
+)
 from headwise.studies.experiments import lookups
 from headwise.studies.experiments.lookups import HALF, LOOKUPS, Texts
 from headwise.studies.experiments.measures import parameters
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
 from headwise.support.threads import one_thread
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
 
 HEADS = (1, 2, 4, 8)
 WIDER = 4  # times as wide is a single head that is tried as well

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from headwise.studies.drawing import (
     SERIES,
     SOFT,
     WIDTH,
+    Axes,
+    Figure,
     block,
     heading,
     inset,
@@ -28,10 +30,6 @@ from headwise.studies.experiments.measures import parameters
 from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 EMBED_DIM = 40
 HEADS, HEAD_DIM, VALUE_DIM = 6, 10, 7  # none of them divides the next, nor EMBED_DIM its heads

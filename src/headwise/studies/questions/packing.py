@@ -6,14 +6,14 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import PolarityWarning
 from headwise.masks.mask import Mask
-from headwise.studies.drawing import SERIES, block, heading, note, sheet
+from headwise.studies.drawing import SERIES, Axes, Figure, block, heading, note, sheet
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.measures import times_of
 from headwise.studies.experiments.packing_forms import PARTS, Form, attend, forms
@@ -21,10 +21,6 @@ from headwise.studies.peers.installed import GPT2, DropIn, Native, TorchLayer
 from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 EMBED_DIM, HEADS = 768, 12  # GPT-2's
 BATCH, QUERIES, KEYS = 2, 48, 64

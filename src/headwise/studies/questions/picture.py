@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from headwise.models.reading import Projections
 from headwise.studies.drawing import (
     SERIES,
     WIDTH,
+    Axes,
+    Figure,
     arrow,
     heading,
     inset,
@@ -28,10 +30,6 @@ from headwise.studies.peers.installed import Native
 from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 WORDS = 9  # of the text: few enough for every map to be drawn whole
 EVERY = 4  # one number in so many is drawn of what is embed_dim wide

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise import reference
 from headwise.errors import MissingExtraError
 from headwise.layers.native.attention import Attention
-from headwise.studies.drawing import INK, SERIES, SOFT, beside, plotted
+from headwise.studies.drawing import INK, SERIES, SOFT, Axes, Figure, beside, plotted
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.measures import times_of
 from headwise.studies.experiments.quantised_projections import (
@@ -31,10 +31,6 @@ from headwise.studies.experiments.quantised_projections import (
 from headwise.studies.peers.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 EMBED_DIM, HEADS, BATCH, LENGTH = 512, 8, 2, 128
 TOKENS = {"one": 1, "many": 256}  # that are timed, and how often

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,16 @@ from headwise.budget.budget import Budget
 from headwise.matrix import AttentionMatrix
 from headwise.models.reading import AttentionCall
 from headwise.studies import encoder
-from headwise.studies.drawing import INK, SERIES, SOFT, beside, plotted, weight_map
+from headwise.studies.drawing import (
+    INK,
+    SERIES,
+    SOFT,
+    Figure,
+    SubFigure,
+    beside,
+    plotted,
+    weight_map,
+)
 from headwise.studies.experiments.one_head import (
     Projected,
     budget_of_scores,
@@ -26,9 +35,6 @@ from headwise.studies.experiments.one_head import (
 )
 from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure, SubFigure
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH = 2, 10

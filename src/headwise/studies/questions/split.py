@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from headwise.studies.drawing import (
     SERIES,
     SOFT,
     WIDTH,
+    Axes,
+    Figure,
     arrow,
     block,
     heading,
@@ -36,10 +38,6 @@ from headwise.studies.experiments.tracing import (
 from headwise.studies.peers.installed import Native, TorchLayer
 from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 ASKED = {"batch": 1, "length": 12, "embed_dim": 512, "heads": 2}
 OTHER = {"batch": 3, "length": 5, "embed_dim": 28, "heads": 4}  # no two products the same

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise.studies.drawing import INK, SERIES, beside, plotted
+from headwise.studies.drawing import INK, SERIES, Figure, beside, plotted
 from headwise.studies.experiments import whole_layer
 from headwise.studies.experiments.one_head import (
     Projected,
@@ -21,9 +21,6 @@ from headwise.studies.experiments.one_head import (
 from headwise.studies.peers.installed import TorchLayer
 from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH, LONGER = 40, 5, 50
