@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from torch import Tensor
 
 from headwise.reports import pictures, telling
-from headwise.reports.telling import Shown, StandingOut
+from headwise.reports.telling import StandingOut
 from headwise.reports.template import templates
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.saved_scan import fields_of_statistic
@@ -126,7 +126,11 @@ def render(report: ScanReport) -> str:
     """The page as HTML."""
     scan = report.scan
     environment = templates()
-    environment.filters |= {"css": pictures.css, "ink": pictures.ink, "image": picture_of}
+    environment.filters |= {
+        "css": pictures.css,
+        "ink": pictures.ink,
+        "image": lambda one: _image(one.rows, one.scale.position),
+    }
     return environment.get_template("scan.html").render(
         report=report,
         version=report.versions["headwise"],
@@ -183,7 +187,7 @@ def cards(report: ScanReport) -> list[Card]:
 def maps(scan: HeadScan) -> dict[tuple[int, int], str]:
     """(layer, head) -> a picture of its weights, as a ``data:`` address."""
     return {
-        (index, head): _map(values)
+        (index, head): _image(values.tolist(), pictures.weight_position)
         for index, layer in enumerate(scan.layer_scans)
         if MAP in layer.summaries
         for head, values in zip(layer.heads, _finest(layer.summaries[MAP]), strict=True)
@@ -197,22 +201,10 @@ def _finest(summary: Summary) -> Tensor:
     return levels[max(whole, default=max(levels))]
 
 
-def picture_of(one: Shown) -> str:
-    """Layers x heads as a picture of one pixel each, for models with many heads."""
+def _image(rows: list[list[float]], position: Callable[[float], float]) -> str:
+    """A pixel for each value, as a ``data:`` address; clear where there is none."""
     return pictures.positions_png(
-        [
-            [None if value != value else one.scale.position(value) for value in row]
-            for row in one.rows
-        ]
-    )
-
-
-def _map(values: Tensor) -> str:
-    return pictures.positions_png(
-        [
-            [None if value != value else pictures.weight_position(value) for value in row]
-            for row in values.tolist()
-        ]
+        [[None if value != value else position(value) for value in row] for row in rows]
     )
 
 
