@@ -95,8 +95,9 @@ def scan(
     Prints what stands out, and writes a page with everything. A corpus that was
     interrupted goes on where it was when it is asked for again.
     """
-    options = locals()
-    _scan(Asked(**{name: options[name] for name in options if name != "as_json"}), as_json=as_json)
+    options = locals()  # by the names that they have in `Asked`, all but one
+    del options["as_json"]
+    _scan(Asked(**options), as_json=as_json)
 
 
 def _scan(asked: Asked, *, as_json: bool) -> None:
