@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 else:  # matplotlib need not be there: only annotations name these
     Axes = Colorbar = Figure = SubFigure = AxesImage = Annotation = Any
 
+Place = tuple[float | int, float | int]
 WIDTH = 7.6  # inches, of every picture
 
 INK = "#1d2126"  # text and whatever must be seen
@@ -47,9 +48,7 @@ def plotted(axes: Axes, title: str = "", **settings: Any) -> None:
     axes.grid(axis="y", color=LINE)
 
 
-def beside(
-    axes: Axes, words: str, place: tuple[float, float], offset: tuple[float, float], **look: Any
-) -> Annotation:
+def beside(axes: Axes, words: str, place: Place, offset: Place, **look: Any) -> Annotation:
     """Words so many points right of and above a place."""
     return axes.annotate(words, place, offset, textcoords="offset points", **look)
 
