@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headwise.layers.native import base
 from headwise.layers.native.attention import Attention
 from headwise.matrix import AttentionMatrix
 from headwise.studies.experiments.tracing import (
@@ -52,13 +53,13 @@ def test_a_layer_that_splits_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_cut_that_copies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Copied(Attention):
-        def _heads(self, x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
-            index = torch.arange(x.shape[-1]).unflatten(0, (heads, -1))
-            return torch.stack([x.index_select(-1, own) for own in index], dim=1)
+    def copied(x: Tensor, *, heads: int) -> Tensor:
+        index = torch.arange(x.shape[-1]).unflatten(0, (heads, -1))
+        return torch.stack([x.index_select(-1, own) for own in index], dim=1)
 
-    assert not cuts(trace_of(Copied(32, 2)), head_dim=16)[0].is_view
-    monkeypatch.setattr(installed, "Attention", Copied)
+    assert cuts(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
+    monkeypatch.setattr(base, "split_heads", copied)
+    assert not cuts(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
     (said,) = failing(ask(split.QUESTION))
     assert "cuts into heads" in said
 
@@ -126,11 +127,11 @@ def test_another_order_inside_an_axis_is_noticed(
 def test_heads_of_interleaved_channels_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head h has the channels h, h + heads, ... of q, k and v: another order, another function."""
 
-    class Interleaved(Attention):
-        def _heads(self, x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
-            return x.unflatten(-1, (-1, heads)).movedim(-1, 1).contiguous()
+    def interleaved(x: Tensor, *, heads: int) -> Tensor:
+        index = torch.arange(x.shape[-1]).unflatten(0, (-1, heads)).mT
+        return torch.stack([x.index_select(-1, own) for own in index], dim=1)
 
-    monkeypatch.setattr(installed, "Attention", Interleaved)
+    monkeypatch.setattr(base, "split_heads", interleaved)
     said = " ".join(failing(ask(split.QUESTION)))
     assert "the order inside each axis" in said
     assert "the paper's formula" in said
