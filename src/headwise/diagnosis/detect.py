@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headwise.checkpoints.config import Config, known_counts
 from headwise.checkpoints.detect import Detection
 from headwise.checkpoints.evidence import by_values
-from headwise.diagnosis.weights import Counts, Given, Weights, weights_of, whole_numbers
+from headwise.diagnosis.weights import COUNTS, Given, Weights, weights_of, whole_numbers
 from headwise.errors import OptionError
 
 if TYPE_CHECKING:
@@ -51,12 +51,7 @@ def detect(
         UndecidedError: no layout agrees with the model of ``against``, and one could not be
             compared with it.
     """
-    counts: Counts = {
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "rotary_width": rotary_width,
-    }
+    counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
     _require_path(against)
     given = weights_of(weights, counts, config=config)
     other = None if reference is None else weights_of(reference, counts, title="the reference")
