@@ -42,7 +42,8 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
         shaped: Tensor = rows.unflatten(0, x.shape[:-1])
         return shaped
-    return private_torch.onednn_linear(x, weight, bias)
+    product: Tensor = private_torch.onednn_linear(x, weight, bias)
+    return product
 
 
 class _Linear(torch.autograd.Function):
@@ -52,7 +53,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        return private_torch.onednn_linear(x, weight, bias)
+        product: Tensor = private_torch.onednn_linear(x, weight, bias)
+        return product
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,6 +18,7 @@ speed, memory or a check of values is lost:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -40,17 +41,15 @@ _make_wrapper = find("Tensor._make_wrapper_subclass")
 _is_wrapper = find("utils._python_dispatch.is_traceable_wrapper_subclass")
 no_torch_function = find("_C._disabled_torch_function_impl")
 
+# (x, weight, bias) -> x @ weight.T + bias by oneDNN's product, where `HAS_ONEDNN_LINEAR`.
+onednn_linear = _linear_pointwise and partial(
+    _linear_pointwise, attr="none", scalars=[], algorithm=""
+)
 HAS_ONEDNN_LINEAR = torch.backends.mkldnn.is_available() and _linear_pointwise is not None
 HAS_WRAPPERS = _make_wrapper is not None and no_torch_function is not None
 
 # Names by which `torch._ops.OpOverload.name` tells two of torch's private operators.
 SOFTMAX, TO_COPY = "aten::_softmax", "aten::_to_copy"
-
-
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``x @ weight.T + bias`` by oneDNN's product, where `HAS_ONEDNN_LINEAR`."""
-    out: Tensor = _linear_pointwise(x, weight, bias, "none", [], "")
-    return out
 
 
 def in_functorch(*, unknown: bool) -> bool:
