@@ -16,7 +16,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from headwise.budget.budget import Budget
 from headwise.errors import OptionError
 from headwise.layers.positions import PositionBias, T5Bias
-from headwise.layers.positions.relative import RelativeBias
+from headwise.layers.positions.by_distance import RelativeBias
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix

@@ -14,8 +14,7 @@ from headwise.errors import OptionError
 from headwise.layers.native.base import AttentionBase
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, Rotary, T5Bias
-from headwise.layers.positions.alibi import BIAS_MAX, AlibiSlopes
-from headwise.layers.positions.relative import RelativeBias
+from headwise.layers.positions.by_distance import BIAS_MAX, AlibiSlopes, RelativeBias
 from headwise.layouts import moving
 from headwise.layouts.canonical import State
 from headwise.layouts.function import SCALES, USUAL_SCALE, Function, require_same

@@ -4,9 +4,7 @@ Each is a small value that a layer is given: `Rotary` rotates queries and keys, 
 makes a module that gives a `ScoreBias`.
 """
 
-from headwise.layers.positions.alibi import Alibi, alibi_slopes
-from headwise.layers.positions.bias import PositionBias
-from headwise.layers.positions.relative import T5Bias
+from headwise.layers.positions.by_distance import Alibi, PositionBias, T5Bias, alibi_slopes
 from headwise.layers.positions.rotary import Rotary
 from headwise.layers.positions.scaling import (
     LinearScaling,
