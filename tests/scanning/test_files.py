@@ -232,3 +232,9 @@ def test_a_place_where_nothing_can_be_written(scan: HeadScan, tmp_path: Path) ->
         with pytest.raises(OptionError, match=said):
             scan.save(path)
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(OptionError, match="File name too long") as refused:
+        HeadScan.load("a" * 5000)
+    assert len(refused.value.saw) < 200

@@ -147,7 +147,15 @@ def _digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the JSON and the tensors of a file whose digest, if it has one, is right."""
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError as error:  # a name that no file can have, as it is too long
+        raise OptionError(
+            saw=f"{describe_value(str(path))}: {error.strerror}",
+            needed="the path of a file that HeadScan.save wrote",
+            do="look at what gives the path",
+        ) from error
+    if not is_there:
         raise FileNotFoundError(f"there is no file {path}")
     try:
         with safe_open(path, framework="pt") as file:
