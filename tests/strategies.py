@@ -161,9 +161,18 @@ def masks(
         ),
         "key lengths": lambda: Mask.lengths(keys=_integers(generator, 0, keys, batch)),
         "query lengths": lambda: Mask.lengths(queries=_integers(generator, 0, queries, batch)),
+        "left-padded": lambda: Mask.lengths(keys=_integers(generator, 0, keys, batch), side="left"),
+        "query starts": lambda: Mask.starts(queries=_integers(generator, 0, queries, batch)),
+        "prefix": lambda: Mask.prefix(
+            choose((0, 2, _integers(generator, 0, keys, batch))),
+            align=choose(("top-left", "bottom-right")),
+        ),
+        "where": lambda: Mask.where(_diagonals(choose((2, 3)))),
         "segments": lambda: _segments(generator, choose((batch, 1)), queries, keys),
         "dense": lambda: _may_attend(choose, shape, generator),
     }
+    if batch == 1:
+        clauses["packed"] = lambda: _packed(generator, queries, keys)
     mask: Mask | None = None
     for _ in range(choose((1, 0, 2, 3))):
         clause = clauses[choose(tuple(clauses))]()
@@ -195,6 +204,17 @@ def score_biases(
 def _segments(generator: torch.Generator, batch: int, queries: int, keys: int) -> Mask:
     ids, key_ids = (_integers(generator, -1, 2, batch, n) for n in (queries, keys))
     return Mask.segments(ids, key_ids)
+
+
+def _packed(generator: torch.Generator, queries: int, keys: int) -> Mask:
+    """Up to three sequences, with some positions behind them that are none."""
+    ends = (_integers(generator, 0, n, 3).sort().values for n in (queries, keys))
+    return Mask.packed(*(torch.cat([end.new_zeros(1), end]) for end in ends))
+
+
+def _diagonals(step: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Every so many diagonals are hidden: others in each sequence and head."""
+    return lambda batch, head, query, key: (key - query + head + 2 * batch) % step > 0
 
 
 def _may_attend(

@@ -16,6 +16,7 @@ from headwise.errors import DTypeError, MaskError, OptionError
 from headwise.huggingface.attention import REFUSED, attend
 from headwise.huggingface.lazy_mask import LazyMask
 from headwise.layers.hooks import watching
+from headwise.masks.clauses.dense import Dense
 from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from tests.honest import normal, ordinary
@@ -343,5 +344,5 @@ def test_half_of_the_lowest_number_hides_and_no_less(dtype: torch.dtype) -> None
     mask = torch.zeros(1, 1, 1, KEYS, dtype=dtype)
     mask[..., 4], mask[..., 5] = half, torch.nextafter(half, torch.zeros_like(half))
     matrix, _ = what_is_shown(q, k, v, mask)
-    (shown,) = matrix.mask.dense
-    assert (~shown).flatten().nonzero().flatten().tolist() == [4]
+    (clause,) = matrix.mask.of_kind(Dense)
+    assert (~clause.allowed).flatten().nonzero().flatten().tolist() == [4]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.huggingface import NAME
+from headwise.masks.clauses.dense import Dense
 from headwise.matrix import AttentionMatrix
 from tests.huggingface.models import BATCH, LENGTH, MODELS, built, lengths_mask, watched
 
@@ -57,7 +58,11 @@ def test_greedy(name: str, cache: str) -> None:
         pytest.skip("GPT-2 of transformers has no static cache")
     seen = check(name, torch.float64, cache_implementation=cache)
     # Written masks are those of one query, in the steps with a static cache.
-    assert all(min(t.shape[2], matrix.shape[2]) == 1 for matrix in seen for t in matrix.mask.dense)
+    assert all(
+        min(c.allowed.shape[2], matrix.shape[2]) == 1
+        for matrix in seen
+        for c in matrix.mask.of_kind(Dense)
+    )
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headwise.errors import MaskError
 from headwise.huggingface.lazy_mask import LazyMask
+from headwise.masks.clauses.lengths import Lengths
 from headwise.masks.mask import Mask
 from tests.memory import LargestTensor
 
@@ -91,8 +92,7 @@ def test_moved_it_stays_lazy() -> None:
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, LazyMask)
     assert moved.device.type == "meta"
-    assert moved.mask.key_lengths is not None
-    assert moved.mask.key_lengths.is_meta
+    assert [lengths.numbers.is_meta for lengths in moved.mask.of_kind(Lengths)] == [True]
     assert mask.written is None
     mask[:] = True
     moved = mask.to("meta")
@@ -133,8 +133,8 @@ def test_the_float_form_is_zeros_and_the_smallest_number() -> None:
 
 def test_a_compiled_layer_reads_it() -> None:
     def layer(x: Tensor, mask: Tensor) -> Tensor:
-        if isinstance(mask, LazyMask) and mask.mask.key_lengths is not None:
-            return x * mask.mask.key_lengths[:, None]
+        if isinstance(mask, LazyMask) and mask.mask.of_kind(Lengths):
+            return x * mask.mask.of_kind(Lengths)[0].numbers[:, None]
         return x
 
     x = torch.ones(BATCH, 2)

@@ -15,6 +15,8 @@ from transformers.masking_utils import and_masks, or_masks, sdpa_mask
 from headwise.huggingface import patterns
 from headwise.huggingface.lazy_mask import LazyMask
 from headwise.huggingface.masks import from_transformers
+from headwise.masks.clauses.dense import Dense
+from headwise.masks.clauses.segments import Segments
 from tests.huggingface.models import BATCH, LENGTH, lengths_mask
 
 LONGEST = 32  # of a static cache
@@ -88,7 +90,7 @@ def check_lazy(options: Any) -> LazyMask:
     mask = from_transformers(**options)
     assert isinstance(mask, LazyMask)
     assert mask.shape == (BATCH, 1, options["q_length"], options["kv_length"])
-    assert all(t.shape[2] == 1 for t in mask.mask.dense), "queries x keys"
+    assert all(c.allowed.shape[2] == 1 for c in mask.mask.of_kind(Dense)), "queries x keys"
     assert torch.equal(mask.write(), described(options))
     return mask
 
@@ -116,8 +118,8 @@ def test_keys_ahead_of_the_queries_are_written() -> None:
 @pytest.mark.parametrize("kind", PACKED)
 def test_packed_sequences(kind: str) -> None:
     mask = check_lazy(call(PLACES["no cache"], PACKED[kind], None)).mask
-    assert mask.segment_ids
-    assert not mask.dense
+    assert mask.of_kind(Segments)
+    assert not mask.of_kind(Dense)
     # Positions of a row that is not whole are none of ours to guess.
     check_written(call((LENGTH - 1, LENGTH, 0, 0), PACKED[kind], None))
 
@@ -128,8 +130,7 @@ def test_padding_in_the_cheapest_words() -> None:
 
     assert read("no cache", PADDING["all real"](LENGTH)) == "causal top-left"
     assert read("no cache", PADDING["right"](LENGTH)) == "causal top-left & lengths(keys)"
-    dense = f"causal top-left & may_attend({BATCH}, 1, 1, {LENGTH})"
-    assert read("no cache", PADDING["left"](LENGTH)) == dense
+    assert read("no cache", PADDING["left"](LENGTH)) == "causal top-left & starts(keys)"
     # The rest of a static cache is hidden by causality.
     rest = lengths_mask([LENGTH] * BATCH, LONGEST, side="right").bool()
     assert read("static cache, empty", rest) == "causal top-left"

@@ -12,6 +12,7 @@ from torch import Tensor
 from headwise.huggingface import NAME
 from headwise.kernels import sweep
 from headwise.kernels.tiled import Readings
+from headwise.masks.clauses.segments import Segments
 from tests.huggingface.models import DECODER, MODELS, Case, built, watched
 from tests.memory import LargestTensor
 
@@ -78,7 +79,7 @@ def test_packed_sequences(made: LargestTensor) -> None:
     options = {"position_ids": positions, "use_cache": False}
     with watched() as seen:
         assert run(model, made, None, **options) < LENGTH**2, made.name
-    assert all(matrix.mask.segment_ids for matrix in seen)
+    assert all(matrix.mask.of_kind(Segments) for matrix in seen)
 
 
 def test_training() -> None:

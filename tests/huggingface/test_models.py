@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from headwise.masks.clauses.dense import Dense
+from headwise.masks.clauses.segments import Segments
 from tests.huggingface.models import BATCH, LENGTH, MODELS, SOURCE, Pair, lengths_mask, watched
 
 # Lengths of the three sequences: full, some, one token.
@@ -49,7 +51,7 @@ def test_with_padding(pair: Pair, side: str) -> None:
     mask = lengths_mask(LONG if eager else SOME[length], length, side=side)
     # The decoder of a pair of sequences is not padded.
     seen = check(pair, None if pair.case.source else mask.bool(), attention_mask=mask)
-    assert all(t.shape[2] == 1 for matrix in seen for t in matrix.mask.dense)
+    assert all(c.allowed.shape[2] == 1 for matrix in seen for c in matrix.mask.of_kind(Dense))
 
 
 def test_all_the_same_without_a_cache(pair: Pair) -> None:
@@ -64,7 +66,7 @@ def test_packed_sequences(pair: Pair) -> None:
     rows = [[*range(5), *range(8)], [*range(12), 0], [*range(13)]]
     seen = check(pair, position_ids=torch.tensor(rows), use_cache=False)
     if pair.case is not MODELS["gpt_oss"]:  # its masks do not ask for the position ids
-        assert all(matrix.mask.segment_ids for matrix in seen)
+        assert all(matrix.mask.of_kind(Segments) for matrix in seen)
 
 
 def test_switching_there_and_back(pair: Pair) -> None:

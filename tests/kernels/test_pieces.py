@@ -10,7 +10,8 @@ from torch import Tensor
 
 from headwise import AttentionMatrix, Mask, ScoreBias, reference
 from headwise.kernels import pieces
-from headwise.kernels.pieces import Piece, Span
+from headwise.masks.clause import Rectangle, Span
+from headwise.masks.clauses import segments
 from headwise.testing import Budget
 from tests.honest import normal
 from tests.memory import LargestTensor
@@ -19,6 +20,7 @@ BATCH, HEADS, QUERIES, KEYS = 3, 6, 24, 29
 LENGTHS, KEY_LENGTHS = torch.tensor([24, 5, 0]), torch.tensor([29, 0, 11])
 IDS = torch.tensor([[0] * 4 + [-1] * 3 + [5] * 16 + [9]])
 KEY_IDS = torch.tensor([[5] * 9 + [3] * 2 + [0] * 15 + [-1] * 3])
+IDS_OF_KEYS = torch.tensor([[5] * 20 + [0] * 9])
 SCATTERED = torch.tensor([[0] * 4 + [1] * 10 + [0] * 10])
 
 
@@ -26,7 +28,9 @@ def found(mask: Mask, *, keys: int = KEYS, batch: int = BATCH) -> list[tuple[int
     bound = mask.bind(
         batch=batch, heads=HEADS, queries=QUERIES, keys=keys, device=torch.device("cpu")
     )
-    return [(p.batch, tuple(p.queries), tuple(p.keys)) for p in pieces.of_mask(bound, batch)]
+    division = bound.divided()
+    rectangles = () if division is None else division.rectangles
+    return [(p.batch, tuple(p.queries), tuple(p.keys)) for p in rectangles]
 
 
 def test_lengths_are_one_rectangle_a_sequence() -> None:
@@ -54,6 +58,23 @@ MASKS: dict[str, tuple[Mask, int]] = {
     "both": (Mask.lengths(queries=LENGTHS, keys=KEY_LENGTHS), KEYS),
     "causal": (Mask.lengths(keys=KEY_LENGTHS) & Mask.causal(align="bottom-right"), KEYS),
     "window": (Mask.segments(IDS) & Mask.window(3, 1), QUERIES),
+    "left-padded": (
+        Mask.lengths(keys=KEY_LENGTHS, side="left") & Mask.prefix(3, align="bottom-right"),
+        KEYS,
+    ),
+    "where": (
+        Mask.starts(queries=LENGTHS // 2, keys=KEY_LENGTHS // 2)
+        & Mask.where(lambda batch, head, query, key: (batch + head + query + key) % 3 > 0),
+        KEYS,
+    ),
+    "two packings": (
+        Mask.segments(IDS, KEY_IDS) & Mask.segments(KEY_IDS[:, :24], IDS_OF_KEYS),
+        KEYS,
+    ),
+    "scattered": (
+        Mask.segments(SCATTERED, SCATTERED.new_zeros(1, KEYS)) & Mask.lengths(keys=KEY_LENGTHS),
+        KEYS,
+    ),
     "segments": (Mask.segments(IDS, KEY_IDS) & Mask.window(20, 9, align="top-left"), KEYS),
     "dense": (
         Mask.segments(IDS, KEY_IDS)
@@ -123,13 +144,13 @@ def test_a_cut_is_in_the_order_asked_for() -> None:
     x = torch.arange(20.0).view(1, 1, 20, 1)
     parts = pieces.cut(x, [Span(12, 15), Span(0, 3), Span(15, 16)], dim=2)
     assert [part.flatten().tolist() for part in parts] == [[12, 13, 14], [0, 1, 2], [15]]
-    assert Piece(0, Span(2, 5), Span(7, 3)).cells == 0
+    assert Rectangle(0, Span(2, 5), Span(7, 3)).cells == 0
 
 
 def test_the_memory_is_that_of_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed into one row, 16 sequences of 512 never make a tensor of 8,192 x 8,192."""
     # What watches the memory would also keep the lengths from being read.
-    monkeypatch.setattr(pieces, "may_read_values", lambda _: True)
+    monkeypatch.setattr(segments, "may_read_values", lambda _: True)
     q = torch.randn(1, 2, 8192, 16, requires_grad=True)
     ids = torch.arange(16).repeat_interleave(512)[None]
     with LargestTensor() as seen:

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from headwise.budget.budget import Budget
 from headwise.kernels import pieces, sdpa
 from headwise.kernels.choose import choose
+from headwise.masks.clauses import segments
 from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from tests.memory import LargestTensor
@@ -66,7 +67,7 @@ def test_torch_alone_would_leave_the_fused_path() -> None:
 
 def test_the_pieces_of_a_batch_write_no_matrix_either(monkeypatch: pytest.MonkeyPatch) -> None:
     # A dispatch mode, which watches the memory, also keeps lengths from being read.
-    monkeypatch.setattr(pieces, "may_read_values", lambda _: True)
+    monkeypatch.setattr(segments, "may_read_values", lambda _: True)
     monkeypatch.setattr(pieces, "CALL", 1)
     x = {name: LAYOUTS["transposed"](tensor) for name, tensor in operands().items()}
     mask = Mask.segments((torch.arange(LENGTH) >= 350)[None].long())

@@ -12,7 +12,7 @@ from torch import nn
 from headwise import ScoreBias
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, Rotary, alibi_slopes
-from headwise.masks.bound_mask import Align
+from headwise.masks.alignment import Align
 from tests.layouts.captured import DIVIDED, THETA, WHOLE, angles, captured, model_of
 from tests.layouts.real import Real, assert_same_function
 

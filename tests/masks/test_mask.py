@@ -19,6 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headwise import AttentionMatrix
 from headwise.masks.bound_mask import BoundMask
+from headwise.masks.clauses.dense import Dense
+from headwise.masks.clauses.lengths import Lengths
 from headwise.masks.mask import Mask
 from tests.strategies import allowed, masks
 
@@ -80,6 +82,28 @@ CLAUSES: dict[str, tuple[Mask, Predicate]] = {
         Mask.lengths(queries=SHORT_QUERIES),
         lambda b, h, i, j: i < SHORT_QUERIES[b],
     ),
+    "key lengths, left-padded": (
+        Mask.lengths(keys=LENGTHS, side="left"),
+        lambda b, h, i, j: j >= 29 - LENGTHS[b],
+    ),
+    "query lengths, left-padded": (
+        Mask.lengths(queries=SHORT_QUERIES, side="left"),
+        lambda b, h, i, j: i >= 24 - SHORT_QUERIES[b],
+    ),
+    "starts": (
+        Mask.starts(keys=LENGTHS, queries=SHORT_QUERIES),
+        lambda b, h, i, j: bool(j >= LENGTHS[b] and i >= SHORT_QUERIES[b]),
+    ),
+    "prefix": (Mask.prefix(5, align="top-left"), lambda b, h, i, j: j < 5 or j <= i),
+    "prefix of each sequence": (
+        Mask.prefix(LENGTHS, align="bottom-right"),
+        lambda b, h, i, j: bool(j < LENGTHS[b] or j <= i + OFFSET),
+    ),
+    "where": (
+        Mask.where(lambda batch, head, query, key: (batch + 2 * head + 3 * query + key) % 5 < 3),
+        lambda b, h, i, j: (b + 2 * h + 3 * i + j) % 5 < 3,
+    ),
+    "where of one axis": (Mask.where(lambda b, h, i, j: h != 2), lambda b, h, i, j: h != 2),
     "segments": (
         Mask.segments(IDS, KEY_IDS),
         lambda b, h, i, j: bool(IDS[b, i] == KEY_IDS[b, j] >= 0),
@@ -100,8 +124,8 @@ CLAUSES: dict[str, tuple[Mask, Predicate]] = {
 
 @pytest.mark.parametrize("shape", [(6, 2, 0), (6, 0, 5), (0, 2, 5)])
 def test_from_torch_without_elements(shape: tuple[int, int, int]) -> None:
-    (allowed,) = Mask.from_torch(torch.zeros(shape, dtype=torch.bool), num_heads=3).dense
-    assert allowed.shape == (shape[0] // 3, 3, *shape[1:])
+    (clause,) = Mask.from_torch(torch.zeros(shape, dtype=torch.bool), num_heads=3).of_kind(Dense)
+    assert clause.allowed.shape == (shape[0] // 3, 3, *shape[1:])
 
 
 @pytest.mark.parametrize("name", CLAUSES)
@@ -135,8 +159,7 @@ def test_a_window_is_its_definition_at_every_shape(
     mask = Mask.window(left, right, align=align)
     assert torch.equal(allowed(mask, shape), brute(predicate, shape))
     bound, expected = bind(mask, shape), brute(predicate, shape)[0, 0]
-    assert bound.is_plain
-    assert bound.is_banded == (not expected.all())
+    assert bool(bound.hiding) == (not expected.all())
 
 
 # ---- blocks ----------------------------------------------------------------------------------
@@ -156,17 +179,16 @@ def tiles(draw: st.DrawFn) -> tuple[Mask, tuple[int, int, int, int], list[slice]
 
 
 @given(tiles())
-def test_a_block_and_its_band_are_a_tile_of_the_mask(
+def test_a_block_is_a_tile_of_the_mask(
     drawn: tuple[Mask, tuple[int, int, int, int], list[slice]],
 ) -> None:
     mask, shape, (batches, heads, rows, columns) = drawn
     bound, whole = bind(mask, shape), allowed(mask, shape)
     expected = whole[batches, heads, rows, columns]
-    i, j = torch.arange(shape[2])[rows], torch.arange(shape[3])[columns]
-    seen = ~bound.hides_by_band(i, j)
+    i = torch.arange(shape[2])[rows]
     for index in (rows, i):  # rows as a slice, and as a list of positions
         block = bound.block(batches, heads, index, columns)
-        got = seen if block is None else seen & block
+        got = torch.tensor(True) if block is None else block
         assert torch.equal(got.expand(expected.shape), expected)
     flipped = i.flip(0)
     assert torch.equal(bound.at(flipped).expand(*shape[:2], -1, -1), whole[:, :, flipped])
@@ -184,7 +206,7 @@ def test_pairs_are_elements_of_the_mask(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_key_range_and_band_edges_agree_with_the_mask(seed: int) -> None:
+def test_key_range_and_open_range_agree_with_the_mask(seed: int) -> None:
     choose = random.Random(seed).choice
     queries, keys = choose(range(1, 12)), choose(range(1, 12))
     sides = (None, 0, 1, 3, 20)
@@ -199,17 +221,17 @@ def test_key_range_and_band_edges_agree_with_the_mask(seed: int) -> None:
             assert 0 <= start <= end <= keys
             assert not tile[:, :start].any()
             assert not tile[:, end:].any()
-            left, right = bound.band_edges(first, stop)
+            left, right = bound.open_range(first, stop)
             inside = torch.tensor([left <= key < right for key in range(keys)])
             assert torch.equal(inside, tile.all(0))
 
 
-def test_a_mask_of_bands_alone_needs_no_block() -> None:
+def test_bands_are_merged_and_nothing_needs_no_block() -> None:
     bound = bind(Mask.causal(align="top-left") & Mask.window(4, None, align="bottom-right"))
-    assert bound.is_plain
-    assert bound.block(slice(None), slice(None), slice(None), slice(None)) is None
-    assert not bind(Mask.lengths(keys=LENGTHS)).is_plain
-    assert not bind(Mask.lengths(keys=LENGTHS)).is_banded
+    assert bound.clauses == (bound.band,)
+    assert bound.band is not None
+    assert bound.band.sides == (4 - OFFSET, 0)
+    assert bind(Mask()).block(slice(None), slice(None), slice(None), slice(None)) is None
 
 
 # ---- the conventions of torch ----------------------------------------------------------------
@@ -316,8 +338,9 @@ def test_a_mask_can_be_copied_and_pickled() -> None:
 
 def test_two_lengths_mean_the_shorter() -> None:
     mask = Mask.lengths(keys=torch.tensor([3, 9])) & Mask.lengths(keys=torch.tensor([5, 2]))
-    assert mask.key_lengths is not None
-    assert mask.key_lengths.tolist() == [3, 2]
+    (merged,) = bind(mask, (2, 1, 4, 9)).clauses
+    assert isinstance(merged, Lengths)
+    assert merged.numbers.tolist() == [3, 2]
 
 
 # ---- the edges of sizes --------------------------------------------------------------------------

@@ -169,9 +169,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ["torch.float32"],
     ),
     "lengths that do not meet": (
-        lambda: Mask.lengths(keys=torch.tensor([3, 1])) & Mask.lengths(keys=LENGTHS),
+        lambda: bind(Mask.lengths(keys=torch.tensor([3, 1])) & Mask.lengths(keys=LENGTHS)),
         MaskError,
-        ["(2,)", "(3,)"],
+        ["(2,)", "(batch 3,)"],
     ),
     "another device": (
         lambda: bind(Mask.may_attend(META, axes="queries keys")),

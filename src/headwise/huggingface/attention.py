@@ -22,12 +22,12 @@ from headwise.huggingface.lazy_mask import MEANING, LazyMask
 from headwise.huggingface.masks import is_made_for_eager
 from headwise.layers.hooks import shown
 from headwise.masks.casting import cast_bias
+from headwise.masks.clauses.segments import Segments
 from headwise.masks.float_mask import taken_apart
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
 from headwise.support.eager import as_autocast_has_it
-from headwise.support.integers import as_int64
 
 AXES = "batch heads queries keys"
 
@@ -110,8 +110,8 @@ def _scores(
         mask = Mask.may_attend(_four_axes(given), axes=AXES) if meaning is None else meaning
     else:
         mask, score_bias = taken_apart(_four_axes(_narrowed(given, query)), axes=AXES)
-    if options.get("cu_seq_lens_q") is not None and not mask.segment_ids:
-        mask &= _segments(module, query, key, options)
+    if options.get("cu_seq_lens_q") is not None and not mask.of_kind(Segments):
+        mask &= _packed(module, query, key, options)
     if (added := options.get("position_bias")) is not None:
         score_bias += ScoreBias.dense(_four_axes(_narrowed(added, query)), axes=AXES)
     return _Scores(mask, score_bias)
@@ -137,18 +137,12 @@ def _without_mask(module: nn.Module, query: Tensor, options: dict[str, Any]) -> 
     return Mask() if reach is None else Mask.window(reach, reach, align="bottom-right")
 
 
-def _segments(module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]) -> Mask:
+def _packed(module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]) -> Mask:
     """Sequences packed into one row, each from one entry of ``cu_seq_lens`` to the next."""
     length = query.shape[2]
     if query.shape[0] != 1 or key.shape[2] != length:
         _refuse("cu_seq_lens_q", "packed sequences in a batch, or with earlier keys", module)
-    ids = []
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        starts = options["cu_seq_lens_q"] if options.get(name) is None else options[name]
-        starts = as_int64(starts, name)
-        positions = torch.arange(length, device=starts.device)
-        ids.append(torch.searchsorted(starts[1:], positions, right=True)[None])
-    return Mask.segments(*ids)
+    return Mask.packed(options["cu_seq_lens_q"], options.get("cu_seq_lens_k"))
 
 
 def _four_axes(tensor: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from headwise.errors import OptionError
 from headwise.huggingface import patterns
 from headwise.huggingface.lazy_mask import MEANING, LazyMask
 from headwise.huggingface.patterns import Place
+from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
 from headwise.support import private_torch
 from headwise.support.eager import is_traced
@@ -187,7 +188,7 @@ def _mask(call: dict[str, Any], place: Place) -> Mask | None:
 
 
 def _real_keys(padding: Tensor, mask: Mask, place: Place) -> Mask:
-    """The keys that are no padding, in the cheapest words: lengths, or one bool for each key."""
+    """The keys that are no padding: as lengths, as starts, or else one bool for each key."""
     end = place.first_key + place.keys
     padding = pad(padding.bool(), (0, max(0, end - padding.shape[1])))
     real = padding[:, place.first_key : end]
@@ -201,16 +202,20 @@ def _real_keys(padding: Tensor, mask: Mask, place: Place) -> Mask:
         return Mask()
     lengths = real.sum(-1)
     in_length = torch.arange(place.keys, device=real.device) < lengths[:, None]
-    return Mask.lengths(keys=lengths) if torch.equal(real, in_length) else by_key
+    if torch.equal(real, in_length):
+        return Mask.lengths(keys=lengths)
+    starts = stop - real[:, start:stop].sum(-1)
+    after_start = torch.arange(start, stop, device=real.device) >= starts[:, None]
+    return Mask.starts(keys=starts) if torch.equal(real[:, start:stop], after_start) else by_key
 
 
 def _hides_nothing(mask: Mask, place: Place, device: torch.device) -> bool:
     bound = mask.bind(**_sizes(place), batch=1, device=device) if _is_bands(mask) else None
-    return bound is not None and not bound.is_banded
+    return bound is not None and not bound.hiding
 
 
 def _is_bands(mask: Mask) -> bool:
-    return not (mask.dense or mask.segment_ids) and mask.key_lengths is None
+    return len(mask.of_kind(Band)) == len(mask.clauses)
 
 
 def _sizes(place: Place) -> dict[str, int]:

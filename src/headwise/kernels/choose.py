@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headwise.kernels import pieces, sdpa, tiles
-from headwise.kernels.pieces import Piece
 from headwise.kernels.problem import Problem
+from headwise.masks.bound_mask import Division
 from headwise.support.eager import may_check_values
 
 Kernel = Literal["sdpa", "tiled", "pieces"]
@@ -24,7 +24,7 @@ class Choice:
 
     kernel: Kernel
     why: str
-    pieces: tuple[Piece, ...] = ()
+    division: Division | None = None
 
 
 def choose(problem: Problem, v: Tensor) -> Choice:
@@ -32,8 +32,9 @@ def choose(problem: Problem, v: Tensor) -> Choice:
 
     A matrix that is mostly hidden by lengths or segments is left to one kernel for each piece.
     """
-    if found := pieces.find(problem):
-        return Choice("pieces", f"{len(found)} sequences, each a matrix of its own", found)
+    if division := pieces.find(problem):
+        count = len(division.rectangles)
+        return Choice("pieces", f"{count} sequences, each a matrix of its own", division)
     for tiled, why in _reasons_for_tiles(problem, v):
         if tiled:
             return Choice("tiled", why)
@@ -88,11 +89,11 @@ def _is_large_when_written(problem: Problem) -> bool:
 
     None must be for a causal mask alone, one dense tensor alone, and clauses over keys alone.
     """
-    mask, bias = problem.mask, problem.bias
-    shapes = list(_shapes_of_clauses(problem))
-    if mask.is_banded and not (mask.is_causal and not shapes):
-        shapes.append((1, 1, mask.queries, mask.keys))
-    alone = len(shapes) == 1 and len(mask.dense) + len(bias.tensors) == 1
+    hiding, tensors = problem.mask.hiding, problem.bias.tensors
+    if problem.mask.is_causal and problem.bias.is_zero:
+        return False
+    shapes = list(_shapes_written(problem))
+    alone = len(shapes) == 1 and len(tensors) + sum(c.is_written for c in hiding) == 1
     spans_keys_alone = all(shape[2] == 1 for shape in shapes)
     if alone or spans_keys_alone:
         return False
@@ -111,16 +112,12 @@ def _costs_more_to_copy(problem: Problem, v: Tensor) -> bool:
     return queries * problem.group <= problem.q.shape[3]
 
 
-def _shapes_of_clauses(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """How far each clause but the bands, and each part of the bias, spans the four axes."""
+def _shapes_written(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """How far each clause that hides something, and each part of the bias, spans the four axes."""
     mask, bias = problem.mask, problem.bias
-    for tensor in (*mask.dense, *bias.tensors):
+    for clause in mask.hiding:
+        yield clause.extent(mask.sizes)
+    for tensor in bias.tensors:
         yield tuple(tensor.shape)
-    for ids, _ in mask.segment_ids:
-        yield ids.shape[0], 1, mask.queries, mask.keys
-    if mask.key_lengths is not None:
-        yield mask.key_lengths.shape[0], 1, 1, mask.keys
-    if mask.query_lengths is not None:
-        yield mask.query_lengths.shape[0], 1, mask.queries, 1
     if bias.table is not None:
-        yield 1, bias.table.shape[0], mask.queries, mask.keys
+        yield 1, bias.table.shape[0], mask.sizes.queries, mask.sizes.keys

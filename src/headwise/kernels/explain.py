@@ -55,8 +55,13 @@ def explain(problem: Problem, v: Tensor) -> Explanation:
     dense_memory = 3 * prod((batch, heads, queries, keys)) * width
     product = scores + 2 * cells * value_dim
     own = product
-    if choice.pieces:
-        own = 2 * heads * sum(piece.cells for piece in choice.pieces) * (head_dim + value_dim)
+    if choice.division:
+        own = (
+            2
+            * heads
+            * sum(piece.cells for piece in choice.division.rectangles)
+            * (head_dim + value_dim)
+        )
     return Explanation(
         (
             Line("A @ v", choice.kernel, choice.why, own, _memory(problem, v)),
@@ -75,7 +80,8 @@ def _memory(problem: Problem, v: Tensor) -> int:
         return sdpa.copied_bytes(problem, v)
     if choice.kernel == "tiled":
         return _tile_memory(problem, _visible_cells(problem))
-    rows = pieces.matrices(problem, v, choice.pieces)
+    assert choice.division is not None
+    rows = pieces.matrices(problem, v, choice.division)
     return max((_memory(*matrix) for row in rows for matrix in row), default=0)
 
 

@@ -14,8 +14,17 @@ from torch import Tensor
 
 from headwise.kernels import tiled
 from headwise.kernels.problem import Problem
-from headwise.kernels.tiles import TILE_ELEMENTS, KeysByColumn, Scratch, Tile, plan, tile_scores
+from headwise.kernels.tiles import (
+    TILE_ELEMENTS,
+    KeysByColumn,
+    Scratch,
+    Tile,
+    edges,
+    plan,
+    tile_scores,
+)
 from headwise.masks.bound_mask import BoundMask
+from headwise.masks.clause import Span
 from headwise.support.eager import without_autocast
 
 
@@ -54,15 +63,15 @@ def observe(
 ) -> Iterator[Observed]:
     """Every tile in which something may be attended, in one pass."""
     scratch, second, third = Scratch(problem), Scratch(problem), Scratch(problem)
-    keys, bands = KeysByColumn(problem), problem.mask if _is_banded_only(problem) else None
+    keys, mask = KeysByColumn(problem), _mask_alone(problem)
     for tile in plan(problem):
         if tile.columns.start == tile.columns.stop:
             continue
         with without_autocast(problem.q):
             s, _, _ = tile_scores(problem, tile, keys, scratch)
             kept = third.view(*s.shape).copy_(s) if with_scores else None
-            lowest = _lowest(bands, tile, s, second) if with_lowest else None
-            allowed = _allowed(bands, tile, s)
+            lowest = _lowest(mask, tile, s, second) if with_lowest else None
+            allowed = _allowed(mask, tile, s)
             peak = s.amax(-1)
             sink = None if problem.sink is None else problem.sink[tile.heads]
             shift = tiled.shift_of(peak, sink)
@@ -89,23 +98,17 @@ def seen_by(problem: Problem, queries: Tensor) -> Tensor:
 
     (batch, heads, keys), or (batch, 1, keys) where it is the same for all heads.
     """
-    if not _is_banded_only(problem):
+    batch, length = queries.shape
+    mask = _mask_alone(problem)
+    found = None if mask is None else mask.interval(_rows(slice(0, length), queries))
+    if mask is None or found is None:
         return _seen_one_by_one(problem, queries)
-    mask, length = problem.mask, problem.q.shape[2]
-    if mask.query_lengths is not None:
-        queries = queries & (
-            torch.arange(length, device=queries.device) < mask.query_lengths[:, None]
-        )
-    before = torch.nn.functional.pad(queries.long().cumsum(-1), (1, 0))
-    keys = torch.arange(mask.keys, device=queries.device)
-    first = torch.zeros_like(keys) if mask.upper is None else (keys - mask.upper).clamp(0, length)
-    stop = torch.full_like(keys, length)
-    if mask.lower is not None:
-        stop = (keys - mask.lower + 1).clamp(0, length)
-    found = (before[:, stop] - before[:, first]).clamp(min=0)
-    if mask.key_lengths is not None:
-        found = found.masked_fill(keys >= mask.key_lengths[:, None], 0)
-    return found[:, None]
+    # One more from a query's first key on, one fewer from its stop on.
+    keys, counts = mask.sizes.keys, queries.long()
+    changes = counts.new_zeros(batch, keys + 1)
+    for places, change in zip(found, (counts, -counts), strict=True):
+        changes.scatter_add_(1, places.clamp(0, keys).expand(batch, -1), change)
+    return changes.cumsum(1)[:, None, :keys]
 
 
 def _seen_one_by_one(problem: Problem, queries: Tensor) -> Tensor:
@@ -122,49 +125,36 @@ def _seen_one_by_one(problem: Problem, queries: Tensor) -> Tensor:
     return found
 
 
-def _is_banded_only(problem: Problem) -> bool:
-    """Whether bands and lengths are all that may hide."""
-    return not (problem.bias.may_hide or problem.mask.dense or problem.mask.segment_ids)
+def _mask_alone(problem: Problem) -> BoundMask | None:
+    """The mask, where nothing else may hide a key."""
+    return None if problem.bias.may_hide else problem.mask
 
 
-def _lowest(bands: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch) -> Tensor:
-    """The smallest score of each row that is not hidden; inf without one.
+def _rows(rows: slice, like: Tensor) -> Tensor:
+    return torch.arange(rows.start, rows.stop, device=like.device)
 
-    ``bands``: the mask, where bands and lengths are all that hides.
-    """
-    start, stop = tile.columns.start, tile.columns.stop
-    left, right = start, start  # keys in [left, right) are allowed to every row
-    if bands is not None and bands.is_plain:
-        left, right = bands.band_edges(tile.rows.start, tile.rows.stop)
-        left = min(max(left, start), stop)
-        right = min(max(right, left), stop)
+
+def _lowest(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch) -> Tensor:
+    """The smallest score of each row that is not hidden; inf without one. See `_mask_alone`."""
+    start, opened = tile.columns.start, Span(0, 0)
+    if mask is not None:
+        opened = mask.open_range(tile.rows.start, tile.rows.stop)
+    opened = opened.within(Span(start, tile.columns.stop))
     found = s.new_full(s.shape[:3], torch.inf)
-    if left < right:
-        found = s[..., left - start : right - start].amin(-1)
-    for first, last in ((start, left), (right, stop)):
-        if first < last:
-            edge = s[..., first - start : last - start]
-            shown = spare.view(*edge.shape)
-            torch.nan_to_num(edge, torch.nan, neginf=torch.inf, posinf=torch.inf, out=shown)
-            found = torch.minimum(found, shown.amin(-1))
+    if opened.size:
+        found = s[..., opened.first - start : opened.stop - start].amin(-1)
+    for edge in edges(tile.columns, opened):
+        hidden = s[..., edge.start - start : edge.stop - start]
+        shown = spare.view(*hidden.shape)
+        torch.nan_to_num(hidden, torch.nan, neginf=torch.inf, posinf=torch.inf, out=shown)
+        found = torch.minimum(found, shown.amin(-1))
     return found
 
 
 def _allowed(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
-    """Keys that each query may attend to, (batches, heads, rows); ``mask`` as in `_lowest`."""
-    if mask is None:
+    """Keys that each query may attend to, (batches, heads, rows). See `_mask_alone`."""
+    found = None if mask is None else mask.interval(_rows(tile.rows, s), tile.batches)
+    if found is None:
         return (s > -torch.inf).sum(-1)
-    rows = torch.arange(tile.rows.start, tile.rows.stop, device=s.device)
-    last = torch.full_like(rows, mask.keys - 1)
-    first = torch.zeros_like(rows)
-    if mask.upper is not None:
-        last = torch.minimum(last, rows + mask.upper)
-    if mask.lower is not None:
-        first = torch.maximum(first, rows + mask.lower)
-    last, first = last[None], first[None]
-    if mask.key_lengths is not None:
-        last = torch.minimum(last, mask.key_lengths[tile.batches, None] - 1)
-    if mask.query_lengths is not None:
-        given_up = rows >= mask.query_lengths[tile.batches, None]
-        last = last.masked_fill(given_up, -1)
-    return (last - first + 1).clamp(min=0)[:, None].expand(s.shape[:3])
+    first, stop = found
+    return (stop - first)[:, None].expand(s.shape[:3])

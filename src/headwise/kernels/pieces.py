@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.kernels.problem import Problem
-from headwise.masks.bound_mask import BoundMask
-from headwise.support.eager import may_read_values
+from headwise.masks.bound_mask import Division
+from headwise.masks.clause import Rectangle, Span
 
 # What one more call of a kernel is worth, in multiply-adds: measured on two CPU cores
 # (docs/log.md). For an accelerator it is an estimate, a thousand times as many.
@@ -25,42 +24,20 @@ CALL, CALL_OF_ACCELERATOR = 2**21, 2**31
 Product = Callable[[Problem, Tensor], Tensor]
 
 
-class Span(NamedTuple):
-    """Positions [first, stop)."""
-
-    first: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return max(0, self.stop - self.first)
-
-
-class Piece(NamedTuple):
-    """A rectangle of one sequence's matrix, outside of which its queries and keys see nothing."""
-
-    batch: int
-    queries: Span
-    keys: Span
-
-    @property
-    def cells(self) -> int:
-        return self.queries.size * self.keys.size
-
-
-def find(problem: Problem) -> tuple[Piece, ...]:
-    """The pieces of a matrix, where taking them one by one is less work; else none."""
+def find(problem: Problem) -> Division | None:
+    """The pieces of a matrix, where taking them one by one is less work; else None."""
     mask, (batch, heads, queries, head_dim) = problem.mask, problem.q.shape
-    lengths = (mask.key_lengths, mask.query_lengths)
-    tensors = [n for n in lengths if n is not None] + list(sum(mask.segment_ids, ()))
-    if not tensors or len(mask.segment_ids) > 1 or not all(map(may_read_values, tensors)):
-        return ()
-    cells, least = batch * queries * mask.keys, call_cost(problem.q.device)
+    if not mask.clauses or torch.compiler.is_compiling():
+        return None  # first: what a graph compares of its sizes, it holds for only
+    cells, least = batch * queries * mask.sizes.keys, call_cost(problem.q.device)
     if cells * heads * head_dim <= least:
-        return ()  # whatever the lengths are: reading them would wait for an accelerator
-    pieces = of_mask(mask, batch)
-    hidden = cells - sum(piece.cells for piece in pieces)
-    return pieces if hidden * heads * head_dim > least * len(pieces) else ()
+        return None  # whatever the lengths are: reading them would wait for an accelerator
+    division = mask.divided()
+    if division is None:
+        return None
+    hidden = cells - sum(piece.cells for piece in division.rectangles)
+    enough = hidden * heads * head_dim > least * len(division.rectangles)
+    return division if enough and division.rectangles else None
 
 
 def call_cost(device: torch.device) -> int:
@@ -68,68 +45,27 @@ def call_cost(device: torch.device) -> int:
     return CALL if device.type == "cpu" else CALL_OF_ACCELERATOR
 
 
-def of_mask(mask: BoundMask, batch: int) -> tuple[Piece, ...]:
-    """Those of a mask with lengths or with one clause of segments, in the order of the queries."""
-    return tuple(piece for piece in _pieces(mask, batch) if piece.cells)
-
-
-def _pieces(mask: BoundMask, batch: int) -> Iterator[Piece]:
-    """One for each sequence or segment; none at all where a segment is not one stretch."""
-    query_ends = _ends(mask.query_lengths, batch, mask.queries)
-    key_ends = _ends(mask.key_lengths, batch, mask.keys)
-    if mask.segment_ids:
-        query_runs, key_runs = (_runs(ids, batch) for ids in mask.segment_ids[0])
-    else:
-        query_runs = key_runs = [{0: Span(0, max(mask.queries, mask.keys))}] * batch
-    if query_runs is None or key_runs is None:
-        return
-    for row in range(batch):
-        for name, (first, stop) in query_runs[row].items():
-            start, end = key_runs[row].get(name, (0, 0))
-            queries = Span(first, min(stop, query_ends[row]))
-            yield Piece(row, queries, Span(start, min(end, key_ends[row])))
-
-
-def _ends(lengths: Tensor | None, batch: int, longest: int) -> list[int]:
-    return [longest] * batch if lengths is None else lengths.tolist()
-
-
-def _runs(ids: Tensor, batch: int) -> list[dict[int, Span]] | None:
-    """Where each segment of each row begins and ends; None where one is not a single stretch."""
-    rows = []
-    for row in ids:
-        names, counts = torch.unique_consecutive(row, return_counts=True)
-        stops = counts.cumsum(0)
-        spans = list(map(Span, (stops - counts).tolist(), stops.tolist()))
-        found = [(n, span) for n, span in zip(names.tolist(), spans, strict=True) if n >= 0]
-        if len(dict(found)) < len(found):
-            return None
-        rows.append(dict(found))
-    return rows * batch if len(rows) == 1 else rows
-
-
 # ---- the product -----------------------------------------------------------------------------
 
 
-def head_outputs(
-    problem: Problem, v: Tensor, pieces: tuple[Piece, ...], product: Product
-) -> Tensor:
+def head_outputs(problem: Problem, v: Tensor, division: Division, product: Product) -> Tensor:
     """(batch, heads, queries, value_dim): each piece by ``product``, zeros elsewhere."""
     outputs = []
-    for row, own in enumerate(matrices(problem, v, pieces)):
+    for row, own in enumerate(matrices(problem, v, division)):
         found = [product(*matrix) for matrix in own]
-        spans = [piece.queries for piece in pieces if piece.batch == row]
+        spans = [piece.queries for piece in division.rectangles if piece.batch == row]
         outputs.append(_with_gaps(found, spans, problem.q, v.shape[-1]))
     return torch.cat(outputs).transpose(1, 2)
 
 
 def matrices(
-    problem: Problem, v: Tensor, pieces: tuple[Piece, ...]
+    problem: Problem, v: Tensor, division: Division
 ) -> Iterator[list[tuple[Problem, Tensor]]]:
     """For each sequence its pieces, as problems of their own with their values."""
+    problem = replace(problem, mask=division.rest)
     rows = zip(problem.q.split(1), problem.k.split(1), v.split(1), strict=True)
     for index, (q, k, values) in enumerate(rows):
-        own = [piece for piece in pieces if piece.batch == index]
+        own = [piece for piece in division.rectangles if piece.batch == index]
         cut_q = cut(q, [piece.queries for piece in own], dim=2)
         cut_k, cut_v = (cut(t, [piece.keys for piece in own], dim=2) for t in (k, values))
         yield [
@@ -138,12 +74,9 @@ def matrices(
         ]
 
 
-def _problem_of(problem: Problem, piece: Piece, q: Tensor, k: Tensor) -> Problem:
-    sequence = slice(piece.batch, piece.batch + 1)
-    rectangle = (sequence, slice(*piece.queries), slice(*piece.keys))
-    return replace(
-        problem, q=q, k=k, mask=problem.mask.piece(*rectangle), bias=problem.bias.piece(*rectangle)
-    )
+def _problem_of(problem: Problem, piece: Rectangle, q: Tensor, k: Tensor) -> Problem:
+    mask, bias = problem.mask.within(piece), problem.bias.within(piece)
+    return replace(problem, q=q, k=k, mask=mask, bias=bias)
 
 
 def cut(tensor: Tensor, spans: list[Span], *, dim: int) -> list[Tensor]:

@@ -18,8 +18,8 @@ from headwise.kernels.read import read
 def head_outputs(problem: Problem, v: Tensor) -> Tensor:
     """(batch, heads, queries, value_dim) for values (batch, kv_heads, keys, value_dim)."""
     choice = choose(problem, v)
-    if choice.kernel == "pieces":
-        return pieces.head_outputs(problem, v, choice.pieces, head_outputs)
+    if choice.division:
+        return pieces.head_outputs(problem, v, choice.division, head_outputs)
     # Exported to ONNX, torch's operator gives a query that may attend to nothing the mean of v.
     if choice.kernel == "sdpa" and not torch.onnx.is_in_onnx_export():
         return sdpa.head_outputs(problem, v)

@@ -15,6 +15,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwise.kernels.problem import Problem
 from headwise.masks.casting import cast_bias, cast_biases
+from headwise.masks.clause import WHOLE
 from headwise.support.eager import is_recorded
 from headwise.support.own_calls import call_as_own
 
@@ -94,12 +95,10 @@ def copied_bytes(problem: Problem, v: Tensor) -> int:
 
 def combined_mask(problem: Problem) -> Tensor | None:
     """Mask and bias as the one ``attn_mask`` that torch takes; None for a causal mask alone."""
-    mask, whole = problem.mask, slice(None)
-    rows = torch.arange(mask.queries, device=problem.q.device)
-    if mask.is_banded and not is_causal_alone(problem):
-        allowed: Tensor | None = mask.at(rows)
-    else:
-        allowed = mask.block(whole, whole, whole, whole)
+    mask = problem.mask
+    rows = torch.arange(mask.sizes.queries, device=problem.q.device)
+    written = () if is_causal_alone(problem) else mask.hiding
+    allowed = mask.block(WHOLE, WHOLE, WHOLE, WHOLE, written)
     parts = problem.bias.at(rows)
     if not parts:
         return allowed
@@ -111,4 +110,4 @@ def combined_mask(problem: Problem) -> Tensor | None:
 
 def is_causal_alone(problem: Problem) -> bool:
     """Whether the causal flag says all there is to say."""
-    return problem.mask.is_causal and problem.mask.is_plain and problem.bias.is_zero
+    return problem.mask.is_causal and problem.bias.is_zero

@@ -16,15 +16,16 @@ from torch import Tensor
 from headwise.kernels import dense, tiled
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Gradients, Readings, Upstream, Wanted
+from headwise.masks import clauses
 from headwise.masks.bound_mask import BoundMask
+from headwise.masks.clause import Sizes
 from headwise.masks.score_bias import BoundBias
 from headwise.support.nested import leaves, mapped
 
 # Everything a Problem holds, as an operator can carry it; pack and unpack keep the same order.
 _PROBLEM = (
-    "Tensor q, Tensor k, Tensor? sink, Tensor? table, Tensor[] biases, Tensor[] dense, "
-    "Tensor[] segment_ids, Tensor? key_lengths, Tensor? query_lengths, SymInt? lower, "
-    "SymInt? upper, float scale, float? softcap"
+    "Tensor q, Tensor k, Tensor? sink, Tensor? table, Tensor[] biases, str mask, "
+    "Tensor[] mask_tensors, SymInt[] mask_integers, float scale, float? softcap"
 )
 _READINGS = ", ".join(["Tensor"] * len(Readings._fields))
 _UPSTREAM = ", ".join(f"Tensor? d_{name}" for name in Readings._fields)
@@ -34,35 +35,24 @@ Packed = tuple[Any, ...]
 
 def pack(problem: Problem) -> Packed:
     """The problem as the operator's leading arguments."""
-    mask, bias = problem.mask, problem.bias
-    segment_ids = [ids for pair in mask.segment_ids for ids in pair]
+    bias = problem.bias
     return (
-        *(problem.q, problem.k, problem.sink, bias.table, list(bias.tensors), list(mask.dense)),
-        *(segment_ids, mask.key_lengths, mask.query_lengths, mask.lower, mask.upper),
+        *(problem.q, problem.k, problem.sink, bias.table, list(bias.tensors)),
+        *clauses.lowered(problem.mask.clauses),
         *(problem.scale, problem.softcap),
     )
 
 
 def unpack(packed: Packed) -> Problem:
     """The inverse of ``pack``."""
-    q, k, sink, table, biases, dense, ids, key_lengths, query_lengths, *rest = packed
-    lower, upper, scale, softcap = rest
-    queries, keys = q.shape[2], k.shape[2]
-    mask = BoundMask(
-        queries=queries,
-        keys=keys,
-        lower=lower,
-        upper=upper,
-        key_lengths=key_lengths,
-        query_lengths=query_lengths,
-        segment_ids=tuple(zip(ids[::2], ids[1::2], strict=True)),
-        dense=tuple(dense),
-    )
-    bias = BoundBias(queries=queries, keys=keys, table=table, tensors=tuple(biases))
+    q, k, sink, table, biases, kinds, tensors, integers, scale, softcap = packed
+    sizes = Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    mask = BoundMask(sizes, q.device, clauses.lifted(kinds, tensors, integers))
+    bias = BoundBias(queries=sizes.queries, keys=sizes.keys, table=table, tensors=tuple(biases))
     return Problem(q=q, k=k, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink)
 
 
-COUNT = 13  # arguments that describe the problem
+COUNT = 10  # arguments that describe the problem
 
 
 # The plain library interface: `torch.library.custom_op` wraps every call in a guard that loads the
@@ -159,17 +149,26 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> Packed:
     return (
         *(q, k, given(sink, 2), table if ctx.table_needed else None),
         [g if needed else None for g, needed in zip(biases, ctx.biases_needed, strict=True)],
-        *([None] * len(arguments[5]), [None] * len(arguments[6])),
-        *([None] * (COUNT - 7)),
+        *map(_no_gradient, arguments[5:COUNT]),
         *(given(v, COUNT), given(y, COUNT + 1)),
         *([None] * len(arguments[COUNT + 2 :])),
     )
 
 
+def _no_gradient(argument: Any) -> list[None] | None:
+    """In the form that torch expects: a list for a list of tensors, and for an empty one."""
+    is_list = isinstance(argument, list) and all(isinstance(x, Tensor) for x in argument)
+    return [None] * len(argument) if is_list else None
+
+
 def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, ...]) -> Packed:
     """The same gradients from the dense weights, so that they have gradients themselves."""
+
+    def needs_gradient(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.requires_grad
+
     # Aliases: a tensor that is given twice, as q and as k, has a gradient as each.
-    packed = mapped(lambda x: x.view_as(x) if isinstance(x, Tensor) else x, arguments)
+    packed = mapped(lambda x: x.view_as(x) if needs_gradient(x) else x, arguments)
     v, y, *asked = packed[COUNT:]
     readings = dense.read(unpack(packed[:COUNT]), v, y, Wanted(*asked))
     used = [
@@ -177,10 +176,6 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
         for reading, own in zip(readings, upstream, strict=True)
         if own is not None and reading.requires_grad
     ]
-
-    def needs_gradient(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.requires_grad
-
     found = torch.autograd.grad(
         [reading for reading, _ in used],
         [x for x in leaves(packed) if needs_gradient(x)],
@@ -190,7 +185,7 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
     )
     each = iter(found)
     gradients: Packed = mapped(lambda x: next(each) if needs_gradient(x) else None, packed)
-    return gradients
+    return (*gradients[:5], *map(_no_gradient, packed[5:COUNT]), *gradients[COUNT:])
 
 
 def _in_own_dtype(function: Callable[..., Packed]) -> Callable[..., Packed]:

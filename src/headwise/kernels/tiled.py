@@ -387,7 +387,7 @@ def _add_bias_gradients(problem: Problem, tile: Tile, ds: Tensor, gradients: Gra
             gradient[own] += ds.sum(shared, keepdim=True) if shared else ds
     if gradients.table is not None:
         diagonals = tiles.sum_diagonals(ds.sum(0))
-        first = tile.columns.start - (tile.rows.stop - 1) + problem.mask.queries - 1
+        first = tile.columns.start - (tile.rows.stop - 1) + problem.mask.sizes.queries - 1
         span = slice(first, first + diagonals.shape[-1])
         if gradients.table.shape[0] == 1:
             gradients.table[0, span] += diagonals.sum(0)

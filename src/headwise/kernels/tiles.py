@@ -7,7 +7,7 @@ memory grows with keys, never with queries x keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.problem import Problem
+from headwise.masks.bound_mask import BoundMask
 from headwise.masks.casting import cast_biases
+from headwise.masks.clause import Clause, Span
 
 # 8 MB of float32. On two cores, half of it cost 13 % more and twice of it 10 % more (docs/log.md).
 TILE_ELEMENTS = 2**21
@@ -78,11 +80,8 @@ def _width(problem: Problem, rows: int) -> int:
 
 
 def _span(problem: Problem) -> int:
-    """Keys that one query can see, as far as bands go."""
-    mask = problem.mask
-    if mask.lower is None or mask.upper is None:
-        return mask.keys
-    return max(0, min(mask.keys, mask.upper - mask.lower + 1))
+    """Keys that one query can see, as far as its distance to them goes."""
+    return problem.mask.longest_run
 
 
 class Scratch:
@@ -174,14 +173,33 @@ def sum_diagonals(block: Tensor) -> Tensor:
 
 def _apply_mask(problem: Problem, tile: Tile, s: Tensor) -> None:
     """Write -inf where the mask hides; a band touches only the columns at its edges."""
-    mask, start, stop = problem.mask, tile.columns.start, tile.columns.stop
-    left, right = mask.band_edges(tile.rows.start, tile.rows.stop)
-    rows = torch.arange(tile.rows.start, tile.rows.stop, device=s.device)
-    right = max(right, min(left, stop))  # a narrow window: the two edges meet, count it once
-    for first, last in ((start, min(left, stop)), (max(right, start), stop)):
-        if first < last:
-            hidden = mask.hides_by_band(rows, torch.arange(first, last, device=s.device))
-            s[..., first - start : last - start].masked_fill_(hidden, -torch.inf)
-    allowed = mask.block(tile.batches, tile.heads, tile.rows, tile.columns)
-    if allowed is not None:
-        s.masked_fill_(~allowed, -torch.inf)
+    mask, whole = problem.mask, tile.columns
+    everywhere = []
+    for clause in mask.clauses:
+        found = clause.open_range(tile.rows.start, tile.rows.stop)
+        if found is None:
+            everywhere.append(clause)
+            continue
+        for columns in edges(whole, found):
+            _hide(s, mask, tile, columns, (clause,))
+    if everywhere:
+        _hide(s, mask, tile, whole, everywhere)
+
+
+def _hide(
+    s: Tensor, mask: BoundMask, tile: Tile, columns: slice, clauses: Iterable[Clause]
+) -> None:
+    """Write -inf into some columns of a tile."""
+    allowed = mask.block(tile.batches, tile.heads, tile.rows, columns, clauses)
+    assert allowed is not None
+    first = tile.columns.start
+    s[..., columns.start - first : columns.stop - first].masked_fill_(~allowed, -torch.inf)
+
+
+def edges(whole: slice, inside: Span) -> Iterator[slice]:
+    """What is left of a range on both sides of another one; empty ones are left out."""
+    left = min(max(inside.first, whole.start), whole.stop)
+    right = min(max(inside.stop, left), whole.stop)
+    for part in (slice(whole.start, left), slice(right, whole.stop)):
+        if part.start < part.stop:
+            yield part

@@ -1,67 +1,52 @@
 """Masks: who may attend to whom, as a lazy value. True always means "may attend".
 
-A `Mask` is a conjunction of clauses, none of which is queries x keys by nature:
-
-* bands: ``-left <= key - query <= right`` (causal and sliding window), with a named alignment;
-* lengths: how many keys (and, when told, queries) of each sequence are real;
-* segments: several sequences packed into one row see only themselves;
-* dense boolean tensors with named axes, for everything else.
+A `Mask` is a conjunction of clauses, none of which is queries x keys by nature: bands (causal and
+sliding window), lengths and starts (padding on either side), segments (several sequences in one
+row), a prefix, a function of the caller's, and dense boolean tensors for everything else.
 
 ``bind`` fixes the sizes; kernels then ask for one block at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import SupportsIndex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import SupportsIndex, TypeVar
 
 import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
 from headwise.errors import MaskError, OptionError
-from headwise.masks.bound_mask import (
-    Align,
-    BoundMask,
-    check_bound,
+from headwise.masks import bound_mask
+from headwise.masks.alignment import Align, require_align
+from headwise.masks.bound_mask import BoundMask
+from headwise.masks.clause import BOUNDLESS, Clause, Sizes
+from headwise.masks.clauses.band import Band
+from headwise.masks.clauses.dense import Dense, with_matrix_axes
+from headwise.masks.clauses.lengths import (
+    KEYS,
+    QUERIES,
+    Lengths,
+    Side,
+    Starts,
     lengths_of,
-    require_align,
-    resolve_align,
-    segment_ids_of,
-    with_matrix_axes,
 )
+from headwise.masks.clauses.prefix import prefix_of
+from headwise.masks.clauses.segments import PackedRow, Segments, offsets_of, segment_ids_of
+from headwise.masks.clauses.where import Predicate, Where
 from headwise.masks.conventions import allowed_by, from_convention, require_bool
 from headwise.support.axes import describe_value
 from headwise.support.integers import as_count, as_int64
 
-BOUNDLESS = 2**62  # keys: a side of a window that bounds nothing
-
-
-@dataclass(frozen=True)
-class Band:
-    """Keys from ``left`` before to ``right`` after the query's own position; None is unbounded."""
-
-    left: int | None
-    right: int | None
-    align: Align | None
-
-    def __str__(self) -> str:
-        align = f" {self.align}" if self.align else ""
-        if self.left is None and self.right == 0:
-            return f"causal{align}"
-        return f"window(left={self.left}, right={self.right}){align}"
+OneKind = TypeVar("OneKind", bound=Clause)
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
     """A lazy mask. Build one with a classmethod, combine with ``&``; ``Mask()`` allows all."""
 
-    bands: tuple[Band, ...] = ()
-    key_lengths: Tensor | None = None
-    query_lengths: Tensor | None = None
-    segment_ids: tuple[tuple[Tensor, Tensor], ...] = ()
-    dense: tuple[Tensor, ...] = ()
+    clauses: tuple[Clause, ...] = ()
 
     # ---- construction -----------------------------------------------------------------------
 
@@ -90,24 +75,55 @@ class Mask:
             OptionError: a negative side, or an alignment that does not exist.
         """
         require_align(align)
-        return cls(bands=(Band(_side("left", left), _side("right", right), align),))
+        return cls((Band(_side("left", left), _side("right", right), align),))
 
     @classmethod
     def lengths(
         cls,
         keys: Integer[Tensor, " batch"] | None = None,
         queries: Integer[Tensor, " batch"] | None = None,
+        *,
+        side: Side = "right",
     ) -> Mask:
-        """Only the first ``keys[b]`` keys, and the first ``queries[b]`` queries, are real.
+        """Only ``keys[b]`` of the keys, and ``queries[b]`` of the queries, are real.
 
-        A query past its length attends to nothing, so its weights and head outputs are zero.
+        ``side`` is where the padding stands: behind the tokens (``"right"``), or before them
+        (``"left"``), as transformers pads for generation. A query that is padding attends to
+        nothing, so its weights and head outputs are zero.
 
         Raises:
             MaskError: lengths that are no 1-D tensor of integers.
+            OptionError: a side that does not exist.
+        """
+        if side not in ("left", "right"):
+            raise OptionError(
+                saw=f"lengths(side={describe_value(side)})",
+                needed='"right" where padding stands behind the tokens, "left" where before them',
+                do='Mask.lengths(keys=n, side="left")',
+            )
+        return cls(
+            tuple(
+                Lengths(lengths_of(numbers, name), axis, side)
+                for name, axis, numbers in _given(keys, queries)
+            )
+        )
+
+    @classmethod
+    def starts(
+        cls,
+        keys: Integer[Tensor, " batch"] | None = None,
+        queries: Integer[Tensor, " batch"] | None = None,
+    ) -> Mask:
+        """Only the keys from place ``keys[b]`` on, and the queries from ``queries[b]``, are real.
+
+        Raises:
+            MaskError: starts that are no 1-D tensor of integers.
         """
         return cls(
-            key_lengths=lengths_of(keys, "keys"),
-            query_lengths=lengths_of(queries, "queries"),
+            tuple(
+                Starts(lengths_of(numbers, name, call="starts"), axis)
+                for name, axis, numbers in _given(keys, queries)
+            )
         )
 
     @classmethod
@@ -122,15 +138,70 @@ class Mask:
             MaskError: ids that are no integers.
         """
         ids = segment_ids_of(ids, "queries")
-        return cls(
-            segment_ids=((ids, ids if key_ids is None else segment_ids_of(key_ids, "keys")),)
-        )
+        return cls((Segments(ids, ids if key_ids is None else segment_ids_of(key_ids, "keys")),))
+
+    @classmethod
+    def packed(
+        cls,
+        cu_seqlens: Integer[Tensor, " offsets"],
+        key_cu_seqlens: Integer[Tensor, " key_offsets"] | None = None,
+    ) -> Mask:
+        """Sequences one after the other in one row, told by their cumulative lengths.
+
+        Sequence s has the queries from ``cu_seqlens[s]`` up to ``cu_seqlens[s + 1]``, and sees the
+        keys of the same sequence alone. Positions behind the last offset attend to nothing.
+
+        Raises:
+            MaskError: no integers, or another number of sequences for the keys.
+        """
+        queries = offsets_of(cu_seqlens, "cu_seqlens")
+        keys = queries
+        if key_cu_seqlens is not None:
+            keys = offsets_of(key_cu_seqlens, "key_cu_seqlens")
+        if queries.shape != keys.shape:
+            raise MaskError(
+                saw=f"{len(queries)} offsets for the queries and {len(keys)} for the keys",
+                needed="as many sequences of keys as of queries",
+                do="give a sequence without keys the same offset twice",
+            )
+        return cls((PackedRow(queries, keys),))
+
+    @classmethod
+    def prefix(
+        cls, n: SupportsIndex | Integer[Tensor, " batch"], *, align: Align | None = None
+    ) -> Mask:
+        """Every query sees the first ``n`` keys, and of the others no later one than its own.
+
+        ``n`` is one number, or one for each sequence. ``align`` as in `causal`.
+
+        Raises:
+            OptionError: a number below 0, or an alignment that does not exist.
+        """
+        require_align(align)
+        return cls((prefix_of(n, align),))
+
+    @classmethod
+    def where(cls, function: Predicate) -> Mask:
+        """The function says who may attend: asked for each tile, never for queries x keys at once.
+
+        Args:
+            function: given four integer tensors (batch, head, query, key) that broadcast, it
+                returns a bool tensor that broadcasts to the same shape. It is called in eager mode
+                alone, and more than once.
+        """
+        if not callable(function):
+            raise MaskError(
+                saw=f"Mask.where({describe_value(function)})",
+                needed="a function of (batch, head, query, key) indices",
+                do="a bool tensor is Mask.may_attend(t, axes=...)",
+            )
+        return cls((Where(function),))
 
     @classmethod
     def may_attend(cls, allowed: Bool[Tensor, "..."], *, axes: str) -> Mask:
         """A boolean tensor, True = may attend, whose axes are named: ``"batch keys"`` and so on."""
         require_bool(allowed, "Mask.may_attend")
-        return cls(dense=(with_matrix_axes(allowed, axes),))
+        return cls((Dense(with_matrix_axes(allowed, axes)),))
 
     @classmethod
     def from_torch(cls, attn_mask: Tensor, *, num_heads: int | None = None) -> Mask:
@@ -139,13 +210,13 @@ class Mask:
         2-D is (queries, keys); 3-D is (batch*heads, queries, keys), heads fastest, and needs
         ``num_heads``. A float mask with other values is a `ScoreBias`.
         """
-        return cls(dense=(from_convention(attn_mask, num_heads, true_attends=False),))
+        return cls((Dense(from_convention(attn_mask, num_heads, true_attends=False)),))
 
     @classmethod
     def from_torch_padding(cls, key_padding_mask: Tensor) -> Mask:
         """`torch.nn.MultiheadAttention`'s ``key_padding_mask`` (batch, keys): True = ignored."""
         allowed = allowed_by(key_padding_mask, true_attends=False)
-        return cls(dense=(with_matrix_axes(allowed, "batch keys"),))
+        return cls((Dense(with_matrix_axes(allowed, "batch keys")),))
 
     @classmethod
     def from_sdpa(cls, attn_mask: Tensor) -> Mask:
@@ -153,25 +224,26 @@ class Mask:
 
         2-D is (queries, keys), 4-D is (batch, heads, queries, keys), broadcastable.
         """
-        return cls(dense=(from_convention(attn_mask, None, true_attends=True),))
+        return cls((Dense(from_convention(attn_mask, None, true_attends=True)),))
 
     def __and__(self, other: Mask) -> Mask:
         refuse_what_is_no_mask(other, "Mask & ")
-        return Mask(
-            bands=self.bands + other.bands,
-            key_lengths=_shorter(self.key_lengths, other.key_lengths),
-            query_lengths=_shorter(self.query_lengths, other.query_lengths),
-            segment_ids=self.segment_ids + other.segment_ids,
-            dense=self.dense + other.dense,
-        )
+        return Mask(self.clauses + other.clauses)
 
     # ---- use --------------------------------------------------------------------------------
 
+    def of_kind(self, kind: type[OneKind]) -> tuple[OneKind, ...]:
+        """The clauses of one class."""
+        return tuple(clause for clause in self.clauses if isinstance(clause, kind))
+
+    def without(self, kind: type[Clause]) -> Mask:
+        """The mask without the clauses of one class."""
+        return Mask(tuple(clause for clause in self.clauses if not isinstance(clause, kind)))
+
     def aligned(self, align: Align) -> Mask:
-        """The same mask, with this alignment for the bands that name none."""
+        """The same mask, with this alignment for the clauses that need one and name none."""
         require_align(align)
-        bands = tuple(replace(band, align=band.align or align) for band in self.bands)
-        return replace(self, bands=bands)
+        return Mask(tuple(clause.aligned(align) for clause in self.clauses))
 
     def bind(
         self, *, batch: int, heads: int, queries: int, keys: int, device: torch.device
@@ -182,25 +254,7 @@ class Mask:
             MaskError: made for other sizes, or an alignment that is needed and not named.
             DeviceError: a tensor on another device than the queries and keys.
         """
-        lower, upper = None, None
-        for band in self.bands:
-            offset = resolve_align(band.align, queries, keys, what=str(band))
-            if band.left is not None:
-                lower = offset - band.left if lower is None else max(lower, offset - band.left)
-            if band.right is not None:
-                upper = offset + band.right if upper is None else min(upper, offset + band.right)
-        bound = BoundMask(
-            queries=queries,
-            keys=keys,
-            lower=lower,
-            upper=upper,
-            key_lengths=self.key_lengths,
-            query_lengths=self.query_lengths,
-            segment_ids=self.segment_ids,
-            dense=self.dense,
-        )
-        check_bound(bound, batch, heads, device)
-        return bound
+        return bound_mask.bind(self.clauses, Sizes(batch, heads, queries, keys), device)
 
     def draw(
         self,
@@ -232,56 +286,34 @@ class Mask:
         return "\n".join(" ".join("1" if x else "0" for x in row) for row in rows.tolist())
 
     def _known_sizes(self, queries: int | None, keys: int | None) -> dict[str, int]:
-        known: list[tuple[int, ...]] = [t.shape for t in self.dense]
-        known += [
-            (ids.shape[0], 1, ids.shape[1], other.shape[1]) for ids, other in self.segment_ids
-        ]
-        known += [(n.shape[0], 1, *longest) for n, longest in self._longest()]
+        known = [clause.known_sizes() for clause in self.clauses]
         batch, heads, own_queries, own_keys = (
-            max((shape[axis] for shape in known), default=1) for axis in range(4)
+            max((sizes[axis] for sizes in known), default=1) for axis in range(4)
         )
         queries = own_queries if queries is None else queries
         if keys is None:  # those of the mask, or as many as there are queries
-            keys = own_keys if self.dense or self.segment_ids else max(own_keys, queries)
+            told = any(clause.names_every_key for clause in self.clauses)
+            keys = own_keys if told else max(own_keys, queries)
         return {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
 
-    def _longest(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        """Lengths, and the (queries, keys) that the longest of them needs."""
-        if self.key_lengths is not None:
-            yield self.key_lengths, (1, _largest(self.key_lengths))
-        if self.query_lengths is not None:
-            yield self.query_lengths, (_largest(self.query_lengths), 1)
-
     def _device(self) -> torch.device:
-        return next((t.device for t in self._tensors()), torch.device("cpu"))
-
-    def _tensors(self) -> list[Tensor]:
-        lengths = [n for n in (self.key_lengths, self.query_lengths) if n is not None]
-        return [*self.dense, *(t for pair in self.segment_ids for t in pair), *lengths]
+        tensors = (t for clause in self.clauses for t in clause.tensors())
+        return next((t.device for t in tensors), torch.device("cpu"))
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on ``device``."""
-        return replace(
-            self,
-            key_lengths=None if self.key_lengths is None else self.key_lengths.to(device),
-            query_lengths=None if self.query_lengths is None else self.query_lengths.to(device),
-            segment_ids=tuple((a.to(device), b.to(device)) for a, b in self.segment_ids),
-            dense=tuple(t.to(device) for t in self.dense),
-        )
+        return self._mapped(lambda clause: clause.mapped(lambda tensor: tensor.to(device)))
 
     def of_heads(self, index: Integer[Tensor, " chosen"]) -> Mask:
         """The mask of chosen heads alone."""
         index = as_int64(index, "heads")
-        return replace(self, dense=tuple(_of_heads(t, index) for t in self.dense))
+        return self._mapped(lambda clause: clause.of_heads(index))
+
+    def _mapped(self, function: Callable[[Clause], Clause]) -> Mask:
+        return Mask(tuple(map(function, self.clauses)))
 
     def __str__(self) -> str:
-        parts = [str(band) for band in self.bands]
-        lengths = {"keys": self.key_lengths, "queries": self.query_lengths}
-        if named := [name for name, n in lengths.items() if n is not None]:
-            parts.append(f"lengths({', '.join(named)})")
-        parts += ["segments"] * len(self.segment_ids)
-        parts += [f"may_attend{tuple(t.shape)}" for t in self.dense]
-        return " & ".join(parts) or "everything"
+        return " & ".join(map(str, self.clauses)) or "everything"
 
     def __repr__(self) -> str:
         return f"Mask({self})"
@@ -307,13 +339,20 @@ def refuse_what_is_no_mask(value: object, place: str) -> Mask:
     )
 
 
-def _side(name: str, side: object) -> int | None:
+def _given(keys: Tensor | None, queries: Tensor | None) -> Iterator[tuple[str, int, Tensor]]:
+    if keys is not None:
+        yield "keys", KEYS, keys
+    if queries is not None:
+        yield "queries", QUERIES, queries
+
+
+def _side(name: str, side: object) -> int:
     """Return one side of a window as Python's integer, or as the symbol of a compiled graph."""
     if side is None:
-        return None
+        return BOUNDLESS
     count = as_count(side)
     if isinstance(count, int) and count >= BOUNDLESS:
-        return None
+        return BOUNDLESS
     if count is not None and count >= 0:
         return count
     raise OptionError(
@@ -322,10 +361,6 @@ def _side(name: str, side: object) -> int | None:
         do="count keys beside the query's own position, "
         f"e.g. {name}={4 if count is None else -count}",
     )
-
-
-def _largest(lengths: Tensor) -> int:
-    return int(lengths.max()) if lengths.numel() else 0
 
 
 def _drawn(name: str, size: object) -> int | None:
@@ -337,19 +372,3 @@ def _drawn(name: str, size: object) -> int | None:
         needed=f"how many {name} to draw, from 0",
         do=f"e.g. draw({name}=8), or leave it out where the mask knows it",
     )
-
-
-def _shorter(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    if a.shape != b.shape:
-        raise MaskError(
-            saw=f"lengths of shape {tuple(a.shape)} and of shape {tuple(b.shape)} in one mask",
-            needed="one length for each sequence of the same batch",
-            do="build both for the same batch",
-        )
-    return torch.minimum(a, b)
-
-
-def _of_heads(dense: Tensor, index: Tensor) -> Tensor:
-    return dense if dense.shape[1] == 1 else dense.index_select(1, index)

@@ -17,16 +17,10 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, MaskError
-from headwise.masks.bound_mask import (
-    Align,
-    at_pairs,
-    check_fits,
-    cut,
-    require_align,
-    resolve_align,
-    with_matrix_axes,
-)
+from headwise.masks.alignment import Align, require_align, resolve_align
 from headwise.masks.casting import cast_biases
+from headwise.masks.clause import WHOLE, Rectangle, Sizes, at_pairs, cut
+from headwise.masks.clauses.dense import check_fits, with_matrix_axes
 from headwise.support.arguments import require_tensors
 from headwise.support.axes import broadcasts, describe_value
 from headwise.support.eager import may_check_values
@@ -222,7 +216,7 @@ class ScoreBias:
             # A slope of infinity would be NaN at distance 0.
             _check_values(numbers.abs() if part.name == "alibi" else numbers, device)
         for bias in self.tensors:
-            check_fits(bias, batch, heads, queries, keys, "a score bias")
+            check_fits(bias, Sizes(batch, heads, queries, keys), "a score bias")
             _check_values(bias, device)
 
     def bound(
@@ -312,15 +306,15 @@ class BoundBias:
         runs = table[:, start - stop + self.queries : end - first + self.queries - 1]
         return runs.unfold(-1, end - start, 1).flip(1)
 
-    def piece(self, sequence: slice, rows: slice, columns: slice) -> BoundBias:
+    def within(self, place: Rectangle) -> BoundBias:
         """The bias of one rectangle, as a bias of that size."""
-        queries, keys = rows.stop - rows.start, columns.stop - columns.start
+        queries, keys = place.queries.size, place.keys.size
         table = self.table
         if table is not None:
-            first = columns.start - rows.stop + self.queries
+            first = place.keys.first - place.queries.stop + self.queries
             table = table[:, first : first + queries + keys - 1]
-        whole = slice(None)
-        tensors = tuple(cut(bias, sequence, whole, rows, columns) for bias in self.tensors)
+        index = (slice(place.batch, place.batch + 1), WHOLE, *(slice(*s) for s in place[1:]))
+        tensors = tuple(cut(bias, *index) for bias in self.tensors)
         return BoundBias(queries=queries, keys=keys, table=table, tensors=tensors)
 
     def pairs(self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]) -> list[Tensor]:
@@ -332,8 +326,7 @@ class BoundBias:
 
     def at(self, rows: Int[Tensor, " rows"]) -> list[Tensor]:
         """The whole bias at chosen queries; parts broadcast to (batch, heads, rows, keys)."""
-        whole = slice(None)
-        return self.parts(whole, whole, rows, whole)
+        return self.parts(WHOLE, WHOLE, rows, WHOLE)
 
 
 def refuse_what_is_no_bias(value: object, place: str) -> ScoreBias:

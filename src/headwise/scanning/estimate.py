@@ -69,8 +69,8 @@ def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
     def watch(call: CapturedCall) -> None:
         matrix, bound = call.matrix, call.matrix.bound_mask
         assert call.values is not None
-        has_span = bound.lower is not None and bound.upper is not None
-        span = bound.upper - bound.lower + 1 if has_span else None  # type: ignore[operator]
+        left, right = bound.reach
+        span = None if left is None or right is None else left + right + 1
         width = matrix.q.shape[-1] + call.values.shape[-1]
         found.append(Call(matrix.shape[1], width, bound.is_causal, span))
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.huggingface.switching import switched
 from headwise.layers.hooks import watching
+from headwise.masks.clauses.band import Band
 from headwise.matrix import AttentionMatrix
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.modules import Modules, Running, same, version_of
@@ -207,15 +208,15 @@ class Reach:
         if is_cross:
             return None, self._tokens.of_cross(layer, matrix.shape)
         _, _, queries, keys = matrix.shape
-        bound = matrix.bound_mask
-        upper = None if bound.upper is None else min(max(0, bound.upper), max(0, keys - queries))
+        left, right = matrix.bound_mask.reach
+        upper = None if right is None else min(max(0, right), max(0, keys - queries))
         own_key = 0 if queries == keys else upper
         known = self._tokens.of_self(
             layer,
             matrix.shape,
             self.modules.stack,
             own_key=own_key,
-            windowed=bound.lower is not None,
+            windowed=left is not None,
         )
         if own_key is None and known.seen is not None:
             own_key = known.seen - known.dropped - queries
@@ -276,18 +277,19 @@ def _real_keys(matrix: AttentionMatrix, own_key: int | None) -> Tensor:
 
     Behind the last query's own key a band hides what a cache has room for.
     """
-    bound, batch, device = matrix.bound_mask, len(matrix.q), matrix.q.device
-    real = torch.ones(batch, bound.keys, dtype=torch.bool, device=device)
-    if bound.key_lengths is not None:
-        real &= torch.arange(bound.keys, device=device) < bound.key_lengths[:, None]
-    for _, key_ids in bound.segment_ids:
-        real &= key_ids >= 0
-    hides = [bias > -torch.inf for bias in matrix.score_bias.tensors if bias.shape[2] == 1]
-    for allowed in (*bound.dense, *hides):
-        real &= allowed.amax((1, 2)).expand(batch, bound.keys)
-    if own_key is not None and bound.upper is not None:
-        real[:, own_key + bound.queries :] = False
+    real = matrix.bound_mask.real_keys()
+    for bias in matrix.score_bias.tensors:
+        if bias.shape[2] == 1:
+            real = real & (bias > -torch.inf).amax((1, 2))
+    if own_key is not None and matrix.bound_mask.reach[1] is not None:
+        real = real.index_fill(1, _behind(own_key, matrix), value=False)
     return real
+
+
+def _behind(own_key: int, matrix: AttentionMatrix) -> Tensor:
+    """The keys behind the last query's own one."""
+    _, _, queries, keys = matrix.shape
+    return torch.arange(min(own_key + queries, keys), keys, device=matrix.q.device)
 
 
 def _width(tensor: Tensor | None) -> int:
@@ -309,7 +311,7 @@ def _is_cross(stack: list[Running], matrix: AttentionMatrix) -> bool:
     last = stack[-1].last_keys if stack else None
     if not given and last is not None and same(last[0], matrix.k):  # attends once more
         return last[1]
-    if not given or matrix.mask.bands:
+    if not given or matrix.mask.of_kind(Band):
         return False
     queries, keys = given[0], given[1] if len(given) > 1 else given[0]
     return not same(queries, keys)

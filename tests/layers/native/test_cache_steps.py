@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, Mask, Rotary
-from headwise.errors import OptionError
+from headwise.errors import MaskError, OptionError
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, T5Bias
 from tests.layers.native.test_options import bound
@@ -80,6 +80,58 @@ def test_sequences_of_unequal_lengths_are_each_their_own(options: dict[str, Any]
             assert torch.equal(out[row, n:], layer.out_proj.bias.expand(count - n, -1))
     for text, found in zip(texts, outputs, strict=True):
         assert_same(layer, torch.cat(found), layer(torch.cat(text)[None], mask=CAUSAL)[0])
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_left_padded_sequences_are_each_their_own(options: dict[str, Any]) -> None:
+    """As transformers pads for generation: once without a cache, then with one and more steps."""
+    layer, x = made(options)
+    lengths, first = torch.tensor([5, 10, 1]), 10
+    starts = first - lengths
+    for told in (
+        Mask.lengths(queries=lengths, keys=lengths, side="left"),
+        Mask.starts(queries=starts, keys=starts),
+    ):
+        cache = layer.cache(batch=BATCH, length=30)
+        prompt = layer(x[:, :first], mask=CAUSAL & told, cache=cache)
+        steps = [layer(x[:, i : i + 1], mask=CAUSAL, cache=cache) for i in range(first, LENGTH)]
+        found = torch.cat([prompt, *steps], dim=1)
+        whole = layer(x[:, :first], mask=CAUSAL & told)
+        for row, start in enumerate(starts.tolist()):
+            alone = layer(x[row : row + 1, start:], mask=CAUSAL)[0]
+            assert_same(layer, found[row, start:], alone)
+            assert_same(layer, whole[row, start:], alone[: first - start])
+            padding = layer.out_proj.bias.expand(start, -1)
+            assert torch.equal(found[row, :start], padding)
+            assert torch.equal(whole[row, :start], padding)
+
+
+def test_left_padding_and_a_window_that_drops_tokens() -> None:
+    layer, _ = made(OPTIONS["window"])
+    x, starts = torch.randn(BATCH, 60, EMBED, dtype=torch.float64), torch.tensor([4, 0, 9])
+    cache = layer.cache(batch=BATCH, length=1000)
+    prompt = layer(x[:, :12], mask=Mask.starts(queries=starts, keys=starts), cache=cache)
+    found = torch.cat(
+        [prompt, *(layer(x[:, i : i + 4], cache=cache) for i in range(12, 60, 4))], dim=1
+    )
+    for row, start in enumerate(starts.tolist()):
+        assert_same(layer, found[row, start:], layer(x[row : row + 1, start:])[0])
+    assert cache.dropped > 0
+    for mask in (Mask.prefix(3), Mask.where(lambda batch, head, query, key: key <= query)):
+        with pytest.raises(MaskError, match="has dropped tokens"):
+            layer(x[:, :1], mask=mask, cache=cache)
+
+
+def test_lengths_of_two_kinds_with_a_cache_are_refused() -> None:
+    layer, x = made(OPTIONS["plain"])
+    n = torch.tensor([5, 10, 7])
+    for mask in (
+        Mask.lengths(queries=n) & Mask.lengths(keys=n, side="left"),
+        Mask.lengths(queries=n, keys=n) & Mask.starts(keys=10 - n),
+        Mask.starts(keys=n),
+    ):
+        with pytest.raises(MaskError, match="one length for each sequence"):
+            layer(x[:, :10], mask=mask, cache=layer.cache(batch=BATCH, length=30))
 
 
 def test_a_window_lets_any_number_of_tokens_pass() -> None:

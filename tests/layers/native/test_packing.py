@@ -53,6 +53,11 @@ SELF = {
         Mask.lengths(queries=LENGTHS, keys=LENGTHS),
         69,
     ),
+    "left-padded": (
+        {"rotary": Rotary(), "window": (9, 0)},
+        Mask.lengths(queries=LENGTHS, keys=LENGTHS, side="left"),
+        69,
+    ),
     "segments": ({"rotary": Rotary()}, Mask.segments(SEGMENTS), 3 * 38 + 2 * 9),
     "segments, lengths": (
         {},
@@ -154,6 +159,21 @@ def test_a_batch_without_a_real_token() -> None:
     assert torch.equal(out, layer.out_proj.bias.expand_as(out))
     (gradient,) = torch.autograd.grad(out.sum(), x)
     assert torch.equal(gradient, torch.zeros_like(x))
+
+
+@pytest.mark.usefixtures("packs_always")
+def test_a_packed_row_stays_packed_without_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = made(rotary=Rotary())
+    monkeypatch.setattr(Mask, "segments", None)
+    row, offsets = x[:1], torch.tensor([0, 20, 20, 41])  # the last seven tokens are none
+    mask = Mask.packed(offsets) & Mask.causal()
+    assert tokens_seen(layer, row, mask=mask)["q_proj"] == (1, 41, EMBED)
+    found = layer(row, mask=mask)
+    for first, stop in ((0, 20), (20, 41)):
+        alone = layer(row[:, first:stop], mask=Mask.causal())
+        tolerance = LENGTH * bound(layer, alone, torch.float64)
+        assert (found[:, first:stop] - alone).abs().max() <= tolerance
+    assert torch.equal(found[0, 41:], layer.out_proj.bias.expand(7, -1))
 
 
 @pytest.mark.usefixtures("packs_always")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.layers.torch_api import reading
+from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
 from tests.honest import hides_a_whole_sequence
 from tests.layers.torch_api.cases import BATCH, EMBED, HEADS, KEYS, QUERIES, causal, pair
@@ -22,7 +23,7 @@ def read(attn_mask: Tensor, *, slots: int = 0, hinted: bool = False) -> Mask | N
 
 def is_causal(attn_mask: Tensor, **options: object) -> bool:
     mask = read(attn_mask, **options)  # type: ignore[arg-type]
-    return mask is not None and bool(mask.bands)
+    return mask is not None and bool(mask.of_kind(Band))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64, torch.float16])

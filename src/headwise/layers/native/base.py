@@ -103,7 +103,7 @@ class AttentionBase(nn.Module):
             new = call.cache.keys_with(k.shape[2])
             call_checks.check_fits(call, heads=self.num_heads, keys=new)
             k, v, starts = call.cache.append(k, v, lengths=frame.lengths)
-            mask = frame.mask_over(starts, keys=k.shape[2])
+            mask = frame.mask_over(starts)
         matrix = AttentionMatrix(
             q,
             k,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.layers.native.cache import Cache
 from headwise.layers.native.frames import Call
+from headwise.masks.clauses.lengths import Padding
 from headwise.support.axes import describe_value, sizes
 
 X_AXES = ("batch", "queries", "embed_dim")
@@ -148,6 +148,5 @@ def check_fits(call: Call, *, heads: int, keys: int) -> None:
     """Raise what mask and score bias do not fit, before a cache is changed."""
     batch, queries, _ = call.x.shape
     matrix = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
-    bands_and_places = replace(call.mask, key_lengths=None, query_lengths=None)
-    bands_and_places.bind(**matrix, device=call.x.device)
+    call.mask.without(Padding).bind(**matrix, device=call.x.device)
     call.score_bias.check(**matrix, device=call.x.device)

@@ -11,16 +11,19 @@ A query that was given up, since its token is padding, has zero head outputs on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import MaskError
 from headwise.kernels import pieces
-from headwise.kernels.pieces import Piece, Span
 from headwise.layers.hooks import is_watched
 from headwise.layers.native.cache import Cache
+from headwise.masks.clause import Rectangle, Span
+from headwise.masks.clauses.lengths import KEYS, QUERIES, Padding, Starts
+from headwise.masks.clauses.segments import PackedRow
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.support.eager import may_check_values, may_read_values
@@ -56,11 +59,9 @@ class Whole:
         """A gate, (heads,) or (batch, heads), as a factor of the head outputs."""
         return gate[..., None, None]
 
-    def mask_over(self, starts: Tensor | None, *, keys: int) -> Mask:
+    def mask_over(self, starts: Tensor | None) -> Mask:
         """The mask over a cache's keys, of which those before a sequence's start are none."""
-        if starts is None:
-            return self.mask
-        return self.mask & Mask.may_attend(_is_real(starts, keys), axes="batch keys")
+        return self.mask if starts is None else self.mask & Mask.starts(keys=starts)
 
     def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
         """The output at every token that was given, by the output projection."""
@@ -70,7 +71,7 @@ class Whole:
     @classmethod
     def of(cls, call: Call) -> Whole:
         """The tokens of a call without a cache, as they were given."""
-        return Whole(call.x, call.source, call.mask)
+        return Whole(call.x, call.source, call.mask, padding=_first_places(call))
 
 
 def choose_frame(call: Call) -> Whole:
@@ -89,15 +90,20 @@ def choose_frame(call: Call) -> Whole:
 class Packed(Whole):
     """Real tokens in one row; ``pieces`` say where each stretch of them came from."""
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[Rectangle, ...] = ()
     batch: int = 0
     queries: int = 0
 
     def positions(self) -> Tensor:
         """The place of each token in the row it came from, (length,)."""
-        device = self.x.device
-        spans = [piece.queries for piece in self.pieces]
-        return torch.cat([torch.arange(first, stop, device=device) for first, stop in spans])
+        device, padding = self.x.device, self.padding
+        origins = [0] * self.batch if padding is None else padding.tolist()
+        return torch.cat(
+            [
+                torch.arange(*piece.queries, device=device) - origins[piece.batch]
+                for piece in self.pieces
+            ]
+        )
 
     def gate(self, gate: Tensor) -> Tensor:
         """The gate of each token's own sequence."""
@@ -130,7 +136,10 @@ def pack(call: Call) -> Packed | None:
     if batch * queries * width * width <= least:
         return None  # whatever the lengths are: reading them would wait for an accelerator
     bound = mask.bind(batch=batch, heads=1, queries=queries, keys=source.shape[1], device=x.device)
-    found = pieces.of_mask(bound, batch)
+    division = bound.divided()
+    if division is None or not all(clause.is_relative for clause in division.rest.clauses):
+        return None
+    found = division.rectangles
     real = sum(piece.queries.size for piece in found)
     saved = (batch * queries - real) * width * width
     if not found or saved <= least * len(found):
@@ -138,28 +147,28 @@ def pack(call: Call) -> Packed | None:
     if source is x and any(piece.queries != piece.keys for piece in found):
         return None  # the tokens that are queries are not those that are keys
     packed_x = _real(x, [(piece.batch, piece.queries) for piece in found])
-    query_ids = _ids([piece.queries for piece in found], x.device)
+    offsets = _offsets([piece.queries for piece in found], x.device)
     if source is x:
-        source, key_ids = packed_x, query_ids
+        source, key_offsets = packed_x, offsets
     else:
         source = _real(source, [(piece.batch, piece.keys) for piece in found])
-        key_ids = _ids([piece.keys for piece in found], x.device)
-    mask = Mask(bands=mask.bands) & Mask.segments(query_ids, key_ids)
-    return Packed(packed_x, source, mask, pieces=found, batch=batch, queries=queries)
+        key_offsets = _offsets([piece.keys for piece in found], x.device)
+    # Queries stand at their own keys: sides that name no alignment need none.
+    mask = Mask((*division.rest.clauses, PackedRow(offsets, key_offsets)))
+    place: dict[str, Any] = {
+        "padding": bound.first_keys(),
+        "pieces": found,
+        "batch": batch,
+        "queries": queries,
+    }
+    return Packed(packed_x, source, mask, **place)
 
 
 def _may_be_packed(call: Call) -> bool:
-    mask = call.mask
-    told = mask.query_lengths is not None or len(mask.segment_ids) == 1
-    if not told:
-        return False
-    lengths = [n for n in (mask.query_lengths, mask.key_lengths) if n is not None]
-    if mask.dense or call.score_bias.tensors or len(mask.segment_ids) > 1:
-        return False
-    if not all(map(may_read_values, [call.x, *lengths, *sum(mask.segment_ids, ())])):
+    if not call.mask.clauses or call.score_bias.tensors or not may_read_values(call.x):
         return False
     # Packed, queries and keys of two sequences would stand at other distances.
-    by_distance = mask.bands or call.score_bias.by_distance
+    by_distance = call.score_bias.by_distance or any(c.is_relative for c in call.mask.clauses)
     return call.source is call.x or not by_distance
 
 
@@ -171,8 +180,8 @@ def _real(x: Tensor, stretches: list[tuple[int, Span]]) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _ids(spans: list[Span], device: torch.device) -> Tensor:
-    return _repeated(list(range(len(spans))), [span.size for span in spans], device)[None]
+def _offsets(spans: list[Span], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(span.size for span in spans)], device=device)
 
 
 def _repeated(numbers: list[int], times: list[int], device: torch.device) -> Tensor:
@@ -186,18 +195,23 @@ def _repeated(numbers: list[int], times: list[int], device: torch.device) -> Ten
 
 @dataclass(eq=False)
 class Aligned(Whole):
-    """Sequences that end together; tokens before their own first one are none."""
+    """Sequences that end together; tokens before their own first one are none.
 
-    def mask_over(self, starts: Tensor | None, *, keys: int) -> Mask:
+    ``end_together``: whether they were given so.
+    """
+
+    end_together: bool = False
+
+    def mask_over(self, starts: Tensor | None) -> Mask:
         """Real tokens see real keys; padding is neither."""
-        assert starts is not None
-        place, gap = _places(self.x, self.lengths)
-        query_ids, key_ids = ((real.long() - 1) for real in (place >= gap, _is_real(starts, keys)))
-        return self.mask & Mask.segments(query_ids, key_ids)
+        _, gap = _places(self.x, self.lengths)
+        return self.mask & Mask.starts(queries=gap[:, 0], keys=starts)
 
     def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
         """Each sequence from its first place on; what was padding reads a place that still is."""
         output: Tensor = projection(merged)
+        if self.end_together:
+            return output
         place, gap = _places(output, self.lengths)
         return _taken(output, (place + gap).masked_fill(place >= place.shape[0] - gap, 0))
 
@@ -211,18 +225,18 @@ def align(call: Call, cache: Cache) -> Whole:
     """
     x, mask = call.x, call.mask
     _check_alignment(call, cache)
-    lengths = mask.query_lengths
-    if lengths is None and mask.key_lengths is None:
+    if not mask.of_kind(Padding):
         return Whole(x, x, mask, cache.seen, cache.padding)
-    _check_lengths(call)
+    lengths, end_together = _told_lengths(call)
     place, gap = _places(x, lengths)
-    x = _taken(x, (place - gap).clamp(min=0))
+    if not end_together:
+        x = _taken(x, (place - gap).clamp(min=0))
     padding = gap[:, 0] if cache.padding is None else gap[:, 0] + cache.padding
-    return Aligned(x, x, Mask(bands=mask.bands), cache.seen, padding, lengths)
+    return Aligned(x, x, mask.without(Padding), cache.seen, padding, lengths, end_together)
 
 
 def _check_alignment(call: Call, cache: Cache) -> None:
-    named = [band.align for band in call.mask.bands]
+    named = [getattr(clause, "align", None) for clause in call.mask.clauses]
     named += [part.align for part in call.score_bias.by_distance]
     if cache.seen and "top-left" in named:
         raise MaskError(
@@ -230,36 +244,60 @@ def _check_alignment(call: Call, cache: Cache) -> None:
             needed="the last query at the last key: a step begins after the first key",
             do='align="bottom-right", or no alignment, with a cache',
         )
+    new = call.x.shape[1]
+    if cache.keys_with(new) == cache.seen + new:
+        return
+    for clause in call.mask.clauses:
+        if not (clause.is_relative or clause.names_every_key or isinstance(clause, Padding)):
+            raise MaskError(
+                saw=f"{clause} with a cache that has dropped tokens its window needs no more",
+                needed="a mask that names no places, or one bool for each key that is left",
+                do="Mask.may_attend, or layer.cache of a layer without a window",
+            )
 
 
-def _check_lengths(call: Call) -> None:
-    """Lengths with a cache: those of the new tokens, as queries and as keys, and nothing beside."""
+def _told_lengths(call: Call) -> tuple[Tensor, bool]:
+    """How many of the new tokens are real, and whether they are the last ones.
+
+    With a cache nothing that names places may stand beside lengths, as they move the sequences.
+    """
     mask, (batch, new, _) = call.mask, call.x.shape
-    queries, keys = mask.query_lengths, mask.key_lengths
-    sizes = {"batch": batch, "heads": 1, "queries": new, "keys": new}
-    Mask.lengths(queries=queries, keys=keys).bind(**sizes, device=call.x.device)
-    if queries is None or keys is None or not _are_equal(queries, keys):
+    told = Mask(mask.of_kind(Padding)).bind(
+        batch=batch, heads=1, queries=new, keys=new, device=call.x.device
+    )
+    by_axis = {(c.kind, c.axis): c.numbers for c in told.clauses if isinstance(c, Padding)}
+    kind = told.clauses[0].kind
+    queries, keys = by_axis.get((kind, QUERIES)), by_axis.get((kind, KEYS))
+    if len(by_axis) > 2 or queries is None or keys is None or not _are_equal(queries, keys):
         raise MaskError(
             saw=f"a cache with {mask}",
             needed="one length for each sequence: how many of this call's tokens are real",
-            do="Mask.lengths(queries=n, keys=n)",
+            do='Mask.lengths(queries=n, keys=n), with side="left" where padding stands before them',
         )
-    if mask.dense or mask.segment_ids or call.score_bias.tensors:
+    others = mask.without(Padding).clauses
+    if call.score_bias.tensors or not all(clause.is_relative for clause in others):
         raise MaskError(
             saw=f"a cache with mask {mask} and score bias {call.score_bias}",
             needed="lengths alone, or clauses that name places alone: lengths move the sequences, "
             "so that all end together",
             do="leave out the lengths, and say by Mask.may_attend which keys may be attended",
         )
+    is_left = kind == Starts.kind
+    return (new - queries if is_left else queries), is_left
+
+
+def _first_places(call: Call) -> Tensor | None:
+    """The place of each sequence's first token, where the mask says that padding stands before."""
+    mask, (batch, queries, _) = Mask(call.mask.of_kind(Padding)), call.x.shape
+    if not mask.clauses:
+        return None
+    keys = call.source.shape[1]
+    sizes = {"batch": batch, "heads": 1, "queries": queries, "keys": keys}
+    return mask.bind(**sizes, device=call.x.device).first_keys()
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
     return a is b or not may_check_values(a) or torch.equal(a, b)
-
-
-def _is_real(starts: Tensor, keys: int) -> Tensor:
-    """(batch, keys): whether a key is a token of its sequence."""
-    return torch.arange(keys, device=starts.device) >= starts[:, None]
 
 
 def _places(x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from headwise.layers.native.call_checks import refuse_across
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import PositionBias, Rotary
 from headwise.masks.checks import check_probability, check_score_numbers
+from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
 from headwise.support.axes import describe_value
 
@@ -86,8 +87,8 @@ def _check_kinds(layer: AttentionBase, score_bias: object) -> None:
             do="window=(W - 1, 0) for a causal window of W keys that counts the query's own",
         )
     if window is not None:
-        band = Mask.window(*window).bands[0]  # refuses a side that is no number from 0
-        layer.window = band.left, band.right  # Python's integers: those of NumPy may wrap
+        (band,) = Mask.window(*window).of_kind(Band)  # refuses a side that is no number from 0
+        layer.window = band.sides  # Python's integers: those of NumPy may wrap
 
 
 def _divisors(number: int) -> str:

@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.masks.bound_mask import Align
+from headwise.masks.alignment import Align
 from headwise.masks.score_bias import ScoreBias
 
 BIAS_MAX = 8.0  # the last head's slope is 2 to the minus this

@@ -1,0 +1,242 @@
+"""What every clause of a mask can do. A new kind of mask is one class, in one file of ``clauses/``.
+
+A clause says of (query, key) pairs whether they may attend. It is bound to sizes, evaluated one
+block at a time, and lowered to (kind, tensors, integers), which is what an operator of torch can
+carry; `lifted` makes the same clause again. Kernels know this interface, and no kind by its name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+WHOLE = slice(None)
+BOUNDLESS = 2**62  # keys: a distance that bounds nothing
+
+# A range of positions, or chosen ones.
+Index = slice | Tensor
+
+
+class Sizes(NamedTuple):
+    """The sizes of an attention matrix."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+
+
+class Block(NamedTuple):
+    """A part of a matrix: batches, heads, rows (queries) and columns (keys)."""
+
+    batches: slice
+    heads: slice
+    rows: Index
+    columns: slice
+    device: torch.device
+
+
+class Span(NamedTuple):
+    """Positions [first, stop)."""
+
+    first: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many positions."""
+        return max(0, self.stop - self.first)
+
+    def within(self, other: Span) -> Span:
+        """The positions that are in both."""
+        return Span(max(self.first, other.first), min(self.stop, other.stop))
+
+
+class Rectangle(NamedTuple):
+    """Some queries and some keys of one sequence."""
+
+    batch: int
+    queries: Span
+    keys: Span
+
+    @property
+    def cells(self) -> int:
+        """How many pairs."""
+        return self.queries.size * self.keys.size
+
+
+class Lowered(NamedTuple):
+    """A clause as an operator carries it."""
+
+    kind: str
+    tensors: tuple[Tensor, ...]
+    integers: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Clause(ABC):
+    """One condition of a mask.
+
+    Attributes:
+        kind: the name under which a lowered clause is found again.
+        tensor_fields, integer_fields: the fields that are lowered.
+        is_relative: whether it depends on the distance ``key - query`` alone.
+        names_every_key: whether its tensors fix the number of keys.
+        is_written: whether it is a tensor over the matrix already.
+    """
+
+    kind: ClassVar[str]
+    tensor_fields: ClassVar[tuple[str, ...]] = ()
+    integer_fields: ClassVar[tuple[str, ...]] = ()
+    is_relative: ClassVar[bool] = False
+    names_every_key: ClassVar[bool] = False
+    is_written: ClassVar[bool] = False
+
+    # ---- at known sizes ---------------------------------------------------------------------
+
+    @abstractmethod
+    def bind(self, sizes: Sizes) -> Clause:
+        """The clause at these sizes. Raise MaskError where it was made for others."""
+
+    @abstractmethod
+    def block(self, block: Block, sizes: Sizes) -> Tensor:
+        """True = may attend, broadcastable to (batches, heads, rows, columns) of the block."""
+
+    @abstractmethod
+    def pairs(self, rows: Tensor, columns: Tensor, sizes: Sizes) -> Tensor:
+        """True = may attend, at (query, key) pairs: broadcastable to (batch, heads, pairs)."""
+
+    @abstractmethod
+    def cut(self, place: Rectangle, sizes: Sizes) -> Clause:
+        """The clause of one rectangle, as a mask of that size sees it."""
+
+    @abstractmethod
+    def extent(self, sizes: Sizes) -> Sizes:
+        """How far it spans the four axes when it is written down; 1 where it is the same."""
+
+    # ---- what it tells a kernel; each of these may be left as it is --------------------------
+
+    def merged(self, other: Clause) -> Clause | None:  # noqa: ARG002
+        """One bound clause for this and another bound one, or None."""
+        return None
+
+    def hides(self, sizes: Sizes) -> bool:  # noqa: ARG002
+        """False where it is known to allow everything at these sizes."""
+        return True
+
+    def key_range(self, first: int, stop: int) -> Span:  # noqa: ARG002
+        """Keys outside are hidden from every query in [first, stop)."""
+        return Span(0, BOUNDLESS)
+
+    def open_range(self, first: int, stop: int) -> Span | None:  # noqa: ARG002
+        """Keys inside are allowed to every query in [first, stop); None: not known."""
+        return None
+
+    def interval(self, rows: Tensor, batches: slice, sizes: Sizes) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+        """First key and stop of what each query may attend to, where that is one run of keys.
+
+        Both broadcast to (batches, rows). They may lie beyond the keys, and stop before first.
+        """
+        return None
+
+    def rectangles(self, sizes: Sizes) -> list[list[Rectangle]] | None:  # noqa: ARG002
+        """For each sequence disjoint rectangles that hold all allowed pairs, and no other."""
+        return None
+
+    def real_keys(self, sizes: Sizes) -> Tensor | None:  # noqa: ARG002
+        """(batch or 1, keys): False where a key is hidden from every query; None: not known."""
+        return None
+
+    def first_keys(self) -> Tensor | None:
+        """(batch,): the place of each sequence's first token; None where that is 0."""
+        return None
+
+    # ---- as a value -------------------------------------------------------------------------
+
+    def known_sizes(self) -> Sizes:
+        """The least sizes that it can be bound to; 1 where any will do."""
+        return Sizes(1, 1, 1, 1)
+
+    def aligned(self, align: str) -> Clause:  # noqa: ARG002
+        """The clause with this alignment, where it needs one and names none."""
+        return self
+
+    def of_heads(self, index: Tensor) -> Clause:  # noqa: ARG002
+        """The clause of chosen heads."""
+        return self
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor that it holds, and that must be on the device of the matrix."""
+        return tuple(getattr(self, name) for name in self.tensor_fields)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Clause:
+        """The clause with ``function`` of each of its tensors."""
+        changed = {name: function(getattr(self, name)) for name in self.tensor_fields}
+        return replace(self, **changed)
+
+    def lower(self) -> Lowered:
+        """What an operator can carry of a bound clause."""
+        tensors, integers = (
+            tuple(getattr(self, name) for name in names)
+            for names in (self.tensor_fields, self.integer_fields)
+        )
+        return Lowered(self.kind, tensors, integers)
+
+    @classmethod
+    def lifted(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:
+        """The bound clause that was lowered to these."""
+        names = (*cls.tensor_fields, *cls.integer_fields)
+        return cls(**dict(zip(names, (*tensors, *integers), strict=True)))
+
+
+class IntervalClause(Clause):
+    """A clause that leaves each query one run of keys; `interval` is all it has to say."""
+
+    @abstractmethod
+    def interval(self, rows: Tensor, batches: slice, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """First key and stop for each query; see `Clause.interval`."""
+
+    def block(self, block: Block, sizes: Sizes) -> Tensor:
+        """See `Clause.block`."""
+        rows = positions(block.rows, sizes.queries, block.device)
+        columns = positions(block.columns, sizes.keys, block.device)
+        first, stop = self.interval(rows, block.batches, sizes)
+        allowed = (columns >= first[:, :, None]) & (columns < stop[:, :, None])
+        return allowed[:, None]
+
+    def pairs(self, rows: Tensor, columns: Tensor, sizes: Sizes) -> Tensor:
+        """See `Clause.pairs`."""
+        first, stop = self.interval(rows, WHOLE, sizes)
+        return ((columns >= first) & (columns < stop))[:, None]
+
+
+def positions(index: Index, size: int, device: torch.device) -> Tensor:
+    """The positions that an index of an axis of this size names."""
+    return index if isinstance(index, Tensor) else torch.arange(size, device=device)[index]
+
+
+def take(tensor: Tensor, dim: int, index: Index) -> Tensor:
+    """Index one axis."""
+    if isinstance(index, Tensor):
+        return tensor.index_select(dim, index)
+    return tensor[(WHOLE,) * dim + (index,)]
+
+
+def cut(tensor: Tensor, *index: Index) -> Tensor:
+    """Index each axis of a broadcastable tensor, leaving axes of size one as they are."""
+    for dim, part in enumerate(index):
+        if tensor.shape[dim] != 1:
+            tensor = take(tensor, dim, part)
+    return tensor
+
+
+def at_pairs(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """A tensor broadcastable to (batch, heads, queries, keys), read at (query, key) pairs."""
+    row_index = rows if tensor.shape[2] != 1 else torch.zeros_like(rows)
+    column_index = columns if tensor.shape[3] != 1 else torch.zeros_like(columns)
+    return tensor[:, :, row_index, column_index]

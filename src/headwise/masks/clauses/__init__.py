@@ -1,0 +1,43 @@
+"""The kinds of clauses, and the registry by which an operator makes a lowered one again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from headwise.masks.clause import Clause
+from headwise.masks.clauses.band import Band
+from headwise.masks.clauses.dense import Dense
+from headwise.masks.clauses.lengths import Lengths, Starts
+from headwise.masks.clauses.prefix import Prefix
+from headwise.masks.clauses.segments import PackedRow, Segments
+from headwise.masks.clauses.where import Where
+
+# A new kind is added here.
+KINDS: dict[str, type[Clause]] = {
+    clause.kind: clause
+    for clause in (Band, Lengths, Starts, Segments, PackedRow, Dense, Prefix, Where)
+}
+
+
+def lowered(clauses: Iterable[Clause]) -> tuple[str, list[Tensor], list[int]]:
+    """The kinds of bound clauses, in one string, with all their tensors and integers."""
+    parts = [clause.lower() for clause in clauses]
+    return (
+        " ".join(part.kind for part in parts),
+        [tensor for part in parts for tensor in part.tensors],
+        [number for part in parts for number in part.integers],
+    )
+
+
+def lifted(kinds: str, tensors: Sequence[Tensor], integers: Sequence[int]) -> tuple[Clause, ...]:
+    """The inverse of `lowered`."""
+    rest, numbers = iter(tensors), iter(integers)
+    return tuple(
+        kind.lifted(
+            tuple(next(rest) for _ in kind.tensor_fields),
+            tuple(next(numbers) for _ in kind.integer_fields),
+        )
+        for kind in map(KINDS.__getitem__, kinds.split())
+    )

@@ -1,0 +1,91 @@
+"""A boolean tensor, for every pattern that has no shorter form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headwise.errors import MaskError
+from headwise.masks.clause import WHOLE, Block, Clause, Rectangle, Sizes, at_pairs, cut
+from headwise.support.axes import MATRIX_AXES, broadcasts, describe_value, sizes
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Clause):
+    """True = may attend; broadcastable to (batch, heads, queries, keys)."""
+
+    kind = "dense"
+    tensor_fields = ("allowed",)
+    names_every_key = True
+    is_written = True
+
+    allowed: Tensor
+
+    def bind(self, sizes: Sizes) -> Dense:
+        """See `Clause.bind`."""
+        check_fits(self.allowed, sizes, "a mask")
+        return self
+
+    def block(self, block: Block, sizes: Sizes) -> Tensor:  # noqa: ARG002
+        """See `Clause.block`."""
+        return cut(self.allowed, block.batches, block.heads, block.rows, block.columns)
+
+    def pairs(self, rows: Tensor, columns: Tensor, sizes: Sizes) -> Tensor:  # noqa: ARG002
+        """See `Clause.pairs`."""
+        return at_pairs(self.allowed, rows, columns)
+
+    def cut(self, place: Rectangle, sizes: Sizes) -> Dense:  # noqa: ARG002
+        """See `Clause.cut`."""
+        sequence = slice(place.batch, place.batch + 1)
+        return Dense(cut(self.allowed, sequence, WHOLE, slice(*place.queries), slice(*place.keys)))
+
+    def extent(self, sizes: Sizes) -> Sizes:  # noqa: ARG002
+        """See `Clause.extent`."""
+        return Sizes(*self.allowed.shape)
+
+    def real_keys(self, sizes: Sizes) -> Tensor:
+        """See `Clause.real_keys`."""
+        return self.allowed.amax((1, 2)).expand(-1, sizes.keys)
+
+    def of_heads(self, index: Tensor) -> Dense:
+        """See `Clause.of_heads`."""
+        shared = self.allowed.shape[1] == 1
+        return self if shared else Dense(self.allowed.index_select(1, index))
+
+    def known_sizes(self) -> Sizes:
+        """See `Clause.known_sizes`."""
+        return Sizes(*self.allowed.shape)
+
+    def __str__(self) -> str:
+        return f"may_attend{tuple(self.allowed.shape)}"
+
+
+def with_matrix_axes(tensor: Tensor, axes: str) -> Tensor:
+    """View a tensor whose axes are named as one broadcastable to (batch, heads, queries, keys)."""
+    names = axes.split()
+    if not names or [a for a in MATRIX_AXES if a in names] != names:
+        raise MaskError(
+            saw=f"axes={describe_value(axes)}",
+            needed=f"names among {MATRIX_AXES}, in this order, each once",
+            do='e.g. axes="batch keys" for a padding mask; transpose the tensor where needed',
+        )
+    if tensor.dim() != len(names):
+        raise MaskError(
+            saw=f"a tensor of shape {tuple(tensor.shape)} with axes={describe_value(axes)}",
+            needed=f"{len(names)} axes, one for each name",
+            do="name every axis of the tensor",
+        )
+    shape = dict(zip(names, tensor.shape, strict=True))
+    return tensor.reshape([shape.get(a, 1) for a in MATRIX_AXES])
+
+
+def check_fits(tensor: Tensor, wanted: Sizes, what: str) -> None:
+    """Raise MaskError unless ``tensor`` broadcasts to (batch, heads, queries, keys)."""
+    if not all(broadcasts(n, want) for n, want in zip(tensor.shape, wanted, strict=True)):
+        raise MaskError(
+            saw=f"{what} for {sizes(tensor, MATRIX_AXES)}",
+            needed=f"sizes that broadcast to (batch {wanted.batch}, heads {wanted.heads}, "
+            f"queries {wanted.queries}, keys {wanted.keys})",
+            do="build it for these sizes, or leave out the axes it does not depend on",
+        )

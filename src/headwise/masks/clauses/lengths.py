@@ -1,0 +1,220 @@
+"""Padding: how many tokens of each sequence are real, or at which place the first one stands."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headwise.errors import MaskError
+from headwise.masks.clause import (
+    BOUNDLESS,
+    Block,
+    Clause,
+    IntervalClause,
+    Rectangle,
+    Sizes,
+    Span,
+    positions,
+)
+from headwise.support.axes import MATRIX_AXES, describe_value
+from headwise.support.eager import may_check_values, may_read_values
+from headwise.support.integers import as_int64, is_integer
+
+QUERIES, KEYS = 2, 3  # of MATRIX_AXES
+Side = Literal["left", "right"]
+
+
+@dataclass(frozen=True, eq=False)
+class Padding(IntervalClause):
+    """One number for each sequence, that says which positions of one axis are real."""
+
+    tensor_fields = ("numbers",)
+    integer_fields = ("axis",)
+
+    numbers: Tensor
+    axis: int
+
+    @abstractmethod
+    def span(self, number: int) -> Span:
+        """The real positions of a sequence with this number."""
+
+    @abstractmethod
+    def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
+        """Whether positions are real; both broadcast."""
+
+    def bind(self, sizes: Sizes) -> Padding:
+        """See `Clause.bind`."""
+        _check_numbers(self, sizes)
+        return self
+
+    def cut(self, place: Rectangle, sizes: Sizes) -> Padding:  # noqa: ARG002
+        """See `Clause.cut`."""
+        first = (place.queries if self.axis == QUERIES else place.keys).first
+        numbers = self.numbers[place.batch : place.batch + 1] - first
+        return type(self)(numbers, self.axis)
+
+    def extent(self, sizes: Sizes) -> Sizes:
+        """See `Clause.extent`."""
+        keys = self.axis == KEYS
+        batch = self.numbers.shape[0]
+        return Sizes(batch, 1, 1, sizes.keys) if keys else Sizes(batch, 1, sizes.queries, 1)
+
+    def block(self, block: Block, sizes: Sizes) -> Tensor:
+        """See `Clause.block`; only its own axis is written."""
+        numbers = self.numbers[block.batches, None]
+        if self.axis == KEYS:
+            place = positions(block.columns, sizes.keys, block.device)
+            return self.is_real(place, numbers)[:, None, None, :]
+        place = positions(block.rows, sizes.queries, block.device)
+        return self.is_real(place, numbers)[:, None, :, None]
+
+    def interval(self, rows: Tensor, batches: slice, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """See `Clause.interval`."""
+        numbers = self.numbers[batches, None]
+        if self.axis == KEYS:
+            return self._run(numbers, rows, sizes)
+        none, every = torch.zeros_like(rows)[None], torch.full_like(rows, sizes.keys)[None]
+        return none, torch.where(self.is_real(rows, numbers), every, none)
+
+    @abstractmethod
+    def _run(self, numbers: Tensor, rows: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """First real key and stop."""
+
+    def rectangles(self, sizes: Sizes) -> list[list[Rectangle]] | None:
+        """See `Clause.rectangles`."""
+        if not may_read_values(self.numbers):
+            return None
+        every = Span(0, sizes.queries), Span(0, sizes.keys)
+        found = []
+        for batch, number in enumerate(self.numbers.tolist()):
+            queries, keys = every
+            if self.axis == QUERIES:
+                queries = queries.within(self.span(number))
+            else:
+                keys = keys.within(self.span(number))
+            found.append([Rectangle(batch, queries, keys)])
+        return found
+
+    def real_keys(self, sizes: Sizes) -> Tensor | None:
+        """See `Clause.real_keys`."""
+        if self.axis != KEYS:
+            return None
+        place = torch.arange(sizes.keys, device=self.numbers.device)
+        return self.is_real(place, self.numbers[:, None])
+
+    def known_sizes(self) -> Sizes:
+        """See `Clause.known_sizes`."""
+        most = int(self.numbers.max()) if self.numbers.numel() else 0
+        queries, keys = (most, 1) if self.axis == QUERIES else (1, most)
+        return Sizes(self.numbers.shape[0], 1, queries, keys)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({MATRIX_AXES[self.axis]})"
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths(Padding):
+    """``numbers[b]`` positions are real; bound, they are the first ones, or it is a `Starts`."""
+
+    kind = "lengths"
+
+    side: Side = "right"  # where the padding stands
+
+    def bind(self, sizes: Sizes) -> Padding:
+        """See `Clause.bind`."""
+        super().bind(sizes)
+        if self.side == "right":
+            return self
+        return Starts(sizes[self.axis] - self.numbers, self.axis)
+
+    def span(self, number: int) -> Span:
+        """See `Padding.span`."""
+        return Span(0, number)
+
+    def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
+        """See `Padding.is_real`."""
+        return position < numbers
+
+    def _run(self, numbers: Tensor, rows: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return torch.zeros_like(rows)[None], numbers
+
+    def merged(self, other: Clause) -> Lengths | None:
+        """See `Clause.merged`."""
+        if not isinstance(other, Lengths) or other.axis != self.axis:
+            return None
+        return Lengths(torch.minimum(self.numbers, other.numbers), self.axis)
+
+    def __str__(self) -> str:
+        side = ", left-padded" if self.side == "left" else ""
+        return f"lengths({MATRIX_AXES[self.axis]}{side})"
+
+
+@dataclass(frozen=True, eq=False)
+class Starts(Padding):
+    """The positions from ``numbers[b]`` on are real: padding stands before."""
+
+    kind = "starts"
+
+    def span(self, number: int) -> Span:
+        """See `Padding.span`."""
+        return Span(number, BOUNDLESS)
+
+    def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
+        """See `Padding.is_real`."""
+        return position >= numbers
+
+    def _run(self, numbers: Tensor, rows: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        return numbers, torch.full_like(rows, sizes.keys)[None]
+
+    def merged(self, other: Clause) -> Starts | None:
+        """See `Clause.merged`."""
+        if not isinstance(other, Starts) or other.axis != self.axis:
+            return None
+        return Starts(torch.maximum(self.numbers, other.numbers), self.axis)
+
+    def first_keys(self) -> Tensor | None:
+        """See `Clause.first_keys`."""
+        return self.numbers if self.axis == KEYS else None
+
+
+def lengths_of(lengths: object, axis: str, *, call: str = "lengths") -> Tensor:
+    """Return lengths in int64. Raise MaskError unless they are a 1-D tensor of integers."""
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1:
+        seen = (
+            f"of shape {tuple(lengths.shape)}"
+            if isinstance(lengths, Tensor)
+            else describe_value(lengths)
+        )
+    elif not is_integer(lengths):
+        seen = f"of dtype {lengths.dtype}"
+    else:
+        return as_int64(lengths, f"{call} of the {axis}")
+    raise MaskError(
+        saw=f"{call} {seen} for the {axis}",
+        needed="a tensor with one integer for each sequence: (batch,)",
+        do=f"e.g. Mask.{call}(keys=torch.tensor([24, 17, 29]))",
+    )
+
+
+def _check_numbers(clause: Padding, sizes: Sizes) -> None:
+    """Raise MaskError unless there is one number for each sequence, within the axis."""
+    numbers, axis, size = clause.numbers, MATRIX_AXES[clause.axis], sizes[clause.axis]
+    if numbers.shape != (sizes.batch,):
+        raise MaskError(
+            saw=f"{clause.kind} of shape {tuple(numbers.shape)} for the {axis}",
+            needed=f"one integer for each sequence: shape (batch {sizes.batch},)",
+            do="e.g. Mask.lengths(keys=torch.tensor([24, 17, 29]))",
+        )
+    if not may_check_values(numbers) or numbers.numel() == 0:
+        return
+    least, most = int(numbers.min()), int(numbers.max())
+    if least < 0 or most > size:
+        raise MaskError(
+            saw=f"{clause.kind} between {least} and {most} for {size} {axis}",
+            needed=f"{clause.kind} from 0 to {size}",
+            do="pad the sequences to the longest, or correct the lengths",
+        )

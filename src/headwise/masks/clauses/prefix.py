@@ -1,0 +1,111 @@
+"""A prefix that every query sees, and causal attention behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import MaskError, OptionError
+from headwise.masks.alignment import Align, resolve_align
+from headwise.masks.clause import BOUNDLESS, IntervalClause, Rectangle, Sizes, Span
+from headwise.support.axes import describe_value
+from headwise.support.eager import may_check_values
+from headwise.support.integers import as_count, as_int64, is_integer
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(IntervalClause):
+    """The first ``lengths[b]`` keys are seen by every query, later ones as in a causal mask.
+
+    The mask of a prefix language model (Raffel et al. 2020, arXiv:1910.10683, figure 4).
+    """
+
+    kind = "prefix"
+    tensor_fields = ("lengths",)
+    integer_fields = ("most", "right")
+
+    lengths: Tensor  # (batch,), or () for all alike
+    most: int  # no length is larger; BOUNDLESS where that is not known
+    right: int = 0  # bound: how far the query's own key stands behind the key of its number
+    align: Align | None = "top-left"
+
+    def bind(self, sizes: Sizes) -> Prefix:
+        """See `Clause.bind`."""
+        if self.lengths.shape not in ((), (sizes.batch,)):
+            raise MaskError(
+                saw=f"prefix lengths of shape {tuple(self.lengths.shape)}",
+                needed=f"one integer, or one for each sequence: shape (batch {sizes.batch},)",
+                do="e.g. Mask.prefix(torch.tensor([24, 17, 29]))",
+            )
+        offset = resolve_align(self.align, sizes.queries, sizes.keys, what=str(self))
+        return Prefix(self.lengths, self.most, self.right + offset)
+
+    def key_range(self, first: int, stop: int) -> Span:  # noqa: ARG002
+        """See `Clause.key_range`."""
+        return Span(0, max(self.most, stop + self.right))
+
+    def open_range(self, first: int, stop: int) -> Span:  # noqa: ARG002
+        """See `Clause.open_range`."""
+        return Span(0, first + self.right + 1)
+
+    def interval(self, rows: Tensor, batches: slice, sizes: Sizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """See `Clause.interval`."""
+        lengths = self.lengths if self.lengths.dim() == 0 else self.lengths[batches, None]
+        stop = torch.maximum(lengths, rows[None] + (self.right + 1))
+        return torch.zeros_like(stop), stop
+
+    def cut(self, place: Rectangle, sizes: Sizes) -> Prefix:  # noqa: ARG002
+        """See `Clause.cut`."""
+        lengths = self.lengths
+        if lengths.dim():
+            lengths = lengths[place.batch : place.batch + 1]
+        first = place.keys.first
+        most = self.most if self.most == BOUNDLESS else self.most - first
+        return Prefix(lengths - first, most, self.right + place.queries.first - first)
+
+    def extent(self, sizes: Sizes) -> Sizes:
+        """See `Clause.extent`."""
+        return Sizes(self._batch, 1, sizes.queries, sizes.keys)
+
+    def known_sizes(self) -> Sizes:
+        """See `Clause.known_sizes`."""
+        return Sizes(self._batch, 1, 1, 1)
+
+    def aligned(self, align: str) -> Prefix:
+        """See `Clause.aligned`."""
+        chosen: Any = self.align or align
+        return replace(self, align=chosen)
+
+    def __str__(self) -> str:
+        align = f" {self.align}" if self.align else ""
+        return f"prefix({f'batch {self._batch}' if self.lengths.dim() else self.most}){align}"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `Clause.tensors`; one number for all is at home on every device."""
+        return (self.lengths,) if self.lengths.dim() else ()
+
+    @property
+    def _batch(self) -> int:
+        return self.lengths.shape[0] if self.lengths.dim() else 1
+
+
+def prefix_of(lengths: object, align: Align | None) -> Prefix:
+    """The clause for one number or one for each sequence, or OptionError."""
+    if isinstance(lengths, Tensor) and lengths.dim() == 1 and is_integer(lengths):
+        wide = as_int64(lengths, "prefix lengths")
+        if not (may_check_values(wide) and wide.numel()):
+            return Prefix(wide, BOUNDLESS, align=align)
+        if int(wide.min()) >= 0:
+            return Prefix(wide, int(wide.max()), align=align)
+        lengths = int(wide.min())
+    count = as_count(lengths)
+    if count is not None and count >= 0:
+        return Prefix(torch.tensor(count), count, align=align)
+    raise OptionError(
+        saw=f"prefix({describe_value(lengths)})",
+        needed="a whole number from 0, or a 1-D tensor with one for each sequence",
+        do="e.g. Mask.prefix(24)",
+    )

@@ -1,0 +1,221 @@
+"""Several sequences in one row: told by an id for each token, or by where each sequence begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from headwise.errors import MaskError
+from headwise.masks.clause import (
+    WHOLE,
+    Block,
+    Clause,
+    IntervalClause,
+    Rectangle,
+    Sizes,
+    Span,
+    cut,
+)
+from headwise.support.axes import broadcasts
+from headwise.support.eager import may_check_values, may_read_values
+from headwise.support.integers import as_int64, is_integer
+
+
+@dataclass(frozen=True, eq=False)
+class Segments(Clause):
+    """Queries see the keys that carry their own id; ids below 0 belong to no segment."""
+
+    kind = "segments"
+    tensor_fields = ("query_ids", "key_ids")
+    names_every_key = True
+
+    query_ids: Tensor  # (batch or 1, queries)
+    key_ids: Tensor  # (batch or 1, keys)
+
+    def bind(self, sizes: Sizes) -> Segments:
+        """See `Clause.bind`."""
+        axes = (("queries", sizes.queries), ("keys", sizes.keys))
+        for (axis, size), ids in zip(axes, self.tensors(), strict=True):
+            if ids.dim() != 2 or not broadcasts(ids.shape[0], sizes.batch) or ids.shape[1] != size:
+                raise MaskError(
+                    saw=f"segment ids of shape {tuple(ids.shape)} and dtype {ids.dtype} "
+                    f"for the {axis}",
+                    needed=f"integers of shape (batch {sizes.batch}, {axis} {size})",
+                    do="give one id for each position of each row",
+                )
+        return self
+
+    def block(self, block: Block, sizes: Sizes) -> Tensor:  # noqa: ARG002
+        """See `Clause.block`."""
+        # One row of ids serves every sequence; cut leaves such an axis as it is.
+        own = cut(self.query_ids[:, None, :, None], block.batches, WHOLE, block.rows, WHOLE)
+        other = cut(self.key_ids[:, None, None, :], block.batches, WHOLE, WHOLE, block.columns)
+        return (own == other) & (other >= 0)
+
+    def pairs(self, rows: Tensor, columns: Tensor, sizes: Sizes) -> Tensor:  # noqa: ARG002
+        """See `Clause.pairs`."""
+        own, other = self.query_ids[:, None, rows], self.key_ids[:, None, columns]
+        return (own == other) & (other >= 0)
+
+    def cut(self, place: Rectangle, sizes: Sizes) -> Segments:  # noqa: ARG002
+        """See `Clause.cut`."""
+        sequence = slice(place.batch, place.batch + 1)
+        return Segments(
+            cut(self.query_ids, sequence, slice(*place.queries)),
+            cut(self.key_ids, sequence, slice(*place.keys)),
+        )
+
+    def extent(self, sizes: Sizes) -> Sizes:
+        """See `Clause.extent`."""
+        return Sizes(self.query_ids.shape[0], 1, sizes.queries, sizes.keys)
+
+    def rectangles(self, sizes: Sizes) -> list[list[Rectangle]] | None:
+        """See `Clause.rectangles`; None where a segment is not one stretch."""
+        if not all(map(may_read_values, self.tensors())):
+            return None
+        query_runs, key_runs = (_runs(ids, sizes.batch) for ids in self.tensors())
+        if query_runs is None or key_runs is None:
+            return None
+        return [
+            [
+                Rectangle(batch, span, own_keys[name])
+                for name, span in own_queries.items()
+                if name in own_keys
+            ]
+            for batch, (own_queries, own_keys) in enumerate(zip(query_runs, key_runs, strict=True))
+        ]
+
+    def real_keys(self, sizes: Sizes) -> Tensor:  # noqa: ARG002
+        """See `Clause.real_keys`."""
+        return self.key_ids >= 0
+
+    def known_sizes(self) -> Sizes:
+        """See `Clause.known_sizes`."""
+        return Sizes(self.query_ids.shape[0], 1, self.query_ids.shape[1], self.key_ids.shape[1])
+
+    def __str__(self) -> str:
+        return "segments"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow(IntervalClause):
+    """Sequence s of the one row has queries [q[s], q[s + 1]) and keys [k[s], k[s + 1])."""
+
+    kind = "packed"
+    tensor_fields = ("query_offsets", "key_offsets")
+    names_every_key = True
+
+    query_offsets: Tensor  # (sequences + 1,)
+    key_offsets: Tensor  # (sequences + 1,)
+
+    def bind(self, sizes: Sizes) -> PackedRow:
+        """See `Clause.bind`."""
+        if sizes.batch != 1:
+            raise MaskError(
+                saw=f"offsets of packed sequences for a batch of {sizes.batch}",
+                needed="one row: all sequences one after the other",
+                do="x.flatten(0, 1)[None], or Mask.segments with ids for each row",
+            )
+        axes = (("queries", sizes.queries), ("keys", sizes.keys))
+        for (axis, size), offsets in zip(axes, self.tensors(), strict=True):
+            if may_check_values(offsets):
+                _check_offsets(offsets.tolist(), axis, size)
+        return self
+
+    def interval(self, rows: Tensor, batches: slice, sizes: Sizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """See `Clause.interval`."""
+        count = self.query_offsets.shape[0] - 1
+        if count == 0:
+            return torch.zeros_like(rows)[None], torch.zeros_like(rows)[None]
+        found = torch.searchsorted(self.query_offsets, rows, right=True) - 1
+        inside = (found >= 0) & (found < count)
+        found = found.clamp(0, count - 1)
+        first, stop = self.key_offsets[found], self.key_offsets[found + 1]
+        return first[None], torch.where(inside, stop, first)[None]
+
+    def cut(self, place: Rectangle, sizes: Sizes) -> PackedRow:  # noqa: ARG002
+        """See `Clause.cut`."""
+        spans = (place.queries, place.keys)
+        return PackedRow(
+            *(
+                (offsets - span.first).clamp(0, span.size)
+                for offsets, span in zip(self.tensors(), spans, strict=True)
+            )
+        )
+
+    def extent(self, sizes: Sizes) -> Sizes:
+        """See `Clause.extent`."""
+        return Sizes(1, 1, sizes.queries, sizes.keys)
+
+    def rectangles(self, sizes: Sizes) -> list[list[Rectangle]] | None:  # noqa: ARG002
+        """See `Clause.rectangles`."""
+        if not all(map(may_read_values, self.tensors())):
+            return None
+        queries, keys = (pairwise(offsets.tolist()) for offsets in self.tensors())
+        return [[Rectangle(0, Span(*q), Span(*k)) for q, k in zip(queries, keys, strict=True)]]
+
+    def real_keys(self, sizes: Sizes) -> Tensor:
+        """See `Clause.real_keys`."""
+        place = torch.arange(sizes.keys, device=self.key_offsets.device)
+        return ((place >= self.key_offsets[0]) & (place < self.key_offsets[-1]))[None]
+
+    def known_sizes(self) -> Sizes:
+        """See `Clause.known_sizes`."""
+        return Sizes(1, 1, *(int(offsets[-1]) for offsets in self.tensors()))
+
+    def __str__(self) -> str:
+        return f"packed({self.query_offsets.shape[0] - 1})"
+
+
+def segment_ids_of(ids: object, axis: str) -> Tensor:
+    """Return segment ids in int64. Raise MaskError unless they are a tensor of integers."""
+    if isinstance(ids, Tensor) and (is_integer(ids) or ids.dtype == torch.bool):
+        return as_int64(ids, "segment ids")
+    raise MaskError(
+        saw=f"segment ids of dtype {ids.dtype} for the {axis}"
+        if isinstance(ids, Tensor)
+        else f"segment ids that are a {type(ids).__name__}, for the {axis}",
+        needed=f"a tensor of integers (batch, {axis}); a negative id belongs to no segment",
+        do="e.g. Mask.segments(torch.tensor([[0, 0, 1, 1, -1]]))",
+    )
+
+
+def offsets_of(offsets: object, name: str) -> Tensor:
+    """Return cumulative lengths in int64. Raise MaskError unless they are 1-D integers."""
+    fits = isinstance(offsets, Tensor) and offsets.dim() == 1 and offsets.shape[0] > 0
+    if fits and isinstance(offsets, Tensor) and is_integer(offsets):
+        return as_int64(offsets, name)
+    seen = type(offsets).__name__
+    if isinstance(offsets, Tensor):
+        seen = f"tensor of dtype {offsets.dtype} and shape {tuple(offsets.shape)}"
+    raise MaskError(
+        saw=f"{name} that is a {seen}",
+        needed="a 1-D tensor of integers: where each sequence begins, and the end of the last one",
+        do="e.g. Mask.packed(torch.tensor([0, 24, 41, 70]))",
+    )
+
+
+def _runs(ids: Tensor, batch: int) -> list[dict[int, Span]] | None:
+    """Where each segment of each row begins and ends; None where one is not a single stretch."""
+    rows = []
+    for row in ids:
+        names, counts = torch.unique_consecutive(row, return_counts=True)
+        stops = counts.cumsum(0)
+        spans = list(map(Span, (stops - counts).tolist(), stops.tolist()))
+        runs = [(n, span) for n, span in zip(names.tolist(), spans, strict=True) if n >= 0]
+        if len(dict(runs)) < len(runs):
+            return None
+        rows.append(dict(runs))
+    return rows * batch if len(rows) == 1 else rows
+
+
+def _check_offsets(offsets: list[int], axis: str, size: int) -> None:
+    if any(a > b for a, b in pairwise(offsets)) or offsets[0] < 0 or offsets[-1] > size:
+        raise MaskError(
+            saw=f"offsets {offsets[:4]} to {offsets[-1]} for {size} {axis}",
+            needed=f"cumulative lengths that do not fall, from 0 to at most {size}",
+            do="e.g. Mask.packed(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))",
+        )

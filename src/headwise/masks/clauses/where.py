@@ -1,0 +1,124 @@
+"""A function of the caller's own, asked about each tile when it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headwise.errors import MaskError
+from headwise.masks.clause import WHOLE, Block, Clause, Lowered, Rectangle, Sizes, positions
+from headwise.support.eager import is_traced
+
+# (batch, head, query, key) indices that broadcast -> bool
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Where(Clause):
+    """True where the function says so of (batch, head, query, key).
+
+    ``first`` is the place of this matrix in the one that the function knows.
+    """
+
+    kind = "where"
+    tensor_fields = ("carrier",)  # once lowered; see `lower`
+
+    function: Predicate
+    heads: tuple[int, ...] | None = None  # chosen heads; None: all of them
+    first: tuple[int, int, int] = (0, 0, 0)  # batch, query, key
+
+    def bind(self, sizes: Sizes) -> Where:  # noqa: ARG002
+        """See `Clause.bind`."""
+        if torch.compiler.is_compiling() or is_traced() or torch.onnx.is_in_onnx_export():
+            raise MaskError(
+                saw=f"{self} in a graph that is compiled or exported",
+                needed="a mask that is data: a graph cannot call a function for each tile",
+                do='Mask.may_attend(allowed, axes="queries keys") with the tensor written down',
+            )
+        return self
+
+    def block(self, block: Block, sizes: Sizes) -> Tensor:
+        """See `Clause.block`."""
+        indices = (
+            self._heads(block, sizes) if axis == 1 else positions(index, size, block.device)
+            for axis, (index, size) in enumerate(zip(block[:4], sizes, strict=True))
+        )
+        shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
+        return self._ask(*(i.reshape(s) for i, s in zip(indices, shapes, strict=True)))
+
+    def pairs(self, rows: Tensor, columns: Tensor, sizes: Sizes) -> Tensor:
+        """See `Clause.pairs`."""
+        block = Block(WHOLE, WHOLE, rows, WHOLE, rows.device)
+        batches = positions(WHOLE, sizes.batch, rows.device)
+        heads = self._heads(block, sizes)
+        return self._ask(batches[:, None, None], heads[:, None], rows, columns)
+
+    def _heads(self, block: Block, sizes: Sizes) -> Tensor:
+        if self.heads is None:
+            return positions(block.heads, sizes.heads, block.device)
+        return torch.tensor(self.heads[block.heads], device=block.device)
+
+    def _ask(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        first_batch, first_query, first_key = self.first
+        allowed = self.function(batch + first_batch, head, query + first_query, key + first_key)
+        shape = torch.broadcast_shapes(batch.shape, head.shape, query.shape, key.shape)
+        if not _is_bool(allowed, shape):
+            seen = type(allowed).__name__
+            if isinstance(allowed, Tensor):
+                seen = f"{allowed.dtype} tensor of shape {tuple(allowed.shape)}"
+            raise MaskError(
+                saw=f"{self} that returns a {seen} for indices that broadcast to {tuple(shape)}",
+                needed="a bool tensor that broadcasts to the same shape, True = may attend",
+                do="e.g. Mask.where(lambda batch, head, query, key: key <= query)",
+            )
+        return allowed.expand(shape)
+
+    def cut(self, place: Rectangle, sizes: Sizes) -> Where:  # noqa: ARG002
+        """See `Clause.cut`."""
+        moved = (place.batch, place.queries.first, place.keys.first)
+        batch, query, key = (a + b for a, b in zip(self.first, moved, strict=True))
+        return replace(self, first=(batch, query, key))
+
+    def extent(self, sizes: Sizes) -> Sizes:
+        """See `Clause.extent`."""
+        return sizes
+
+    def of_heads(self, index: Tensor) -> Where:
+        """See `Clause.of_heads`."""
+        chosen = index.tolist()
+        heads = chosen if self.heads is None else [self.heads[head] for head in chosen]
+        return replace(self, heads=tuple(heads))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `Clause.tensors`: the function's own are its own affair."""
+        return ()
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Where:  # noqa: ARG002
+        """See `Clause.mapped`."""
+        return self
+
+    def lower(self) -> Lowered:
+        """A tensor that carries the clause: an operator hands the same object on, and keeps it."""
+        carrier = torch.empty(0)
+        carrier.clause = self  # type: ignore[attr-defined]
+        return Lowered(self.kind, (carrier,), ())
+
+    @classmethod
+    def lifted(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:  # noqa: ARG003
+        """See `Clause.lifted`."""
+        (carrier,) = tensors
+        clause: Clause = carrier.clause  # type: ignore[attr-defined]
+        return clause
+
+    def __str__(self) -> str:
+        return f"where({getattr(self.function, '__name__', type(self.function).__name__)})"
+
+
+def _is_bool(allowed: object, shape: torch.Size) -> bool:
+    if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
+        return False
+    sizes = zip(reversed(allowed.shape), reversed(shape), strict=False)
+    return allowed.dim() <= len(shape) and all(n in (1, wanted) for n, wanted in sizes)

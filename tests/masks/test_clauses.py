@@ -1,0 +1,138 @@
+"""Packed rows, prefixes and functions; and what kernels ask of every kind of clause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from headwise.errors import HeadwiseError
+from headwise.masks.clauses import lifted, lowered
+from headwise.masks.mask import Mask
+from tests.masks.test_mask import LENGTHS, SHAPE, WHOLE, bind, brute, tiles
+from tests.strategies import allowed
+
+CU_SEQLENS, KEY_CU_SEQLENS = torch.tensor([2, 7, 7, 20]), torch.tensor([0, 11, 15, 29])
+
+
+def segment_of(offsets: Tensor, position: int) -> int:
+    """The sequence that a position belongs to, or -1."""
+    inside = [s for s in range(3) if offsets[s] <= position < offsets[s + 1]]
+    return inside[0] if inside else -1
+
+
+def test_a_packed_row_is_its_definition() -> None:
+    mask, shape = Mask.packed(CU_SEQLENS, KEY_CU_SEQLENS), (1, 6, 24, 29)
+    expected = brute(
+        lambda b, h, i, j: segment_of(CU_SEQLENS, i) == segment_of(KEY_CU_SEQLENS, j) >= 0, shape
+    )
+    assert torch.equal(allowed(mask, shape), expected)
+    assert Mask.packed(torch.tensor([0, 1, 3])).draw() == "1 0 0\n0 1 1\n0 1 1"
+    assert str(mask) == "packed(3)"
+
+
+def test_a_packed_row_is_divided_without_ids() -> None:
+    mask = Mask.packed(CU_SEQLENS, KEY_CU_SEQLENS) & Mask.causal(align="top-left")
+    division = bind(mask & Mask.lengths(keys=torch.tensor([20])), (1, 6, 24, 29)).divided()
+    assert division is not None
+    assert [(*r.queries, *r.keys) for r in division.rectangles] == [(2, 7, 0, 11), (7, 20, 15, 20)]
+    assert [clause.kind for clause in division.rest.clauses] == ["band"]
+
+
+@given(tiles())
+def test_divided_rectangles_and_their_rest_are_the_mask(
+    drawn: tuple[Mask, tuple[int, int, int, int], list[slice]],
+) -> None:
+    mask, shape, _ = drawn
+    bound, whole = bind(mask, shape), allowed(mask, shape)
+    division = bound.divided()
+    if division is None:
+        return
+    again = torch.zeros_like(whole)
+    for piece in division.rectangles:
+        rows, columns = slice(*piece.queries), slice(*piece.keys)
+        again[piece.batch, :, rows, columns] = division.rest.within(piece).at(
+            torch.arange(piece.queries.size)
+        )[0]
+    assert torch.equal(again, whole)
+
+
+@given(tiles())
+def test_an_interval_is_the_run_of_keys_that_a_query_sees(
+    drawn: tuple[Mask, tuple[int, int, int, int], list[slice]],
+) -> None:
+    mask, shape, _ = drawn
+    bound, whole = bind(mask, shape), allowed(mask, shape)
+    found = bound.interval(torch.arange(shape[2]))
+    if found is None:
+        assert {clause.kind for clause in bound.clauses} & {"segments", "dense", "where"}
+        return
+    first, stop = (bound_[:, None, :, None] for bound_ in found)
+    place = torch.arange(shape[3])
+    assert torch.equal(((place >= first) & (place < stop)).expand(shape), whole)
+
+
+@given(tiles())
+def test_a_lifted_clause_is_the_one_that_was_lowered(
+    drawn: tuple[Mask, tuple[int, int, int, int], list[slice]],
+) -> None:
+    mask, shape, _ = drawn
+    bound = bind(mask, shape)
+    again = replace(bound, clauses=lifted(*lowered(bound.clauses)))
+    rows = torch.arange(shape[2])
+    assert torch.equal(again.at(rows), bound.at(rows))
+
+
+def test_a_function_is_drawn_and_asked_about_chosen_heads() -> None:
+    mask = Mask.where(lambda batch, head, query, key: (key - query) % (head + 1) == 0)
+    assert mask.draw(2, 3) == "1 1 1\n1 1 1"
+    by_key = Mask.where(lambda batch, head, query, key: key <= 2 * query)
+    assert by_key.draw(2, 4) == "1 0 0 0\n1 1 1 0"
+    chosen = mask.of_heads(torch.tensor([4, 2, 1])).of_heads(torch.tensor([1, 2]))
+    expected = allowed(mask, (1, 6, 24, 29))[:, [2, 1]]
+    assert torch.equal(allowed(chosen, (1, 2, 24, 29)), expected)
+
+
+REFUSED = {
+    "a side": (lambda: Mask.lengths(keys=LENGTHS, side="up"), "lengths(side='up')"),  # type: ignore[arg-type]
+    "starts": (lambda: Mask.starts(keys=torch.tensor(3)), "starts of shape () for the keys"),
+    "offsets": (lambda: Mask.packed(torch.zeros(3)), "cu_seqlens that is a tensor of dtype"),
+    "two numbers of sequences": (
+        lambda: Mask.packed(torch.tensor([0, 3]), torch.tensor([0, 1, 3])),
+        "2 offsets for the queries and 3 for the keys",
+    ),
+    "offsets that fall": (
+        lambda: bind(Mask.packed(torch.tensor([0, 9, 4])), (1, 1, 9, 9)),
+        "offsets [0, 9, 4] to 4 for 9 queries",
+    ),
+    "a batch of packed rows": (lambda: bind(Mask.packed(CU_SEQLENS)), "for a batch of 3"),
+    "a prefix below 0": (lambda: Mask.prefix(-1), "prefix(-1)"),
+    "one prefix below 0": (lambda: Mask.prefix(torch.tensor([3, -2])), "prefix(-2)"),
+    "prefixes of others": (
+        lambda: bind(Mask.prefix(torch.tensor([3, 2]), align="top-left")),
+        "prefix lengths of shape (2,)",
+    ),
+    "a prefix without an alignment": (lambda: bind(Mask.prefix(3)), "without an alignment"),
+    "a tensor for a function": (lambda: Mask.where(WHOLE), "Mask.where(a torch.bool tensor"),  # type: ignore[arg-type]
+    "a function of floats": (
+        lambda: allowed(Mask.where(lambda b, h, i, j: 1.0 * (i + j)), SHAPE),
+        "that returns a torch.float32 tensor of shape (24, 29)",
+    ),
+    "a function of other sizes": (
+        lambda: allowed(Mask.where(lambda b, h, i, j: torch.ones(5, dtype=torch.bool)), SHAPE),
+        "that returns a torch.bool tensor of shape (5,)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_clause_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user has it
+    make, seen = REFUSED[name]
+    with pytest.raises(HeadwiseError) as refused:
+        make()
+    assert seen in refused.value.saw
