@@ -18,11 +18,11 @@ from torch import Tensor
 from headwise import reference
 from headwise.errors import OptionError
 from headwise.kernels import cells, sdpa
+from headwise.kernels.dispatch import run
 from headwise.kernels.explain import Explanation, explain
+from headwise.kernels.kernel import Task
 from headwise.kernels.observe import Observed, observe, seen_by
 from headwise.kernels.problem import Problem, accumulation_dtype
-from headwise.kernels.products import dropped_head_outputs, head_outputs
-from headwise.kernels.read import read
 from headwise.kernels.rows import largest, weights_at
 from headwise.kernels.tiled import Readings, Wanted, shift_of
 from headwise.masks.bound_mask import BoundMask
@@ -145,14 +145,14 @@ class AttentionMatrix(LeftOperand):
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Head outputs. ``value_heads``: kv_heads, heads, or 1 for values that all heads share."""
         plain = sdpa.plain_outputs(self.q, self.k, v, scale=self.scale) if self._is_plain else None
-        return head_outputs(*self._problem_for(v)) if plain is None else plain
+        return run(Task(*self._problem_for(v))).out if plain is None else plain
 
     def dropped(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"], *, dropout_p: float
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """``A @ v`` with weights dropped at random, for training: this writes queries x keys."""
         check_probability(dropout_p)
-        return dropped_head_outputs(*self._problem_for(v), dropout_p=dropout_p)
+        return run(Task(*self._problem_for(v), dropout_p=dropout_p)).out
 
     def outputs_and_average(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
@@ -164,7 +164,7 @@ class AttentionMatrix(LeftOperand):
             # Two passes forward: the fused kernel's backward is worth more than the pass.
             return self @ v, self.head_average()
         problem, v = self._problem_for(v)
-        reading = read(problem, v=v, wanted=Wanted(average=True))
+        reading = run(Task(problem, v, wanted=Wanted(average=True)))
         return reading.out, reading.average
 
     @property
@@ -211,7 +211,7 @@ class AttentionMatrix(LeftOperand):
         for part in cast_biases(self._bias.pairs(rows, rows + offset), exact):
             s = s + part
         s = s.masked_fill(~self._mask.pairs(rows, rows + offset), -torch.inf)
-        reading = read(self._problem())
+        reading = run(Task(self._problem()))
         shift = shift_of(reading.peak.detach(), self._detached_sink())[..., first:stop]
         return torch.exp(s - shift - reading.log_sum[..., first:stop]).to(self.q.dtype)
 
@@ -250,7 +250,7 @@ class AttentionMatrix(LeftOperand):
         keys = checked_blocks("keys", keys, self.shape[3])
         if max(queries, keys) > SMALL_MAP:
             wanted = Wanted(query_blocks=queries, key_blocks=keys)
-            sums = read(self._problem(), wanted=wanted).cells
+            sums = run(Task(self._problem(), wanted=wanted)).cells
         else:
             by_key = self @ cells.membership(self.shape[3], keys, self.q)[None, None]
             # Counts of queries leave the range of float16 and the precision of bfloat16.
@@ -264,26 +264,26 @@ class AttentionMatrix(LeftOperand):
 
     def statistics(self) -> Statistics:
         """Logsumexp, entropy, maximum and received, from one pass over the matrix."""
-        reading = read(self._problem(), wanted=Wanted(entropy=True, received=True))
+        reading = run(Task(self._problem(), wanted=Wanted(entropy=True, received=True)))
         return Statistics(
             self._logsumexp(reading), reading.entropy, self._maximum(reading), reading.received
         )
 
     def logsumexp(self) -> Float[Tensor, "batch heads queries"]:
         """log sum exp of each query's scores, the sink included; -inf where there is neither."""
-        return self._logsumexp(read(self._problem()))
+        return self._logsumexp(run(Task(self._problem())))
 
     def entropy(self) -> Float[Tensor, "batch heads queries"]:
         """-sum p log p of each query's weights, in nats; a sink counts as one more outcome."""
-        return read(self._problem(), wanted=Wanted(entropy=True)).entropy
+        return run(Task(self._problem(), wanted=Wanted(entropy=True))).entropy
 
     def maximum(self) -> Float[Tensor, "batch heads queries"]:
         """The largest weight of each query; 0 where it may attend to nothing."""
-        return self._maximum(read(self._problem()))
+        return self._maximum(run(Task(self._problem())))
 
     def received(self) -> Float[Tensor, "batch heads keys"]:
         """The weight each key receives, summed over queries."""
-        return read(self._problem(), wanted=Wanted(received=True)).received
+        return run(Task(self._problem(), wanted=Wanted(received=True))).received
 
     def seen_by(self, queries: Bool[Tensor, "batch queries"]) -> Int[Tensor, "batch _ keys"]:
         """How many of these queries may attend to each key; one axis of heads where all agree.
@@ -296,7 +296,7 @@ class AttentionMatrix(LeftOperand):
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
         """The mean of the weights over heads, without the weights of single heads."""
-        return read(self._problem(), wanted=Wanted(average=True)).average
+        return run(Task(self._problem(), wanted=Wanted(average=True))).average
 
     def tiles(self, *, with_scores: bool = False, with_lowest: bool = False) -> Iterator[Observed]:
         """The weights, tile by tile, for a reduction of one's own; without gradients.
@@ -393,7 +393,7 @@ class TransposedMatrix(LeftOperand):
             )
         check_operand("y", y, self.mT.q)
         y = y.expand(batch, heads, *y.shape[2:])
-        return read(self.mT._problem(), y=y).transposed
+        return run(Task(self.mT._problem(), y=y)).transposed
 
     def __repr__(self) -> str:
         return f"{self.mT!r}.mT"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwise.huggingface import NAME
 from headwise.kernels import sweep
+from headwise.kernels.kernel import Task
 from headwise.kernels.tiled import Readings
 from headwise.masks.clauses.segments import Segments
 from tests.huggingface.models import DECODER, MODELS, Case, built, watched
@@ -43,11 +44,11 @@ def case(name: str) -> Case:
 def made(monkeypatch: pytest.MonkeyPatch) -> LargestTensor:
     """Sees into the tiled kernel too, which is one operator."""
 
-    def opened(problem: Any, v: Any, y: Any, wanted: Any) -> Readings:
-        flags = astuple(wanted)
-        return Readings(*sweep.sweep(*sweep.pack(problem), v, y, *flags))
+    def opened(_: sweep.Tiled, task: Task) -> Readings:
+        flags = astuple(task.wanted)
+        return Readings(*sweep.sweep(*sweep.pack(task.problem), task.v, task.y, *flags))
 
-    monkeypatch.setattr(sweep, "read", opened)
+    monkeypatch.setattr(sweep.Tiled, "run", opened)
     return LargestTensor()
 
 
@@ -95,6 +96,6 @@ def test_this_can_fail(made: LargestTensor, monkeypatch: pytest.MonkeyPatch) -> 
     assert run(theirs, made, REAL["left"]()) >= LENGTH**2
     # And the tiled kernel is looked into: tiles so large that the matrix is one of them.
     monkeypatch.setattr("headwise.kernels.tiles.TILE_ELEMENTS", 2**26)
-    monkeypatch.setattr("headwise.kernels.choose._is_large_when_written", lambda problem: True)
+    monkeypatch.setattr("headwise.kernels.sdpa._is_large_when_written", lambda problem: True)
     inside = LargestTensor()
     assert run(built(case("llama"), NAME, torch.float32), inside, REAL["left"]()) >= LENGTH**2

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwise import reference
 from headwise.kernels import dense, sweep, tiled, tiles
+from headwise.kernels.kernel import Task
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Readings, Upstream, Wanted
 from headwise.masks.mask import Mask
@@ -70,7 +71,7 @@ def test_every_tiling_has_the_gradient_of_the_written_down_arithmetic(
     for elements in (50, 2**20):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiles, "TILE_ELEMENTS", elements)
-            found = gradients(sweep.read(problem, leaves[2], leaves[3], EVERYTHING))
+            found = gradients(sweep.Tiled().run(Task(problem, leaves[2], leaves[3], EVERYTHING)))
         for a, b in zip(found, expected, strict=True):
             b = torch.zeros_like(a) if b is None else b
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)

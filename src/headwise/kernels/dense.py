@@ -4,11 +4,37 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout
 
 from headwise import reference
 from headwise.kernels import cells
+from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Readings, Wanted, empty_readings, log_floor, shift_of
+
+
+class Dense(Kernel):
+    """The weights written down. It takes every task."""
+
+    name = "dense"
+
+    def refuses(self, task: Task) -> str | None:  # noqa: ARG002
+        """See `Kernel.refuses`."""
+        return None
+
+    def run(self, task: Task) -> Readings:
+        """See `Kernel.run`."""
+        if task.dropout_p == 0 or task.v is None:
+            return read(task.problem, task.v, task.y, task.wanted)
+        kept = dropout(weights(task.problem), task.dropout_p)
+        values = reference.share_heads(task.v.to(kept.dtype), heads=kept.shape[1])
+        return outputs_alone((kept @ values).to(task.v.dtype))
+
+    def cost(self, task: Task) -> Cost:
+        """Scores, exponentials and weights at once, in the dtype of accumulation."""
+        q, k = task.problem.q, task.problem.k
+        width = q.new_empty(0, dtype=task.problem.accumulate).element_size()
+        return Cost(task.operations, 3 * q.shape[:3].numel() * k.shape[2] * width)
 
 
 def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -> Readings:

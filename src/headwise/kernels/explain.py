@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from torch import Tensor
 
-from headwise.kernels import pieces, sdpa
-from headwise.kernels.choose import choose
+from headwise.kernels.dense import Dense
+from headwise.kernels.dispatch import choose
+from headwise.kernels.kernel import Task
 from headwise.kernels.problem import Problem
-from headwise.kernels.tiles import TILE_ELEMENTS, plan
+from headwise.kernels.tiled import Wanted
 from headwise.support.axes import human_bytes
 
 
@@ -44,56 +44,17 @@ class Explanation:
 
 def explain(problem: Problem, v: Tensor) -> Explanation:
     """What each reading of this matrix would run, for values shaped like ``v``."""
-    batch, heads, queries, head_dim = problem.q.shape
-    keys, value_dim = problem.k.shape[2], v.shape[-1]
-    cells = _visible_cells(problem)
-    choice = choose(problem, v)
-    scores = 2 * cells * head_dim
-    tiles = "row sums and columns come from tiles; fused kernels return none"
-    width = problem.q.new_empty(0, dtype=problem.accumulate).element_size()
-    tile_memory = _tile_memory(problem, cells)
-    dense_memory = 3 * prod((batch, heads, queries, keys)) * width
-    product = scores + 2 * cells * value_dim
-    own = product
-    if choice.division:
-        own = (
-            2
-            * heads
-            * sum(piece.cells for piece in choice.division.rectangles)
-            * (head_dim + value_dim)
-        )
-    return Explanation(
-        (
-            Line("A @ v", choice.kernel, choice.why, own, _memory(problem, v)),
-            Line("A.mT @ y", "tiled", "no fused kernel sums over queries", product, tile_memory),
-            Line("statistics, diagonal", "tiled", tiles, scores, tile_memory),
-            Line("head_average", "tiled", "heads of one row share a tile", scores, tile_memory),
-            Line("rows, dense", "dense", "written down on request", scores, dense_memory),
-        )
-    )
+    y = v.new_zeros(()).expand(*problem.q.shape[:3], v.shape[3])
+    tasks = {
+        "A @ v": Task(problem, v=v),
+        "A.mT @ y": Task(problem, y=y),
+        "statistics, diagonal": Task(problem, wanted=Wanted(entropy=True, received=True)),
+        "head_average": Task(problem, wanted=Wanted(average=True)),
+    }
+    rows = Line("rows, dense", Dense.name, "written down on request", *Dense().cost(Task(problem)))
+    return Explanation((*(_line(reading, task) for reading, task in tasks.items()), rows))
 
 
-def _memory(problem: Problem, v: Tensor) -> int:
-    """Memory of ``A @ v`` beside its result; pieces come one after the other."""
-    choice = choose(problem, v)
-    if choice.kernel == "sdpa":
-        return sdpa.copied_bytes(problem, v)
-    if choice.kernel == "tiled":
-        return _tile_memory(problem, _visible_cells(problem))
-    assert choice.division is not None
-    rows = pieces.matrices(problem, v, choice.division)
-    return max((_memory(*matrix) for row in rows for matrix in row), default=0)
-
-
-def _tile_memory(problem: Problem, cells: int) -> int:
-    width = problem.q.new_empty(0, dtype=problem.accumulate).element_size()
-    return min(2 * TILE_ELEMENTS, 2 * max(cells, 1)) * width
-
-
-def _visible_cells(problem: Problem) -> int:
-    """Entries of the matrix inside the tiles: what the bands leave, rounded up to tiles."""
-    total = 0
-    for tile in plan(problem):
-        batches, kv_heads, group, rows, columns = tile.size(problem.group)
-        total += batches * kv_heads * group * rows * columns
-    return total
+def _line(reading: str, task: Task) -> Line:
+    kernel, why = choose(task)
+    return Line(reading, kernel.name, why, *kernel.cost(task))

@@ -13,15 +13,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
 from headwise.kernels.problem import Problem
+from headwise.kernels.tiled import Readings
 from headwise.masks.bound_mask import Division
 from headwise.masks.clause import Rectangle, Span
 
 # What one more call of a kernel is worth, in multiply-adds: measured on two CPU cores
 # (docs/log.md). For an accelerator it is an estimate, a thousand times as many.
 CALL, CALL_OF_ACCELERATOR = 2**21, 2**31
-
-Product = Callable[[Problem, Tensor], Tensor]
 
 
 def find(problem: Problem) -> Division | None:
@@ -48,28 +48,67 @@ def call_cost(device: torch.device) -> int:
 # ---- the product -----------------------------------------------------------------------------
 
 
-def head_outputs(problem: Problem, v: Tensor, division: Division, product: Product) -> Tensor:
-    """(batch, heads, queries, value_dim): each piece by ``product``, zeros elsewhere."""
-    outputs = []
-    for row, own in enumerate(matrices(problem, v, division)):
-        found = [product(*matrix) for matrix in own]
-        spans = [piece.queries for piece in division.rectangles if piece.batch == row]
-        outputs.append(_with_gaps(found, spans, problem.q, v.shape[-1]))
-    return torch.cat(outputs).transpose(1, 2)
+class Pieces(Kernel):
+    """Each rectangle by the kernel that is chosen for it, zeros elsewhere."""
+
+    name = "pieces"
+
+    def __init__(self, choose: Callable[[Task], tuple[Kernel, str]]) -> None:
+        self._choose = choose
+
+    def refuses(self, task: Task) -> str | None:
+        """See `Kernel.refuses`."""
+        return None if _division(task) else "the matrix is not divided into pieces"
+
+    def reason(self, task: Task) -> str:
+        """How many pieces there are."""
+        return f"{len(_divided(task).rectangles)} sequences, each a matrix of its own"
+
+    def run(self, task: Task) -> Readings:
+        """See `Kernel.run`."""
+        problem, division, outputs = task.problem, _divided(task), []
+        for row, tasks in enumerate(matrices(task)):
+            found = [self._choose(piece)[0].run(piece).out for piece in tasks]
+            spans = [piece.queries for piece in division.rectangles if piece.batch == row]
+            outputs.append(_with_gaps(found, spans, problem.q, _values(task).shape[-1]))
+        return outputs_alone(torch.cat(outputs).transpose(1, 2))
+
+    def cost(self, task: Task) -> Cost:
+        """All operations, and the memory of the largest piece: they come one after the other."""
+        costs = [self._choose(piece)[0].cost(piece) for row in matrices(task) for piece in row]
+        return Cost(sum(c.operations for c in costs), max((c.memory for c in costs), default=0))
 
 
-def matrices(
-    problem: Problem, v: Tensor, division: Division
-) -> Iterator[list[tuple[Problem, Tensor]]]:
-    """For each sequence its pieces, as problems of their own with their values."""
-    problem = replace(problem, mask=division.rest)
-    rows = zip(problem.q.split(1), problem.k.split(1), v.split(1), strict=True)
+def _division(task: Task) -> Division | None:
+    """Found once for each task, as it reads the lengths."""
+    if "division" not in task.notes:
+        task.notes["division"] = None if task.values is None else find(task.problem)
+    division: Division | None = task.notes["division"]
+    return division
+
+
+def _divided(task: Task) -> Division:
+    division = _division(task)
+    assert division is not None
+    return division
+
+
+def _values(task: Task) -> Tensor:
+    assert task.values is not None
+    return task.values
+
+
+def matrices(task: Task) -> Iterator[list[Task]]:
+    """For each sequence its pieces, as tasks of their own."""
+    division = _divided(task)
+    problem = replace(task.problem, mask=division.rest)
+    rows = zip(problem.q.split(1), problem.k.split(1), _values(task).split(1), strict=True)
     for index, (q, k, values) in enumerate(rows):
         own = [piece for piece in division.rectangles if piece.batch == index]
         cut_q = cut(q, [piece.queries for piece in own], dim=2)
         cut_k, cut_v = (cut(t, [piece.keys for piece in own], dim=2) for t in (k, values))
         yield [
-            (_problem_of(problem, piece, *parts), part_v)
+            replace(task, problem=_problem_of(problem, piece, *parts), v=part_v)
             for piece, *parts, part_v in zip(own, cut_q, cut_k, cut_v, strict=True)
         ]
 

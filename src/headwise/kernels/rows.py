@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from headwise import reference
 from headwise.kernels import tiles
 from headwise.kernels.problem import Problem
-from headwise.kernels.read import needs_plain_torch
 from headwise.kernels.sweep import pack, unpack
-from headwise.support.eager import without_autocast
+from headwise.support.eager import needs_plain_torch, without_autocast
 from headwise.support.nested import leaves, mapped
 
 

@@ -1,25 +1,163 @@
 """The fused kernel: torch's scaled_dot_product_attention, kept on its fused path.
 
-It serves head outputs only. What it cannot take without writing queries x keys is refused in
-`choose`: softcap, sinks, the gradient of a score bias, and masks that would have to be written
-down and are larger than a tile. Torch leaves the fused path where the widths of queries and values
-differ, and where the last stride of an operand is not 1. Narrow operands are therefore padded with
-zeros, and strided ones are copied (docs/log.md has the figures).
+It serves head outputs only. It refuses what it cannot take without writing queries x keys: softcap,
+sinks, the gradient of a score bias, and masks that would have to be written down and are larger
+than a tile. Torch leaves the fused path where the widths of queries and values differ, and where
+the last stride of an operand is not 1. Narrow operands are therefore padded with zeros, and strided
+ones are copied (docs/log.md has the figures).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from headwise.kernels import tiles
+from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
 from headwise.kernels.problem import Problem
+from headwise.kernels.tiled import Readings
 from headwise.masks.casting import cast_bias, cast_biases
 from headwise.masks.clause import WHOLE
-from headwise.support.eager import is_recorded
+from headwise.support.eager import is_recorded, may_check_values
 from headwise.support.own_calls import call_as_own
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+class Fused(Kernel):
+    """torch's scaled_dot_product_attention, for head outputs alone."""
+
+    name = "sdpa"
+
+    def refuses(self, task: Task) -> str | None:
+        """See `Kernel.refuses`."""
+        # One after the other: what a compiled graph compares of its sizes, it holds for only.
+        for refused, why in _reasons(task):
+            if refused:
+                return why
+        return None
+
+    def reason(self, task: Task) -> str:
+        """That it takes the mask, and what is copied for it."""
+        named = {"q": task.problem.q, "k": task.problem.k, "v": task.v}
+        strided = [name for name, t in named.items() if t is not None and is_strided(t)]
+        copies = f", after a copy of {', '.join(strided)}: the last stride is not 1"
+        return f"the fused kernel takes this mask{copies if strided else ''}"
+
+    def run(self, task: Task) -> Readings:
+        """See `Kernel.run`."""
+        assert task.v is not None
+        return outputs_alone(head_outputs(task.problem, task.v, dropout_p=task.dropout_p))
+
+    def cost(self, task: Task) -> Cost:
+        """See `Kernel.cost`; with dropout torch writes the weights."""
+        assert task.v is not None
+        q, k = task.problem.q, task.problem.k
+        written = q.shape[:3].numel() * k.shape[2] * q.element_size() if task.dropout_p else 0
+        return Cost(task.operations, copied_bytes(task.problem, task.v) + written)
+
+
+def _reasons(task: Task) -> Iterator[tuple[bool, str]]:
+    """What speaks against the fused kernel; with dropout, only what it cannot compute."""
+    yield task.y is not None, "no fused kernel sums over queries"
+    yield task.wanted.average, "heads of one row share a tile"
+    yield task.values is None, "row sums and columns come from tiles; fused kernels return none"
+    yield from _cannot(task.problem)
+    if task.values is not None and task.dropout_p == 0:
+        yield from _costs_more(task.problem, task.values)
+
+
+def _cannot(problem: Problem) -> Iterator[tuple[bool, str]]:
+    """What the fused kernel computes otherwise."""
+    bias, dtype = problem.bias, problem.q.dtype
+    yield problem.softcap is not None, "softcap: the fused kernel has none"
+    yield problem.sink is not None, "sink: the fused kernel has none"
+    yield (
+        not problem.has_positive_scale,
+        "the scale is not above 0: the fused kernel would multiply its causal -inf by it",
+    )
+    yield (
+        any(t.dtype != dtype for t in bias.all()),
+        "the fused kernel would round the score bias to the dtype of the queries",
+    )
+    yield sum_overflows(problem), "float16 cannot hold the sum of these score biases"
+
+
+def _costs_more(problem: Problem, v: Tensor) -> Iterator[tuple[bool, str]]:
+    """What it computes by writing queries x keys, or not at all in this mode."""
+    # A query that may attend to nothing gets the mean of v.
+    yield torch.onnx.is_in_onnx_export(), "exported, torch's operator has no rows without keys"
+    yield problem.bias.requires_grad, "the gradient of a score bias leaves the fused path"
+    yield (
+        _is_large_when_written(problem),
+        "the fused kernel would need this mask written down as queries x keys",
+    )
+    empty = 0 in (problem.q.numel(), problem.k.numel(), v.numel())
+    yield empty, "nothing to fuse: an axis is empty"
+    yield (
+        _costs_more_to_copy(problem, v),
+        "few queries: copying strided keys or values for the fused kernel costs more",
+    )
+    double = problem.q.dtype == torch.float64 and problem.q.device.type != "cpu"
+    yield double, "the fused kernel takes no float64 on this device"
+
+
+def sum_overflows(problem: Problem) -> bool:
+    """Whether the fused kernel, which takes one bias, would lose a number that the tiles hold.
+
+    Values are read on the CPU alone; elsewhere such a sum becomes the largest or lowest number.
+    """
+    parts = problem.bias.all()
+    if problem.q.dtype != torch.float16 or len(parts) < 2 or not all(map(may_check_values, parts)):
+        return False
+    finite = [part.detach().masked_fill(part.isinf(), 0) for part in parts if part.numel()]
+    return sum(float(part.abs().amax()) for part in finite) > torch.finfo(torch.float16).max
+
+
+def _is_large_when_written(problem: Problem) -> bool:
+    """Whether the fused kernel needs a mask that must be written, and is larger than a tile.
+
+    None must be for a causal mask alone, one dense tensor alone, and clauses over keys alone.
+    """
+    hiding, tensors = problem.mask.hiding, problem.bias.tensors
+    if problem.mask.is_causal and problem.bias.is_zero:
+        return False
+    shapes = list(_shapes_written(problem))
+    alone = len(shapes) == 1 and len(tensors) + sum(c.is_written for c in hiding) == 1
+    spans_keys_alone = all(shape[2] == 1 for shape in shapes)
+    if alone or spans_keys_alone:
+        return False
+    if torch.compiler.is_compiling():
+        return True  # a choice by size would hold for this size only
+    return prod(max(shape[axis] for shape in shapes) for axis in range(4)) > tiles.TILE_ELEMENTS
+
+
+def _costs_more_to_copy(problem: Problem, v: Tensor) -> bool:
+    """Whether k or v must be copied for the fused kernel, and is larger than the weights."""
+    if not (is_strided(problem.k) or is_strided(v)):
+        return False
+    queries = problem.q.shape[2]
+    if torch.compiler.is_compiling():
+        return bool(queries == 1)  # a choice by size would hold for this size only
+    return queries * problem.group <= problem.q.shape[3]
+
+
+def _shapes_written(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """How far each clause that hides something, and each part of the bias, spans the four axes."""
+    mask, bias = problem.mask, problem.bias
+    for clause in mask.hiding:
+        yield clause.extent(mask.sizes)
+    for tensor in bias.tensors:
+        yield tuple(tensor.shape)
+    if bias.table is not None:
+        yield 1, bias.table.shape[0], mask.sizes.queries, mask.sizes.keys
+
+
+# ---- the call --------------------------------------------------------------------------------
 
 
 def head_outputs(problem: Problem, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
@@ -78,16 +216,11 @@ def with_unit_stride(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if is_strided(tensor) else tensor
 
 
-def operands(problem: Problem, v: Tensor) -> dict[str, Tensor]:
-    """Queries, keys and values by their names."""
-    return {"q": problem.q, "k": problem.k, "v": v}
-
-
 def copied_bytes(problem: Problem, v: Tensor) -> int:
     """Memory of the operands that `head_outputs` copies, and of the outputs' padding."""
     width, itemsize = max(problem.q.shape[-1], v.shape[-1]), v.element_size()
     entries = problem.q.shape[:-1].numel() * (width - v.shape[-1])
-    for tensor in operands(problem, v).values():
+    for tensor in (problem.q, problem.k, v):
         if tensor.shape[-1] != width or is_strided(tensor):
             entries += tensor.shape[:-1].numel() * width
     return entries * itemsize

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from headwise.kernels import dense, tiled
+from headwise.kernels.kernel import Cost, Kernel, Task
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Gradients, Readings, Upstream, Wanted
 from headwise.masks import clauses
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import Sizes
 from headwise.masks.score_bias import BoundBias
+from headwise.support.eager import needs_plain_torch
 from headwise.support.nested import leaves, mapped
 
 # Everything a Problem holds, as an operator can carry it; pack and unpack keep the same order.
@@ -205,6 +207,24 @@ torch.library.register_fake("headwise::sweep_backward", _fake_sweep_backward, li
 torch.library.register_autograd("headwise::sweep", _backward, setup_context=_setup, lib=_LIBRARY)
 
 
-def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -> Readings:
-    """Every asked reading, differentiable, through the operator."""
-    return Readings(*torch.ops.headwise.sweep(*pack(problem), v, y, *astuple(wanted)))
+class Tiled(Kernel):
+    """Every reading, differentiable, through the operator: one tile at a time."""
+
+    name = "tiled"
+
+    def refuses(self, task: Task) -> str | None:
+        """See `Kernel.refuses`."""
+        if task.dropout_p:
+            return "weights are dropped one by one, where they are written down"
+        if needs_plain_torch():
+            return "ONNX, torch.func and forward-mode AD see through torch's own operators alone"
+        return None
+
+    def run(self, task: Task) -> Readings:
+        """See `Kernel.run`."""
+        asked = astuple(task.wanted)
+        return Readings(*torch.ops.headwise.sweep(*pack(task.problem), task.v, task.y, *asked))
+
+    def cost(self, task: Task) -> Cost:
+        """See `Kernel.cost`."""
+        return Cost(task.operations, task.tile_memory)

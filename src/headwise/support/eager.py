@@ -68,3 +68,13 @@ def is_recorded() -> bool:
 def autocasts(kind: str) -> bool:
     """True if autocast is on for this type of device, such as "cpu"."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def needs_plain_torch() -> bool:
+    """ONNX knows no operator of ours; forward-mode AD and torch.func see through torch's own."""
+    if torch.onnx.is_in_onnx_export():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    # Where torch does not say, its own error under torch.func is better than hidden memory.
+    return private_torch.in_forward_mode() or private_torch.in_functorch(unknown=False)

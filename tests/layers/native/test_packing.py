@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, Mask, Rotary, ScoreBias
-from headwise.kernels import pieces, products
+from headwise.kernels import dense, pieces
 from headwise.layers.positions import Alibi
 from tests.layers.native.test_options import bound
 
@@ -182,8 +182,8 @@ def test_dropout_drops_within_each_sequence(monkeypatch: pytest.MonkeyPatch) -> 
     layer, x = made(dropout=0.5, softcap=4.0)
     mask = Mask.lengths(queries=LENGTHS, keys=LENGTHS)
     shapes: list[tuple[int, ...]] = []
-    drop = products.dropout
-    monkeypatch.setattr(products, "dropout", lambda w, p: shapes.append(w.shape) or drop(w, p))
+    drop = dense.dropout
+    monkeypatch.setattr(dense, "dropout", lambda w, p: shapes.append(w.shape) or drop(w, p))
     dropped = layer.train()(x, mask=mask)
     assert shapes == [(1, 4, n, n) for n in (48, 7, 13, 1)]
     assert "dropout writes the weights" in str(layer.explain(x, mask=mask))

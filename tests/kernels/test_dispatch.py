@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from headwise import reference
 from headwise.budget.budget import Budget
-from headwise.kernels import linear, sdpa, tiles
-from headwise.kernels.choose import choose
+from headwise.kernels import dispatch, linear, sdpa, tiles
+from headwise.kernels.dispatch import KERNELS, choose
+from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
 from headwise.kernels.linear import project
+from headwise.kernels.tiled import Readings
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
@@ -70,7 +73,7 @@ def test_the_kernel_and_that_both_agree(
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 500)
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10)
     matrix = AttentionMatrix(q, k, **options)
-    assert choose(matrix._problem(), k).kernel == kernel
+    assert choose(Task(matrix._problem(), k)).kernel.name == kernel
     torch.testing.assert_close(matrix @ k, matrix.dense() @ k.repeat_interleave(3, 1))
 
 
@@ -82,7 +85,7 @@ def test_a_mask_no_larger_than_a_tile_is_written_for_the_fused_kernel() -> None:
         {"mask": Mask.window(3, 1), "score_bias": bias},
     ):
         matrix = AttentionMatrix(q, q, **options)
-        assert choose(matrix._problem(), q).kernel == "sdpa"
+        assert choose(Task(matrix._problem(), q)).kernel.name == "sdpa"
         torch.testing.assert_close(matrix @ q, matrix.dense() @ q)
 
 
@@ -164,7 +167,7 @@ def test_what_the_short_way_serves_is_the_fused_kernels(case: str) -> None:
     served = sdpa.plain_outputs(q, k, v, scale=scale) is not None
     assert served == (case == "usual")
     if served:
-        assert choose(*matrix._problem_for(v)).kernel == "sdpa"
+        assert choose(Task(*matrix._problem_for(v))).kernel.name == "sdpa"
     Budget.for_head_outputs(q, k, v, scale=scale).assert_holds(matrix @ v)
 
 
@@ -184,3 +187,77 @@ def test_what_shapes_the_scores_goes_the_long_way(options: dict[str, Any]) -> No
     matrix = AttentionMatrix(q, k, **options)
     assert not matrix._is_plain
     Budget.for_head_outputs(q, k, v, **options).assert_holds(matrix @ v)
+
+
+# ---- what is reported is what runs -------------------------------------------------------------
+
+
+def kernels_told(matrix: AttentionMatrix, v: Tensor) -> dict[str, str]:
+    return {line.reading: line.kernel for line in matrix.explain(v).lines}
+
+
+def test_the_report_is_that_of_the_kernels_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In eager mode, while ONNX exports, and under torch.func: every line is what then runs."""
+    q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10)
+    matrix = AttentionMatrix(q, k, mask=Mask.causal(), softcap=3.0)
+    ran: list[str] = []
+
+    def noted(kind: type[Kernel]) -> None:
+        run = kind.run
+
+        def note(self: Kernel, task: Task) -> Readings:
+            ran.append(self.name)
+            return run(self, task)
+
+        monkeypatch.setattr(kind, "run", note)
+
+    for kernel in KERNELS:
+        noted(type(kernel))
+
+    def read_all(v: Tensor) -> Tensor:
+        told = kernels_told(matrix, v)
+        ran.clear()
+        _ = matrix @ v, matrix.mT @ q, matrix.statistics(), matrix.head_average()
+        assert ran == [told[name] for name in list(told)[:4]]
+        return v.sum()
+
+    read_all(k)
+    assert set(ran) == {"tiled"}
+    torch.func.grad(read_all)(k)
+    assert set(ran) == {"dense"}
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    read_all(k)
+    assert set(ran) == {"dense"}
+    assert "ONNX" in str(matrix.explain(k))
+
+
+def test_dropout_asks_for_what_can_drop() -> None:
+    q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10)
+    for options, name in (({}, "sdpa"), ({"softcap": 3.0}, "dense")):
+        task = Task(*AttentionMatrix(q, k, **options)._problem_for(k), dropout_p=0.3)  # type: ignore[arg-type]
+        assert choose(task).kernel.name == name
+    assert "written down" in choose(task).why
+
+
+def test_a_kernel_is_one_class_and_one_place_in_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reference(Kernel):
+        """A kernel for matrices without a mask, by the reference."""
+
+        name = "reference"
+
+        def refuses(self, task: Task) -> str | None:
+            return None if task.values is not None and not task.problem.mask.clauses else "a mask"
+
+        def run(self, task: Task) -> Readings:
+            assert task.v is not None
+            return outputs_alone(reference.head_outputs(task.problem.q, task.problem.k, task.v))
+
+        def cost(self, task: Task) -> Cost:
+            return Cost(task.operations, 7)
+
+    monkeypatch.setattr(dispatch, "KERNELS", (Reference(), *KERNELS))
+    q, k, v = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10), torch.randn(3, 2, 24, 7)
+    line = AttentionMatrix(q, k).explain(v).lines[0]
+    assert (line.kernel, line.memory) == ("reference", 7)
+    assert torch.equal(AttentionMatrix(q, k) @ v, reference.head_outputs(q, k, v))
+    assert AttentionMatrix(q, k, mask=Mask.causal()).explain(v).lines[0].kernel == "sdpa"

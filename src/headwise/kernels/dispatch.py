@@ -1,0 +1,39 @@
+"""The one place that chooses: products, readings, dropout, and the report on them go through it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headwise.kernels.dense import Dense
+from headwise.kernels.kernel import Kernel, Task
+from headwise.kernels.pieces import Pieces
+from headwise.kernels.sdpa import Fused
+from headwise.kernels.sweep import Tiled
+from headwise.kernels.tiled import Readings
+
+
+class Choice(NamedTuple):
+    """A kernel, and the reason in one line."""
+
+    kernel: Kernel
+    why: str
+
+
+def choose(task: Task) -> Choice:
+    """The first kernel that takes the task, and why: its own reason, or the last refusal."""
+    refused = ""
+    for kernel in KERNELS:
+        refusal = kernel.refuses(task)
+        if refusal is None:
+            return Choice(kernel, kernel.reason(task) or refused)
+        refused = refusal
+    raise AssertionError(f"no kernel takes {task}")  # the last one takes every task
+
+
+def run(task: Task) -> Readings:
+    """The readings that were asked for, by the kernel that `choose` names."""
+    return choose(task).kernel.run(task)
+
+
+# In this order each is asked. A new kernel is added here.
+KERNELS: tuple[Kernel, ...] = (Pieces(choose), Fused(), Tiled(), Dense())
