@@ -133,8 +133,10 @@ def test_the_float_form_is_zeros_and_the_smallest_number() -> None:
 
 def test_a_compiled_layer_reads_it() -> None:
     def layer(x: Tensor, mask: Tensor) -> Tensor:
-        if isinstance(mask, LazyMask) and mask.mask.of_kind(Lengths):
-            return x * mask.mask.of_kind(Lengths)[0].numbers[:, None]
+        if isinstance(mask, LazyMask):
+            for clause in mask.mask.clauses:
+                if isinstance(clause, Lengths):
+                    return x * clause.numbers[:, None]
         return x
 
     x = torch.ones(BATCH, 2)

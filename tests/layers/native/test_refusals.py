@@ -189,7 +189,7 @@ CALLS: dict[str, tuple[Call, type[HeadwiseError], tuple[str, ...]]] = {
             cache=LAYER.cache(batch=3, length=24),
         ),
         MaskError,
-        ("lengths(keys, queries) & may_attend",),
+        ("lengths(keys) & lengths(queries) & may_attend",),
     ),
     "cache sizes": (lambda: LAYER.cache(batch=0, length=24), OptionError, ("batch=0",)),
     "cache length": (lambda: LAYER.cache(batch=3, length=-1), OptionError, ("length=-1",)),

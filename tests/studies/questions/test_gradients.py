@@ -39,25 +39,29 @@ def test_a_layer_with_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_heads_whose_queries_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = Attention._heads
+    operands = Attention._operands
 
-    def mixed(self: Attention, x: Tensor, heads: int, norm: Any) -> Tensor:
-        found = split(self, x, heads, norm)
-        return found + 0.01 * found.roll(1, dims=1) if heads > 1 else found
+    def mixed(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
+        matrix, v = operands(self, *call)
+        if self.num_heads > 1:
+            matrix.q = matrix.q + 0.01 * matrix.q.roll(1, dims=1)
+        return matrix, v
 
-    monkeypatch.setattr(Attention, "_heads", mixed)
+    monkeypatch.setattr(Attention, "_operands", mixed)
     found = failed_facts(QUESTION)
     assert any("exactly zero in all other weights" in words for words in found)
 
 
 def test_scores_that_values_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that are a little of the values too, as where both share one projection."""
-    split = Attention._heads
+    operands = Attention._operands
 
-    def shared(self: Attention, x: Tensor, heads: int, norm: Any) -> Tensor:
-        return split(self, x, heads, norm) + 1e-3 * self.v_proj.weight.sum()
+    def shared(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
+        matrix, v = operands(self, *call)
+        matrix.k = matrix.k + 1e-3 * self.v_proj.weight.sum()
+        return matrix, v
 
-    monkeypatch.setattr(Attention, "_heads", shared)
+    monkeypatch.setattr(Attention, "_operands", shared)
     assert any("exactly zero in all other weights" in words for words in failed_facts(QUESTION))
 
 

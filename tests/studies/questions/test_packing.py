@@ -113,8 +113,8 @@ def test_heads_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_layer_that_asks_which_objects_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     projected = core._projected_packed
 
-    def peeking(query: Tensor, key: Tensor, value: Tensor, parameters: core.Parameters) -> Any:
-        q, k, v = projected(query, key, value, parameters)
+    def peeking(query: Tensor, key: Tensor, value: Tensor, *layer: Any) -> Any:
+        q, k, v = projected(query, key, value, *layer)
         return (q, k, v) if query is key or key is value else (q, k, 1.001 * v)
 
     monkeypatch.setattr(core, "_projected_packed", peeking)

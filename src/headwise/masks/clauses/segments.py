@@ -130,7 +130,7 @@ class PackedRow(IntervalClause):
         count = self.query_offsets.shape[0] - 1
         if count == 0:
             return torch.zeros_like(rows)[None], torch.zeros_like(rows)[None]
-        found = torch.searchsorted(self.query_offsets, rows, right=True) - 1
+        found = torch.searchsorted(self.query_offsets, rows.contiguous(), right=True) - 1
         inside = (found >= 0) & (found < count)
         found = found.clamp(0, count - 1)
         first, stop = self.key_offsets[found], self.key_offsets[found + 1]
