@@ -35,5 +35,6 @@ def run(task: Task) -> Readings:
     return choose(task).kernel.run(task)
 
 
-# In this order each is asked. A new kernel is added here.
+# In this order each is asked. A new kernel is added here; where the next one serves, the refusal of
+# this one is the reason that is reported.
 KERNELS: tuple[Kernel, ...] = (Pieces(choose), Fused(), Tiled(), Dense())

@@ -85,7 +85,8 @@ class Clause(ABC):
     Attributes:
         kind: the name under which a lowered clause is found again.
         tensor_fields, integer_fields: the fields that are lowered.
-        is_relative: whether it depends on the distance ``key - query`` alone.
+        is_relative: whether it depends on the distance ``key - query`` alone. Such a clause holds
+            also where tokens are packed, and where a cache has dropped some.
         names_every_key: whether its tensors fix the number of keys.
         is_written: whether it is a tensor over the matrix already.
     """
@@ -101,7 +102,10 @@ class Clause(ABC):
 
     @abstractmethod
     def bind(self, sizes: Sizes) -> Clause:
-        """The clause at these sizes. Raise MaskError where it was made for others."""
+        """The clause at these sizes. Raise MaskError where it was made for others.
+
+        What is bound may be bound again, at the same sizes, and stays what it is.
+        """
 
     @abstractmethod
     def block(self, block: Block, sizes: Sizes) -> Tensor:
