@@ -45,7 +45,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> LargestTensor:
     """Sees into the tiled kernel too, which is one operator."""
 
     def opened(_: sweep.Tiled, task: Task) -> Readings:
-        flags = astuple(task.wanted)
+        flags = astuple(task.readings)
         return Readings(*sweep.sweep(*sweep.pack(task.problem), task.v, task.y, *flags))
 
     monkeypatch.setattr(sweep.Tiled, "run", opened)

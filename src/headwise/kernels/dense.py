@@ -25,7 +25,7 @@ class Dense(Kernel):
     def run(self, task: Task) -> Readings:
         """See `Kernel.run`."""
         if task.dropout_p == 0 or task.v is None:
-            return read(task.problem, task.v, task.y, task.wanted)
+            return read(task.problem, task.v, task.y, task.readings)
         kept = dropout(weights(task.problem), task.dropout_p)
         values = reference.share_heads(task.v.to(kept.dtype), heads=kept.shape[1])
         return outputs_alone((kept @ values).to(task.v.dtype))

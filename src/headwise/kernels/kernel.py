@@ -16,8 +16,6 @@ from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Readings, Wanted
 from headwise.kernels.tiles import TILE_ELEMENTS, plan
 
-NO_MORE = Wanted()
-
 
 @dataclass(frozen=True, eq=False)
 class Task:
@@ -27,7 +25,7 @@ class Task:
         problem: the matrix.
         v: values to multiply it with, (batch, kv_heads, keys, value_dim).
         y: what its transpose is multiplied with, (batch, heads, queries, y_dim).
-        wanted: readings beside these products.
+        wanted: readings beside these products; None where there is none.
         dropout_p: probability with which each weight is dropped before the product with ``v``.
         notes: what a kernel found out of this task, and would find once more.
     """
@@ -35,14 +33,19 @@ class Task:
     problem: Problem
     v: Tensor | None = None
     y: Tensor | None = None
-    wanted: Wanted = NO_MORE
+    wanted: Wanted | None = None
     dropout_p: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property
     def values(self) -> Tensor | None:
         """``v`` where its product is all that is asked; else None."""
-        return self.v if self.y is None and self.wanted == NO_MORE else None
+        return self.v if self.y is None and self.wanted is None else None
+
+    @property
+    def readings(self) -> Wanted:
+        """``wanted``, or none."""
+        return self.wanted or Wanted()  # no default: a compiler cannot make one
 
     @cached_property
     def cells(self) -> int:

@@ -64,7 +64,7 @@ class Fused(Kernel):
 def _reasons(task: Task) -> Iterator[tuple[bool, str]]:
     """What speaks against the fused kernel; with dropout, only what it cannot compute."""
     yield task.y is not None, "no fused kernel sums over queries"
-    yield task.wanted.average, "heads of one row share a tile"
+    yield task.readings.average, "heads of one row share a tile"
     yield task.values is None, "row sums and columns come from tiles; fused kernels return none"
     yield from _cannot(task.problem)
     if task.values is not None and task.dropout_p == 0:

@@ -222,7 +222,7 @@ class Tiled(Kernel):
 
     def run(self, task: Task) -> Readings:
         """See `Kernel.run`."""
-        asked = astuple(task.wanted)
+        asked = astuple(task.readings)
         return Readings(*torch.ops.headwise.sweep(*pack(task.problem), task.v, task.y, *asked))
 
     def cost(self, task: Task) -> Cost:
