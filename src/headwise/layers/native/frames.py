@@ -21,7 +21,7 @@ from headwise.errors import MaskError
 from headwise.kernels import pieces
 from headwise.layers.hooks import is_watched
 from headwise.layers.native.cache import Cache
-from headwise.masks.clause import Rectangle, Span
+from headwise.masks.clause import Clause, Rectangle, Span
 from headwise.masks.clauses.lengths import KEYS, QUERIES, Padding, Starts
 from headwise.masks.clauses.segments import PackedRow
 from headwise.masks.mask import Mask
@@ -244,16 +244,19 @@ def _check_alignment(call: Call, cache: Cache) -> None:
             needed="the last query at the last key: a step begins after the first key",
             do='align="bottom-right", or no alignment, with a cache',
         )
-    new = call.x.shape[1]
-    if cache.keys_with(new) == cache.seen + new:
-        return
-    for clause in call.mask.clauses:
-        if not (clause.is_relative or clause.names_every_key or isinstance(clause, Padding)):
-            raise MaskError(
-                saw=f"{clause} with a cache that has dropped tokens its window needs no more",
-                needed="a mask that names no places, or one bool for each key that is left",
-                do="Mask.may_attend, or layer.cache of a layer without a window",
-            )
+    new, by_place = call.x.shape[1], [c for c in call.mask.clauses if _names_places(c)]
+    # In this order: a graph should compare sizes of the cache only where it must.
+    if by_place and cache.keys_with(new) != cache.seen + new:
+        raise MaskError(
+            saw=f"{by_place[0]} with a cache that has dropped tokens its window needs no more",
+            needed="a mask that names no places, or one bool for each key that is left",
+            do="Mask.may_attend, or layer.cache of a layer without a window",
+        )
+
+
+def _names_places(clause: Clause) -> bool:
+    """Whether a clause means other tokens once a cache has dropped some."""
+    return not (clause.is_relative or clause.names_every_key or isinstance(clause, Padding))
 
 
 def _told_lengths(call: Call) -> tuple[Tensor, bool]:

@@ -24,10 +24,12 @@ KINDS: dict[str, type[Clause]] = {
 def lowered(clauses: Iterable[Clause]) -> tuple[str, list[Tensor], list[int]]:
     """The kinds of bound clauses, in one string, with all their tensors and integers."""
     parts = [clause.lower() for clause in clauses]
+    integers = [number for part in parts for number in part.integers]
     return (
         " ".join(part.kind for part in parts),
         [tensor for part in parts for tensor in part.tensors],
-        [number for part in parts for number in part.integers],
+        # While torch.jit.trace records, sizes are tensors, of which an operator takes no list.
+        [int(number) if isinstance(number, Tensor) else number for number in integers],
     )
 
 
