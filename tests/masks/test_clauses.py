@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import jaxtyping
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from headwise.errors import HeadwiseError
+from headwise import AttentionMatrix
+from headwise.errors import HeadwiseError, MaskError
 from headwise.masks.clauses import lifted, lowered
 from headwise.masks.mask import Mask
 from tests.masks.test_mask import LENGTHS, SHAPE, WHOLE, bind, brute, tiles
@@ -138,3 +140,43 @@ def test_what_is_no_clause_is_refused(name: str, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(HeadwiseError) as refused:
         make()
     assert seen in refused.value.saw
+
+
+# ---- a function in graphs and in the backward pass -----------------------------------------------
+
+
+class Product(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        mask = Mask.where(lambda batch, head, query, key: key != query)
+        return AttentionMatrix(q, k, mask=mask, softcap=3.0) @ k
+
+
+GRAPHS = {
+    "torch.export": torch.export.export,
+    "torch.jit.trace": torch.jit.trace,
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_refuses_a_function_and_names_the_way_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user has it
+    inputs = (torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))
+    with pytest.raises(MaskError, match=r"Mask\.may_attend\("):
+        GRAPHS[name](Product(), inputs)
+
+
+def test_a_function_is_there_in_the_backward_pass_of_a_mask_that_is_gone() -> None:
+    q, k = (torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    found = Product()(q, k)
+    gc.collect()
+    hidden = Mask.may_attend(~torch.eye(5, dtype=torch.bool), axes="queries keys")
+    expected = AttentionMatrix(q, k, mask=hidden, softcap=3.0) @ k
+    for gradient, own in zip(
+        torch.autograd.grad(found.sum(), (q, k)),
+        torch.autograd.grad(expected.sum(), (q, k)),
+        strict=True,
+    ):
+        assert torch.equal(gradient, own)

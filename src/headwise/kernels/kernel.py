@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Readings, Wanted
-from headwise.kernels.tiles import TILE_ELEMENTS, plan
+from headwise.kernels.tiles import plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +61,6 @@ class Task:
         """Multiply-adds of the scores and of every product, each counted as two operations."""
         widths = [self.problem.q.shape[3], *(t.shape[3] for t in (self.v, self.y) if t is not None)]
         return 2 * self.cells * sum(widths)
-
-    @property
-    def tile_memory(self) -> int:
-        """Bytes of the two buffers of a tile."""
-        width = self.problem.q.new_empty(0, dtype=self.problem.accumulate).element_size()
-        return min(2 * TILE_ELEMENTS, 2 * max(self.cells, 1)) * width
 
 
 class Cost(NamedTuple):

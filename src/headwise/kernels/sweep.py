@@ -17,6 +17,7 @@ from headwise.kernels import dense, tiled
 from headwise.kernels.kernel import Cost, Kernel, Task
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Gradients, Readings, Upstream, Wanted
+from headwise.kernels.tiles import TILE_ELEMENTS
 from headwise.masks import clauses
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import Sizes
@@ -226,5 +227,6 @@ class Tiled(Kernel):
         return Readings(*torch.ops.headwise.sweep(*pack(task.problem), task.v, task.y, *asked))
 
     def cost(self, task: Task) -> Cost:
-        """See `Kernel.cost`."""
-        return Cost(task.operations, task.tile_memory)
+        """See `Kernel.cost`; two buffers of a tile are held."""
+        width = task.problem.q.new_empty(0, dtype=task.problem.accumulate).element_size()
+        return Cost(task.operations, min(2 * TILE_ELEMENTS, 2 * max(task.cells, 1)) * width)

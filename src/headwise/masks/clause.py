@@ -170,6 +170,11 @@ class Clause(ABC):
         """The clause with this alignment, where it needs one and names none."""
         return self
 
+    @property
+    def named_align(self) -> str | None:
+        """The alignment that the caller named; None where there is none, or none is needed."""
+        return None
+
     def of_heads(self, index: Tensor) -> Clause:  # noqa: ARG002
         """The clause of chosen heads."""
         return self

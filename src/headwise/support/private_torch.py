@@ -101,3 +101,9 @@ class _NoDispatchMode:
 
 
 DispatchMode: Any = find("utils._python_dispatch.TorchDispatchMode") or _NoDispatchMode
+
+
+def end_graph(why: str) -> None:
+    """End the graph that torch.compile makes, or refuse it with this reason if it must be whole."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=why)

@@ -236,7 +236,7 @@ def align(call: Call, cache: Cache) -> Whole:
 
 
 def _check_alignment(call: Call, cache: Cache) -> None:
-    named = [getattr(clause, "align", None) for clause in call.mask.clauses]
+    named = [clause.named_align for clause in call.mask.clauses]
     named += [part.align for part in call.score_bias.by_distance]
     if cache.seen and "top-left" in named:
         raise MaskError(

@@ -92,6 +92,11 @@ class Band(IntervalClause):
         """See `Clause.extent`."""
         return Sizes(1, 1, sizes.queries, sizes.keys)
 
+    @property
+    def named_align(self) -> Align | None:
+        """See `Clause.named_align`."""
+        return self.align
+
     def aligned(self, align: str) -> Band:
         """See `Clause.aligned`."""
         chosen: Any = self.align or align

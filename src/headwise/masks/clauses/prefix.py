@@ -74,6 +74,11 @@ class Prefix(IntervalClause):
         """See `Clause.known_sizes`."""
         return Sizes(self._batch, 1, 1, 1)
 
+    @property
+    def named_align(self) -> Align | None:
+        """See `Clause.named_align`."""
+        return self.align
+
     def aligned(self, align: str) -> Prefix:
         """See `Clause.aligned`."""
         chosen: Any = self.align or align

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from headwise.errors import MaskError
 from headwise.masks.clause import WHOLE, Block, Clause, Lowered, Rectangle, Sizes, positions
+from headwise.support import private_torch
 from headwise.support.eager import is_traced
+
+WAY_ON = 'Mask.may_attend(allowed, axes="queries keys") with the tensor written down'
 
 # (batch, head, query, key) indices that broadcast -> bool
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -33,10 +36,12 @@ class Where(Clause):
     def bind(self, sizes: Sizes) -> Where:  # noqa: ARG002
         """See `Clause.bind`."""
         if torch.compiler.is_compiling() or is_traced() or torch.onnx.is_in_onnx_export():
+            # A compiler does not show the error, but why it could not go on.
+            private_torch.end_graph(f"a graph cannot call the function of Mask.where; {WAY_ON}")
             raise MaskError(
                 saw=f"{self} in a graph that is compiled or exported",
                 needed="a mask that is data: a graph cannot call a function for each tile",
-                do='Mask.may_attend(allowed, axes="queries keys") with the tensor written down',
+                do=WAY_ON,
             )
         return self
 
