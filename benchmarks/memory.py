@@ -15,7 +15,7 @@ from benchmarks.matrix import statistics_tensors
 from headwise import AttentionMatrix, Mask
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.sweep import sweep
+from headwise.scanning.statistics.statistic import sweep
 
 
 def peak_mb() -> float:

@@ -13,7 +13,7 @@ from benchmarks.case import Case
 from headwise import AttentionMatrix, Mask
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.sweep import sweep
+from headwise.scanning.statistics.statistic import sweep
 
 SHAPE = (1, 12, 8192, 64)
 TEN = (

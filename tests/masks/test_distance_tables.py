@@ -12,7 +12,7 @@ from headwise import AttentionMatrix, Mask, ScoreBias
 from headwise.errors import MaskError
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.scanning.statistics.sweep import sweep
+from headwise.scanning.statistics.statistic import sweep
 from headwise.testing import Budget
 from tests.honest import normal
 

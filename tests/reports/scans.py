@@ -13,8 +13,7 @@ from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.readings import LayerScan
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.scanning.statistics.sweep import sweep
+from headwise.scanning.statistics.statistic import TileStatistic, sweep
 
 LAYERS, HEADS, LENGTH = 3, 5, 37
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -13,24 +14,30 @@ from headwise.matrix import AttentionMatrix
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.readings import LayerScan
-from headwise.scanning.statistics.keys import FirstToken, MostReceived
-from headwise.scanning.statistics.maps import Map
-from headwise.scanning.statistics.places import Distance, OffsetProfile, PreviousToken
+from headwise.scanning.statistics.catalogue import named
+from headwise.scanning.statistics.keys import MostReceived, TopKeys
+from headwise.scanning.statistics.maps import Map, OffsetProfile
 from headwise.scanning.statistics.similarity import TotalVariation
-from headwise.scanning.statistics.spread import Entropy, Maximum, RelativeEntropy
-from headwise.scanning.statistics.statistic import Definition, RowMean, TileStatistic
-from headwise.scanning.statistics.sweep import sweep
+from headwise.scanning.statistics.statistic import Definition, RowMean, TileStatistic, sweep
 from headwise.scanning.statistics.tile import WeightTile
-from headwise.scanning.statistics.top_keys import TopKeys
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 6, 24, 10
-STATISTICS: tuple[Statistic, ...] = (
-    Entropy(),
-    RelativeEntropy(),
-    Maximum(),
-    PreviousToken(),
-    FirstToken(),
-    Distance(),
+
+
+def standard(name: str, /, **words: str) -> TileStatistic:
+    """One of the standard set, with other words where these are given."""
+    one = copy(named([name])[0])
+    one.definition = replace(one.definition, **words)  # type: ignore[arg-type]
+    return one
+
+
+STATISTICS: tuple[TileStatistic, ...] = (
+    standard("entropy"),
+    standard("relative_entropy"),
+    standard("maximum"),
+    standard("previous_token"),
+    standard("first_token"),
+    standard("distance"),
     OffsetProfile(),
     Map(),
     TotalVariation(),

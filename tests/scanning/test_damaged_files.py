@@ -18,11 +18,10 @@ from headwise.errors import OptionError
 from headwise.scanning.files import FORMAT_1_NOTE, KEY
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.keys import MostReceived
-from headwise.scanning.statistics.places import PreviousToken
 from headwise.scanning.statistics.similarity import TotalVariation
 from headwise.scanning.statistics.statistic import Summary
 from tests.scanning.edited import Edit, as_format_1, edit, fields_in, json_of
-from tests.scanning.scans import Own, head_scan, layer_scan, matrix, random_scan
+from tests.scanning.scans import Own, head_scan, layer_scan, matrix, random_scan, standard
 
 FORMAT_1 = Path(__file__).parent / "files" / "format_1.safetensors"
 HEADS = 5  # of the scans here
@@ -31,7 +30,7 @@ HEADS = 5  # of the scans here
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers, of which one has two of its heads and lacks a statistic."""
-    statistics = (PreviousToken(), MostReceived(), TotalVariation())
+    statistics = (standard("previous_token"), MostReceived(), TotalVariation())
     calls = [matrix(seed, heads=HEADS) for seed in (0, 1)]
     scan = head_scan(
         layer_scan(calls[:1], name="a", statistics=statistics),

@@ -17,7 +17,6 @@ from headwise.layers.hooks import watching
 from headwise.layers.native.attention import Attention
 from headwise.scanning.difference import ScanDiff
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.spread import Entropy, Maximum
 from tests.scanning.scans import (
     BATCH,
     HEADS,
@@ -29,6 +28,7 @@ from tests.scanning.scans import (
     layer_scan,
     matrix,
     random_scan,
+    standard,
 )
 
 EMBED_DIM, HEAD_DIM = 40, 10
@@ -37,7 +37,7 @@ TURNED = ((2, 0, 5, 1, 4, 3), (1, 2, 3, 4, 5, 0))
 
 def scalars(*numbers: Sequence[float], name: str = "entropy") -> HeadScan:
     """A scan of given numbers: a row for each layer."""
-    statistic = {"entropy": Entropy(), "maximum": Maximum()}[name]
+    statistic = {"entropy": standard("entropy"), "maximum": standard("maximum")}[name]
     scan = random_scan(layers=len(numbers), heads=len(numbers[0]), statistics=(statistic,))
     layers = [
         replace(
@@ -129,7 +129,9 @@ def test_each_statistic_has_the_same_say() -> None:
             one.layer_scans[0],
             summaries={**one.layer_scans[0].summaries, **two.layer_scans[0].summaries},
         )
-        return replace(one, statistics=(Entropy(), Maximum()), layer_scans=(layer,))
+        return replace(
+            one, statistics=(standard("entropy"), standard("maximum")), layer_scans=(layer,)
+        )
 
     diff = both([0.0, 100.0], [0.5, 0.5]).diff(both([100.0, 100.0], [0.5, 0.75]))
     # entropy: 100, 100, 0, 0, mean 50; maximum: 0, 0.25, 0, 0.25, mean 0.125
@@ -270,9 +272,7 @@ def test_only_what_both_have_is_compared() -> None:
 
 
 def test_models_of_other_shapes_are_refused() -> None:
-    class Otherwise(Entropy):
-        definition = replace(Entropy.definition, formula="in bits")
-
+    otherwise = standard("entropy", formula="in bits")
     scan = random_scan(0)
     some = [replace(layer, heads=(0, 1)) for layer in scan.layer_scans]
     turned_about = [replace(layer, heads=layer.heads[::-1]) for layer in scan.layer_scans]
@@ -281,7 +281,7 @@ def test_models_of_other_shapes_are_refused() -> None:
         (random_scan(0, heads=5), "layer.0 with 6 of 6 heads looked at, and layer.0 with 5 of 5"),
         (replace(scan, layer_scans=tuple(some)), "layer.0 with 2 of 6"),
         (replace(scan, layer_scans=tuple(turned_about)), "[0, 1, 2, 3, 4, 5], and [5, 4, 3, 2"),
-        (random_scan(0, statistics=(Otherwise(),)), "and as in bits (entropy:"),
+        (random_scan(0, statistics=(otherwise,)), "and as in bits (entropy:"),
     ):
         with pytest.raises(OptionError) as error:
             scan.diff(other)

@@ -15,10 +15,9 @@ from headwise.scanning.statistics import importance
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.keys import MostReceived
 from headwise.scanning.statistics.meanings import MEANINGS
-from headwise.scanning.statistics.places import PreviousToken
 from headwise.scanning.statistics.statistic import Definition
 from tests.scanning.edited import Edit, edit, fields_in
-from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan
+from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan, standard
 
 FORMAT_1 = Path(__file__).parent / "files" / "format_1.safetensors"  # headwise 0.1.0 wrote it
 HEADS = 5  # of its layers
@@ -42,7 +41,7 @@ def test_a_file_of_format_1_loads_with_a_note(tmp_path: Path) -> None:
 
 def test_format_1_is_the_same_scan_today() -> None:
     scan = HeadScan.load(FORMAT_1)
-    statistics = (PreviousToken(), MostReceived())
+    statistics = (standard("previous_token"), MostReceived())
     today = head_scan(
         layer_scan([matrix(0, heads=HEADS)], name="a", statistics=statistics),
         layer_scan(
@@ -86,12 +85,12 @@ def worded(**words: str) -> Edit:
 
 
 def test_other_words_with_the_same_id_are_the_same_statistic(tmp_path: Path) -> None:
-    before = random_scan(0, layers=1, statistics=(PreviousToken(),))
+    before = random_scan(0, layers=1, statistics=(standard("previous_token"),))
     path = before.save(tmp_path / "a")
     edit(path, worded(formula="as it was worded once", unit="as once"))
     after = HeadScan.load(path)
     assert is_same(before, after)
-    assert after.definition("previous_token") == PreviousToken.definition
+    assert after.definition("previous_token") == standard("previous_token").definition
     for change in (worded(id="previous_token-2"), worded(id="")):
         edit(path, change)
         with pytest.raises(OptionError, match=r"it is known here: mean .* \(previous_token-1\)"):

@@ -16,7 +16,6 @@ from safetensors.torch import save as safetensors_of
 from headwise.errors import OptionError
 from headwise.scanning.files import KEY, read, write
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.spread import Entropy
 from tests.root import ROOT
 from tests.scanning.edited import edit, fields_in
 from tests.scanning.scans import (
@@ -27,6 +26,7 @@ from tests.scanning.scans import (
     layer_scan,
     matrix,
     random_scan,
+    standard,
 )
 
 
@@ -65,7 +65,7 @@ def test_the_tensors_are_called_by_their_place(scan: HeadScan, tmp_path: Path) -
 def test_the_file_says_what_its_numbers_mean(scan: HeadScan, tmp_path: Path) -> None:
     about = fields_in(scan.save(tmp_path / "a"))
     assert about["version"] == 2
-    assert about["statistics"][0]["formula"] == Entropy.definition.formula
+    assert about["statistics"][0]["formula"] == standard("entropy").definition.formula
     assert about["statistics"][0]["id"] == "entropy-1"
 
 
@@ -97,7 +97,7 @@ def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_views_and_shared_memory_are_saved(tmp_path: Path) -> None:
-    scan = random_scan(0, statistics=(Entropy(),), layers=1)
+    scan = random_scan(0, statistics=(standard("entropy"),), layers=1)
     whole = torch.arange(12, dtype=torch.float64).reshape(6, 2)
     summary = {"sum": whole[:, 1], "count": whole[:, 1]}
     layer = replace(scan.layer_scans[0], summaries={"entropy": summary})

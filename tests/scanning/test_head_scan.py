@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from headwise.errors import MissingExtraError, OptionError
-from headwise.scanning.statistics.spread import Entropy
 from tests.scanning.scans import (
     BATCH,
     HEADS,
@@ -23,6 +22,7 @@ from tests.scanning.scans import (
     layer_scan,
     matrix,
     random_scan,
+    standard,
 )
 
 
@@ -82,7 +82,7 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
     for ask in (scan.__getitem__, scan.definition, scan.top):
         with pytest.raises(OptionError, match=r"statistic 'entrpy'\n  needed: one of entropy, "):
             ask("entrpy")
-    assert scan.definition("entropy") is Entropy.definition
+    assert scan.definition("entropy") == standard("entropy").definition
 
 
 def test_the_table_has_a_row_for_each_head_that_was_looked_at() -> None:
@@ -205,14 +205,12 @@ def test_scans_that_do_not_fit_are_not_merged() -> None:
 
 
 def test_one_name_has_one_meaning() -> None:
-    class Otherwise(Entropy):
-        definition = replace(Entropy.definition, formula="in bits")
-
-    scan = random_scan(0, statistics=(Entropy(),))
+    otherwise = standard("entropy", formula="in bits")
+    scan = random_scan(0, statistics=(standard("entropy"),))
     with pytest.raises(OptionError, match=r"entropy as mean .* \(entropy-1\), and as in bits"):
-        scan.merge(random_scan(0, statistics=(Otherwise(),)))
+        scan.merge(random_scan(0, statistics=(otherwise,)))
     with pytest.raises(OptionError, match="two statistics with the name entropy"):
-        random_scan(0, statistics=(Entropy(), Otherwise()))
+        random_scan(0, statistics=(standard("entropy"), otherwise))
 
 
 def test_what_is_missing_has_a_reason() -> None:

@@ -24,9 +24,9 @@ from headwise.scanning.selection import (
     select_tokens,
 )
 from headwise.scanning.statistics.catalogue import named
-from headwise.scanning.statistics.spread import Entropy
-from headwise.scanning.statistics.top_keys import TopKeys
+from headwise.scanning.statistics.keys import TopKeys
 from tests.scanning.models import BATCH, LENGTH, VOCABULARY, bert, own, tokens
+from tests.scanning.scans import standard
 
 # As for users, for whom the library's own refusal speaks.
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
@@ -39,7 +39,7 @@ def test_one_name_is_one() -> None:
     part = scan(model, ids, statistics="previous_token", layers="blocks.1", heads=3)
     assert (part.layers, part.layer_scans[0].heads) == (("blocks.1",), (3,))
     assert torch.equal(part["previous_token"][0, 3], whole["previous_token"][1, 3])
-    assert scan(model, ids, statistics=Entropy()).names == ("entropy",)
+    assert scan(model, ids, statistics=standard("entropy")).names == ("entropy",)
     assert select_tokens("separators", 7) == (7,)
     assert TopKeys(queries=-2).queries == (-2,)
 
@@ -73,7 +73,7 @@ def test_numbers_of_any_kind_and_each_once() -> None:
         (lambda: select_layers([3]), r'layers=\[3\][\s\S]*layers="\*\.3\.\*"'),  # type: ignore[list-item]
         (lambda: select_layers(3), "layers=3"),  # type: ignore[arg-type]
         (lambda: select_tokens("separators", "."), r"separators='\.'[\s\S]*convert_tokens_to_ids"),
-        (lambda: select_statistics([Entropy]), r"do: +Entropy\(\), an object"),  # type: ignore[list-item]
+        (lambda: select_statistics([TopKeys]), r"do: +TopKeys\(\), an object"),  # type: ignore[list-item]
         (lambda: select_statistics(3), "statistics=3"),  # type: ignore[arg-type]
         (lambda: select_layers(b"x"), "layers=b'x'"),  # type: ignore[arg-type]
         (lambda: select_statistics(b"entropy"), "statistics=b'entropy'"),  # type: ignore[arg-type]

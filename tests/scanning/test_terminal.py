@@ -10,21 +10,14 @@ import torch
 
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.maps import Map
-from headwise.scanning.statistics.places import PreviousToken
-from headwise.scanning.statistics.spread import Entropy
-from tests.scanning.scans import Own, head_scan, layer_scan, matrix, random_scan
+from tests.scanning.scans import Own, head_scan, layer_scan, matrix, random_scan, standard
 
 
 def test_a_statistic_with_words_of_its_own_is_told() -> None:
-    class Telling(Entropy):
-        definition = replace(
-            Entropy.definition, name="own", unit="share of the weight, 0 to 1", most="has {} of it"
-        )
-
-    class Silent(Telling):
-        definition = replace(Telling.definition, name="silent", most="")
-
-    scan = random_scan(statistics=[PreviousToken(), Telling(), Silent()])
+    share = "share of the weight, 0 to 1"
+    telling = standard("entropy", name="own", unit=share, most="has {} of it")
+    silent = standard("entropy", name="silent", unit=share, most="")
+    scan = random_scan(statistics=[standard("previous_token"), telling, silent])
     assert scan.known_for == ("previous_token", "own")
     largest = str(scan).partition("largest (layer, head):")[2]
     assert "own" in largest
@@ -33,7 +26,9 @@ def test_a_statistic_with_words_of_its_own_is_told() -> None:
 
 def numbers(*rows: list[float], kept: tuple[int, ...] | None = None) -> HeadScan:
     """A scan of given entropies."""
-    scan = random_scan(layers=1, heads=len(rows[0]), statistics=(Entropy(),), model="BertModel")
+    scan = random_scan(
+        layers=1, heads=len(rows[0]), statistics=(standard("entropy"),), model="BertModel"
+    )
     first = scan.layer_scans[0]
     layers = []
     for index, row in enumerate(rows):
@@ -70,7 +65,7 @@ largest (layer, head):
 
 def test_heads_that_were_not_looked_at_and_heads_that_are_not() -> None:
     scan = numbers([0.0, 1.0, 2.0], kept=(0, 2))
-    wide = layer_scan([matrix(0, heads=4)], name="wide", statistics=(Entropy(),))
+    wide = layer_scan([matrix(0, heads=4)], name="wide", statistics=(standard("entropy"),))
     both = replace(scan, layer_scans=(scan.layer_scans[0], wide))
     rows = [line for line in str(both).splitlines() if line[:2] in ("0 ", "1 ")]
     assert rows[0].startswith("0 ▁·█   encoder")
@@ -82,7 +77,7 @@ def test_heads_that_are_all_the_same() -> None:
 
 
 def test_relative_entropy_is_drawn_where_there_is_one() -> None:
-    text = str(random_scan(statistics=(Own(), Entropy())))
+    text = str(random_scan(statistics=(Own(), standard("entropy"))))
     assert text.splitlines()[1].startswith("entropy, from ")
     assert str(random_scan()).splitlines()[1].startswith("relative_entropy, from ")
     assert str(random_scan(statistics=(Own(),))).splitlines()[1].startswith("own, from ")

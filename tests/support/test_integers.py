@@ -14,7 +14,7 @@ from headwise.huggingface.attention import attend
 from headwise.masks.clauses.band import Band
 from headwise.models import planted
 from headwise.models.planted import rules
-from headwise.scanning.call_rows import Repeats
+from headwise.scanning.captured_call import Repeats
 
 DTYPES = (
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
@@ -14,10 +14,87 @@ from headwise import reference
 from headwise.errors import ShapeError
 from headwise.kernels.problem import accumulation_dtype
 from headwise.matrix import AttentionMatrix
-from headwise.scanning.call_rows import Repeats, Samples
 from headwise.support.axes import sizes
+from headwise.support.integers import as_int64
 
 CELLS = 64  # a map is this many blocks of queries by this many blocks of keys
+SAMPLES = 64  # rows that are kept of each sequence, at most
+Known = TypeVar("Known")
+
+
+class Samples:
+    """The rows of some queries of each sequence, out of all tiles.
+
+    Which ones depends on the sequence alone, never on what else is in its batch or on padding.
+
+    Attributes:
+        places: (batch, samples), the queries; any number where there is no such sample.
+        real: (batch, samples), whether there is one.
+        weights: (batch, heads, samples, keys).
+        sink: (batch, heads, samples), the sink's share; 0 without a sink.
+        counted: (batch, heads, samples), whether the query may attend to something.
+    """
+
+    def __init__(
+        self, matrix: AttentionMatrix, real_queries: Bool[Tensor, "batch queries"]
+    ) -> None:
+        batch, heads, _, keys = matrix.shape
+        self.places, self.real = evenly_spaced(real_queries, at_most=SAMPLES)
+        samples, device = self.places.shape[1], matrix.q.device
+        exact = accumulation_dtype(matrix.q.dtype)
+        self.weights = torch.zeros(batch, heads, samples, keys, dtype=exact, device=device)
+        self.sink = torch.zeros(batch, heads, samples, dtype=exact, device=device)
+        self.counted = torch.zeros(batch, heads, samples, dtype=torch.bool, device=device)
+
+
+def evenly_spaced(
+    real: Bool[Tensor, "batch length"], *, at_most: int
+) -> tuple[Int[Tensor, "batch samples"], Bool[Tensor, "batch samples"]]:
+    """The middles of as many equal stretches of each sequence; all of a sequence that is shorter.
+
+    Returns:
+        Places, and whether there is one: sequences differ in length.
+    """
+    samples = min(at_most, real.shape[1])
+    count = real.sum(-1, keepdim=True)
+    nth = torch.arange(samples, device=real.device)
+    spread = (2 * nth + 1) * count // (2 * max(1, samples))
+    nth = torch.where(count > samples, spread, nth)
+    in_order = (~real).int().argsort(dim=-1, stable=True)  # the real ones first
+    return in_order.gather(1, nth.clamp(max=max(0, real.shape[1] - 1))), nth < count
+
+
+class Repeats:
+    """For each key, the earlier keys that hold the same token.
+
+    Keys are sorted by token once, so the work grows with the number of repeats: no tile of
+    queries x keys is compared.
+    """
+
+    def __init__(
+        self, tokens: Integer[Tensor, "batch keys"], real: Bool[Tensor, "batch keys"]
+    ) -> None:
+        tokens = as_int64(tokens, "tokens")
+        # Padding, and what is not known, is a token of its own that nothing asks about.
+        known = real & (tokens >= 0)
+        name = torch.unique(tokens, return_inverse=True)[1] + 1
+        name = name.masked_fill(~known, 0)
+        self._order = name.argsort(dim=-1, stable=True)
+        in_order = name.gather(1, self._order)
+        self._first = torch.searchsorted(in_order, name)  # where the token's keys begin
+        nth = torch.arange(name.shape[1], device=name.device).expand_as(name)
+        place = torch.empty_like(name).scatter_(1, self._order, nth)
+        self.earlier = (place - self._first).masked_fill(~known, 0)
+        """(batch, keys): how many earlier keys hold the token of this one."""
+
+    def pairs(self, batches: slice, own: Int[Tensor, " rows"]) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, row, key) of every earlier key with the token of one of the rows' own keys."""
+        earlier = self.earlier[batches][:, own].flatten()
+        row = torch.repeat_interleave(torch.arange(len(earlier), device=own.device), earlier)
+        nth = torch.arange(len(row), device=own.device) - (earlier.cumsum(0) - earlier)[row]
+        place = self._first[batches][:, own].flatten()[row] + nth
+        batch = row // max(1, len(own))
+        return batch, row - batch * len(own), self._order[batches][batch, place]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -162,8 +239,7 @@ class CapturedCall:
     @cached_property
     def repeats(self) -> Repeats:
         """Where tokens stand again."""
-        assert self.tokens is not None, 'a statistic that asks for this needs "tokens"'
-        return Repeats(self.tokens, self.real_keys)
+        return Repeats(known(self.tokens), self.real_keys)
 
     @cached_property
     def samples(self) -> Samples:
@@ -173,23 +249,28 @@ class CapturedCall:
     @cached_property
     def out_proj_factors(self) -> Float[Tensor, "heads value_dim width"]:
         """F with ‖z W_O‖ = ‖z F‖ for every z, no wider than z: the cheap way to a norm."""
-        assert self.out_proj is not None, 'a statistic that asks for this needs "out_proj"'
         # W_O^T = Q R, and Q keeps norms. Squaring W_O would lose half of the digits.
-        factors: Tensor = torch.linalg.qr(self.out_proj.double().mT, mode="r")[1].mT
+        factors: Tensor = torch.linalg.qr(known(self.out_proj).double().mT, mode="r")[1].mT
         return factors
 
     @cached_property
     def value_norms(self) -> Float[Tensor, "batch heads keys"]:
         """The norm of what each head would write if it looked at one key alone."""
-        assert self.values is not None, 'a statistic that asks for this needs "values"'
+        values = known(self.values)
         batch, heads, _, keys = self.matrix.shape
-        group = heads // self.values.shape[1]
-        exact = accumulation_dtype(self.values.dtype)
-        norms = torch.empty(batch, heads, keys, dtype=exact, device=self.values.device)
+        group = heads // values.shape[1]
+        exact = accumulation_dtype(values.dtype)
+        norms = torch.empty(batch, heads, keys, dtype=exact, device=values.device)
         for head, factor in enumerate(self.out_proj_factors.to(exact)):
-            written = self.values[:, head // group].to(exact) @ factor
+            written = values[:, head // group].to(exact) @ factor
             norms[:, head] = torch.linalg.vector_norm(written, dim=-1)
         return norms
+
+
+def known(fact: Known | None) -> Known:
+    """Return what a statistic reads of a call; its ``needs`` say that it is not None."""
+    assert fact is not None, "a statistic that reads this says so in its needs"
+    return fact
 
 
 def _cells(real: Bool[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:

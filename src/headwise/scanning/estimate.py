@@ -22,8 +22,7 @@ from headwise.masks.mask import Mask
 from headwise.matrix import AttentionMatrix
 from headwise.scanning.captured_call import CELLS, CapturedCall
 from headwise.scanning.reaching import reached
-from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.scanning.statistics.sweep import sweep
+from headwise.scanning.statistics.statistic import TileStatistic, sweep
 from headwise.support.axes import human_bytes
 
 TILES_AT_ONCE = 8  # scores, weights, and what statistics make of one tile

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.scanning.readings import LayerScan, Readings
-from headwise.scanning.statistics.parts import fault_of_summary
-from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
+from headwise.scanning.statistics.statistic import Definition, Statistic, Summary, fault_of_summary
 
 Fields = dict[str, Callable[[Any, str], Any]]
 MOST_HEADS = 2**20  # of a layer

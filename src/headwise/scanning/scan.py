@@ -26,8 +26,7 @@ from headwise.scanning.selection import (
     select_statistics,
     select_tokens,
 )
-from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.scanning.statistics.sweep import sweep
+from headwise.scanning.statistics.statistic import TileStatistic, sweep
 from headwise.scanning.weights import unembedding_of
 from headwise.support.axes import describe_value
 from headwise.support.modes import evaluating

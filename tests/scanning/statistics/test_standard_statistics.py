@@ -30,10 +30,9 @@ from torch import Tensor
 from headwise.budget.budget import FORWARD, Budget, _family, _numbered
 from headwise.kernels import observe, tiles
 from headwise.kernels.problem import accumulation_dtype
-from headwise.scanning import call_rows
+from headwise.scanning import captured_call
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.scanning.statistics.statistic import Summary
-from headwise.scanning.statistics.sweep import sweep
+from headwise.scanning.statistics.statistic import Summary, sweep
 from tests.scanning.statistics.calls import KINDS, Call, Kind, roundoff
 from tests.scanning.statistics.dense_statistics import REFERENCE
 
@@ -63,7 +62,7 @@ def summaries(kind: str, elements: int) -> dict[str, Summary]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "TILE_ELEMENTS", elements)
         patch.setattr(observe, "TILE_ELEMENTS", elements)
-        patch.setattr(call_rows, "SAMPLES", call.samples)
+        patch.setattr(captured_call, "SAMPLES", call.samples)
         observation = call.observation()
         chosen = [s for s in STANDARD if s.missing(observation) is None]
         return sweep(observation, chosen)

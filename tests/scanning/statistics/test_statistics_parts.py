@@ -17,15 +17,13 @@ from headwise.kernels import observe, tiles
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import AttentionMatrix
-from headwise.scanning import call_rows
-from headwise.scanning.call_rows import Repeats, evenly_spaced
-from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning import captured_call
+from headwise.scanning.captured_call import CapturedCall, Repeats, evenly_spaced
 from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.catalogue import STANDARD, named
+from headwise.scanning.statistics.keys import TopKeys
 from headwise.scanning.statistics.maps import pyramid
-from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean
-from headwise.scanning.statistics.sweep import sweep
-from headwise.scanning.statistics.top_keys import TopKeys
+from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, sweep
 from tests.honest import normal
 from tests.memory import LargestTensor
 from tests.scanning.statistics.calls import KINDS, assert_is
@@ -254,7 +252,7 @@ def test_samples_are_the_middles_of_equal_stretches() -> None:
 
 @pytest.mark.parametrize("name", ["copying", "total_variation", "cka"])
 def test_padding_changes_no_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_rows, "SAMPLES", 5)
+    monkeypatch.setattr(captured_call, "SAMPLES", 5)
     kind = KINDS["float64"]
     alone = kind.call().observation()
     q, k = (torch.nn.functional.pad(x, (0, 0, 4, 0)) for x in (alone.matrix.q, alone.matrix.k))
@@ -343,7 +341,7 @@ def test_a_pyramid_of_short_sequences(kind: str) -> None:
 
 def test_memory_never_grows_with_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 2**14)
-    monkeypatch.setattr(call_rows, "SAMPLES", 4)
+    monkeypatch.setattr(captured_call, "SAMPLES", 4)
     length = 512
     q, k, v = (normal(1, 2, length, 8, seed=n, dtype=torch.float32) for n in range(3))
     matrix = AttentionMatrix(q, k, mask=Mask.causal())

@@ -6,63 +6,25 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from headwise.errors import OptionError
-from headwise.scanning.statistics.copying import Copying
-from headwise.scanning.statistics.keys import FirstToken, MostReceived, SinkShare
-from headwise.scanning.statistics.maps import Map
-from headwise.scanning.statistics.outputs import (
-    ContributionNorm,
-    EffectiveRank,
-    RelativeContribution,
-    ValueWeighted,
-)
-from headwise.scanning.statistics.places import (
-    Distance,
-    OffsetProfile,
-    PreviousToken,
-    Within16,
-    Within64,
-    Within256,
-)
+from headwise.scanning.statistics import rows
+from headwise.scanning.statistics.keys import MostReceived, TopKeys
+from headwise.scanning.statistics.maps import Map, OffsetProfile
+from headwise.scanning.statistics.outputs import Copying, EffectiveRank
 from headwise.scanning.statistics.similarity import CKA, OutputCosine, TotalVariation
-from headwise.scanning.statistics.spread import (
-    EffectiveKeys,
-    Entropy,
-    Logsumexp,
-    Maximum,
-    Participation,
-    RelativeEntropy,
-    ScoreRange,
-)
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.scanning.statistics.tokens import DuplicateToken, Induction, Separators, Specials
-from headwise.scanning.statistics.top_keys import TopKeys
 from headwise.support.axes import describe_value
 
 STANDARD: tuple[TileStatistic, ...] = (
-    Entropy(),
-    RelativeEntropy(),
-    Maximum(),
-    EffectiveKeys(),
-    Participation(),
-    Logsumexp(),
-    ScoreRange(),
-    FirstToken(),
-    SinkShare(),
+    *rows.SPREAD,
+    *rows.ONE_KEY,
     MostReceived(),
-    PreviousToken(),
+    rows.PREVIOUS_TOKEN,
     OffsetProfile(),
-    Distance(),
-    Within16(),
-    Within64(),
-    Within256(),
-    DuplicateToken(),
-    Induction(),
+    *rows.NEAR,
+    *rows.REPEATED,
     Copying(),
-    Separators(),
-    Specials(),
-    ContributionNorm(),
-    RelativeContribution(),
-    ValueWeighted(),
+    *rows.MARKED,
+    *rows.CONTRIBUTED,
     EffectiveRank(),
     OutputCosine(),
     CKA(),

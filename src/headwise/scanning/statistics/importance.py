@@ -7,14 +7,20 @@ sum over sequences and the number of sequences. So they merge, and are kept, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.statistics.parts import MEAN, Part, Parts
-from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
+from headwise.scanning.statistics.statistic import (
+    MEAN,
+    Definition,
+    Part,
+    Parts,
+    Statistic,
+    Summary,
+)
 
 LOSS = "the loss's own; nats a token for the default loss"
 ALL = "nothing; what the loss leaves out has no part in it"
@@ -26,34 +32,14 @@ WANG = "Wang et al. 2022, arXiv:2211.00593"
 class Importance(Statistic):
     """The mean over sequences of a number that running the model gives each head."""
 
-    parts = MEAN
+    parts: ClassVar[Parts] = MEAN
+
+    def __init__(self, **words: Any) -> None:
+        self.definition = Definition(**words)
 
 
-class GateGradient(Importance):
-    """How fast the loss moves when the head is turned down."""
-
-    definition = Definition(
-        name="gate_gradient",
-        formula="mean over sequences x of |Σᵢ ⟨O[i], ∂L(x)/∂O[i]⟩| for the head's outputs O[i] of "
-        "queries i: |∂L(x)/∂g| for a gate g = 1 on them; queries may cancel, sequences may not",
-        unit=LOSS,
-        excluded=ALL,
-        source="Michel et al. 2019, arXiv:1905.10650, section 4.1",
-    )
-
-
-class NormalisedGateGradient(Importance):
-    """The gate gradient as a share of its layer's, so that layers can be compared."""
-
-    definition = Definition(
-        name="gate_gradient_normalised",
-        formula="gate_gradient / √(Σ of its squares over the heads of the layer); 0 in a layer "
-        "where all are 0",
-        unit="share, 0 to 1; the squares of a layer sum to 1",
-        excluded=ALL,
-        source="Michel et al. 2019, arXiv:1905.10650, section 4.1, after Molchanov et al. 2017, "
-        "arXiv:1611.06440, section 2.2",
-    )
+class _ShareOfLayer(Importance):
+    """As a share of its layer's, so that layers can be compared."""
 
     def result(self, summary: Summary) -> Tensor:
         """(heads,): the mean over sequences, of length 1 over the heads."""
@@ -62,42 +48,9 @@ class NormalisedGateGradient(Importance):
         return torch.where(length == 0, mean, mean / length)
 
 
-class Taylor(Importance):
-    """The first-order change of the loss without the head, where no query offsets another."""
+class _OfMeans(Importance):
+    """An ablation by means, which can be merged only where these are the same."""
 
-    definition = Definition(
-        name="taylor",
-        formula="mean over sequences x of Σᵢ |⟨O[i], ∂L(x)/∂O[i]⟩| for the head's outputs O[i] of "
-        "queries i; never below gate_gradient",
-        unit=LOSS,
-        excluded=ALL,
-        source="Molchanov et al. 2017, arXiv:1611.06440, section 2.2, and 2019, arXiv:1906.10771; "
-        "here with a query as the unit that is removed",
-    )
-
-
-class AblationZero(Importance):
-    """What the loss gains when the head is silent."""
-
-    definition = Definition(
-        name="ablation_zero",
-        formula=ABLATION + "0",
-        unit=LOSS,
-        excluded="nothing",
-        source="Michel et al. 2019, arXiv:1905.10650, section 3",
-    )
-
-
-class AblationMean(Importance):
-    """What the loss gains when the head says the same everywhere."""
-
-    definition = Definition(
-        name="ablation_mean",
-        formula=ABLATION + "their mean over all real positions of the data",
-        unit=LOSS,
-        excluded=PADDING,
-        source=WANG + ", section 3 (which takes the mean at each position of a template)",
-    )
     parts: ClassVar[Parts] = {**MEAN, "stood_in": Part(axes=("value_dim",))}
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
@@ -118,23 +71,56 @@ class AblationMean(Importance):
         return {**super().merge(sums), "stood_in": stood_in.clone()}
 
 
-class AblationResample(Importance):
-    """What the loss gains when the head speaks of another sequence."""
-
-    definition = Definition(
+GRADIENTS: tuple[Importance, ...] = (
+    Importance(
+        name="gate_gradient",
+        formula="mean over sequences x of |Σᵢ ⟨O[i], ∂L(x)/∂O[i]⟩| for the head's outputs O[i] of "
+        "queries i: |∂L(x)/∂g| for a gate g = 1 on them; queries may cancel, sequences may not",
+        unit=LOSS,
+        excluded=ALL,
+        source="Michel et al. 2019, arXiv:1905.10650, section 4.1",
+    ),
+    _ShareOfLayer(
+        name="gate_gradient_normalised",
+        formula="gate_gradient / √(Σ of its squares over the heads of the layer); 0 in a layer "
+        "where all are 0",
+        unit="share, 0 to 1; the squares of a layer sum to 1",
+        excluded=ALL,
+        source="Michel et al. 2019, arXiv:1905.10650, section 4.1, after Molchanov et al. 2017, "
+        "arXiv:1611.06440, section 2.2",
+    ),
+    Importance(
+        name="taylor",
+        formula="mean over sequences x of Σᵢ |⟨O[i], ∂L(x)/∂O[i]⟩| for the head's outputs O[i] of "
+        "queries i; never below gate_gradient",
+        unit=LOSS,
+        excluded=ALL,
+        source="Molchanov et al. 2017, arXiv:1611.06440, section 2.2, and 2019, arXiv:1906.10771; "
+        "here with a query as the unit that is removed",
+    ),
+)
+ABLATIONS: dict[str, Importance] = {
+    "zero": Importance(
+        name="ablation_zero",
+        formula=ABLATION + "0",
+        unit=LOSS,
+        excluded="nothing",
+        source="Michel et al. 2019, arXiv:1905.10650, section 3",
+    ),
+    "mean": _OfMeans(
+        name="ablation_mean",
+        formula=ABLATION + "their mean over all real positions of the data",
+        unit=LOSS,
+        excluded=PADDING,
+        source=WANG + ", section 3 (which takes the mean at each position of a template)",
+    ),
+    "resample": Importance(
         name="ablation_resample",
         formula=ABLATION + "those of another sequence of the same batch, drawn by the seed: the "
         "i-th real query takes those of the other's real query i modulo their number",
         unit=LOSS,
         excluded=PADDING,
         source="Chan et al. 2022, Causal Scrubbing; " + WANG,
-    )
-
-
-GRADIENTS: tuple[Importance, ...] = (GateGradient(), NormalisedGateGradient(), Taylor())
-ABLATIONS: dict[str, Importance] = {
-    "zero": AblationZero(),
-    "mean": AblationMean(),
-    "resample": AblationResample(),
+    ),
 }
 STATISTICS: tuple[Importance, ...] = (*GRADIENTS, *ABLATIONS.values())

@@ -1,4 +1,4 @@
-"""A head's weights as a small picture."""
+"""A head's weights as small pictures: by the offset from the query, and as a map."""
 
 from __future__ import annotations
 
@@ -8,10 +8,45 @@ import torch
 from torch import Tensor
 
 from headwise.scanning.captured_call import CELLS
-from headwise.scanning.statistics.parts import Part, Parts
-from headwise.scanning.statistics.spread import EXCLUDED
-from headwise.scanning.statistics.statistic import Definition, Summary, TileStatistic
+from headwise.scanning.statistics.rows import EXCLUDED, SHARE
+from headwise.scanning.statistics.statistic import (
+    Definition,
+    Part,
+    Parts,
+    Summary,
+    TileStatistic,
+    mean_over,
+)
 from headwise.scanning.statistics.tile import WeightTile
+
+
+class OffsetProfile(TileStatistic):
+    """The weight on each of the places around the query's own."""
+
+    OFFSETS = 16
+    definition = Definition(
+        name="offset_profile",
+        formula="for each offset o from −16 to +16: mean over queries i of A[i, i + o]",
+        unit=SHARE,
+        excluded="padded queries, and those for which no key stands at the offset",
+        source="diagonals: Kovaleva et al. 2019, arXiv:1908.08593; positional heads: Voita et al. "
+        "2019, arXiv:1905.09418",
+        axes=("offset",),
+    )
+    needs = ("own_key",)
+    reach = OFFSETS
+    parts = mean_over(2 * OFFSETS + 1)
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:
+        offsets = torch.arange(-self.OFFSETS, self.OFFSETS + 1, device=tile.weights.device)
+        place = tile.own[:, None] + offsets
+        real = tile.call.real_keys[tile.batches]
+        exists = (place >= 0) & (place < real.shape[1])
+        stands = real[:, place.clamp(0, real.shape[1] - 1)] & exists
+        counted = tile.counted[..., None] & stands[:, None]
+        found = tile.band(self.OFFSETS).double().masked_fill(~counted, 0.0)
+        gathered["sum"][tile.heads] += found.sum((0, 2))
+        gathered["count"][tile.heads] += counted.sum((0, 2))
 
 
 class Map(TileStatistic):

@@ -1,92 +1,29 @@
-"""What a head writes: how much, how much of what it reads, and in how many directions."""
+"""What a head writes: in how many directions, and whether it is what it reads."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from headwise.budget.rounding import LAMBDA, Roundoff
-from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.statistics.parts import COUNT, Part, Parts
-from headwise.scanning.statistics.spread import EXCLUDED
-from headwise.scanning.statistics.statistic import Definition, RowMean, Summary, TileStatistic
+from headwise.kernels.problem import accumulation_dtype
+from headwise.scanning.captured_call import CapturedCall, known
+from headwise.scanning.statistics.rows import EXCLUDED
+from headwise.scanning.statistics.statistic import (
+    COUNT,
+    MEAN,
+    Definition,
+    Part,
+    Parts,
+    Summary,
+    TileStatistic,
+)
 from headwise.scanning.statistics.tile import WeightTile
 
-# None of it is one head's own: a norm acts on the sum of all heads.
-BEHIND = (
-    "; what stands between the output projection and the residual: its bias, a norm (as in OLMo 2) "
-    "and a factor (as in Granite)"
-)
 AT_ONCE = 2**20  # numbers of head outputs that are looked at together
-
-
-class ContributionNorm(RowMean):
-    """How much a head adds to the residual."""
-
-    definition = Definition(
-        name="contribution_norm",
-        formula="mean over queries i of ‖zᵢ W_O‖, for the head's output zᵢ and its part of the "
-        "output projection",
-        unit="of the residual, before any norm or factor",
-        excluded=EXCLUDED + BEHIND,
-        source="Kobayashi et al. 2021, arXiv:2109.07152, of one head",
-        title="Length of what it adds",
-        most="adds most: {}",
-    )
-    needs = ("outputs", "out_proj")
-
-    def of_rows(self, tile: WeightTile) -> Tensor:
-        return tile.contribution_norms
-
-
-class RelativeContribution(RowMean):
-    """How much a head adds, as a share of what is there already."""
-
-    definition = Definition(
-        name="relative_contribution",
-        formula="mean over queries i of ‖zᵢ W_O‖ / ‖xᵢ‖, for the residual xᵢ that the layer's "
-        "output is added to",
-        unit="ratio, from 0",
-        excluded=EXCLUDED + "; queries with a residual of 0" + BEHIND,
-        source="mixing against preserving: Kobayashi et al. 2021, arXiv:2109.07152, of one head",
-        title="How much it adds",
-        most="adds most: {} times the length of what was there",
-    )
-    needs = ("outputs", "out_proj", "residual")
-
-    def of_rows(self, tile: WeightTile) -> Tensor:
-        norms = self._residual(tile)
-        return tile.contribution_norms / norms.where(norms > 0, 1.0)
-
-    def counts(self, tile: WeightTile) -> Tensor:
-        return tile.counted & (self._residual(tile) > 0)
-
-    def _residual(self, tile: WeightTile) -> Tensor:
-        residual = tile.call.residual
-        assert residual is not None
-        cut = residual[tile.batches, tile.rows].to(tile.weights.dtype)
-        norms: Tensor = torch.linalg.vector_norm(cut, dim=-1)
-        return norms[:, None]
-
-
-class ValueWeighted(RowMean):
-    """How much a head moves, counted before what it moves cancels."""
-
-    definition = Definition(
-        name="value_weighted",
-        formula="mean over queries i of Σⱼ A[i, j] ‖vⱼ W_O‖",
-        unit="of the residual; at least contribution_norm",
-        excluded=EXCLUDED + "; biases of the projections; a sink, which has no value",
-        source="Kobayashi et al. 2020, arXiv:2004.10102, summed over the keys",
-        title="Length of what it moves, before it cancels",
-        most="moves most: {}",
-    )
-    needs = ("values", "out_proj")
-
-    def of_rows(self, tile: WeightTile) -> Tensor:
-        return tile.on(tile.call.value_norms)
 
 
 class EffectiveRank(TileStatistic):
@@ -119,9 +56,9 @@ class EffectiveRank(TileStatistic):
 
     def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
         """Count, sum, and sum of outer products, in float64: singular values are their roots."""
-        assert call.outputs is not None
-        _, heads, _, width = call.outputs.shape
-        rows = call.outputs.transpose(1, 2).flatten(0, 1)
+        outputs = known(call.outputs)
+        _, heads, _, width = outputs.shape
+        rows = outputs.transpose(1, 2).flatten(0, 1)
         counted = gathered.transpose(1, 2).flatten(0, 1)
         total = rows.new_zeros(heads, width, dtype=torch.float64)
         outer = rows.new_zeros(heads, width, width, dtype=torch.float64)
@@ -154,3 +91,88 @@ def _noise(outer: Tensor, count: Tensor) -> Tensor:
     u = Roundoff.of(torch.float64).u
     size: Tensor = outer.diagonal(dim1=1, dim2=2).sum(-1)
     return u * (3 * terms + outer.shape[-1]) * size
+
+
+class Copying(TileStatistic):
+    """How far a head raises the tokens it looks at above the others that it could look at."""
+
+    definition = Definition(
+        name="copying",
+        formula="l[t] = (zᵢ W_O) · U[t], the head's direct part of the logit of t, for the "
+        "different tokens t of the keys with any weight; r[t] = max(0, l[t] − mean of l); mean "
+        "over queries i of Σₜ w[t] r[t] / Σₜ r[t], w[t] being the weight of i on all keys "
+        "that hold t. At most 64 queries of each sequence, evenly spaced",
+        unit="share, 0 (raises only others) to 1 (all weight on one token, which alone is raised)",
+        excluded="keys whose token is not known or has no row in the unembedding; queries that see "
+        "fewer than two different tokens, or raise none; what stands behind the output projection "
+        "(its bias, a norm, a factor), and the normalisation before the unembedding",
+        source="Olsson et al. 2022, arXiv:2209.11895, copying score: logits centred over the "
+        "tokens of the context, cut off at 0, the share of the token attended to (there rescaled "
+        "to [−1, 1]); here on any text, and each token attended to counts by its weight",
+        title="Copying: raises what it looks at",
+        most="raises the tokens it looks at: {} of all that it raises among those it sees",
+    )
+    needs = ("tokens", "outputs", "out_proj", "unembedding")
+    parts = MEAN
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
+        tile.keep_samples()
+
+    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
+        """One sequence after the other, each with its own tokens, and one head after the other."""
+        samples = call.samples
+        for sequence in range(call.matrix.shape[0]):
+            tokens, written = _tokens(call, sequence), _written(call, sequence)
+            pairs = zip(samples.weights[sequence], written, strict=True)
+            found = [tokens.shares(weights, z) for weights, z in pairs]
+            share, raises = (torch.stack(part) for part in zip(*found, strict=True))
+            counted = samples.counted[sequence] & samples.real[sequence] & raises
+            gathered["sum"] += share.masked_fill(~counted, 0.0).sum(1)
+            gathered["count"] += counted.sum(1)
+        return super().finish(gathered, call)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The different tokens of a sequence.
+
+    Attributes:
+        keys: those that hold them.
+        kind: which of them each of these keys holds.
+        directions: the row of the unembedding of each of them.
+    """
+
+    keys: Tensor
+    kind: Tensor
+    directions: Tensor
+
+    def shares(self, weights: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
+        """(samples,) twice: the score of each row of a head, and whether it raises anything."""
+        rows = weights[:, self.keys].double()
+        on_token = rows.new_zeros(len(rows), len(self.directions)).index_add_(1, self.kind, rows)
+        unseen = on_token <= 0
+        raised = torch.matmul(written, self.directions.mT).double().masked_fill_(unseen, 0.0)
+        mean = raised.sum(-1) / (~unseen).sum(-1).clamp(min=1)
+        raised = raised.sub_(mean[:, None]).clamp_(min=0.0).masked_fill_(unseen, 0.0)
+        total = raised.sum(-1)
+        share = torch.linalg.vecdot(on_token, raised) / total.where(total > 0, 1.0)
+        # A token alone is not above the mean: total is 0 there too.
+        return share, total > 0
+
+
+def _tokens(call: CapturedCall, sequence: int) -> _Tokens:
+    """Those that are known, and that the unembedding has a row for."""
+    unembedding, own = known(call.unembedding), known(call.tokens)[sequence]
+    has_row = (own >= 0) & (own < len(unembedding))
+    keys = (call.real_keys[sequence] & has_row).nonzero().squeeze(1)
+    kinds, kind = torch.unique(own[keys], return_inverse=True)
+    exact = accumulation_dtype(known(call.outputs).dtype)
+    return _Tokens(keys, kind, unembedding[kinds].to(exact))
+
+
+def _written(call: CapturedCall, sequence: int) -> Tensor:
+    """(heads, samples, embed_dim): what each head adds to the residual at the sampled queries."""
+    outputs, out_proj = known(call.outputs), known(call.out_proj)
+    exact = accumulation_dtype(outputs.dtype)
+    z = outputs[sequence][:, call.samples.places[sequence]].to(exact)
+    return torch.bmm(z, out_proj.to(exact))

@@ -6,9 +6,14 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.problem import accumulation_dtype
-from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.statistics.parts import HEADS, mean_over
-from headwise.scanning.statistics.statistic import Definition, Summary, TileStatistic
+from headwise.scanning.captured_call import CapturedCall, known
+from headwise.scanning.statistics.statistic import (
+    HEADS,
+    Definition,
+    Summary,
+    TileStatistic,
+    mean_over,
+)
 from headwise.scanning.statistics.tile import WeightTile
 
 PAIRS = mean_over(HEADS)
@@ -68,9 +73,7 @@ class OutputCosine(TileStatistic):
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Sums of cosines over rows, and the number of rows."""
-        outputs, out_proj = call.outputs, call.out_proj
-        assert outputs is not None
-        assert out_proj is not None
+        outputs, out_proj = known(call.outputs), known(call.out_proj)
         exact = accumulation_dtype(outputs.dtype)
         rows = outputs.transpose(1, 2)[call.real_queries]
         step = max(1, AT_ONCE // (out_proj.shape[0] * out_proj.shape[2]))
@@ -108,10 +111,9 @@ class CKA(TileStatistic):
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Sums of HSIC over sequences: small whatever the heads' width, and exact to merge."""
-        assert call.outputs is not None
         samples = call.samples
         for outputs, places, counted in zip(
-            call.outputs, samples.places, samples.counted.all(1), strict=True
+            known(call.outputs), samples.places, samples.counted.all(1), strict=True
         ):
             rows = places[counted]
             if len(rows) >= FEWEST:

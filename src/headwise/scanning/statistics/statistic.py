@@ -26,17 +26,18 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from headwise.errors import OptionError
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.meanings import MEANINGS
-from headwise.scanning.statistics.parts import HEADS, MEAN, Parts
 from headwise.scanning.statistics.tile import WeightTile
+from headwise.support.eager import without_autocast
 
 Need = Literal[
     "own_key",
@@ -143,6 +144,88 @@ class Definition:
         return "share" if self.unit.startswith("share") else "range"
 
 
+# ---- the tensors of a summary --------------------------------------------------------------------
+
+HEADS = "heads"  # an axis with one entry for each head that was looked at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One tensor of a summary.
+
+    Attributes:
+        axes: the axes after heads: a length, `HEADS`, or a name. Axes of one name have one length
+            within a summary.
+        values: "number" is any float64; "count" is a float64 that is a whole number from 0 on;
+            "weight" is a float64 from 0 on, or −1 for none; "integer" is any int64.
+    """
+
+    axes: tuple[int | str, ...] = ()
+    values: Literal["number", "count", "weight", "integer"] = "number"
+
+    def fault(self, tensor: Tensor, *, lengths: dict[str, int]) -> str | None:
+        """Return the first thing that no summary has; None where there is none.
+
+        Args:
+            tensor: the tensor that should be this part.
+            lengths: the length of each named axis that is known; lengths that are new are added.
+        """
+        dtype = torch.int64 if self.values == "integer" else torch.float64
+        if tensor.dtype != dtype:
+            return f"has the dtype {tensor.dtype}, where {dtype} is needed"
+        axes = (HEADS, *self.axes)
+        if tensor.dim() == len(axes):
+            for axis, length in zip(axes, tensor.shape, strict=True):
+                if isinstance(axis, str):
+                    lengths.setdefault(axis, length)
+        needed = tuple(lengths.get(axis, -1) if isinstance(axis, str) else axis for axis in axes)
+        if tensor.shape != needed:
+            names = ", ".join(
+                f"{axis} {length}" if isinstance(axis, str) and length >= 0 else str(axis)
+                for axis, length in zip(axes, needed, strict=True)
+            )
+            return f"has the shape {tuple(tensor.shape)}, where ({names}) is needed"
+        return self._fault_of_values(tensor)
+
+    def _fault_of_values(self, tensor: Tensor) -> str | None:
+        if self.values == "count" and not bool(
+            (tensor.isfinite() & (tensor >= 0) & (tensor == tensor.floor())).all()
+        ):
+            return "holds a number that is no count: a count is a whole number from 0 on"
+        # A model can give weights that are NaN, so NaN is no fault here.
+        if self.values == "weight" and bool(((tensor < 0) & (tensor != -1)).any()):
+            return "holds a negative weight"
+        return None
+
+
+Parts = Mapping[str, Part]
+COUNT = Part(values="count")
+
+
+def mean_over(*axes: int | str) -> Parts:
+    """Return the parts of a mean for each head and each entry of these axes."""
+    return {"sum": Part(axes=axes), "count": Part(axes=axes, values="count")}
+
+
+MEAN = mean_over()  # one number for each head
+
+
+def fault_of_summary(
+    parts: Parts, summary: Mapping[str, Tensor], *, num_heads: int
+) -> tuple[str, str] | None:
+    """Return the name of the first wrong tensor and what is wrong with it; None where none is."""
+    if odd := sorted({*parts} ^ {*summary}):
+        return odd[0], "is not there" if odd[0] in parts else "belongs to no such statistic"
+    lengths = {HEADS: num_heads}
+    for name, part in parts.items():
+        if (fault := part.fault(summary[name], lengths=lengths)) is not None:
+            return name, fault
+    return None
+
+
+# ---- statistics ---------------------------------------------------------------------------------
+
+
 class Statistic:
     """A number for each head, or several, whose summaries can be merged and kept.
 
@@ -150,10 +233,10 @@ class Statistic:
     that come from runs of the model.
     """
 
-    definition: ClassVar[Definition]
+    definition: Definition
     parts: ClassVar[Parts | None] = None  # of a summary; None: they are not checked in files
-    needs: ClassVar[tuple[Need, ...]] = ()  # what must be known of a call
-    reach: ClassVar[int] = 0  # how far from a query's own key the tile is asked for
+    needs: tuple[Need, ...] = ()  # what must be known of a call
+    reach: int = 0  # how far from a query's own key the tile is asked for
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
         """The summary of all calls together. By default each tensor is a sum, in float64."""
@@ -172,8 +255,8 @@ class Statistic:
 class TileStatistic(Statistic):
     """A statistic from one pass over the weights."""
 
-    reads_scores: ClassVar[bool] = False  # every score: a copy of the tile
-    reads_lowest: ClassVar[bool] = False  # the smallest of each row alone
+    reads_scores: bool = False  # every score: a copy of the tile
+    reads_lowest: bool = False  # the smallest of each row alone
 
     def __init_subclass__(cls) -> None:
         """Forget the parts of a base class where ``finish`` makes another summary."""
@@ -250,3 +333,47 @@ class RowMean(TileStatistic, ABC):
         values, counted = gathered
         values = values.masked_fill_(~counted, 0.0)
         return {"sum": values.sum((0, 2)).cpu(), "count": counted.sum((0, 2)).double().cpu()}
+
+
+# ---- any number of them, in one pass ------------------------------------------------------------
+
+
+@torch.no_grad()
+def sweep(call: CapturedCall, statistics: Iterable[TileStatistic]) -> dict[str, Summary]:
+    """The summary of each statistic by its name; ``statistic.result(summary)`` reads it.
+
+    Memory grows with queries and with keys, never with queries x keys.
+
+    Raises:
+        OptionError: a statistic needs what the call does not have; `TileStatistic.missing` says
+            so beforehand.
+    """
+    statistics = tuple(statistics)
+    for statistic in statistics:
+        if (reason := statistic.missing(call)) is not None:
+            raise OptionError(
+                saw=f"{statistic.definition.name}: {reason}",
+                needed=", ".join(statistic.needs),
+                do="say it in the CapturedCall, or leave the statistic out",
+            )
+    with without_autocast(call.matrix.q):
+        gathered = [(statistic, statistic.start(call)) for statistic in statistics]
+        looking = [
+            (statistic, own)
+            for statistic, own in gathered
+            if type(statistic).update is not TileStatistic.update
+        ]
+        if looking:
+            reach = max(statistic.reach for statistic, _ in looking)
+            tiles = call.matrix.tiles(
+                with_scores=any(statistic.reads_scores for statistic, _ in looking),
+                with_lowest=any(statistic.reads_lowest for statistic, _ in looking),
+            )
+            for observed in tiles:
+                tile = WeightTile(observed, call, reach=reach)
+                for statistic, own in looking:
+                    tile.reach = statistic.reach
+                    statistic.update(own, tile)
+        return {
+            statistic.definition.name: statistic.finish(own, call) for statistic, own in gathered
+        }

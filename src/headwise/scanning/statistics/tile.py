@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.kernels.observe import Observed
-from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.captured_call import CapturedCall, known
 
 
 class WeightTile(Observed):
@@ -48,10 +48,8 @@ class WeightTile(Observed):
     @cached_property
     def own(self) -> Tensor:
         """(rows,): the key that stands where each query stands."""
-        own_key = self.call.own_key
-        assert own_key is not None, 'a statistic that asks for this needs "own_key"'
         rows = torch.arange(self.rows.start, self.rows.stop, device=self.weights.device)
-        return rows + own_key
+        return rows + known(self.call.own_key)
 
     def on(self, chosen: Tensor) -> Tensor:
         """(batches, heads, rows): weight on keys, each times its share in ``chosen``.
@@ -126,10 +124,8 @@ class WeightTile(Observed):
     @cached_property
     def contribution_norms(self) -> Tensor:
         """(batches, heads, rows): the norm of what each head writes."""
-        outputs = self.call.outputs
-        assert outputs is not None, 'a statistic that asks for this needs "outputs"'
         factors = self.call.out_proj_factors.to(self.weights.dtype)[self.heads]
-        z = outputs[self.batches, self.heads, self.rows].to(factors.dtype)
+        z = known(self.call.outputs)[self.batches, self.heads, self.rows].to(factors.dtype)
         norms: Tensor = torch.linalg.vector_norm(torch.matmul(z, factors), dim=-1)
         return norms
 
