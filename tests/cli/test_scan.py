@@ -17,7 +17,7 @@ import transformers
 from headwise.errors import HeadwiseError
 from headwise.models import minilm
 from headwise.reports.telling import RULE, most_telling, standing_out
-from headwise.scanning import machine
+from headwise.scanning import estimate
 from headwise.scanning.head_scan import HeadScan
 from tests.cli.scan_command import refused, run
 from tests.huggingface.stored import TEXT, bert, gpt2, stored
@@ -279,9 +279,9 @@ def test_a_model_that_needs_more_than_tokens(tmp_path: Path) -> None:
 
 def test_memory_that_will_not_do(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = (model / "model.safetensors").stat().st_size
-    monkeypatch.setattr(machine, "available", lambda: weights - 1)
+    monkeypatch.setattr(estimate, "available", lambda: weights - 1)
     assert "the weights in" in refused(model, "--text", text).saw
-    monkeypatch.setattr(machine, "available", lambda: 3_000_000)
+    monkeypatch.setattr(estimate, "available", lambda: 3_000_000)
     error = refused(model, "--text", text)
     assert re.search(r"24 tokens of small-bert: about \d+ MB more memory", error.saw)
     assert "at most 3.0 MB" in error.needed

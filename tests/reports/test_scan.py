@@ -16,7 +16,7 @@ import torch
 from headwise.reports import pictures, telling
 from headwise.reports.scan import ScanReport, cards, render, save
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.maps import pyramid
+from headwise.scanning.statistics.views import pyramid
 from tests.reports.html import Element, Tree, everything, outside
 from tests.reports.scans import HEADS, LAYERS, LENGTH, made_up, report
 

@@ -11,8 +11,7 @@ from safetensors.torch import load as tensors_in
 from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
-from headwise.scanning.content_digest import digest_of
-from headwise.scanning.files import KEY
+from headwise.scanning.files import KEY, digest_of
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], object]
 

@@ -15,11 +15,10 @@ from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.readings import LayerScan
 from headwise.scanning.statistics.catalogue import named
-from headwise.scanning.statistics.keys import MostReceived, TopKeys
-from headwise.scanning.statistics.maps import Map, OffsetProfile
-from headwise.scanning.statistics.similarity import TotalVariation
+from headwise.scanning.statistics.outputs import TotalVariation
 from headwise.scanning.statistics.statistic import Definition, RowMean, TileStatistic, sweep
 from headwise.scanning.statistics.tile import WeightTile
+from headwise.scanning.statistics.views import Map, MostReceived, OffsetProfile, TopKeys
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 6, 24, 10
 

@@ -10,6 +10,7 @@ import torch
 
 from headwise.errors import OptionError
 from headwise.models.tiny import Tiny
+from headwise.scanning import estimate as module
 from headwise.scanning.estimate import (
     Call,
     Speed,
@@ -87,8 +88,7 @@ PEAK = """
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from headwise.scanning import machine
-from headwise.scanning.estimate import calls_of, estimate
+from headwise.scanning.estimate import calls_of, estimate, in_use
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.models.tiny import Tiny
 from headwise.scanning.scan import scan
@@ -98,7 +98,7 @@ model = Tiny().eval()
 ids = torch.randint(256, (1, 3000))
 scan(model, ids[:, :16])
 calls = calls_of(model, lambda: model(ids[:, :16]))
-expected = estimate(model, calls, STANDARD, [3000], held=machine.in_use())
+expected = estimate(model, calls, STANDARD, [3000], held=in_use())
 scan(model, ids, statistics=["entropy", "previous_token", "map", "most_received"])
 # Not getrusage's peak: that one remembers what the parent held when it started this process.
 peak = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
@@ -122,10 +122,17 @@ def test_how_it_reads() -> None:
     assert str(found).startswith("about 1 s, 2.")
 
 
-def test_too_much() -> None:
-    require_memory(5, 5, what="it", do="less")
+def left(monkeypatch: pytest.MonkeyPatch, there: int) -> None:
+    """This machine has so many bytes left."""
+    monkeypatch.setattr(module, "available", lambda: there)
+
+
+def test_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    left(monkeypatch, 5)
+    require_memory(5, what="it", do="less")
+    left(monkeypatch, 10**9)
     with pytest.raises(OptionError, match=r"about 2\.0 GB more memory") as refused:
-        require_memory(2 * 10**9, 10**9, what="it", do="less")
+        require_memory(2 * 10**9, what="it", do="less")
     assert "at most 1.0 GB" in refused.value.needed
 
 
@@ -137,9 +144,10 @@ def test_too_much() -> None:
     ],
 )
 def test_both_sizes_are_shown_so_that_they_differ(
-    needed: int, there: int, words: tuple[str, str]
+    monkeypatch: pytest.MonkeyPatch, needed: int, there: int, words: tuple[str, str]
 ) -> None:
+    left(monkeypatch, there)
     with pytest.raises(OptionError) as refused:
-        require_memory(needed, there, what="it", do="less")
+        require_memory(needed, what="it", do="less")
     assert refused.value.saw == f"it: about {words[0]} more memory"
     assert refused.value.needed.startswith(f"at most {words[1]}, ")

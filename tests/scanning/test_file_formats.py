@@ -13,9 +13,9 @@ from headwise.scanning.files import FORMAT_1_NOTE
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics import importance
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.scanning.statistics.keys import MostReceived
 from headwise.scanning.statistics.meanings import MEANINGS
 from headwise.scanning.statistics.statistic import Definition
+from headwise.scanning.statistics.views import MostReceived
 from tests.scanning.edited import Edit, edit, fields_in
 from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan, standard
 

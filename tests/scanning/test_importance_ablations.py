@@ -12,7 +12,7 @@ from headwise.errors import OptionError
 from headwise.models import planted
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import ablations, mean_outputs
-from headwise.scanning.importance.replacements import Resample, partners
+from headwise.scanning.importance.ablations import Resample, partners
 from tests.scanning.importance_cases import (
     BATCH,
     EMBED,

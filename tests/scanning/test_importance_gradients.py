@@ -17,8 +17,8 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import gradients
 from headwise.scanning.importance.gradients import UNRECORDED, Gates
 from headwise.scanning.reaching import reached
-from headwise.scanning.readings import SeenLayers
 from headwise.scanning.scan import scan
+from headwise.scanning.selection import SeenLayers
 from headwise.scanning.statistics.importance import STATISTICS
 from headwise.scanning.statistics.statistic import TileStatistic
 from tests.scanning.importance_cases import (

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from headwise.scanning.machine import available, in_use
+from headwise.scanning.estimate import available, in_use
 
 GROUP = "proc/self/cgroup"
 

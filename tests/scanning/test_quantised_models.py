@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headwise.errors import OptionError
-from headwise.scanning.content_digest import digest_of
+from headwise.scanning.files import digest_of
+from headwise.scanning.modules import as_floats, plain_parts
 from headwise.scanning.scan import scan
-from headwise.scanning.weights import as_floats, plain_parts
 from tests.scanning.models import BATCH, CASES, LENGTH, llama, tokens
 from tests.scanning.test_facts import calls_of
 

@@ -24,7 +24,7 @@ from headwise.scanning.selection import (
     select_tokens,
 )
 from headwise.scanning.statistics.catalogue import named
-from headwise.scanning.statistics.keys import TopKeys
+from headwise.scanning.statistics.views import TopKeys
 from tests.scanning.models import BATCH, LENGTH, VOCABULARY, bert, own, tokens
 from tests.scanning.scans import standard
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.maps import Map
+from headwise.scanning.statistics.views import Map
 from tests.scanning.scans import Own, head_scan, layer_scan, matrix, random_scan, standard
 
 

@@ -17,8 +17,8 @@ from headwise.reports.telling import StandingOut
 from headwise.reports.template import templates
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.saved_scan import fields_of_statistic
-from headwise.scanning.statistics.maps import pyramid
 from headwise.scanning.statistics.statistic import Summary
+from headwise.scanning.statistics.views import pyramid
 from headwise.scanning.terminal import many
 from headwise.support.whole_files import write_whole
 

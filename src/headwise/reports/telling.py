@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from headwise.reports import pictures
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.readings import HeadValue
 from headwise.scanning.statistics.catalogue import PICTURED
 from headwise.scanning.statistics.statistic import Definition
-from headwise.scanning.tables import HeadValue
 
 WIDTH = "effective_keys"
 MOST_PICTURES = 6

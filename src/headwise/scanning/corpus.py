@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import OptionError
-from headwise.scanning.content_digest import digest_of as digest_of
-from headwise.scanning.files import damaged, read, write
+from headwise.scanning.files import damaged, digest_of, read, write
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.saved_scan import FieldError, Fields, checked, excerpt, text, texts_by_name
+from headwise.scanning.saved_scan import FieldError, checked, excerpt
 from headwise.scanning.statistics.statistic import Statistic
 
 SCAN, PARTS = "scan.safetensors", "parts"
 SUFFIX = ".safetensors"
 # What is kept beside a part.
-DOCUMENT: Fields = {"name": text, "digest": text, "made_with": texts_by_name}
+DOCUMENT = {"name": str, "digest": str, "made_with": {...: str}}
 REMOVE = (
     "remove this file and start the same run again: the other parts are kept, and only the "
     "document of this part is scanned again"
@@ -124,13 +123,16 @@ class _Folder:
     ) -> HeadScan:
         """A document's scan as it stands in its part, which is written where there is none."""
         document = {
-            "name": _writable(name),
+            # Without half characters, which a file's name can have and UTF-8 cannot.
+            "name": name.encode("utf-8", "backslashreplace").decode("utf-8"),
             "digest": digest_of(inputs),
             "made_with": self._made_with,
         }
         path = self._found.get(index)
         if path is None:
-            path = self.parts / f"{index:05}-{_plain(name)}{SUFFIX}"
+            # As a file can be called on every system.
+            plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "document"
+            path = self.parts / f"{index:05}-{plain}{SUFFIX}"
             fresh = scan_one(inputs)
             # What does not fit is not kept: without the document, the run can go on.
             if fits is not None and (difference := fits.difference(fresh)) is not None:
@@ -144,7 +146,7 @@ class _Folder:
         if saved is None:
             raise _refused(path, "a scan that no run over documents wrote", "parts of such a run")
         try:
-            checked(saved, "document", DOCUMENT)
+            checked(saved, DOCUMENT, "document")
         except FieldError as fault:
             raise damaged(path, fault, REMOVE) from fault
         self._check(path, saved, document)
@@ -182,13 +184,3 @@ def _refused(path: Path, saw: str, needed: str) -> OptionError:
         needed=needed,
         do="name another folder, or remove the parts that are no longer wanted",
     )
-
-
-def _writable(name: str) -> str:
-    """A name without half characters, which a file's name can have and UTF-8 cannot."""
-    return name.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _plain(name: str) -> str:
-    """A name as part of a file's name on every system."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "document"

@@ -26,8 +26,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.readings import OTHER_HEAD, Readings
-from headwise.scanning.tables import HeadValue, Row, table_of, top_of
+from headwise.scanning.readings import (
+    OTHER_HEAD,
+    HeadValue,
+    Readings,
+    Row,
+    table_of,
+    top_of,
+)
 from headwise.support.extras import require
 
 FIELD = "field"  # the axis of a statistic that names keys and tokens
@@ -216,7 +222,9 @@ def _distances(before: Readings, after: Readings, names: tuple[str, ...]) -> lis
             continue
         one, two = (scan[name][..., None].flatten(2) for scan in (before, after))
         gaps = [_gaps(one[index, heads], two[index, heads]) for index, heads in enumerate(looked)]
-        scale = _mean_distance(gaps)
+        # The mean over all pairs that have an entry in common; 1 where they are all the same.
+        apart = torch.cat([(gap.squares / gap.both)[gap.both > 0].sqrt() for gap in gaps])
+        scale = (float(apart.mean()) if apart.numel() else 0.0) or 1.0
         for (squares, both, alone), total, vote in zip(gaps, totals, votes, strict=True):
             counted = both + alone
             total += ((squares / scale**2 + alone) / counted.clamp(min=1)).sqrt()
@@ -241,12 +249,6 @@ def _gaps(one: Float[Tensor, "own entries"], two: Float[Tensor, "others entries"
         both.append(is_real.sum(-1))
         alone.append((head.isfinite() ^ two.isfinite()).sum(-1))
     return _Gaps(torch.stack(squares), torch.stack(both), torch.stack(alone))
-
-
-def _mean_distance(gaps: list[_Gaps]) -> float:
-    """Over all pairs that have an entry in common; 1 where they are all the same."""
-    distances = torch.cat([(gap.squares / gap.both)[gap.both > 0].sqrt() for gap in gaps])
-    return (float(distances.mean()) if distances.numel() else 0.0) or 1.0
 
 
 def _assigned(heads: tuple[int, ...], distance: Float[Tensor, "own others"]) -> tuple[int, ...]:

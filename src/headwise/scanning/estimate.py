@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -29,6 +31,7 @@ TILES_AT_ONCE = 8  # scores, weights, and what statistics make of one tile
 STATES_AT_ONCE = 6  # of the model's width: residuals, what is normalised, inputs of a product
 SAMPLE = 256  # queries and keys of the problem that is timed
 FLOAT = 4  # bytes
+ROOT = Path("/")
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,9 @@ def measured_speed(calls: Sequence[Call], statistics: Sequence[TileStatistic]) -
     return Speed(product, entry)
 
 
-def require_memory(needed: int, there: int, *, what: str, do: str) -> None:
+def require_memory(needed: int, *, what: str, do: str) -> None:
     """Raise OptionError if more memory is needed than there is."""
+    there = available()
     if needed > there:
         more, left = human_bytes(needed), human_bytes(there)
         if more == left:
@@ -190,3 +194,46 @@ def _time(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+# ---- memory of this machine: what psutil says, and the limits of control groups ----------------
+
+
+def available(root: Path = ROOT) -> int:
+    """Bytes that can still be taken, by the machine or by a control group of the process.
+
+    psutil knows the machine alone: in a container the group has less.
+    """
+    return min((int(psutil.virtual_memory().available), *_of_groups(root)))
+
+
+def in_use() -> int:
+    """Bytes that this process holds."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _of_groups(root: Path) -> Iterator[int]:
+    """What each group of the process, and those around it, has left."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, kinds, place = line.split(":", 2)
+        if kinds == "":
+            base, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in kinds.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        inner = Path(place.lstrip("/"))
+        for folder in dict.fromkeys([inner, *inner.parents, Path()]):
+            most, now = (_lines(base / folder / name) for name in (limit, used))
+            if most and now and most[0].isdecimal():  # "max" is no limit
+                # Files that were read and can be forgotten count as used.
+                stat = dict(line.split() for line in _lines(base / folder / "memory.stat"))
+                yield max(0, int(most[0]) - int(now[0]) + int(stat.get("inactive_file", 0)))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8").splitlines()
+    except OSError:
+        return []

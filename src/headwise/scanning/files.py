@@ -12,35 +12,38 @@ again after an edit proves nothing, so every field and tensor is checked as well
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.content_digest import digest_of
 from headwise.scanning.readings import Readings
 from headwise.scanning.saved_scan import (
+    WHOLE,
     FieldError,
     check_fields,
+    checked,
     excerpt,
     fields_of_layer,
     fields_of_statistic,
     layers_of,
-    mapping,
     shown,
     tensors_of,
-    whole,
 )
 from headwise.scanning.statistics import importance
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Definition, Statistic
 from headwise.support.axes import describe_value
+from headwise.support.private_torch import is_wrapper
 from headwise.support.whole_files import write_whole
 
 VERSION = 2
@@ -49,6 +52,7 @@ FORMAT_1_NOTE = (
     "numbers of this scan come from a file in format 1, which has no digest: damage to them would "
     "not be noticed"
 )
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object; other in every process
 COPY_AGAIN = "copy it again from where it was saved, or scan again"
 
 
@@ -172,11 +176,11 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             do="scan the model first, if these are its weights",
         )
     try:
-        about = mapping(json.loads(text), "its metadata")
+        about = checked(json.loads(text), {...: object}, "its metadata")
         is_as_written = _json(about) == text
     except (ValueError, RecursionError) as error:
         raise FieldError("its metadata cannot be read as the JSON of a scan") from error
-    version = whole(about.get("version"), "version")
+    version = checked(about.get("version"), WHOLE, "version")
     if version not in (1, VERSION):
         raise OptionError(
             saw=f"{path}, a scan in format {version}, saved by headwise "
@@ -203,7 +207,9 @@ def _statistic(
             needed=f"the object that computes it: {formula}",
             do=f"HeadScan.load(path, statistics=[...]) with the {name} that you scanned with",
         )
-    now, id_then = statistic.definition, _id_of(saved)
+    now, id_then = statistic.definition, saved.get("id")
+    if id_then is None:  # in format 1, the id that its words have
+        id_then = Definition(**{**saved, "axes": tuple(saved["axes"])}).id
     # A statistic that got a version later, with the words that it had, is still the same.
     if id_then not in (now.id, now.id_of_words):
         raise OptionError(
@@ -215,8 +221,65 @@ def _statistic(
     return statistic
 
 
-def _id_of(saved: Mapping[str, Any]) -> str:
-    """The id in a file; in format 1, the id that its words have."""
-    if "id" in saved:
-        return str(saved["id"])
-    return Definition(**{**saved, "axes": tuple(saved["axes"])}).id
+# ---- the digest ---------------------------------------------------------------------------------
+
+
+def digest_of(content: Any) -> str:
+    """The SHA-256 of a text, number, tensor, or of mappings and sequences of such; in hex.
+
+    It is the same in every process and on every device. A tensor counts with its dtype and shape,
+    a mapping with its keys in sorted order, so a tokenizer's output and a ``state_dict()`` do.
+
+    Raises:
+        OptionError: something of another type, or a mapping whose keys are not text.
+    """
+    running = hashlib.sha256()
+    _feed(running.update, content)
+    return running.hexdigest()
+
+
+def _feed(feed: Callable[[bytes | memoryview], None], content: Any) -> None:
+    """Each piece with its kind and its length, so that no two contents read the same."""
+    if content is None or isinstance(content, (bool, int, float)):
+        _feed_piece(feed, type(content).__name__, repr(content).encode())
+    elif isinstance(content, str):
+        _feed_piece(feed, "str", content.encode("utf-8", "surrogatepass"))
+    elif isinstance(content, Tensor) and is_wrapper(content):
+        _feed_wrapper(feed, content)
+    elif isinstance(content, Tensor):
+        plain = content.detach().cpu().contiguous()
+        _feed_piece(feed, f"{plain.dtype} {list(plain.shape)}", b"")
+        feed(plain.flatten().view(torch.uint8).numpy().data)
+    elif isinstance(content, Mapping):
+        if odd := [key for key in content if not isinstance(key, str)]:
+            raise _no_digest(f"a mapping with the key {odd[0]!r}")
+        _feed_piece(feed, "mapping", str(len(content)).encode())
+        for key in sorted(content):
+            _feed(feed, key)
+            _feed(feed, content[key])
+    elif isinstance(content, Sequence) and not isinstance(content, (bytes, bytearray)):
+        _feed_piece(feed, "sequence", str(len(content)).encode())
+        for item in content:
+            _feed(feed, item)
+    else:
+        raise _no_digest(f"a {type(content).__name__}")
+
+
+def _feed_wrapper(feed: Callable[[bytes | memoryview], None], content: Any) -> None:
+    """Feed a tensor that is made of others, such as a quantised one: its class, parts and rest."""
+    names, rest = content.__tensor_flatten__()
+    _feed_piece(feed, type(content).__name__, _ADDRESS.sub("", repr(rest)).encode())
+    _feed(feed, {name: getattr(content, name) for name in names})
+
+
+def _feed_piece(feed: Callable[[bytes | memoryview], None], kind: str, value: bytes) -> None:
+    feed(f"{kind} {len(value)} ".encode())
+    feed(value)
+
+
+def _no_digest(saw: str) -> OptionError:
+    return OptionError(
+        saw=f"{saw} as content",
+        needed="text, numbers, tensors, sequences of such, or mappings whose keys are text",
+        do="give scan_one what it needs in these; a file's text rather than its path",
+    )

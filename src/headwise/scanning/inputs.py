@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, OptionError, ShapeError
-from headwise.scanning.modules import as_written
-from headwise.scanning.weights import plain_parts
+from headwise.scanning.modules import as_written, plain_parts
 from headwise.support.axes import describe_value
 
 # What nobody here has a use for: keys and values kept for later steps. A scan has none either for

@@ -1,4 +1,7 @@
-"""Which module of a model is running, and what was given to it: hooks that come off again."""
+"""Which module of a model is running, and what was given to it: hooks that come off again.
+
+And the weights of modules as plain tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from headwise.support.private_torch import is_wrapper
 
 # Given a tensor by one of these names, a module attends to something else than its own state.
 SOURCES = (
@@ -207,3 +212,36 @@ def _is_state(value: Any) -> bool:
 def _is_tokens(value: Any) -> bool:
     integers = (torch.int32, torch.int64)
     return isinstance(value, Tensor) and value.dtype in integers and value.dim() == 2
+
+
+# ---- weights as plain tensors: of quantised layers too, and of what gives the logits -----------
+
+
+def plain_parts(weight: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a weight is made of: itself, or its integers and its scales."""
+    if not is_wrapper(weight):
+        yield weight
+        return
+    for name in weight.__tensor_flatten__()[0]:
+        yield from plain_parts(getattr(weight, name))
+
+
+def as_floats(weight: Tensor) -> Tensor | None:
+    """Return a weight as a plain tensor of floating-point numbers; None where it has no such form.
+
+    A quantised weight is dequantised: these are the numbers that its products are made with.
+    """
+    if is_wrapper(weight):
+        if type(weight).dequantize is Tensor.dequantize:  # spread over devices
+            return None
+        weight = weight.dequantize()
+    return weight if weight.is_floating_point() else None
+
+
+def unembedding_of(model: Any) -> Tensor | None:
+    """(vocabulary, embed_dim): what a language model of transformers, or of headwise, ends with."""
+    named = getattr(model, "get_output_embeddings", None)
+    module = named() if named is not None else getattr(model, "unembedding", None)
+    weight = module if isinstance(module, Tensor) else getattr(module, "weight", None)
+    weight = as_floats(weight.detach()) if isinstance(weight, Tensor) else None
+    return weight if weight is not None and weight.dim() == 2 else None

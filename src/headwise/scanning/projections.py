@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from headwise.kernels.problem import accumulation_dtype
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.modules import Running
-from headwise.scanning.weights import as_floats
+from headwise.scanning.modules import Running, as_floats
 
 
 class Pending:

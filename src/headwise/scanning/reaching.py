@@ -149,8 +149,9 @@ class Reach:
         if not version_of(call.outputs) == pending.version >= 0:
             call.outputs = None
         if block is not None and version_of(block.state) == block.version >= 0:
-            is_added_to = call.out_proj is not None and _width(block.state) == _width(call.out_proj)
-            call.residual = block.state if is_added_to else None
+            assert block.state is not None
+            width = None if call.out_proj is None else call.out_proj.shape[-1]
+            call.residual = block.state if block.state.shape[-1] == width else None
         self._settled(call)
 
     def _forget_projected(self) -> None:
@@ -282,18 +283,9 @@ def _real_keys(matrix: AttentionMatrix, own_key: int | None) -> Tensor:
         if bias.shape[2] == 1:
             real = real & (bias > -torch.inf).amax((1, 2))
     if own_key is not None and matrix.bound_mask.reach[1] is not None:
-        real = real.index_fill(1, _behind(own_key, matrix), value=False)
+        queries = matrix.shape[2]
+        real = real & (torch.arange(real.shape[1], device=real.device) < own_key + queries)
     return real
-
-
-def _behind(own_key: int, matrix: AttentionMatrix) -> Tensor:
-    """The keys behind the last query's own one."""
-    _, _, queries, keys = matrix.shape
-    return torch.arange(min(own_key + queries, keys), keys, device=matrix.q.device)
-
-
-def _width(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.shape[-1]
 
 
 def _is_cross(stack: list[Running], matrix: AttentionMatrix) -> bool:

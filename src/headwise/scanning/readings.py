@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.statistics.catalogue import (
-    KNOWN_FOR,
-    LONGEST_NAME,
-    PICTURED,
-    unknown_statistic,
-)
+from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
-from headwise.scanning.tables import HeadValue, Row, table_of, top_of
 from headwise.support.axes import describe_value
 from headwise.support.extras import require
+from headwise.support.integers import as_count
 
-MOST_LAYERS = 12  # names of layers to choose from, before the rest is counted
 OTHER_HEAD = "other_head"  # the axis of a statistic that sets the heads of a layer side by side
+Row = dict[str, str | int | float]
+
+
+class HeadValue(NamedTuple):
+    """One head's number."""
+
+    layer: str
+    layer_index: int
+    head: int
+    value: float
 
 
 @dataclass(eq=False, kw_only=True)
@@ -114,60 +116,6 @@ class LayerScan:
                     why = lacks.missing.get(name, "it was not asked for")
                     return f"layer {self.name} with {name}, and without: {why}"
         return None
-
-
-class SeenLayers:
-    """The layers whose attention a model shows while it runs, and which of them are asked for.
-
-    Args:
-        patterns: names of layers, or patterns such as "*layer.3.*"; all if None.
-        heads: numbers; all if None.
-    """
-
-    def __init__(
-        self, patterns: tuple[str, ...] | None, heads: tuple[int, ...] | None = None
-    ) -> None:
-        self._patterns, self._heads = patterns, heads
-        self._seen: dict[str, LayerScan | None] = {}  # None where it is not asked for
-
-    def see(self, call: CapturedCall) -> LayerScan | None:
-        """Count a call, and return its layer if it is asked for."""
-        if call.layer not in self._seen:
-            is_chosen = self._patterns is None or any(
-                fnmatchcase(call.layer, pattern) for pattern in self._patterns
-            )
-            self._seen[call.layer] = LayerScan.of(call, self._heads) if is_chosen else None
-        layer = self._seen[call.layer]
-        if layer is not None:
-            layer.calls += 1
-        return layer
-
-    def chosen(self) -> tuple[LayerScan, ...]:
-        """Return those that are asked for, in call order.
-
-        Raises:
-            OptionError: no attention was seen, or none of the layers that are asked for.
-        """
-        if found := tuple(layer for layer in self._seen.values() if layer is not None):
-            return found
-        patterns, seen = self._patterns or (), list(self._seen)
-        near = get_close_matches((patterns or ("",))[0][:LONGEST_NAME], seen, n=1)
-        more = f", and {len(seen) - MOST_LAYERS} more" if len(seen) > MOST_LAYERS else ""
-        raise OptionError(
-            saw=f"layers {describe_value(list(patterns))}",
-            needed=f"among {', '.join(map(repr, seen[:MOST_LAYERS])) or 'none'}{more}: the layers "
-            "whose attention was seen",
-            do=f'{near[0]!r}, the nearest, or a pattern such as "*"'
-            if near
-            else 'name some of them, or give a pattern such as "*"',
-        )
-
-    def complete(self) -> tuple[LayerScan, ...]:
-        """Return the chosen ones, without a summary where one input could not be measured."""
-        for layer in self.chosen():
-            if layer.missing:
-                layer.summaries.clear()
-        return self.chosen()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -358,3 +306,36 @@ def _by_number(statistic: Statistic, layer: LayerScan, heads: int) -> Tensor:
 
 def _listed(heads: tuple[int, ...]) -> str:
     return ", ".join(map(str, heads))
+
+
+def top_of(layers: tuple[str, ...], values: Tensor, n: int, *, lowest: bool) -> list[HeadValue]:
+    """The ``n`` largest of (layers, heads), or the smallest; NaN is left out."""
+    count = as_count(n)
+    if count is None or count < 0:
+        raise OptionError(
+            saw=f"top(n={describe_value(n)})",
+            needed="how many heads, from 0",
+            do="e.g. n=5",
+        )
+    flat = values.flatten()
+    order = flat.argsort(descending=not lowest, stable=True).tolist()
+    real = [place for place in order if not flat[place].isnan()][:count]
+    found = []
+    for place in real:
+        index, head = divmod(place, values.shape[1])
+        found.append(HeadValue(layers[index], index, head, float(flat[place])))
+    return found
+
+
+def table_of(heads: Iterable[tuple[str, int, int]], columns: Mapping[str, Tensor]) -> list[Row]:
+    """A row for each head (layer, its index, head), with its entry of each (layers, heads)."""
+    lists = {name: column.tolist() for name, column in columns.items()}
+    return [
+        {
+            "layer": layer,
+            "layer_index": index,
+            "head": head,
+            **{name: rows[index][head] for name, rows in lists.items()},
+        }
+        for layer, index, head in heads
+    ]

@@ -1,13 +1,9 @@
-"""Content of a saved scan: its JSON fields, from tables of checks, and its tensors.
-
-Each check returns the field, or says where it is and what is wrong with it.
-"""
+"""Content of a saved scan: its JSON fields, by their schemas, and its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,90 +12,83 @@ from torch import Tensor
 from headwise.scanning.readings import LayerScan, Readings
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary, fault_of_summary
 
-Fields = dict[str, Callable[[Any, str], Any]]
-MOST_HEADS = 2**20  # of a layer
 WORDS = ("name", "formula", "unit", "excluded", "source", "axes")
-MOST = 2**63 - 1  # the largest number of a field
+WHOLE = range(2**63)
+MOST_HEADS = 2**20  # of a layer
 LONGEST_SHOWN = 40
 LONGEST_EXCERPT = 400
 
+# ---- what the JSON holds: schemas, as `checked` reads them ---------------------------------------
 
-# ---- checks of single fields ---------------------------------------------------------------------
+STATISTIC = {**dict.fromkeys(WORDS, str), "axes": [str]}
+LAYER = {
+    "name": str,
+    "num_heads": range(MOST_HEADS + 1),
+    "heads": [WHOLE],
+    "kind": ("self", "cross"),
+    "calls": WHOLE,
+    "missing": {...: str},
+    "summaries": {...: [str]},
+}
+SCAN = {
+    "version": WHOLE,
+    "headwise": str,
+    "model": str,
+    "sequences": WHOLE,
+    "tokens": WHOLE,
+    "notes": [str],
+    "statistics": [STATISTIC],
+    "layers": [LAYER],
+}
 
 
 class FieldError(Exception):
     """A field that no scan has: where it is, and what it is."""
 
 
-def mapping(value: Any, where: str) -> dict[str, Any]:
-    """Return a mapping whose keys are text, as all keys of JSON are."""
-    if not isinstance(value, dict):
-        raise FieldError(f"{where} is {shown(value)} and no mapping")
-    return value
+def checked(value: Any, schema: Any, where: str) -> Any:
+    """Return a value of JSON that is as its schema says.
 
+    A schema is a range of whole numbers, of which True and 1.0 are none; str, or a tuple of the
+    texts that there may be; a list with the schema of its entries; or a mapping of all the fields
+    to their schemas, with ``...`` for any field. ``object`` is anything.
 
-def checked(
-    value: Any, where: str, needed: Fields, *, optional: Fields | None = None
-) -> dict[str, Any]:
-    """Return a mapping with all needed fields, and none that is neither needed nor optional.
+    Args:
+        value: the value.
+        schema: its schema.
+        where: the name of the field; empty for the whole JSON.
 
-    Each field passes its check. ``where`` is empty for the whole JSON.
+    Raises:
+        FieldError: it is not.
     """
-    every = needed | (optional or {})
-    found = mapping(value, where or "its JSON")
-    if absent := [name for name in needed if name not in found]:
-        raise FieldError(f"{where or 'its JSON'} has no field {absent[0]!r}")
-    if odd := sorted({*found} - {*every}):
-        raise FieldError(f"{where or 'its JSON'} has a field {shown(odd[0])} that no scan has")
-    for name, check in every.items():
-        if name in found:
-            check(found[name], f"{where}.{name}" if where else name)
-    return found
-
-
-def text(value: Any, where: str, *, one_of: Collection[str] = ()) -> str:
-    """Return a text that can be written in UTF-8."""
-    if not isinstance(value, str):
-        raise FieldError(f"{where} is {shown(value)} and no text")
-    if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise FieldError(f"{where} holds half of a surrogate pair, which is no character")
-    if one_of and value not in one_of:
-        raise FieldError(f"{where} is {shown(value)} and none of {', '.join(one_of)}")
+    at, saw = where or "its JSON", f"{where or 'its JSON'} is {shown(value)}"
+    if isinstance(schema, range):
+        if type(value) is not int or value not in schema:
+            raise FieldError(f"{saw} and no whole number from {schema.start} to {schema.stop - 1}")
+    elif isinstance(schema, list):
+        if not isinstance(value, list):
+            raise FieldError(f"{saw} and no list")
+        for index, entry in enumerate(value):
+            checked(entry, schema[0], f"{where}[{index}]")
+    elif isinstance(schema, dict):
+        if not isinstance(value, dict):
+            raise FieldError(f"{saw} and no mapping")
+        if absent := [name for name in schema if name is not ... and name not in value]:
+            raise FieldError(f"{at} has no field {absent[0]!r}")
+        if ... not in schema and (odd := sorted({*value} - {*schema})):
+            raise FieldError(f"{at} has a field {shown(odd[0])} that no scan has")
+        for name, entry in value.items():
+            checked(name, str, f"a key of {at}")
+            checked(entry, schema.get(name, schema.get(...)), f"{where}.{name}".lstrip("."))
+    elif schema is not object:
+        if not isinstance(value, str):
+            raise FieldError(f"{saw} and no text")
+        # What can be written in UTF-8.
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise FieldError(f"{at} holds half of a surrogate pair, which is no character")
+        if schema is not str and value not in schema:
+            raise FieldError(f"{saw} and none of {', '.join(schema)}")
     return value
-
-
-def whole(value: Any, where: str, *, least: int = 0, most: int = MOST) -> int:
-    """Return a whole number in a range; True and 1.0 are none."""
-    if type(value) is not int or not least <= value <= most:
-        raise FieldError(f"{where} is {shown(value)} and no whole number from {least} to {most}")
-    return value
-
-
-def entries(value: Any, where: str) -> list[Any]:
-    """Return a list."""
-    if not isinstance(value, list):
-        raise FieldError(f"{where} is {shown(value)} and no list")
-    return value
-
-
-def texts(value: Any, where: str) -> tuple[str, ...]:
-    """Return a list of texts, as a tuple."""
-    found = entries(value, where)
-    return tuple(text(entry, f"{where}[{index}]") for index, entry in enumerate(found))
-
-
-def texts_by_name(value: Any, where: str) -> dict[str, str]:
-    """Return a mapping of names to texts."""
-    return {
-        text(name, f"a key of {where}"): text(entry, f"{where}.{name}")
-        for name, entry in mapping(value, where).items()
-    }
-
-
-def lists_by_name(value: Any, where: str) -> dict[str, tuple[str, ...]]:
-    """Return a mapping of names to lists of texts."""
-    found = mapping(value, where)
-    return {name: texts(entry, f"{where}.{name}") for name, entry in found.items()}
 
 
 def excerpt(words: str) -> str:
@@ -116,7 +105,7 @@ def shown(value: Any) -> str:
         return f"a list of {len(value)} entries"
     if isinstance(value, str) and len(value) > LONGEST_SHOWN:
         return f"a text of {len(value)} characters"
-    if isinstance(value, int) and value.bit_length() > MOST.bit_length():
+    if isinstance(value, int) and value.bit_length() > 63:
         return f"a number of {value.bit_length()} bits"
     return ascii(value)
 
@@ -151,28 +140,6 @@ def tensors_of(scan: Readings) -> dict[str, Tensor]:
 # ---- to read ------------------------------------------------------------------------------------
 
 
-STATISTIC: Fields = {**dict.fromkeys(WORDS, text), "axes": texts}
-LAYER: Fields = {
-    "name": text,
-    "num_heads": partial(whole, most=MOST_HEADS),
-    "heads": entries,
-    "kind": partial(text, one_of=("self", "cross")),
-    "calls": whole,
-    "missing": texts_by_name,
-    "summaries": lists_by_name,
-}
-SCAN: Fields = {
-    "version": whole,
-    "headwise": text,
-    "model": text,
-    "sequences": whole,
-    "tokens": whole,
-    "notes": texts,
-    "statistics": entries,
-    "layers": entries,
-}
-
-
 def check_fields(about: dict[str, Any], *, has_digest: bool) -> None:
     """Raise FieldError for the first field of a scan's JSON that no scan has.
 
@@ -180,22 +147,20 @@ def check_fields(about: dict[str, Any], *, has_digest: bool) -> None:
         about: the JSON.
         has_digest: True if it has a digest, and an id for each statistic; False in format 1.
     """
-    digest, id_of_statistic = ({"digest": text}, {"id": text}) if has_digest else ({}, {})
-    checked(about, "", SCAN | digest, optional={"document": mapping})
-    names = [
-        str(checked(saved, f"statistics[{index}]", STATISTIC | id_of_statistic)["name"])
-        for index, saved in enumerate(about["statistics"])
-    ]
+    schema: dict[str, Any] = {**SCAN, "document": {...: object}} if "document" in about else SCAN
+    if has_digest:
+        schema = {**schema, "digest": str, "statistics": [{**STATISTIC, "id": str}]}
+    checked(about, schema, "")
+    names = [saved["name"] for saved in about["statistics"]]
     if len({*names}) < len(names):
         raise FieldError("statistics has two entries of one name")
     for index, layer in enumerate(about["layers"]):
-        _check_layer(checked(layer, f"layers[{index}]", LAYER), f"layers[{index}]", names)
+        _check_layer(layer, f"layers[{index}]", names)
 
 
 def _check_layer(layer: dict[str, Any], where: str, names: list[str]) -> None:
     heads, missing, summaries = layer["heads"], layer["missing"], layer["summaries"]
-    for place, head in enumerate(heads):
-        whole(head, f"{where}.heads[{place}]", most=layer["num_heads"] - 1)
+    checked(heads, [range(layer["num_heads"])], f"{where}.heads")
     if len({*heads}) < len(heads):
         raise FieldError(f"{where}.heads has a head twice")
     for name in names:

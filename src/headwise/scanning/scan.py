@@ -14,20 +14,17 @@ from headwise.matrix import AttentionMatrix
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.inputs import Arguments, inputs_of, no_model, prepared, require_finite, run
-from headwise.scanning.modules import as_written
+from headwise.scanning.modules import as_written, unembedding_of
 from headwise.scanning.reaching import Reach, reached
-from headwise.scanning.readings import SeenLayers
 from headwise.scanning.selection import (
     Layers,
     Numbers,
+    SeenLayers,
     Statistics,
-    select_heads,
-    select_layers,
     select_statistics,
     select_tokens,
 )
 from headwise.scanning.statistics.statistic import TileStatistic, sweep
-from headwise.scanning.weights import unembedding_of
 from headwise.support.axes import describe_value
 from headwise.support.modes import evaluating
 from headwise.support.progress import Progress, no_progress
@@ -74,14 +71,14 @@ def scan(
     """
     if isinstance(model, AttentionMatrix):
         inputs, model = (model, inputs), _attend
-    model = _require_runnable(as_written(model))
-    _require_callables(call=call, progress=progress)
+    model = as_written(model)
+    _require_callables(model, call=call, progress=progress)
     collector = _Collector(
         separators=select_tokens("separators", separators),
         specials=select_tokens("specials", specials),
         unembedding=unembedding_of(model),
         statistics=select_statistics(statistics),
-        layers=SeenLayers(select_layers(layers), select_heads(heads)),
+        layers=SeenLayers(layers, heads),
         progress=progress or no_progress,
     )
     return _scanned(model, inputs_of(inputs), collector, call)
@@ -106,13 +103,9 @@ def _scanned(
         return collector.result(_name_of(model), reach)
 
 
-def _require_runnable(model: Any) -> Any:
+def _require_callables(model: object, **given: object) -> None:
     if not callable(model) or isinstance(model, type):
         raise no_model(model, "a model, a function that attends, or an AttentionMatrix")
-    return model
-
-
-def _require_callables(**given: object) -> None:
     for name, function in given.items():
         if function is not None and not callable(function):
             raise OptionError(

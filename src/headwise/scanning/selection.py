@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from operator import index
 from typing import Any, SupportsIndex
 
 from torch import Tensor
 
 from headwise.errors import OptionError
+from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.readings import LayerScan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.importance import Importance
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.axes import describe_value
 from headwise.support.integers import is_integer
+
+MOST_LAYERS = 12  # names of layers to choose from, before the rest is counted
 
 Layers = str | Collection[str] | None
 Numbers = int | Collection[int]
@@ -102,6 +108,58 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...]
     names = tuple(one for one in chosen if isinstance(one, str))
     by_name = dict(zip(names, catalogue.named(names), strict=True))
     return tuple(by_name[one] if isinstance(one, str) else one for one in chosen), names
+
+
+class SeenLayers:
+    """The layers whose attention a model shows while it runs, and which of them are asked for.
+
+    Args:
+        layers: names of layers, or patterns such as "*layer.3.*"; all if None.
+        heads: numbers; all if None.
+    """
+
+    def __init__(self, layers: Layers, heads: Numbers | None = None) -> None:
+        self._patterns, self._heads = select_layers(layers), select_heads(heads)
+        self._seen: dict[str, LayerScan | None] = {}  # None where it is not asked for
+
+    def see(self, call: CapturedCall) -> LayerScan | None:
+        """Count a call, and return its layer if it is asked for."""
+        if call.layer not in self._seen:
+            is_chosen = self._patterns is None or any(
+                fnmatchcase(call.layer, pattern) for pattern in self._patterns
+            )
+            self._seen[call.layer] = LayerScan.of(call, self._heads) if is_chosen else None
+        layer = self._seen[call.layer]
+        if layer is not None:
+            layer.calls += 1
+        return layer
+
+    def chosen(self) -> tuple[LayerScan, ...]:
+        """Return those that are asked for, in call order.
+
+        Raises:
+            OptionError: no attention was seen, or none of the layers that are asked for.
+        """
+        if found := tuple(layer for layer in self._seen.values() if layer is not None):
+            return found
+        patterns, seen = self._patterns or (), list(self._seen)
+        near = get_close_matches((patterns or ("",))[0][: catalogue.LONGEST_NAME], seen, n=1)
+        more = f", and {len(seen) - MOST_LAYERS} more" if len(seen) > MOST_LAYERS else ""
+        raise OptionError(
+            saw=f"layers {describe_value(list(patterns))}",
+            needed=f"among {', '.join(map(repr, seen[:MOST_LAYERS])) or 'none'}{more}: the layers "
+            "whose attention was seen",
+            do=f'{near[0]!r}, the nearest, or a pattern such as "*"'
+            if near
+            else 'name some of them, or give a pattern such as "*"',
+        )
+
+    def complete(self) -> tuple[LayerScan, ...]:
+        """Return the chosen ones, without a summary where one input could not be measured."""
+        for layer in self.chosen():
+            if layer.missing:
+                layer.summaries.clear()
+        return self.chosen()
 
 
 def _whole(name: str, numbers: Any, *, do: str) -> tuple[int, ...]:

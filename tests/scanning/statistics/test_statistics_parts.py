@@ -21,9 +21,8 @@ from headwise.scanning import captured_call
 from headwise.scanning.captured_call import CapturedCall, Repeats, evenly_spaced
 from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.catalogue import STANDARD, named
-from headwise.scanning.statistics.keys import TopKeys
-from headwise.scanning.statistics.maps import pyramid
 from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, sweep
+from headwise.scanning.statistics.views import TopKeys, pyramid
 from tests.honest import normal
 from tests.memory import LargestTensor
 from tests.scanning.statistics.calls import KINDS, assert_is

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from headwise.cli.scan.asked import Asked
 from headwise.errors import OptionError
 from headwise.reports.telling import visible
-from headwise.scanning import machine
 from headwise.scanning.estimate import require_memory
 from headwise.scanning.inputs import OUTSIDE
 
@@ -113,7 +112,6 @@ def model_of(asked: Asked) -> Subject:
     if not asked.force:
         require_memory(
             size,
-            machine.available(),
             what=f"the weights in {asked.model_dir}",
             do="use a machine with more memory, or --force",
         )

@@ -15,9 +15,8 @@ from headwise.cli.scan.asked import Asked
 from headwise.cli.scan.reading import Passage, Subject, model_of, passages_of
 from headwise.reports.scan import ScanReport
 from headwise.reports.telling import visible
-from headwise.scanning import machine
 from headwise.scanning.corpus import PARTS, SCAN, parts_in, scan_corpus
-from headwise.scanning.estimate import Estimate, calls_of, estimate, require_memory
+from headwise.scanning.estimate import Estimate, calls_of, estimate, in_use, require_memory
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.inputs import on_tokens
 from headwise.scanning.scan import scan
@@ -152,11 +151,10 @@ def prepare(asked: Asked) -> Work:
         _scan(asked, subject, trial)
         calls = calls_of(subject.model, lambda: subject.read(trial))
     lengths = [one.ids.shape[1] for one in passages]
-    expected = estimate(subject.model, calls, statistics, lengths, held=machine.in_use())
+    expected = estimate(subject.model, calls, statistics, lengths, held=in_use())
     if not asked.force:
         require_memory(
             expected.more,
-            machine.available(),
             what=f"{max(lengths):,} tokens of {subject.title}",
             do="--length N with fewer tokens, --stats with fewer statistics, or --force",
         )

@@ -12,7 +12,6 @@ parts of the data merge into the scan of all of it. The loss is one number for e
 
     headwise.scanning.statistics.importance   what each measure means, and its source
     losses.py        the default loss, and what a loss must be
-    replacements.py  what a head gives while it is off
 """
 
 from headwise.scanning.importance.ablations import ablations, mean_outputs

@@ -1,14 +1,17 @@
-"""Importance by ablation: one forward pass for each head, with the head off."""
+"""Importance by ablation: one forward pass for each head, with the head off.
+
+While it is off, a head gives nothing, its mean, or what it gives another sequence.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
@@ -17,14 +20,18 @@ from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
-from headwise.scanning.importance.replacements import Mean, Means, Replacement, Resample, Zero
 from headwise.scanning.inputs import Arguments, inputs_of, prepared, require_module, run
 from headwise.scanning.reaching import Reach, reached
-from headwise.scanning.readings import LayerScan, SeenLayers
+from headwise.scanning.readings import LayerScan
+from headwise.scanning.selection import SeenLayers
 from headwise.scanning.statistics.importance import ABLATIONS, Importance
+from headwise.scanning.statistics.statistic import Summary
 from headwise.support.axes import describe_value
 from headwise.support.modes import evaluating
 from headwise.support.progress import Progress, no_progress
+
+# (heads, value_dim) of each layer, by its name
+Means = Mapping[str, Tensor]
 
 
 def ablations(
@@ -65,12 +72,12 @@ def ablations(
     """
     model = require_module(model)
     several, before = prepared(model, inputs_of(inputs), with_logits=True), 0
-    _require_known(by)
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(several)
-    chosen = SeenLayers(selection.select_layers(layers), selection.select_heads(heads))
+    chosen = SeenLayers(layers, heads)
+    replacement = _replacement(by, seed)
     statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
-    ablation = _HeadAblation(chosen, _replacement(by, seed), statistic, causal=loss is None)
+    ablation = _HeadAblation(chosen, replacement, statistic, causal=loss is None)
     with torch.no_grad(), evaluating(model), reached(model, ablation) as reach:
         for index, one in enumerate(several):
             tell = partial(_tell, progress, before, len(several), index)
@@ -94,7 +101,7 @@ def mean_outputs(
         OptionError: layers that do not exist, or no attention that was seen.
     """
     model = require_module(model)
-    chosen = SeenLayers(selection.select_layers(layers))
+    chosen = SeenLayers(layers)
     sums: dict[str, Tensor] = {}
     counts: Counter[str] = Counter()
 
@@ -114,19 +121,16 @@ def mean_outputs(
     return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.chosen()}
 
 
-def _require_known(by: str | Means) -> None:
-    if isinstance(by, str) and by not in ABLATIONS:
+def _replacement(by: str | Means, seed: int) -> Replacement:
+    if not isinstance(by, str):
+        return Mean(by)
+    if by not in ABLATIONS:
         raise OptionError(
             saw=f"by={describe_value(by)}",
             needed=f"one of {', '.join(ABLATIONS)}, or what mean_outputs gave",
             do='by="zero"',
         )
-
-
-def _replacement(by: str | Means, seed: int) -> Replacement:
-    if isinstance(by, str):
-        return Zero() if by == "zero" else Resample(seed)
-    return Mean(by)
+    return Replacement() if by == "zero" else Resample(seed)
 
 
 def _losses(model: nn.Module, one: Arguments, reach: Reach, loss: Loss | None) -> Tensor:
@@ -228,3 +232,105 @@ class _HeadAblation:
         if reason is not None:
             layer.missing[self._statistic.definition.name] = reason
         return reason is None
+
+
+# ---- what it gives while it is off --------------------------------------------------------------
+
+
+class Replacement:
+    """What a head gives while it is off: by default nothing."""
+
+    def begin(self, batch: int) -> None:
+        """Another batch, of this many sequences."""
+
+    def missing(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
+        """Why a layer with head outputs of this shape cannot have it; None where it can."""
+        return None
+
+    def kept(self, layer: str, heads: tuple[int, ...]) -> Summary:  # noqa: ARG002
+        """What has to be kept of a layer beside the sums, a row for each head."""
+        return {}
+
+    def of(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
+        """(batch, queries, value_dim) in place of a head's; ``real`` is False for padding."""
+        return torch.zeros_like(outputs)
+
+
+class Mean(Replacement):
+    """The same at every query: the head's mean."""
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+
+    def kept(self, layer: str, heads: tuple[int, ...]) -> Summary:
+        """The means, since sums of effects can be added only where they are the same."""
+        return {"stood_in": self._means[layer][list(heads)].double().cpu()}
+
+    def missing(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
+        """Refuse means of other layers.
+
+        Raises:
+            OptionError: there is none for this layer, or it has other sizes.
+        """
+        _, heads, _, value_dim = shape
+        found = self._means.get(layer)
+        if found is None or found.shape != (heads, value_dim):
+            saw = "none" if found is None else str(tuple(found.shape))
+            raise OptionError(
+                saw=f"means of {layer}: {saw}",
+                needed=f"(heads {heads}, value_dim {value_dim})",
+                do="mean_outputs(model, inputs) of the same model and layers",
+            )
+        return None
+
+    def of(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
+        """The mean, once for each query."""
+        return self._means[layer][head].to(outputs).expand_as(outputs)
+
+
+class Resample(Replacement):
+    """What the head gives another sequence of the batch.
+
+    Args:
+        seed: of the draw, the same for every head; the global generators are not touched.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._partner = torch.empty(0, dtype=torch.long)
+
+    def begin(self, batch: int) -> None:
+        """Draw a partner for each sequence.
+
+        Raises:
+            OptionError: a batch of one.
+        """
+        if batch < 2:
+            raise OptionError(
+                saw="resample with a batch of 1 sequence",
+                needed="another sequence in the batch, for a head to speak of",
+                do="batches of at least 2, also the last; or by='zero', by='mean'",
+            )
+        self._partner = partners(batch, self._generator)
+
+    def missing(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
+        """Where sequences do not stand along the batch, none can be taken for another."""
+        return None if shape[0] == batch else f"a batch of {shape[0]} for {batch} sequences"
+
+    def of(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
+        """The i-th real query takes the partner's real query i modulo their number."""
+        partner = self._partner.to(real.device)
+        place = (real.long().cumsum(-1) - 1).clamp(min=0)
+        counts = real.sum(-1).clamp(min=1)[partner]
+        # The partner's real places in order, then the others.
+        order = (~real).long().argsort(dim=-1, stable=True)[partner]
+        index = order.gather(1, place % counts[:, None])
+        return outputs[partner[:, None], index]
+
+
+def partners(batch: int, generator: torch.Generator) -> Int[Tensor, " batch"]:
+    """Another sequence for each: a random circle through all of them, so none is its own."""
+    order = torch.randperm(batch, generator=generator)
+    partner = torch.empty_like(order)
+    partner[order] = order.roll(1)
+    return partner

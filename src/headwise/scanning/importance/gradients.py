@@ -22,7 +22,8 @@ from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.inputs import inputs_of, prepared, require_module, run
 from headwise.scanning.reaching import reached
-from headwise.scanning.readings import LayerScan, SeenLayers
+from headwise.scanning.readings import LayerScan
+from headwise.scanning.selection import SeenLayers
 from headwise.scanning.statistics.importance import GRADIENTS
 from headwise.support.modes import evaluating
 
@@ -59,7 +60,7 @@ def gradients(
         ShapeError, DTypeError: a loss that is not one number for each sequence.
     """
     model = require_module(model)
-    gates = Gates(SeenLayers(selection.select_layers(layers)), causal=loss is None)
+    gates = Gates(SeenLayers(layers), causal=loss is None)
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),

@@ -7,7 +7,7 @@ and the absolute value could no longer be taken of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.modules import unembedding_of
 from headwise.scanning.reaching import Reach
-from headwise.scanning.weights import unembedding_of
 from headwise.support.axes import describe_value
 
 # (what the model returned, the inputs it was given) -> (batch,)
@@ -56,7 +56,8 @@ def next_token(
             needed="logits (batch, length, vocabulary): a next token for each token",
             do=GIVE_ONE,
         )
-    real = real_tokens(inputs, ids)
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     predicted = real[:, 1:] & real[:, :-1]
     counts = predicted.sum(-1)
     if bool((counts == 0).any()):
@@ -86,12 +87,6 @@ def _require_logits_of(targets: Tensor, logits: Tensor) -> None:
             needed="a logit for each token of the vocabulary",
             do=GIVE_ONE,
         )
-
-
-def real_tokens(inputs: Any, ids: Tensor) -> Tensor:
-    """(batch, length): which ids are no padding."""
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
 
 
 def of_run(
@@ -176,7 +171,11 @@ def _logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> T
         return named
     parts = output if isinstance(output, list | tuple) else [output]
     for part in parts:
-        if _is_of_each(part, ids) and (vocabularies is None or part.shape[-1] in vocabularies):
+        # It may be logits: numbers for each token.
+        if not isinstance(part, Tensor) or not part.is_floating_point() or part.dim() != 3:
+            continue
+        is_known = vocabularies is None or part.shape[-1] in vocabularies
+        if is_known and part.shape[:2] == ids.shape:
             return part
     tokens = " or ".join(map(str, sorted(vocabularies or ()))) or "tokens"
     raise OptionError(
@@ -186,13 +185,6 @@ def _logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> T
         do=f"{GIVE_ONE}; or loss=next_token of headwise.scanning.importance, where the output is "
         "logits of another vocabulary",
     )
-
-
-def _is_of_each(part: object, ids: Tensor) -> TypeGuard[Tensor]:
-    """Whether it may be logits: numbers for each token."""
-    if not isinstance(part, Tensor) or not part.is_floating_point():
-        return False
-    return part.dim() == 3 and part.shape[:2] == ids.shape
 
 
 def _shown(output: Any) -> str:

@@ -8,8 +8,6 @@
 The standard set, each with its formula, source, unit and what it leaves out:
 
     rows.py          means over queries of what a row is worth: how widely, where and how much
-    keys.py          the keys that receive most, from all queries and from one
-    outputs.py       in how many directions it writes, and whether it writes what it reads
-    similarity.py    how alike the heads of a layer are
-    maps.py          small pictures of its weights
+    outputs.py       what a head writes, and how alike the heads of a layer are
+    views.py         what a page shows of one head: weights by offset, a map, the largest weights
 """

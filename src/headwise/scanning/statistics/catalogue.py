@@ -7,11 +7,15 @@ from difflib import get_close_matches
 
 from headwise.errors import OptionError
 from headwise.scanning.statistics import rows
-from headwise.scanning.statistics.keys import MostReceived, TopKeys
-from headwise.scanning.statistics.maps import Map, OffsetProfile
-from headwise.scanning.statistics.outputs import Copying, EffectiveRank
-from headwise.scanning.statistics.similarity import CKA, OutputCosine, TotalVariation
+from headwise.scanning.statistics.outputs import (
+    CKA,
+    Copying,
+    EffectiveRank,
+    OutputCosine,
+    TotalVariation,
+)
 from headwise.scanning.statistics.statistic import TileStatistic
+from headwise.scanning.statistics.views import Map, MostReceived, OffsetProfile, TopKeys
 from headwise.support.axes import describe_value
 
 STANDARD: tuple[TileStatistic, ...] = (
