@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from headwise import MultiheadAttention
+from headwise.budget.budget import BACKWARD, Budget
 from tests.layers.torch_api.cases import BATCH, EMBED, HEADS, KEYS, QUERIES, pair
 
 Q, K = torch.randn(QUERIES, BATCH, EMBED), torch.randn(KEYS, BATCH, EMBED)
@@ -66,31 +68,35 @@ def test_a_bias_and_slots_of_another_dtype(
     if torch.promote_types(dtype, other) == dtype:
         names += ["bias_k", "bias_v"]
     theirs, ours = pair(dtype=dtype, add_bias_kv=True, batch_first=True)
-    one_dtype = copy.deepcopy(theirs)
     torch.manual_seed(5)
-    for name in names:
-        value = torch.randn(getattr(ours, name).shape).to(other)
-        for layer in (theirs, ours, one_dtype):
-            new = value.to(dtype) if layer is one_dtype else value
-            setattr(layer, name, nn.Parameter(new.clone()))
+    biases = [torch.randn(getattr(ours, name).shape).to(other) for name in names]
+    for name, bias in zip(names, biases, strict=True):
+        for layer in (theirs, ours):
+            setattr(layer, name, nn.Parameter(bias.clone()))
     q, k = (x.transpose(0, 1).to(dtype).contiguous() for x in (Q, K))
     given = (q, q, q) if same else (q, k, k)
-    ran = [layer(*given, need_weights=need_weights) for layer in (ours, theirs, one_dtype)]
-    torch.testing.assert_close(ran[0], ran[1])
+    output, weights = ours(*given, need_weights=need_weights)
+    expected = theirs(*given, need_weights=need_weights)
+    torch.testing.assert_close((output, weights), expected)
     with torch.no_grad():
         inferred = ours.eval()(*given, need_weights=need_weights)[0]
-    torch.testing.assert_close(inferred, ran[1][0])
-    # torch sums the gradient of a narrow bias in that dtype; of one dtype it is exact.
-    found, exact = (
-        torch.autograd.grad(run[0].square().sum(), [getattr(layer, name) for name in names])
-        for layer, run in ((ours, ran[0]), (one_dtype, ran[2]))
-    )
-    narrow = other if torch.promote_types(dtype, other) == dtype else dtype
-    assert {g.dtype for g in found} == {other}
-    for gradient, wanted in zip(found, exact, strict=True):
-        # Sums of terms of both signs: each ends within some units of the largest of them.
-        limit = 8 * torch.finfo(narrow).eps * float(wanted.abs().max())
-        assert float((gradient.to(narrow) - wanted.to(narrow)).abs().max()) <= limit
+    torch.testing.assert_close(inferred, expected[0])
+
+    def plain(index: int, *inputs: Tensor) -> Tensor:
+        """The gradient of one bias by torch's layer, with all parameters in one dtype."""
+        layer = copy.deepcopy(theirs).to(inputs[0].dtype)
+        for name, bias in zip(names, inputs[2:], strict=True):
+            setattr(layer, name, nn.Parameter(bias))
+        key = inputs[0] if same else inputs[1]
+        loss = layer(inputs[0], key, key)[0].square().sum()
+        return torch.autograd.grad(loss, getattr(layer, names[index]))[0]
+
+    # torch sums the gradient of a narrow bias in that dtype; ours is rounded to it once.
+    gradients = torch.autograd.grad(output.square().sum(), [getattr(ours, n) for n in names])
+    for index, gradient in enumerate(gradients):
+        assert gradient.dtype == other
+        inputs = (q, k, *(bias.to(dtype) for bias in biases))
+        Budget.of(partial(plain, index), *inputs, factor=BACKWARD).assert_holds(gradient)
 
 
 def test_pruned_and_parametrized_projections() -> None:
