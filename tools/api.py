@@ -27,7 +27,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import headwise
-from headwise.cli import app, exit_status
+from headwise.cli import app, ending
 from headwise.errors import HeadwiseError
 from headwise.studies.experiments.same_weights import SameFunction
 
@@ -56,7 +56,7 @@ def api() -> dict[str, Any]:
         "warnings": dict(sorted(_errors(Warning))),
         "commands": dict(_commands(get_command(app), "headwise")),
         "exit_statuses": {
-            name: value for name, value in sorted(vars(exit_status).items()) if name.isupper()
+            name: value for name, value in sorted(vars(ending).items()) if type(value) is int
         },
         "json": _json(),
     }

@@ -9,8 +9,8 @@ from pathlib import Path
 from headwise.layouts.canonical import BIASES
 from headwise.layouts.function import CALLING, Function
 from headwise.layouts.layout import Layout
-from headwise.layouts.picture import bands, panel_of, turning
 from headwise.layouts.registry import layout, published
+from tools.layouts_picture import bands, panel_of, turning
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "layouts.md"

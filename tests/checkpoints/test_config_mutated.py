@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from headwise.checkpoints.against_config import objection
 from headwise.checkpoints.config import known_counts, layout_of, read_config
-from headwise.checkpoints.detect import detect
-from headwise.checkpoints.layer_options import in_layer, options_of
+from headwise.checkpoints.layer_options import in_layer, objection, options_of
 from headwise.checkpoints.safetensors_file import Stored
+from headwise.diagnosis.detection import detect
 from headwise.errors import HeadwiseError
 from headwise.layouts.registry import layout
 from tests.layouts.examples import sizes_of

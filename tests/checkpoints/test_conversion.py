@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from headwise.checkpoints import conversion, moving_bytes
+from headwise.checkpoints import conversion, target
 from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.source import open_source
 from headwise.errors import DTypeError, OptionError
@@ -161,8 +161,8 @@ def test_a_system_that_cannot_copy_by_itself(
     llamas.to_meta(source, tmp_path / "b")
     monkeypatch.setattr(os, "copy_file_range", unable)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: unable())
-    monkeypatch.setattr(moving_bytes, "_UNRESERVED", {18})
-    monkeypatch.setattr(moving_bytes, "CHUNK", 1000)
+    monkeypatch.setattr(target, "_UNRESERVED", {18})
+    monkeypatch.setattr(target, "CHUNK", 1000)
     llamas.to_meta(source, tmp_path / "c")
     assert llamas.bytes_of(tmp_path / "c") == llamas.bytes_of(tmp_path / "b")
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headwise.checkpoints.folder import read_index
-from headwise.checkpoints.source import open_source
+from headwise.checkpoints.source import open_source, read_index
 from headwise.errors import CheckpointError
 from tests.checkpoints import llamas
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints import conversion, moving_bytes
+from headwise.checkpoints import conversion, target
 from headwise.checkpoints.conversion import Stream
 from headwise.checkpoints.working import Journal
 from headwise.errors import CheckpointError
@@ -95,8 +95,8 @@ def test_killed_in_the_middle_of_any_write(tmp_path: Path) -> None:
     assert result["often"] >= 2
     targets = sorted(path for path in place.iterdir() if path.is_dir())
     assert len(targets) == len(result["told"]) + 1
-    for target in targets:
-        assert llamas.bytes_of(target) == whole
+    for each in targets:
+        assert llamas.bytes_of(each) == whole
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_a_system_that_writes_little_of_a_line(
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda f, data, at: real(f, data[:1], at))
     journal = Journal(tmp_path / "journal")
-    journal.begin("work")
+    journal.append("work")
     journal.add([10, 11])
     journal.close()
     assert (tmp_path / "journal").read_bytes() == b"work\n10 11\n"
@@ -245,7 +245,7 @@ def test_other_work_that_is_stopped_before_it_begins(
 ) -> None:
     """It leaves files of the right size, in which there is nothing of what was done before."""
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "begin", lambda *_: interrupt())
+        patch.setattr(Journal, "append", lambda *_: interrupt())
         with pytest.raises(KeyboardInterrupt):
             llamas.to_meta(stopped, tmp_path / "b", rotary_width=10)
     done = llamas.to_meta(stopped, tmp_path / "b")
@@ -372,6 +372,6 @@ def test_moving_bytes_are_those_of_the_system(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         os, "copy_file_range", lambda a, b, n, *at: called.append("copy_file_range") or n
     )
-    moving_bytes.write_all(0, memoryview(b"ab"), 0)
-    moving_bytes.copy(0, 0, 0, 0, 2, path=Path("a"))
+    target.write_all(0, memoryview(b"ab"), 0)
+    target.copy(0, 0, 0, 0, 2, path=Path("a"))
     assert called == ["pwrite", "copy_file_range"]

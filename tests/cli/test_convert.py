@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from headwise.checkpoints.conversion import Stream
 from headwise.cli.convert import convert
-from headwise.cli.exit_status import USAGE
+from headwise.cli.ending import USAGE
 from headwise.errors import CheckpointError, OptionError
 from tests.checkpoints import llamas
 from tests.cli.alone import Alone

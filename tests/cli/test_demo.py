@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headwise.cli.demo import demo
-from headwise.cli.exit_status import NO
+from headwise.cli.ending import NO
 from headwise.cli.scan import command
 from headwise.cli.scan.asked import Asked
 from headwise.cli.scan.command import report_of

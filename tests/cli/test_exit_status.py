@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headwise import cli
-from headwise.cli import exit_status
-from headwise.cli.exit_status import CRASHED, INTERRUPTED, NO, UNDECIDED, USAGE, YES
+from headwise.cli import ending
+from headwise.cli.ending import CRASHED, INTERRUPTED, NO, UNDECIDED, USAGE, YES
 from headwise.errors import ShapeError, UndecidedError
 from headwise.layouts.canonical import State
 from headwise.studies import study as studies
@@ -187,5 +187,5 @@ def test_the_documentation_says_them() -> None:
     page = ROOT.joinpath("docs", "layouts.md").read_text("utf-8")
     told = {int(number) for number in re.findall(r"^\| (\d+) \| ", page, re.M)}
     assert told == {YES, NO, USAGE, UNDECIDED, CRASHED, INTERRUPTED}
-    source = exit_status.__doc__ or ""
+    source = ending.__doc__ or ""
     assert {int(number) for number in re.findall(r"^(\d+) ", source, re.M)} == told

@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 from headwise.checkpoints.config import counts_of, layout_of
-from headwise.checkpoints.detect import Detection, detect
 from headwise.diagnosis.behaviour import by_behaviour
+from headwise.diagnosis.detection import Detection, detect
 from headwise.errors import OptionError
 
 SMALL = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.self_attention import Seen, paired, seen_in
+from headwise.diagnosis.behaviour import Seen, paired, seen_in
 from headwise.layouts.places import Module, Place
 from tests.scanning.models import BATCH, LENGTH, WIDTH, Caller
 

@@ -12,8 +12,8 @@ from headwise.layouts.canonical import AXES
 from headwise.layouts.drawing import Cell, draw, function_lines, pairs, sizes_for, strips
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
-from headwise.layouts.picture import ROW, TOP, bands, panel_of, turning
 from headwise.layouts.registry import layout, published
+from tools.layouts_picture import ROW, TOP, bands, panel_of, turning
 
 NAMES = sorted(one.name for family in published().values() for one in family)
 GROUPED = Layout(

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts.moving import atoms, canonical_shape, pack, unpack
-from headwise.layouts.pattern import Axis, Block, Pattern, parse
+from headwise.layouts.pattern import (
+    Axis,
+    Block,
+    Pattern,
+    atoms,
+    canonical_shape,
+    pack,
+    parse,
+    unpack,
+)
 
 # kv_heads 2, group 3: six heads; no two axes are of one length
 SIZES = {"heads": 6, "kv_heads": 2, "group": 3, "head_dim": 10, "value_dim": 7, "embed_dim": 40}

@@ -12,7 +12,7 @@ from headwise.errors import ShapeError
 from headwise.layouts.canonical import AXES, ROTATED
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
-from headwise.layouts.moving import halves, neighbours
+from headwise.layouts.pattern import halves, neighbours
 
 TENSORS = {
     "q.weight": "wq: (heads head_dim) embed_dim",

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.moving import GROUPED
-from headwise.layouts.pattern import parse
+from headwise.layouts.pattern import GROUPED, parse
 from headwise.layouts.sizes import Shape, Sizes, solve, with_products
 
 FUSED = "(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim]) embed_dim"

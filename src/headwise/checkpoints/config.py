@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,25 +113,28 @@ class Fields(dict[str, Any]):
         """Return the config with readers; one that has them keeps its place."""
         return config if isinstance(config, Fields) else cls(config)
 
+    def _checked(self, name: str, needed: str, is_it: Callable[[Any], bool]) -> Any:
+        """The value of a field that is there, if it is what is needed."""
+        value = self.get(name)
+        if value is not None and not is_it(value):
+            raise self._refused(name, needed)
+        return value
+
     def count(self, name: str, *, most: int = _LARGEST) -> int | None:
         """A whole number from 1; None also where a list gives one for each of several parts."""
-        value = self.get(name)
-        if value is None or isinstance(value, list):
+        if isinstance(self.get(name), list):
             return None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= most or value != int(value):
-            raise self._refused(name, f"a whole number from 1 to {most}")
-        return int(value)
+        value = self._checked(
+            name,
+            f"a whole number from 1 to {most}",
+            lambda n: _is_number(n) and 0 < n <= most and n == int(n),
+        )
+        return None if value is None else int(value)
 
     def number(self, name: str) -> float | None:
         """A finite number."""
-        value = self.get(name)
-        if value is None:
-            return None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= sys.float_info.max:
-            raise self._refused(name, "a finite number")
-        return float(value)
+        value = self._checked(name, "a finite number", _is_number)
+        return None if value is None else float(value)
 
     def positive(self, name: str) -> float | None:
         """A finite number above 0; None also for 0, which switches off what it is for."""
@@ -149,37 +152,28 @@ class Fields(dict[str, Any]):
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """True or false, or 1 or 0."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, int) or value not in (0, 1):
-            raise self._refused(name, "true or false")
-        return bool(value)
+        is_flag = "true or false", lambda x: isinstance(x, int) and x in (0, 1)
+        value = self._checked(name, *is_flag)
+        return default if value is None else bool(value)
 
     def text(self, name: str) -> str | None:
         """A name, which an answer may print."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, str) or len(value) > _LONGEST or not value.isprintable():
-            raise self._refused(name, f"a text of at most {_LONGEST} printable characters")
+        value: str | None = self._checked(
+            name,
+            f"a text of at most {_LONGEST} printable characters",
+            lambda x: isinstance(x, str) and len(x) <= _LONGEST and x.isprintable(),
+        )
         return value
 
     def items_of(self, name: str) -> list[Any]:
         """A list, one value for each layer; empty where there is none."""
-        value = self.get(name)
-        if value is not None and not isinstance(value, list | tuple):
-            raise self._refused(name, "a list with a value for each layer")
-        return list(value or ())
+        needed = "a list with a value for each layer"
+        return list(self._checked(name, needed, lambda x: isinstance(x, list | tuple)) or ())
 
     def inner(self, name: str) -> Fields | None:
         """A JSON object within this one."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self._refused(name, "a JSON object")
-        return Fields(value, place=f"{name} of {self.place}")
+        value = self._checked(name, "a JSON object", lambda x: isinstance(x, dict))
+        return None if value is None else Fields(value, place=f"{name} of {self.place}")
 
     def _refused(self, name: str, needed: str) -> OptionError:
         value = self.get(name)
@@ -189,6 +183,11 @@ class Fields(dict[str, Any]):
             needed=f"{name}: {needed}",
             do="write the value that the model's publisher gives",
         )
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def read_config(place: Path) -> Fields:
@@ -202,12 +201,18 @@ def read_config(place: Path) -> Fields:
         return Fields({}, place=str(path))
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        seen = f"which holds a {type(found).__name__}"
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or numbers beyond reason
-        raise _refused(path, f"which is no JSON: {error}") from error
+        found, seen = None, f"which is no JSON: {error}"
     except OSError as error:
-        raise _refused(path, f"which cannot be read: {error.strerror}") from error
+        found, seen = None, f"which cannot be read: {error.strerror}"
     if not isinstance(found, dict):
-        raise _refused(path, f"which holds a {type(found).__name__}")
+        raise OptionError(
+            saw=f"{path}, {seen}",
+            needed="the config of a model: a JSON object",
+            do="mend or remove it, and give {heads} and {kv_heads}",
+            parameter={"heads": (), "kv_heads": ()},
+        )
     return Fields(found, place=str(path))
 
 
@@ -253,11 +258,6 @@ def known_counts(config: Config, given: Mapping[str, int | None], *, place: Path
     return said | wanted
 
 
-def head_dim_of(config: Config) -> int | None:
-    """As it is said, or the width over the heads."""
-    return _head_dim(text_of(config), counts_of(config))
-
-
 def _counts(fields: Fields) -> Sizes:
     counts = {size: _first_count(fields, names) for size, names in _NAMES.items()}
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
@@ -268,7 +268,7 @@ def _counts(fields: Fields) -> Sizes:
     found = {size: count for size, count in counts.items() if count is not None}
     share = _share(fields)
     if share is not None and "rotary_width" not in found:
-        head_dim = _head_dim(fields, found)
+        head_dim = head_dim_of(fields, found)
         if head_dim:
             found["rotary_width"] = int(head_dim * share)
     return found
@@ -346,16 +346,8 @@ def _share(fields: Fields) -> float | None:
     return None
 
 
-def _head_dim(fields: Fields, counts: Sizes) -> int | None:
+def head_dim_of(fields: Fields, counts: Sizes) -> int | None:
+    """As it is said, or the width over the heads."""
     width = _first_count(fields, ("hidden_size", "n_embd"))
     whole = width // counts["heads"] if width and "heads" in counts else None
     return counts.get("head_dim", whole)
-
-
-def _refused(path: Path, seen: str) -> OptionError:
-    return OptionError(
-        saw=f"{path}, {seen}",
-        needed="the config of a model: a JSON object",
-        do="mend or remove it, and give {heads} and {kv_heads}",
-        parameter={"heads": (), "kv_heads": ()},
-    )

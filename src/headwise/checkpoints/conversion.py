@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from headwise.checkpoints import moving_bytes
-from headwise.checkpoints.folder import SAFETENSORS
-from headwise.checkpoints.source import Source
-from headwise.checkpoints.target import Outline, outline
+from headwise.checkpoints.source import SAFETENSORS, Source
+from headwise.checkpoints.target import Outline, bytes_of, copy, outline, write_all
 from headwise.checkpoints.working import Working, require_free
 from headwise.errors import CheckpointError
 from headwise.layouts import convert
@@ -96,9 +92,8 @@ def convert_checkpoint(
     steps = plan(source.headers, stored, wanted, accept=accept, form=Form(root=root), **known)
     made = outline(source, steps)
     asked = (metadata.version("headwise"), stored, wanted, accept, root, sorted(known.items()))
-    with _refusing(target):
-        _require_nothing_lost(source, steps)
-        found = _written(source, target, steps, made, _identity(source, made, asked), progress)
+    found = _written(source, target, steps, made, _identity(source, made, asked), progress)
+    beside = sorted(source.folder.iterdir()) if source.is_folder else []
     return Converted(
         target=target,
         rewritten=sum(len(step.outputs) for step in steps if not step.is_copy),
@@ -106,7 +101,7 @@ def convert_checkpoint(
         found=found,
         **_names(source, made, wanted),
         accepted=conflicts_of(source.headers, stored, wanted, known),
-        left=_left(source),
+        left=tuple(x.name for x in beside if x.is_file() and x not in source.states),
     )
 
 
@@ -125,13 +120,6 @@ def _names(source: Source, made: Outline, wanted: Layout) -> dict[str, Any]:
     }
 
 
-def _require_nothing_lost(source: Source, steps: Iterable[Step]) -> None:
-    """Biases that the target has no place for must be +0, and are looked at first."""
-    for step in steps:
-        if not step.outputs:
-            convert.run(step, {name: source[name] for name in step.inputs})
-
-
 def _written(
     source: Source,
     target: Path,
@@ -141,12 +129,23 @@ def _written(
     progress: Progress,
 ) -> str:
     """Do it; nothing stays where it fails, and everything where it is interrupted."""
-    with Working(target, made) as working:
-        working.begin(identity)
-        Stream(source, made, working).run(steps, progress)
-        source.require_unchanged()
-        working.finish(is_folder=source.is_folder)
-    return working.found
+    try:
+        for step in steps:
+            if not step.outputs:  # biases that the target has no place for must be +0
+                convert.run(step, {name: source[name] for name in step.inputs})
+        with Working(target, made) as working:
+            working.begin(identity)
+            Stream(source, made, working).run(steps, progress)
+            source.require_unchanged()
+            working.finish(is_folder=source.is_folder)
+        return working.found
+    except OSError as error:
+        where = error.filename or target.parent
+        raise CheckpointError(
+            saw=f"{where}, where the system says: {error.strerror or error}",
+            needed="files that can be read, and a disk that can be written to, with room",
+            do="nothing was written under the target's name; make room or choose another place",
+        ) from error
 
 
 def _place(source: Source, target: Path) -> Path:
@@ -186,34 +185,22 @@ def _identity(source: Source, made: Outline, asked: object) -> str:
     return found.hexdigest()
 
 
-def _left(source: Source) -> tuple[str, ...]:
-    if not source.is_folder:
-        return ()
-    files = sorted(file for file in source.folder.iterdir() if file.is_file())
-    return tuple(file.name for file in files if file not in source.states)
-
-
-@contextmanager
-def _refusing(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or target.parent
-        raise CheckpointError(
-            saw=f"{where}, where the system says: {error.strerror or error}",
-            needed="files that can be read, and a disk that can be written to, with room",
-            do="nothing was written under the target's name; make room or choose another place",
-        ) from error
-
-
 class Stream:
-    """Writes tensors one step at a time; only those of one step are in memory."""
+    """Writes tensors one step at a time; only those of one step are in memory.
+
+    What is copied by the kernel, and what is written through, is so in threads of their own while
+    the next steps are at work.
+    """
 
     def __init__(self, source: Source, made: Outline, working: Working) -> None:
-        self._source, self._made, self._working = source, made, working
+        self._source, self._working = source, working
+        self._files = {name: file for file in made.files for name in file.places}
         self._handles: dict[Path, int] = {}
+        self._copier, self._flusher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._copies: list[Future[None]] = []
+        self._pending: Future[None] | None = None
 
-    def run(self, steps: Iterable[Step], progress: Progress) -> None:
+    def run(self, steps: Sequence[Step], progress: Progress) -> None:
         """Every step that an earlier run has not done.
 
         Raises:
@@ -221,40 +208,44 @@ class Stream:
             CheckpointError: the source becomes shorter.
             OSError: reading or writing fails.
         """
-        steps = list(steps)
         headers = self._source.headers
         sizes = [sum(headers[name].nbytes for name in step.inputs) for step in steps]
         total, done, unsure = sum(sizes), 0, 0
         waiting: list[int] = []
         # The files are closed last: until then the copies read from them.
-        with ExitStack() as stack, _Disk(self._working) as disk:
+        with ExitStack() as stack, self._threads():
             for number, (step, size) in enumerate(zip(steps, sizes, strict=True)):
                 if number + 1 < len(steps) and number + 1 not in self._working.done:
                     self._fetch(steps[number + 1], stack)
                 if number not in self._working.done:
-                    self._step(step, stack, disk)
+                    self._step(step, stack)
                     waiting, unsure = [*waiting, number], unsure + size
                 if unsure >= EVERY:
-                    disk.flush(waiting)
+                    self._flush(waiting)
                     waiting, unsure = [], 0
                 done += size
-                files = (self._made.place(name)[0].name for name in step.outputs)
-                progress(next(files, ""), done, total)
+                progress(next((self._files[n].name for n in step.outputs), ""), done, total)
             progress("waiting for the disk", total, total)
-            disk.flush(waiting)
+            self._flush(waiting)
 
-    def _step(self, step: Step, stack: ExitStack, disk: _Disk) -> None:
+    def _step(self, step: Step, stack: ExitStack) -> None:
         stored = self._source.headers[step.inputs[0]]
         if step.is_copy and stored.offset is not None:
             # From file to file, where the tensor lies in one as it is.
-            disk.copy(partial(self._copy, step, self._handle(stored.file, stack)))
+            source, (handle, offset) = self._handle(stored.file, stack), self._place(*step.outputs)
+            given = (source, stored.offset, handle, offset, stored.nbytes, stored.file)
+            self._copies.append(self._copier.submit(copy, *given))
             return
         made = convert.run(step, {name: self._source[name] for name in step.inputs})
         for name, tensor in made.items():
             assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), stored.dtype)
-            file, offset = self._made.place(name)
-            raw = moving_bytes.bytes_of(tensor)
-            moving_bytes.write_all(self._working.handle(file.name), raw, offset)
+            handle, offset = self._place(name)
+            write_all(handle, bytes_of(tensor), offset)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """The open file of a tensor of the target, and its first byte there."""
+        file = self._files[name]
+        return self._working.handles[file.name], file.places[name]
 
     def _fetch(self, step: Step, stack: ExitStack) -> None:
         """Let the disk read what a step needs while another one is at work."""
@@ -269,35 +260,7 @@ class Stream:
             stack.callback(os.close, self._handles[file])
         return self._handles[file]
 
-    def _copy(self, step: Step, handle: int) -> None:
-        [given], [name] = step.inputs, step.outputs
-        stored = self._source.headers[given]
-        assert stored.offset is not None
-        file, offset = self._made.place(name)
-        moving_bytes.copy(
-            handle,
-            stored.offset,
-            self._working.handle(file.name),
-            offset,
-            stored.nbytes,
-            path=stored.file,
-        )
-
-
-class _Disk:
-    """What is copied, and what is written through, while the next steps are at work."""
-
-    def __init__(self, working: Working) -> None:
-        self._working = working
-        self._copier, self._flusher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._copies: list[Future[None]] = []
-        self._pending: Future[None] | None = None
-
-    def copy(self, work: Callable[[], None]) -> None:
-        """Ask for a copy, which the kernel makes by itself."""
-        self._copies.append(self._copier.submit(work))
-
-    def flush(self, steps: list[int]) -> None:
+    def _flush(self, steps: list[int]) -> None:
         """Wait for what was asked before, and have these written through, copies among them."""
         if self._pending is not None:
             self._pending.result()
@@ -305,20 +268,19 @@ class _Disk:
         self._pending = self._flusher.submit(self._made_sure, steps, copies)
 
     def _made_sure(self, steps: list[int], copies: list[Future[None]]) -> None:
-        for copy in copies:
-            copy.result()
+        for waiting in copies:
+            waiting.result()
         self._working.flush(steps)
 
-    def __enter__(self) -> _Disk:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._copier.shutdown(cancel_futures=kind is not None)
-        self._flusher.shutdown(cancel_futures=kind is not None)
-        if kind is None and self._pending is not None:
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """Until the block ends; what waits in them goes where it fails."""
+        is_whole = False
+        try:
+            yield
+            is_whole = True
+        finally:
+            for thread in (self._copier, self._flusher):
+                thread.shutdown(cancel_futures=not is_whole)
+        if self._pending is not None:
             self._pending.result()

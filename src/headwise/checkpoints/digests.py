@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.checkpoints.moving_bytes import bytes_of
+from headwise.checkpoints.target import bytes_of
 from headwise.errors import CheckpointError
 from headwise.support.whole_files import write_whole
 

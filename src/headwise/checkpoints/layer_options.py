@@ -1,11 +1,11 @@
-"""The options of a layer that a model's config.json says: rotation, scale, softcap, norm, window.
+"""What a model's config.json says against a layout, and the options of a layer that it says.
 
 The names are those of transformers (modeling_rope_utils.py and the models' configurations).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +28,67 @@ from headwise.layers.positions import (
     T5Bias,
     YarnScaling,
 )
-from headwise.layouts.function import Function
+from headwise.layouts.function import PAIRINGS, USUAL_SCALE, Function
 from headwise.layouts.layout import Layout
+from headwise.layouts.sizes import Sizes
 from headwise.support.axes import describe_value
+
+_LISTED = 8  # layers in an error
+_FACTORS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+
+
+def objection(config: Config, function: Function, sizes: Sizes) -> str | None:
+    """The first thing that is not so; None where the config does not object.
+
+    Args:
+        config: as in config.json; the names are those of transformers.
+        function: of a layout that names and shapes allow.
+        sizes: of a module in that layout.
+    """
+    for name, said in _objections(text_of(config), function, sizes):
+        is_given = name == "rotary_width" and name not in counts_of(config)
+        by = "the given one is" if is_given else "the config says"
+        return f"{name}: {getattr(function, name)}; {by} {said}"
+    return None
+
+
+def _objections(fields: Fields, function: Function, sizes: Sizes) -> Iterator[tuple[str, object]]:
+    """A field of the function, and what the config says in its place."""
+    kind, alibi = fields.text("position_embedding_type"), fields.flag("alibi")
+    has_alibi = str(function.score_bias).startswith("alibi")
+    if function.score_bias is not None and fields.get("alibi") is not None and has_alibi != alibi:
+        yield "score_bias", f"alibi {alibi}"
+    if function.score_bias == "none" and str(kind).startswith(("alibi", "relative_key")):
+        yield "score_bias", f"position_embedding_type {kind}"
+    rotates = function.rotary in PAIRINGS
+    if rotates and (kind in ("absolute", "alibi") or alibi):
+        yield "rotary", f"position_embedding_type {kind}" if kind else f"alibi {alibi}"
+    if function.rotary == "none" and kind in ("rotary", "rope"):
+        yield "rotary", f"position_embedding_type {kind}"
+    layers = fields.items_of("no_rope_layers")
+    if rotates and layers and not any(layers):
+        yield "rotary", f"no_rope_layers {layers if len(layers) <= _LISTED else '0 for all layers'}"
+    head_dim = sizes["head_dim"]
+    usual = {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
+    for name, factor in usual.items():
+        said = fields.number(name)
+        if function.scale is not None and said is not None and said != factor:
+            yield "scale", f"{name} {fields[name]}"
+    for name, plain in _FACTORS.items():
+        flag = fields.flag(name, default=plain)
+        if function.scale == USUAL_SCALE and flag is not plain:
+            yield "scale", f"{name} {flag}"
+    capped = fields.number("attn_logit_softcapping")
+    is_capped = function.softcap == "tanh" and "attn_logit_softcapping" in fields
+    if (function.softcap == "none" and capped) or (is_capped and not capped):
+        yield "softcap", f"attn_logit_softcapping {capped}"
+    for one in (fields, fields.inner("attn_config") or Fields({})):
+        if one.number("clip_qkv") and function.clip == "none":
+            yield "clip", f"clip_qkv {one['clip_qkv']}"
+    width = sizes.get("rotary_width", head_dim)
+    if rotates and function.rotary_width == "head_dim" and width != head_dim:
+        yield "rotary_width", f"{width} of {head_dim}"
+
 
 _EPS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "norm_eps")
 
@@ -79,9 +137,10 @@ def options_of(config: Config, function: Function, *, layer: int) -> dict[str, A
 def _rotary(fields: Fields, layer: int) -> Rotary:
     said = rotation_of(fields, layer)
     theta = said.number("rope_theta") or fields.number("rope_theta")
+    counts = counts_of(fields)
     return Rotary(
         theta=theta or fields.number("rotary_emb_base") or 10_000.0,
-        width=counts_of(fields).get("rotary_width", head_dim_of(fields)),
+        width=counts.get("rotary_width", head_dim_of(fields, counts)),
         scaling=_scaling(said, fields),
     )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headwise.errors import CheckpointError
 
+Shape = tuple[int, ...]
 LENGTH = 8  # bytes that say how long the JSON is
 MOST = 100_000_000  # bytes of JSON, as in the library
 METADATA = "__metadata__"
@@ -60,7 +61,7 @@ class Stored:
         offset: of its first byte in the file; None where only the file's reader knows.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     file: Path
     offset: int | None = None
@@ -71,64 +72,23 @@ class Stored:
         return prod(self.shape) * self.dtype.itemsize
 
 
-class DamageError(ValueError):
-    """Why bytes are no head of a safetensors file; whoever knows the file says the rest."""
+def encode(
+    tensors: Mapping[str, tuple[Shape, torch.dtype]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
+    """The head of a file with these tensors, where the bytes of each begin, and the file's size.
 
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor; ``start`` and ``stop`` count from the end of the head."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-
-def decode(text: bytes, room: int) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors in the order of their bytes, and the metadata.
-
-    Args:
-        text: the JSON.
-        room: how many bytes of numbers come after it.
-
-    Raises:
-        DamageError: it is not as the format wants it.
+    The head is its length, and the JSON padded to eight bytes.
     """
-    try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise DamageError(f"its head is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise DamageError(f"its head holds a {type(found).__name__}")
-    metadata = _metadata(found.pop(METADATA, {}))
-    entries = {name: _entry(name, value) for name, value in found.items()}
-    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
-    end = 0
-    for name, entry in ordered.items():
-        if entry.start != end:
-            what = "overlap" if entry.start < end else "leave a gap"
-            raise DamageError(f"the bytes of {name} begin at {entry.start}, not {end}: they {what}")
-        end = entry.stop
-    if end != room:
-        raise DamageError(f"its tensors have {end} bytes, and it holds {room}")
-    return ordered, metadata
-
-
-def encode(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
-    """The head of a file with these tensors: the length, and the JSON padded to eight bytes."""
     about: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    about |= {
-        name: {
-            "dtype": NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [entry.start, entry.stop],
-        }
-        for name, entry in tensors.items()
-    }
+    starts, end = {}, 0
+    for name, (shape, dtype) in tensors.items():
+        starts[name], end = end, end + prod(shape) * dtype.itemsize
+        offsets = [starts[name], end]
+        about[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(LENGTH, "little") + text
+    head = len(text).to_bytes(LENGTH, "little") + text
+    return head, {name: len(head) + start for name, start in starts.items()}, len(head) + end
 
 
 def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -141,26 +101,9 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _metadata(found: Any) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(x, str) for x in found.values()):
-        raise DamageError(f"its {METADATA} is no mapping of texts")
-    return found
-
-
-def _entry(name: str, found: Any) -> Entry:
-    if not isinstance(found, dict) or found.keys() != FIELDS:
-        fields = ", ".join(sorted(found)) if isinstance(found, dict) else type(found).__name__
-        raise DamageError(f"{name!r} has {fields or 'nothing'}, not {', '.join(sorted(FIELDS))}")
-    dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise DamageError(f"{name!r} is of the dtype {dtype!r}, and known are {', '.join(DTYPES)}")
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise DamageError(f"{name!r} has the shape {shape} and the offsets {offsets}")
-    start, stop = offsets
-    size = prod(shape) * DTYPES[dtype].itemsize
-    if stop - start != size:
-        raise DamageError(f"{name!r} has {stop - start} bytes; {dtype} of shape {shape} has {size}")
-    return Entry(tuple(shape), DTYPES[dtype], start, stop)
+def is_utf8(text: str) -> bool:
+    """Whether it has no lone half of a letter, which JSON can write and nothing can print."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _are_counts(found: Any) -> bool:
@@ -202,17 +145,59 @@ def read(path: Path) -> SafetensorsFile:
         if size < LENGTH or length > min(size - LENGTH, MOST):
             raise damaged(path, f"{size} bytes, which say that their head has {length}")
         text = file.read(length)
-    start = LENGTH + length
     try:
-        entries, metadata = decode(text, size - start)
-    except DamageError as damage:
-        raise damaged(path, str(damage)) from damage
-    _require_same_reading(path, entries)
-    headers = {
-        name: Stored(entry.shape, entry.dtype, path, start + entry.start)
-        for name, entry in entries.items()
-    }
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"its head is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise damaged(path, f"its head holds a {type(found).__name__}")
+    metadata = found.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
+        raise damaged(path, f"its {METADATA} is no mapping of texts")
+    headers = _headers(path, found, LENGTH + length, size)
+    try:  # JSON leaves corners in which two readers differ: the library has to see the same names
+        with safe_open(path, framework="pt") as opened:
+            names = set(opened.keys())
+    except (SafetensorError, ValueError) as error:
+        raise damaged(path, str(error)) from error
+    if names != set(headers):
+        raise damaged(path, "the safetensors library reads other names in it")
     return SafetensorsFile(path, headers, metadata)
+
+
+def _headers(path: Path, found: dict[str, Any], begin: int, size: int) -> dict[str, Stored]:
+    """The tensors in the order of their bytes, which leave no gap between ``begin`` and the end."""
+    stored = {name: _stored(path, name, value, begin) for name, value in found.items()}
+    end, ordered = begin, {}
+    for name, x in sorted(stored.items(), key=lambda item: (item[1].offset or 0, item[1].nbytes)):
+        offset = x.offset or 0
+        if offset != end:
+            what = "overlap" if offset < end else "leave a gap"
+            start = f"{offset - begin}, not {end - begin}"
+            raise damaged(path, f"the bytes of {name} begin at {start}: they {what}")
+        end, ordered[name] = end + x.nbytes, x
+    if end != size:
+        raise damaged(path, f"its tensors have {end - begin} bytes, and it holds {size - begin}")
+    return ordered
+
+
+def _stored(path: Path, name: str, found: Any, begin: int) -> Stored:
+    if not isinstance(found, dict) or found.keys() != FIELDS:
+        fields = ", ".join(sorted(found)) if isinstance(found, dict) else type(found).__name__
+        said = f"{name!r} has {fields or 'nothing'}, not {', '.join(sorted(FIELDS))}"
+        raise damaged(path, said)
+    dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise damaged(path, f"{name!r} is of the dtype {dtype!r}, and known are {known}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise damaged(path, f"{name!r} has the shape {shape} and the offsets {offsets}")
+    start, stop = offsets
+    stored = Stored(tuple(shape), DTYPES[dtype], path, begin + start)
+    if stop - start != stored.nbytes:
+        sizes = f"{stop - start} bytes; {dtype} of shape {shape} has {stored.nbytes}"
+        raise damaged(path, f"{name!r} has {sizes}")
+    return stored
 
 
 def damaged(path: Path, why: str) -> CheckpointError:
@@ -222,17 +207,6 @@ def damaged(path: Path, why: str) -> CheckpointError:
         needed="a whole safetensors file",
         do="copy or download it again, and compare its checksum with that of its publisher",
     )
-
-
-def _require_same_reading(path: Path, entries: Iterable[str]) -> None:
-    """JSON leaves corners in which two readers differ: the library has to see the same names."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-    except (SafetensorError, ValueError) as error:
-        raise damaged(path, str(error)) from error
-    if names != set(entries):
-        raise damaged(path, "the safetensors library reads other names in it")
 
 
 def _mapped(path: Path, offset: int, nbytes: int) -> Tensor:

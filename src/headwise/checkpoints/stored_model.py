@@ -55,34 +55,27 @@ class StoredTokenizer:
         self.specials: tuple[int, ...] = tuple(tokenizer.all_special_ids)
         begin = tokenizer.bos_token_id
         self.begin: int | None = tokenizer.cls_token_id if begin is None else begin
-        self.separators = self._separators()
+        # what separates, by its name: [SEP], and a full stop and a new line where they are one
+        self.separators: dict[str, int] = {}
+        if tokenizer.sep_token_id is not None:
+            self.separators[tokenizer.sep_token] = tokenizer.sep_token_id
+        for text in SEPARATORS:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) == 1 and ids[0] != tokenizer.unk_token_id:
+                self.separators[text] = ids[0]
 
     def ids(self, text: str) -> list[int]:
         """The whole text, with the special tokens that the model is used to."""
-        found: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
-        return found
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
 
     def cut(self, text: str, length: int) -> list[int]:
         """The beginning of a text, so that it has ``length`` tokens with the special ones."""
-        found: list[int] = self._tokenizer(text, truncation=True, max_length=length, verbose=False)[
-            "input_ids"
-        ]
-        return found
+        options = {"truncation": True, "max_length": length, "verbose": False}
+        return list(self._tokenizer(text, **options)["input_ids"])
 
     def name(self, token: int) -> str:
         """How a token is written."""
         return str(self._tokenizer.decode([token]))
-
-    def _separators(self) -> dict[str, int]:
-        """What separates, by its name: [SEP], and a full stop and a new line where they are one."""
-        found: dict[str, int] = {}
-        if self._tokenizer.sep_token_id is not None:
-            found[self._tokenizer.sep_token] = self._tokenizer.sep_token_id
-        for text in SEPARATORS:
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
-            if len(ids) == 1 and ids[0] != self._tokenizer.unk_token_id:
-                found[text] = ids[0]
-        return found
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -265,9 +258,12 @@ def _refusing(folder: Path, what: str) -> Iterator[None]:
     transformers checks some types of a config, and computes with the others as they are: a number
     of heads that is 0, or a text in the place of a list, ends in an error of Python.
     """
+    import huggingface_hub.errors
     from safetensors import SafetensorError
 
-    unreadable: tuple[type[Exception], ...] = (*_UNREADABLE, *_strict(), SafetensorError)
+    # the error of a config whose types huggingface_hub checks, in releases that do
+    strict = getattr(huggingface_hub.errors, "StrictDataclassError", SafetensorError)
+    unreadable: tuple[type[Exception], ...] = (*_UNREADABLE, strict, SafetensorError)
     try:
         yield
     except unreadable as error:
@@ -280,14 +276,6 @@ def _refusing(folder: Path, what: str) -> Iterator[None]:
             "version of transformers knows",
             do="copy the folder again; look whether it opens with transformers alone",
         ) from error
-
-
-def _strict() -> tuple[type[Exception], ...]:
-    """The error of a config whose types huggingface_hub checks, in releases that do."""
-    import huggingface_hub.errors
-
-    found = getattr(huggingface_hub.errors, "StrictDataclassError", None)
-    return () if found is None else (found,)
 
 
 @contextmanager

@@ -1,20 +1,25 @@
-"""Which files will be written, byte by byte, before anything is read."""
+"""Which files will be written, byte by byte, before anything is read; and how bytes get there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import errno
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import prod
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from headwise.checkpoints.folder import INDEX, SAFETENSORS, encode_index
-from headwise.checkpoints.safetensors_file import Entry, encode
-from headwise.checkpoints.source import Source
+from headwise.checkpoints.safetensors_file import Shape, encode
+from headwise.checkpoints.source import INDEX, SAFETENSORS, Source, encode_index
 from headwise.errors import CheckpointError
 from headwise.layouts.steps import Step
+
+CHUNK = 8 * 2**20
+# The kernel or the disk cannot copy by itself; reading and writing still may.
+_UNABLE = {errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
+_UNRESERVED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
 @dataclass(frozen=True)
@@ -46,14 +51,6 @@ class Outline:
         """In bytes."""
         return sum(file.size for file in self.files) + len(self.index[1] if self.index else b"")
 
-    def place(self, name: str) -> tuple[File, int]:
-        """Where a tensor goes."""
-        return self._places[name]
-
-    @cached_property
-    def _places(self) -> dict[str, tuple[File, int]]:
-        return {name: (file, at) for file in self.files for name, at in file.places.items()}
-
 
 def outline(source: Source, steps: Iterable[Step]) -> Outline:
     """The files of the source once more, with the tensors that the steps make.
@@ -65,7 +62,7 @@ def outline(source: Source, steps: Iterable[Step]) -> Outline:
         CheckpointError: two files of the source would become one.
     """
     order = {name: number for number, name in enumerate(source.headers)}
-    made: dict[Path, list[tuple[int, int, str, tuple[int, ...], torch.dtype]]] = {}
+    made: dict[Path, list[tuple[int, int, str, Shape, torch.dtype]]] = {}
     for step in steps:
         first = min(step.inputs, key=order.__getitem__)
         dtype = source.headers[first].dtype  # of all: the plan fuses no two
@@ -73,34 +70,22 @@ def outline(source: Source, steps: Iterable[Step]) -> Outline:
             made.setdefault(source.headers[first].file, []).append(
                 (-dtype.itemsize, order[first], name, shape, dtype)
             )
-    files = tuple(
-        _file(
-            _name(shard.path),
-            {name: (shape, dtype) for *_, name, shape, dtype in sorted(made[shard.path])},
-            shard.metadata,
+    files = []
+    for shard in source.shards:
+        if shard.path in made:
+            tensors = {name: (shape, dtype) for *_, name, shape, dtype in sorted(made[shard.path])}
+            head = encode(tensors, {"format": "pt", **shard.metadata})
+            files.append(File(_name(shard.path), *head))
+    if len({file.name for file in files}) < len(files):
+        raise CheckpointError(
+            saw=", ".join(shard.path.name for shard in source.shards),
+            needed=f"names that differ before their suffix: all become {SAFETENSORS}",
+            do="rename one of them",
         )
-        for shard in source.shards
-        if shard.path in made
-    )
-    _require_apart(files, source)
-    return Outline(files, _index(source, files))
+    return Outline(tuple(files), _index(source, files))
 
 
-def _file(
-    name: str,
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    metadata: Mapping[str, str],
-) -> File:
-    entries, end = {}, 0
-    for tensor, (shape, dtype) in tensors.items():
-        start, end = end, end + prod(shape) * dtype.itemsize
-        entries[tensor] = Entry(shape, dtype, start, end)
-    head = encode(entries, {"format": "pt", **metadata})
-    places = {tensor: len(head) + entry.start for tensor, entry in entries.items()}
-    return File(name, head, places, len(head) + end)
-
-
-def _index(source: Source, files: tuple[File, ...]) -> tuple[str, bytes] | None:
+def _index(source: Source, files: Sequence[File]) -> tuple[str, bytes] | None:
     if source.index is None and len(files) < 2:
         return None
     metadata = dict(source.index.metadata) if source.index else {}
@@ -117,15 +102,60 @@ def _name(path: Path) -> str:
     """The same with the suffix of safetensors, and as transformers calls it then."""
     if path.suffix == SAFETENSORS:
         return path.name
-    stem = path.stem
-    return stem.replace("pytorch_model", "model", 1) + SAFETENSORS
+    return path.stem.replace("pytorch_model", "model", 1) + SAFETENSORS
 
 
-def _require_apart(files: tuple[File, ...], source: Source) -> None:
-    names = [file.name for file in files]
-    if len(set(names)) < len(names):
-        raise CheckpointError(
-            saw=f"{', '.join(shard.path.name for shard in source.shards)}",
-            needed=f"names that differ before their suffix: all become {SAFETENSORS}",
-            do="rename one of them",
-        )
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's numbers, the last axis fastest."""
+    # A single number is contiguous whatever its stride, which as_strided leaves behind.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def copy(source: int, start: int, target: int, offset: int, count: int, path: Path) -> None:
+    """Copy ``count`` bytes between open files; within the kernel where it can.
+
+    Raises:
+        CheckpointError: the source, which is at ``path``, ends before.
+    """
+    done = 0
+    while done < count:
+        moved = _copied(source, start + done, target, offset + done, count - done)
+        if not moved:
+            raise CheckpointError(
+                saw=f"{path}, which became shorter while it was read",
+                needed="a checkpoint that nobody writes to",
+                do="ask again when it is finished",
+            )
+        done += moved
+
+
+def reserve(target: int, size: int) -> None:
+    """Make a file of this size, with room on the disk for all of it where the disk can."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(target, 0, size)
+            return
+    except OSError as error:
+        if error.errno not in _UNRESERVED:
+            raise
+    os.ftruncate(target, size)
+
+
+def _copied(source: int, start: int, target: int, offset: int, count: int) -> int:
+    try:
+        if hasattr(os, "copy_file_range"):
+            return os.copy_file_range(source, target, count, start, offset)
+    except OSError as error:
+        if error.errno not in _UNABLE:
+            raise
+    read = os.pread(source, min(count, CHUNK), start)
+    write_all(target, memoryview(read), offset)
+    return len(read)
+
+
+def write_all(target: int, left: memoryview, offset: int) -> None:
+    """Write all of some bytes: a system writes as many at a time as it likes."""
+    while left:
+        written = os.pwrite(target, left, offset)
+        left, offset = left[written:], offset + written

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.safetensors_file import METADATA, NAMES, Stored
+from headwise.checkpoints.safetensors_file import METADATA, NAMES, Stored, is_utf8
 from headwise.errors import CheckpointError
 
 # What torch's reader raises at bytes that are none of its own.
@@ -64,7 +64,9 @@ def read(path: Path) -> TorchFile:
     if not isinstance(found, Mapping) or not found:
         raise _no_state(path, f"a {type(found).__name__}")
     for name, value in found.items():
-        if not _is_name(name) or not _is_plain(value):
+        # what safetensors calls a tensor by, and what it holds
+        is_name = isinstance(name, str) and name != METADATA and is_utf8(name)
+        if not is_name or not _is_plain(value):
             part = name if isinstance(value, Mapping) and isinstance(name, str) else None
             raise _no_state(path, f"{name!r}, a {_kind(value)}", part=part)
     headers = {name: Stored(tuple(x.shape), x.dtype, path) for name, x in found.items()}
@@ -116,13 +118,6 @@ def _loaded(path: Path) -> Any:
         if error.errno != errno.EINVAL:
             raise
         raise unread(path, "") from None  # a file that is cut off ends before what is to be mapped
-
-
-def _is_name(name: Any) -> bool:
-    """Whether safetensors can call a tensor so."""
-    if not isinstance(name, str) or name == METADATA:
-        return False
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)  # halves of a character
 
 
 def _is_plain(value: Any) -> bool:

@@ -15,8 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
-from headwise.checkpoints import moving_bytes
-from headwise.checkpoints.target import File, Outline
+from headwise.checkpoints.target import File, Outline, reserve, write_all
 from headwise.errors import CheckpointError
 from headwise.support.axes import human_bytes
 
@@ -33,6 +32,7 @@ class Working:
         path: of the folder.
         done: steps of an earlier run that need no more work.
         found: what of an earlier run there was: "nothing", "its beginning", or "other work".
+        handles: the open files by their names, once the work has begun.
     """
 
     def __init__(self, target: Path, outline: Outline) -> None:
@@ -47,7 +47,7 @@ class Working:
         self.done: frozenset[int] = frozenset()
         self.found = "nothing"
         self._made = self.path / "made"
-        self._handles: dict[str, int] = {}
+        self.handles: dict[str, int] = {}
         self._has_name = False
         require_room(target.parent, outline.size - _taken(self._made))
         self._new = [self.path, *(above for above in target.parents if not above.exists())]
@@ -64,24 +64,37 @@ class Working:
         Raises:
             OSError: nothing can be written there, or there is no room.
         """
-        done = self._journal.done(identity) if self._is_whole() else None
+        is_whole = all(_begins(self._made / file.name, file) for file in self._outline.files)
+        done = self._journal.done(identity) if is_whole else None
         if done is not None:
             self.found, self.done = "its beginning", done
             self._open(os.O_RDWR)
             return
         if self._journal.identity not in ("", identity):
             self.found = "other work"
-        self._make(identity)
+        self._journal.forget()  # first: files of the right size say nothing of what is in them
+        if self._made.exists():
+            shutil.rmtree(self._made)
+        self._made.mkdir()
+        self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        for file in self._outline.files:
+            handle = self.handles[file.name]
+            reserve(handle, file.size)
+            write_all(handle, memoryview(file.head), 0)
+            os.fsync(handle)
+        _sync(self._made)
+        self._journal.append(identity)
 
-    def handle(self, name: str) -> int:
-        """The open file of this name."""
-        return self._handles[name]
+    def _open(self, flags: int) -> None:
+        for file in self._outline.files:
+            self.handles[file.name] = os.open(self._made / file.name, flags, 0o666)
 
     def flush(self, steps: Iterable[int]) -> None:
         """See that all that was written is on the disk, and note that these steps are done."""
-        for handle in self._handles.values():
+        for handle in self.handles.values():
             os.fsync(handle)
-            _forget(handle)
+            if hasattr(os, "posix_fadvise"):  # nobody reads it soon: memory is left to others
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         self._journal.add(steps)
 
     def finish(self, *, is_folder: bool) -> None:
@@ -109,7 +122,14 @@ class Working:
             _sync(self._target.parent)
             self._discard()
         except OSError as error:
-            raise _late(error, self._target, self.path) from error
+            where = error.filename or self._target.parent
+            raise CheckpointError(
+                saw=f"{where}, where the system says: {error.strerror or error}; {self._target} is "
+                "there, whole",
+                needed="a disk that can be written to until the end",
+                do="keep the target if `headwise verify` reads it after a restart; remove "
+                f"{self.path} if it is still there",
+            ) from error
 
     def __enter__(self) -> Working:
         return self
@@ -124,13 +144,10 @@ class Working:
             if kind is not None and issubclass(kind, Exception) and not self._has_name:
                 self._discard()
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
-        self._journal.close()
+            for handle in self.handles.values():
+                os.close(handle)
+            self.handles.clear()
+            self._journal.close()
 
     def _discard(self) -> None:
         """Remove everything. The journal goes last: while it is there, no other run comes in."""
@@ -144,27 +161,6 @@ class Working:
         for folder in self._new:
             with suppress(OSError):
                 folder.rmdir()
-
-    def _is_whole(self) -> bool:
-        return all(_begins(self._made / file.name, file) for file in self._outline.files)
-
-    def _make(self, identity: str) -> None:
-        self._journal.forget()  # first: files of the right size say nothing of what is in them
-        if self._made.exists():
-            shutil.rmtree(self._made)
-        self._made.mkdir()
-        self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        for file in self._outline.files:
-            handle = self._handles[file.name]
-            moving_bytes.reserve(handle, file.size)
-            moving_bytes.write_all(handle, memoryview(file.head), 0)
-            os.fsync(handle)
-        _sync(self._made)
-        self._journal.begin(identity)
-
-    def _open(self, flags: int) -> None:
-        for file in self._outline.files:
-            self._handles[file.name] = os.open(self._made / file.name, flags, 0o666)
 
 
 def _begins(path: Path, file: File) -> bool:
@@ -211,16 +207,6 @@ def _there_already(target: Path) -> CheckpointError:
     )
 
 
-def _late(error: OSError, target: Path, folder: Path) -> CheckpointError:
-    where = error.filename or target.parent
-    return CheckpointError(
-        saw=f"{where}, where the system says: {error.strerror or error}; {target} is there, whole",
-        needed="a disk that can be written to until the end",
-        do=f"keep the target if `headwise verify` reads it after a restart; remove {folder} if it "
-        "is still there",
-    )
-
-
 def _name_file(made: Path, target: Path) -> None:
     """A rename would write over a file that came there meanwhile; a second name does not."""
     try:
@@ -238,12 +224,6 @@ def _taken(folder: Path) -> int:
     if not folder.is_dir():
         return 0
     return sum(file.stat().st_blocks * 512 for file in folder.iterdir())
-
-
-def _forget(handle: int) -> None:
-    """Nobody reads it soon: memory is left to those who need it."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _sync(path: Path) -> None:
@@ -301,21 +281,18 @@ class Journal:
         os.fsync(self._handle)
         self._end = 0
 
-    def begin(self, identity: str) -> None:
-        """Write what is made of what, into a journal that is empty."""
-        self._append(identity)
-
     def add(self, steps: Iterable[int]) -> None:
         """Steps whose bytes are on the disk."""
-        self._append(" ".join(map(str, steps)))
+        self.append(" ".join(map(str, steps)))
 
     def close(self) -> None:
         """Let another run open it."""
         os.close(self._handle)
 
-    def _append(self, line: str) -> None:
+    def append(self, line: str) -> None:
+        """A line: in an empty journal, what is made of what."""
         raw = f"{line}\n".encode("ascii")
-        moving_bytes.write_all(self._handle, memoryview(raw), self._end)
+        write_all(self._handle, memoryview(raw), self._end)
         os.fsync(self._handle)
         self._end += len(raw)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
+from headwise.cli.ending import aside, folders_to_make
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,9 +81,6 @@ def _convert(
     root: str | None,
     accept: tuple[str, ...],
 ) -> None:
-    import time
-
-    from headwise.cli.ending import aside, folders_to_make
     from headwise.cli.progress import on_a_bar
 
     start = time.perf_counter()
@@ -89,8 +88,9 @@ def _convert(
         from rich.console import Console
 
         from headwise.checkpoints.conversion import convert_checkpoint
+        from headwise.checkpoints.source import Source
         from headwise.checkpoints.working import folder_of
-        from headwise.diagnosis.weights import weights_of
+        from headwise.diagnosis.detect import weights_of
         from headwise.layouts.registry import layout
         from headwise.support.axes import human_bytes
         from headwise.support.threads import one_thread
@@ -98,12 +98,13 @@ def _convert(
         wanted = layout(named[1])
         found = weights_of(place, given)
         stored = found.layout(named[0], "from")
+        assert isinstance(found.tensors, Source)  # it was read from a path
     console, made_folder = aside(), folders_to_make(target)
     console.print(f"{place}: {stored.name} -> {wanted.name}", markup=False)
     try:  # moving bytes waits for memory and the disk: a second thread takes twice the time
         with one_thread(), _bytes_on_a_bar(console) as progress:
             done = convert_checkpoint(
-                found.source,
+                found.tensors,
                 target,
                 stored,
                 wanted,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.exit_status import NO
+from headwise.cli.ending import NO
 from headwise.errors import MissingExtraError, OptionError
 
 if TYPE_CHECKING:

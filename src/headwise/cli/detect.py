@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.exit_status import NO, UNDECIDED, YES
+from headwise.cli.ending import NO, UNDECIDED, YES, aside
 
 
 def detect(
@@ -46,14 +46,13 @@ def detect(
 def _detect(
     place: Path, reference: Path | None, against: Path | None, given: Counts, *, as_json: bool
 ) -> int:
-    from headwise.cli.ending import aside
     from headwise.cli.progress import on_a_bar
 
     with on_a_bar(aside(), "loading torch"):
         from rich.console import Console
 
-        from headwise.checkpoints.detect import lines_of
         from headwise.diagnosis.detect import detect as ask
+        from headwise.diagnosis.detection import lines_of
 
         found = ask(place, reference=reference, against=against, **given)
     if as_json:

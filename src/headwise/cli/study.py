@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.exit_status import NO, UNDECIDED
+from headwise.cli.ending import NO, UNDECIDED
 
 PAGE = Path("headwise-study/index.html")
 

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.ending import folders_to_make
-from headwise.cli.exit_status import NO, YES
+from headwise.cli.ending import NO, YES, aside, folders_to_make
 
 SHOWN = 8  # tensors, before the rest is counted
 DIGESTS = ".json"
@@ -67,7 +66,7 @@ def verify(
 
 
 def _is_digests(path: Path) -> bool:
-    from headwise.checkpoints.folder import INDEX
+    from headwise.checkpoints.source import INDEX
 
     return path.suffix == DIGESTS and not path.name.endswith(INDEX)
 
@@ -121,7 +120,6 @@ def _verify(
     *,
     outputs: bool,
 ) -> int:
-    from headwise.cli.ending import aside
     from headwise.cli.progress import on_a_bar
 
     with on_a_bar(aside(), "loading torch") as progress:

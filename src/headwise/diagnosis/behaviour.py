@@ -7,7 +7,7 @@ inputs, computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,18 +17,144 @@ import torch
 from torch import Tensor, nn
 
 from headwise.budget.budget import Budget
-from headwise.checkpoints.candidates import Candidate, heads_of
 from headwise.checkpoints.config import rotation_of
-from headwise.checkpoints.detect import Detection, decided
 from headwise.checkpoints.layer_options import in_layer, options_of
-from headwise.diagnosis.self_attention import Seen, paired, scores_of, seen_in
+from headwise.diagnosis.candidates import Candidate, heads_of
+from headwise.diagnosis.detection import Detection, decided
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.layers.native.attention import Attention
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.places import Module
 from headwise.layouts.sizes import Sizes
+from headwise.matrix import AttentionMatrix
 from headwise.reference import share_heads, split_heads
+from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.reaching import reached
+from headwise.support.modes import evaluating
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The first attention call of one module of a model.
+
+    Attributes:
+        module: which.
+        name: of it in the model.
+        x: what it was given.
+        scores: (batch, heads, queries, keys): scale * q.k in float64, before masks and softcaps.
+        values: what is attended to, in float64.
+        out_proj: each head's part of the output projection; None where it was not found.
+        is_capped: whether the scores have a softcap.
+    """
+
+    module: nn.Module
+    name: str
+    x: Tensor
+    scores: Tensor
+    values: Tensor
+    out_proj: Tensor | None
+    is_capped: bool
+
+    @property
+    def is_of_sequences(self) -> bool:
+        """Whether it was given the (batch, length, embed_dim) that attends to itself.
+
+        Layers that cut pictures into windows, or join sequences, are given something else.
+        """
+        batch, _, queries, keys = self.scores.shape
+        return self.x.dim() == 3 and self.x.shape[:2] == (batch, queries) and queries == keys
+
+
+def seen_in(model: nn.Module, inputs: Mapping[str, Any]) -> list[Seen]:
+    """The modules of a model that attend to what they are given, in the order in which they run."""
+    found: dict[nn.Module, Seen] = {}
+
+    def settled(call: CapturedCall) -> None:
+        if call.module is None or call.is_cross or call.module in found:
+            return
+        if call.state is None or call.values is None:
+            return
+        found[call.module] = Seen(
+            module=call.module,
+            name=call.layer,
+            x=call.state,
+            scores=scores_of(call.matrix),
+            values=call.values.double(),
+            out_proj=call.out_proj,
+            is_capped=call.matrix.softcap is not None,
+        )
+
+    with torch.no_grad(), evaluating(model), reached(model, settled=settled) as reach:
+        reach.begin()
+        model(**inputs)
+    return list(found.values())
+
+
+def scores_of(matrix: AttentionMatrix) -> Tensor:
+    """scale * q.k in float64."""
+    q, k = matrix.q.double(), matrix.k.double()
+    return matrix.scale * q @ share_heads(k, heads=q.shape[1]).mT
+
+
+def paired(
+    modules: Iterable[Module], seen: Iterable[Seen], state: Mapping[str, Tensor]
+) -> list[tuple[Module, Seen]]:
+    """The modules of a checkpoint with those of the model that hold the same matrices.
+
+    Where none does, the weights are others or in another layout: then the names tell, and else the
+    order, if there are as many of both. What attends to something else has no pair, and neither
+    have the parts of a model that did not run.
+
+    Args:
+        modules: of the checkpoint.
+        seen: the self-attention of the model.
+        state: the tensors of the checkpoint.
+    """
+    left, waiting, pairs = list(seen), [], []
+    for module in modules:
+        own = _that_holds([state[name] for name in module.tensors], left)
+        if own is None:
+            waiting.append(module)
+        else:
+            left.remove(own)
+            pairs.append((module, own))
+    for module in list(waiting):
+        own = next((one for one in left if _is_named(one, module)), None)
+        if own is not None:
+            left.remove(own)
+            waiting.remove(module)
+            pairs.append((module, own))
+    if not pairs and len(waiting) == len(left):
+        return list(zip(waiting, left, strict=True))
+    return pairs
+
+
+def _that_holds(tensors: Iterable[Tensor], among: Iterable[Seen]) -> Seen | None:
+    """The one that shares most matrices with these tensors: some may be the same everywhere."""
+    matrices = [x for x in tensors if x.dim() > 1]
+    shared = {
+        one: sum(any(_is_equal(x, own) for own in one.module.parameters()) for x in matrices)
+        for one in among
+    }
+    most = max(shared.values(), default=0)
+    return next((one for one, count in shared.items() if count == most), None) if most else None
+
+
+def _is_equal(x: Tensor, parameter: Tensor) -> bool:
+    if x.shape != parameter.shape:
+        return False
+    # Most differ in the first row; the whole of a large file is read once only.
+    return torch.equal(x[0].to(parameter.dtype), parameter[0]) and torch.equal(
+        x.to(parameter.dtype), parameter
+    )
+
+
+def _is_named(seen: Seen, module: Module) -> bool:
+    """Whether one's name is within the other's: a base model's lack what stands in front."""
+    one, other = f".{seen.name}.", "." + module.prefix.rstrip("./") + "."
+    return module.prefix != "" and (one in other or other in one)
+
 
 SCORES, VALUES = "scores", "values"
 INSTEAD = "compare values instead: --reference, the same weights in a layout that is known"
@@ -82,18 +208,14 @@ def by_behaviour(
             kept.append(tuple(trial.confirmed(one.narrowed(found)) for one in group))
     for group, why in uncompared:
         if not kept:
-            raise _undecided(group, why)
+            raise UndecidedError(
+                saw=f"{' = '.join(one.layout.name for one in group)}, which could not be compared "
+                f"with the model: {why.saw}",
+                needed=why.needed,
+                do=INSTEAD,
+            )
         refuted |= {one.layout.name: f"not compared: {why.saw}" for one in group}
     return decided(detection, kept, refuted, by="behaviour")
-
-
-def _undecided(group: tuple[Candidate, ...], why: Uncompared) -> UndecidedError:
-    names = " = ".join(one.layout.name for one in group)
-    return UndecidedError(
-        saw=f"{names}, which could not be compared with the model: {why.saw}",
-        needed=why.needed,
-        do=INSTEAD,
-    )
 
 
 @dataclass(frozen=True, eq=False)

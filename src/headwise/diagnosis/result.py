@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from headwise.diagnosis.outputs import Outputs
 from headwise.layouts.layout import Layout
 
 NAMED = 3  # tensors, in the sentence about all of them
@@ -167,6 +166,35 @@ class Comparison:
         if self.conflicts:
             parts.append(f"the two layouts use them differently ({', '.join(self.conflicts)})")
         return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """One layer of both.
+
+    Attributes:
+        first: its place in the first checkpoint.
+        second: in the second.
+        apart: the largest difference, as a share of the largest output.
+        allowed: what rounding explains.
+    """
+
+    first: str
+    second: str
+    apart: float
+    allowed: float
+
+    @property
+    def is_same(self) -> bool:
+        """Whether no more than rounding is between them."""
+        return self.apart <= self.allowed
+
+    def __str__(self) -> str:
+        word = "the same outputs" if self.is_same else "OTHER OUTPUTS"
+        return (
+            f"`{self.first}` and `{self.second}`: {word}; they differ by {self.apart:.1e} of the "
+            f"largest output, of which rounding explains {self.allowed:.1e}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,22 @@
-"""Comparison of two sets of tensors, byte for byte, in one layout or in two."""
+"""Two sets of tensors byte for byte, in one layout or in two; and what their layers give."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.result import Comparison, TensorEvidence
+from headwise.checkpoints.layer_options import in_layer, options_of
+from headwise.diagnosis.result import Comparison, Outputs, TensorEvidence
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts.canonical import BIASES
+from headwise.layers.native.attention import Attention
+from headwise.layouts.canonical import BIASES, State
 from headwise.layouts.layout import Layout, is_positive_zero
 from headwise.layouts.places import AS_STORED, Form, Module, modules_of
 from headwise.layouts.plan import conflicts_of, plan, renamed
@@ -22,13 +25,102 @@ from headwise.layouts.sameness import differing, differing_part, same_bytes
 from headwise.layouts.steps import Step
 from headwise.support.progress import Progress, no_progress
 
+BATCH, LENGTH = 2, 48
+UNIT = torch.finfo(torch.float64).eps
+
+
+def outputs_of_both(
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    first_layout: Layout,
+    second_layout: Layout,
+    config: Mapping[str, Any],
+    **known: int,
+) -> list[Outputs]:
+    """Run every layer of both, each with the pairing of its own layout.
+
+    Args:
+        first: name -> tensor.
+        second: name -> tensor.
+        first_layout: of the first.
+        second_layout: of the second.
+        config: of the model: the numbers of rotations, norms and softcaps.
+        known: heads, kv_heads.
+
+    Raises:
+        OptionError: the config does not say what the layouts leave to it, or the weights give no
+            numbers.
+    """
+    layers = (
+        _layers(first, first_layout, config, known),
+        _layers(second, second_layout, config, known),
+    )
+    return [_run_both(*pair) for pair in zip(*layers, strict=True)]
+
+
+def _layers(
+    state: Mapping[str, Tensor], layout: Layout, config: Mapping[str, Any], known: Mapping[str, int]
+) -> Iterator[tuple[str, Attention]]:
+    tables: State = {}
+    for module in modules_of(layout, state):
+        stored = {local: state[name].double() for name, local in module.tensors.items()}
+        described = in_layer(layout, config, module.layer)
+        if described.function.score_bias == "t5":
+            described = _with_distances(described, module.place.role, stored, tables)
+        options = options_of(config, described.function, layer=module.layer)
+        rotary = options.get("rotary")
+        if rotary is not None and described.function.rotary == "interleaved":
+            options["rotary"] = replace(rotary, pairing="interleaved")
+        layer = Attention.from_layout(
+            stored,
+            layout=described,
+            num_heads=known["heads"],
+            num_kv_heads=known.get("kv_heads"),
+            **options,
+        )
+        yield module.prefix, layer.eval()
+
+
+def _with_distances(layout: Layout, role: str, stored: State, tables: State) -> Layout:
+    """T5 has the table in the first layer of each side, for all of it; cross attention has none."""
+    local = next(n for n, pattern in layout.patterns.items() if pattern.tensors == ("distances",))
+    table = stored.get(local, tables.get(role))
+    if table is None:
+        return replace(layout, function=replace(layout.function, score_bias="none"))
+    stored[local] = tables[role] = table
+    return layout
+
+
+@torch.no_grad()
+def _run_both(one: tuple[str, Attention], other: tuple[str, Attention]) -> Outputs:
+    (first, a), (second, b) = one, other
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(BATCH, LENGTH, a.embed_dim, generator=generator, dtype=torch.float64)
+    source = None
+    if a.source_dim != a.embed_dim:
+        source = torch.randn(BATCH, LENGTH, a.source_dim, generator=generator, dtype=torch.float64)
+    ours, theirs = a(x, source), b(x, source)
+    largest = float(ours.abs().max())
+    if not math.isfinite(largest):
+        raise OptionError(
+            saw=f"outputs of {first} that are NaN or infinite",
+            needed="finite weights",
+            do="leave --outputs out: bytes are compared all the same",
+        )
+    apart = float((ours - theirs).abs().max()) / largest
+    # A weight changes by 2 p u where scores of size p are rounded; a sum of n products by n u.
+    peak = float(a.matrix(x, source).logsumexp().abs().max())
+    terms = a.embed_dim + a.head_dim + LENGTH + a.num_heads * a.value_dim
+    return Outputs(first, second, apart, UNIT * terms * (1 + 4 * peak))
+
+
+Stored = Mapping[str, Tensor]
 UNREADABLE = (OptionError, ShapeError, DTypeError)
-State = Mapping[str, Tensor]
 
 
 def compare_tensors(
-    first: State,
-    second: State,
+    first: Stored,
+    second: Stored,
     first_layout: str | Layout,
     second_layout: str | Layout,
     *,
@@ -60,7 +152,7 @@ def compare_tensors(
     return _compared(first, second, mine, theirs, known, progress, is_damaged=is_damaged)
 
 
-def _misfit(state: State, of: Layout, known: Mapping[str, int]) -> bool:
+def _misfit(state: Stored, of: Layout, known: Mapping[str, int]) -> bool:
     """Whether a module of these tensors is not whole or does not fit."""
     with suppress(*UNREADABLE):
         _require_fit(state, of, known)
@@ -68,11 +160,11 @@ def _misfit(state: State, of: Layout, known: Mapping[str, int]) -> bool:
     return True
 
 
-def _require_fit(state: State, of: Layout, known: Mapping[str, int]) -> None:
+def _require_fit(state: Stored, of: Layout, known: Mapping[str, int]) -> None:
     plan(state, of, of, accept=(), form=AS_STORED, **known)
 
 
-def _is_damaged(state: State, of: Layout, known: Mapping[str, int]) -> bool:
+def _is_damaged(state: Stored, of: Layout, known: Mapping[str, int]) -> bool:
     """Whether some modules of these tensors are whole and fit, and others are not or do not."""
     return _misfit(state, of, known) and not all(
         _misfit({name: state[name] for name in (*module.tensors, *module.beside)}, of, known)
@@ -81,8 +173,8 @@ def _is_damaged(state: State, of: Layout, known: Mapping[str, int]) -> bool:
 
 
 def _compared(
-    first: State,
-    second: State,
+    first: Stored,
+    second: Stored,
     source: Layout,
     target: Layout,
     known: Mapping[str, int],
@@ -122,8 +214,8 @@ def _form(first: list[Module], second: list[Module]) -> Form:
 class _Evidence:
     """The evidence on the way. ``known``: heads, and what else no shape tells."""
 
-    first: State
-    second: State
+    first: Stored
+    second: Stored
     source: Layout
     target: Layout
     steps: list[Step]

@@ -19,7 +19,7 @@ from headwise.errors import ShapeError
 from headwise.layouts.canonical import AXES, WIDER
 from headwise.layouts.function import CALLING, PAIRINGS
 from headwise.layouts.layout import Layout
-from headwise.layouts.moving import atoms
+from headwise.layouts.pattern import atoms
 from headwise.layouts.sizes import Sizes
 
 EXAMPLE: Sizes = {

@@ -11,28 +11,21 @@ from collections.abc import Mapping
 
 Tensors = dict[str, str]
 
-# What a model holds beside attention: canonical name -> axes, of matrices as torch stores them.
+# What a model holds beside attention: canonical name -> axes, of matrices as torch stores them. A
+# bias has the first of them.
 _OUTSIDE = {
     "tokens": "vocabulary embed_dim",
     "positions": "length embed_dim",
     "token_types": "types embed_dim",
     "embed_norm": "embed_dim",
-    "embed_norm_bias": "embed_dim",
     "norm_1": "embed_dim",
-    "norm_1_bias": "embed_dim",
     "norm_2": "embed_dim",
-    "norm_2_bias": "embed_dim",
     "gate": "hidden_dim embed_dim",
-    "gate_bias": "hidden_dim",
     "up": "hidden_dim embed_dim",
-    "up_bias": "hidden_dim",
     "down": "embed_dim hidden_dim",
-    "down_bias": "embed_dim",
     "final_norm": "embed_dim",
-    "final_norm_bias": "embed_dim",
     "unembedding": "vocabulary embed_dim",
     "pooler": "pooled_dim embed_dim",
-    "pooler_bias": "pooled_dim",
 }
 
 
@@ -118,22 +111,26 @@ def head_norms(q: str, k: str, *, bias: bool = False) -> Tensors:
     return found
 
 
-def outside(names: Mapping[str, str], *, columns: bool = False) -> Tensors:
+def outside(
+    like: Mapping[str, str] | None = None, *, columns: bool = False, **names: str
+) -> Tensors:
     """What a model holds beside attention.
 
     Args:
-        names: what it is -> stored name, with {layer} for the layer's number. Known are "tokens",
-            "positions", "token_types", "embed_norm", "norm_1", "norm_2", "gate", "up", "down",
-            "final_norm" and "unembedding"; of norms and of the MLP also with "_bias".
+        like: names, as below, in a mapping.
         columns: the matrices of the MLP and of the pooler are stored for ``x @ weight``.
+        names: what it is -> stored name, with {layer} for the layer's number; one that ends in "*"
+            stands for two, with "weight" and "bias" in its place. Known are tokens, positions,
+            token_types, embed_norm, norm_1, norm_2, gate, up, down, final_norm, pooler and
+            unembedding; of norms and of the MLP also with _bias.
     """
     turned = ("gate", "up", "down", "pooler") if columns else ()
-    return {
-        stored: f"{name}: {_turned(_OUTSIDE[name]) if name in turned else _OUTSIDE[name]}"
-        for name, stored in names.items()
-    }
-
-
-def _turned(axes: str) -> str:
-    rows, inputs = axes.split()
-    return f"{inputs} {rows}"
+    found: Tensors = {}
+    for name, stored in {**(like or {}), **names}.items():
+        whose = name.removesuffix("_bias")
+        axes = _OUTSIDE[whose].split()[: None if whose == name else 1]
+        whole = " ".join(reversed(axes) if name in turned else axes)
+        found[stored.replace("*", "weight")] = f"{name}: {whole}"
+        if stored.endswith("*"):
+            found[stored[:-1] + "bias"] = f"{name}_bias: {axes[0]}"
+    return found

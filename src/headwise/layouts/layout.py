@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.canonical import AXES, BIASES, NORMS, OPTIONAL, State
 from headwise.layouts.function import Function
-from headwise.layouts.moving import (
+from headwise.layouts.pattern import (
     GROUPED,
+    Pattern,
     Splits,
     atoms,
     canonical_shape,
     halves,
     neighbours,
     pack,
+    parse,
     unpack,
 )
-from headwise.layouts.pattern import Pattern, parse
 from headwise.layouts.sizes import Sizes, solve
 
 if TYPE_CHECKING:
@@ -91,11 +92,6 @@ class Layout:
                 needed=f"patterns for {', '.join(MATRICES)}, alone or fused",
                 do="write what is missing; docs/layouts.md tells what each tensor is",
             )
-        self._require_places_known()
-        for text in self.outside.values():
-            parse(text)
-
-    def _require_places_known(self) -> None:
         for role, template in self.where.items():
             unknown = [part for part in SLOT.findall(template) if part not in NUMBERED]
             if role not in ROLES or unknown:
@@ -105,6 +101,8 @@ class Layout:
                     f"{', '.join(NUMBERED)}",
                     do='write it as where={"self": "layers.{layer}.attention."}',
                 )
+        for text in self.outside.values():
+            parse(text)
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
@@ -194,9 +192,20 @@ class Layout:
         stored: State = {}
         for name, pattern in self.patterns.items():
             absent = [tensor for tensor in pattern.tensors if tensor not in state]
-            if len(absent) < len(pattern.tensors):
-                whole = self._filled(name, absent, state, sizes) if absent else state
-                stored[name] = pack(pattern, whole, sizes, self.all_splits)
+            if len(absent) == len(pattern.tensors):
+                continue
+            if not {*BIASES}.issuperset(absent):
+                raise OptionError(
+                    saw=f"no {', '.join(absent)}",
+                    needed=f"all that {name} of {self.name} is fused of: "
+                    f"{', '.join(pattern.tensors)}",
+                    do="give the whole module",
+                )
+            shapes = self.canonical_shapes([name], sizes) if absent else {}
+            for tensor in absent:  # a bias beside others that are there
+                like = next(state[other] for other in pattern.tensors if other in state)
+                state[tensor] = like.new_zeros(shapes[tensor])
+            stored[name] = pack(pattern, state, sizes, self.all_splits)
         return stored
 
     def canonical_sizes(
@@ -334,19 +343,6 @@ class Layout:
                 needed=f"those of {self.name}: {', '.join(patterns)}",
                 do="give the tensors of one attention module, or name the layout they are in",
             )
-
-    def _filled(self, name: str, absent: list[str], state: State, sizes: Sizes) -> State:
-        """``state`` with zeros for the biases that this tensor is fused of and that are absent."""
-        pattern = self.patterns[name]
-        if not all(tensor in BIASES for tensor in absent):
-            raise OptionError(
-                saw=f"no {', '.join(absent)}",
-                needed=f"all that {name} of {self.name} is fused of: {', '.join(pattern.tensors)}",
-                do="give the whole module",
-            )
-        like = next(state[tensor] for tensor in pattern.tensors if tensor in state)
-        shapes = self.canonical_shapes([name], sizes)
-        return state | {tensor: like.new_zeros(shapes[tensor]) for tensor in absent}
 
 
 def is_positive_zero(x: Tensor) -> bool:

@@ -171,7 +171,12 @@ def _anywhere(layout: Layout, names: list[str]) -> list[Module]:
                 found.setdefault(name.removesuffix(local), {})[name] = local
     whole = {kind_of(prefix) for prefix, own in found.items() if layout.required <= {*own.values()}}
     return [
-        Module(Place(prefix, ""), prefix, own, _beside(prefix, own, names))
+        Module(
+            Place(prefix, ""),
+            prefix,
+            own,
+            tuple(name for name in names if name.startswith(prefix) and name not in own),
+        )
         for prefix, own in found.items()
         if kind_of(prefix) in whole
     ]
@@ -180,10 +185,6 @@ def _anywhere(layout: Layout, names: list[str]) -> list[Module]:
 def kind_of(prefix: str) -> str:
     """The same for the modules of all layers: one that is not whole is missed where others are."""
     return re.sub(r"\d+", "{layer}", prefix)
-
-
-def _beside(prefix: str, own: dict[str, str], names: list[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if name.startswith(prefix) and name not in own)
 
 
 def outside(layout: Layout, name: str, roots: Iterable[str]) -> tuple[str, Place] | None:

@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts import moving
 from headwise.layouts.canonical import ROTATED
 from headwise.layouts.function import require_same
 from headwise.layouts.layout import Layout
+from headwise.layouts.pattern import require_one_dtype
 from headwise.layouts.places import AS_STORED, Form, Module, modules_of, slots, strays
 from headwise.layouts.sizes import Sizes
 from headwise.layouts.steps import Header, Inside, Step, around, components, copy
@@ -93,7 +93,17 @@ def _with_the_rest(
     roots = {module.place.root for module in modules}
     rest = [name for name in headers if name not in done]
     steps = steps + around(rest, source, target, headers, roots, form=form)
-    _require_apart(steps)
+    makers: dict[str, tuple[str, ...]] = {}
+    for step in steps:
+        for name in step.outputs:
+            if name in makers:
+                raise OptionError(
+                    saw=f"{name}, made of {', '.join(makers[name])} and of "
+                    f"{', '.join(step.inputs)}",
+                    needed="one tensor for each name",
+                    do="take one of them out of the source",
+                )
+            makers[name] = step.inputs
     return sorted(steps, key=lambda step: bool(step.outputs))
 
 
@@ -189,7 +199,7 @@ def _module_steps(
         for tensor in source.patterns[local].tensors
     }
     for pattern in written.values():
-        moving.require_one_dtype({t: dtypes[t] for t in pattern.tensors if t in dtypes})
+        require_one_dtype({t: dtypes[t] for t in pattern.tensors if t in dtypes})
     prefix = _prefix(module, target, form)
     stored = {local: source.patterns[local] for local in module.tensors.values()}
     steps = []
@@ -244,17 +254,3 @@ def _prefix(module: Module, target: Layout, form: Form) -> str:
             do="choose a layout that has one; headwise layouts lists them",
         )
     return place.within(template)
-
-
-def _require_apart(steps: Iterable[Step]) -> None:
-    makers: dict[str, tuple[str, ...]] = {}
-    for step in steps:
-        for name in step.outputs:
-            if name in makers:
-                raise OptionError(
-                    saw=f"{name}, made of {', '.join(makers[name])} and of "
-                    f"{', '.join(step.inputs)}",
-                    needed="one tensor for each name",
-                    do="take one of them out of the source",
-                )
-            makers[name] = step.inputs

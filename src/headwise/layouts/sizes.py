@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from math import prod
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.pattern import Axis, Pattern
+from headwise.layouts.pattern import Axis, Pattern, product
 
 Sizes = dict[str, int]
 Shape = tuple[int, ...]
@@ -29,7 +28,12 @@ def solve(
         ShapeError: a shape does not fit its pattern, or a count does not divide.
         OptionError: something stays undetermined; what to give is said.
     """
-    _require_counts(known)
+    if any(size < 1 for size in known.values()):
+        raise OptionError(
+            saw=_listed(known),
+            needed="counts of at least 1",
+            do="give the counts that the model has; leave out what it has not",
+        )
     sizes = with_products(dict(known), splits)
     equations = []
     for name, (pattern, shape) in shapes.items():
@@ -52,15 +56,6 @@ def solve(
                 progress = True
     _check(equations, sizes)
     return sizes
-
-
-def _require_counts(known: Mapping[str, int]) -> None:
-    if any(size < 1 for size in known.values()):
-        raise OptionError(
-            saw=_listed(known),
-            needed="counts of at least 1",
-            do="give the counts that the model has; leave out what it has not",
-        )
 
 
 def _solved(name: str, axis: Axis, length: int, sizes: Sizes, unknown: str) -> int | None:
@@ -101,9 +96,10 @@ def with_products(sizes: Sizes, splits: Mapping[str, tuple[str, ...]]) -> Sizes:
                 )
             sizes[unknown[0]] = found
         elif not unknown and sizes.setdefault(whole, others) != others:
+            times = f"which is {' times '.join(parts)}" if parts else "whatever the model"
             raise ShapeError(
                 saw=_listed({name: sizes[name] for name in (whole, *parts)}),
-                needed=f"{whole} {others}{_times(parts)}",
+                needed=f"{whole} {others}, {times}",
                 do="give the counts that the model has, or the layout that the file is really in",
             )
     return sizes
@@ -140,10 +136,6 @@ def _and(names: Iterable[str]) -> str:
     return " and ".join(names)
 
 
-def _times(parts: tuple[str, ...]) -> str:
-    return f", which is {' times '.join(parts)}" if parts else ", whatever the model"
-
-
 @cache
 def _names(axis: Axis) -> frozenset[str]:
     inner = {name for block in axis.blocks for name in block.names}
@@ -152,8 +144,3 @@ def _names(axis: Axis) -> frozenset[str]:
 
 def _listed(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "nothing"
-
-
-def product(names: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """The length of names side by side."""
-    return prod(sizes[name] for name in names)

@@ -12,10 +12,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from headwise.layouts import moving
 from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
-from headwise.layouts.pattern import Pattern, parse
+from headwise.layouts.pattern import Pattern, pack, parse, require_one_dtype, unpack
 from headwise.layouts.places import Form, Place, outside, slots
 from headwise.layouts.sizes import Sizes, solve
 
@@ -93,13 +92,13 @@ class Outside:
         """The tensors by their names in the patterns."""
         found: State = {}
         for name, tensor in stored.items():
-            found |= moving.unpack(self.patterns[name], tensor, self.sizes)
+            found |= unpack(self.patterns[name], tensor, self.sizes)
         return found
 
     def write(self, canonical: Mapping[str, Tensor]) -> State:
         """Stored tensors."""
         return {
-            name: moving.pack(pattern, canonical, self.sizes)
+            name: pack(pattern, canonical, self.sizes)
             for name, pattern in self.patterns.items()
             if set(pattern.tensors) <= canonical.keys()
         }
@@ -160,7 +159,11 @@ def around(
                 continue
             held = {name: stored[name] for name in inputs}
             made = {place.formed(form).within(name): written[name] for name in templates}
-            if not _is_all(held, made):
+            mine, theirs = (
+                {tensor for pattern in some.values() for tensor in pattern.tensors}
+                for some in (held, made)
+            )
+            if mine != theirs:  # the target does not hold all of it
                 kept += inputs
                 continue
             steps += _moved(held, made, headers)
@@ -177,14 +180,6 @@ def _under(root: str | None, name: str, roots: Iterable[str]) -> str:
     """A name under another root, if it stands under one."""
     above = [old for old in roots if name.startswith(old)]
     return name if root is None or not above else root + name.removeprefix(max(above, key=len))
-
-
-def _is_all(held: Mapping[str, Pattern], made: Mapping[str, Pattern]) -> bool:
-    """Whether the target holds all that is in these tensors of the source."""
-    mine, theirs = (
-        {tensor for pattern in some.values() for tensor in pattern.tensors} for some in (held, made)
-    )
-    return mine == theirs
 
 
 def _counterparts(
@@ -209,6 +204,6 @@ def _moved(
         return [copy(name, new, headers[name]) for name, new in zip(held, made, strict=True)]
     shapes = {name: (pattern, tuple(headers[name].shape)) for name, pattern in held.items()}
     sizes = solve(shapes, {}, {})
-    moving.require_one_dtype({name: headers[name].dtype for name in held})
+    require_one_dtype({name: headers[name].dtype for name in held})
     outputs = {name: pattern.shape(sizes) for name, pattern in made.items()}
     return [Step(tuple(held), outputs, Outside(held, sizes), Outside(made, sizes))]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.cli.exit_status import INTERRUPTED
+from headwise.cli.ending import INTERRUPTED
 from headwise.cli.scan.asked import Asked
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from headwise.layers.native.base import AttentionBase
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, Rotary, T5Bias
 from headwise.layers.positions.by_distance import BIAS_MAX, AlibiSlopes, RelativeBias
-from headwise.layouts import moving
+from headwise.layouts import pattern
 from headwise.layouts.canonical import State
 from headwise.layouts.function import SCALES, USUAL_SCALE, Function, require_same
 from headwise.layouts.layout import Layout
@@ -121,7 +121,7 @@ def in_own_order(canonical: State, layer: AttentionBase) -> State:
     """Canonical tensors with head_dim in the order of the layer's rotation."""
     if layer.rotary is None or layer.rotary.pairing == "half-split":
         return canonical
-    return moving.neighbours(canonical, width=layer.rotary.width_in(layer.head_dim))
+    return pattern.neighbours(canonical, width=layer.rotary.width_in(layer.head_dim))
 
 
 def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
@@ -129,7 +129,7 @@ def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
     canonical = own_layout(layer).unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
     if layer.rotary is None or layer.rotary.pairing == "half-split":
         return canonical
-    return moving.halves(canonical, width=layer.rotary.width_in(layer.head_dim))
+    return pattern.halves(canonical, width=layer.rotary.width_in(layer.head_dim))
 
 
 # ---- the function -------------------------------------------------------------------------------

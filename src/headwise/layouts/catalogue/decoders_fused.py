@@ -17,20 +17,13 @@ _ANGLES = ("rotary_emb.inv_freq",)
 _ONE_KV_HEAD = {"kv_heads": 1}
 
 _NEOX_OUTSIDE = outside(
-    {
-        "tokens": "gpt_neox.embed_in.weight",
-        "norm_1": "gpt_neox.layers.{layer}.input_layernorm.weight",
-        "norm_1_bias": "gpt_neox.layers.{layer}.input_layernorm.bias",
-        "norm_2": "gpt_neox.layers.{layer}.post_attention_layernorm.weight",
-        "norm_2_bias": "gpt_neox.layers.{layer}.post_attention_layernorm.bias",
-        "up": "gpt_neox.layers.{layer}.mlp.dense_h_to_4h.weight",
-        "up_bias": "gpt_neox.layers.{layer}.mlp.dense_h_to_4h.bias",
-        "down": "gpt_neox.layers.{layer}.mlp.dense_4h_to_h.weight",
-        "down_bias": "gpt_neox.layers.{layer}.mlp.dense_4h_to_h.bias",
-        "final_norm": "gpt_neox.final_layer_norm.weight",
-        "final_norm_bias": "gpt_neox.final_layer_norm.bias",
-        "unembedding": "embed_out.weight",
-    }
+    tokens="gpt_neox.embed_in.weight",
+    norm_1="gpt_neox.layers.{layer}.input_layernorm.*",
+    norm_2="gpt_neox.layers.{layer}.post_attention_layernorm.*",
+    up="gpt_neox.layers.{layer}.mlp.dense_h_to_4h.*",
+    down="gpt_neox.layers.{layer}.mlp.dense_4h_to_h.*",
+    final_norm="gpt_neox.final_layer_norm.*",
+    unembedding="embed_out.weight",
 )
 
 _GPT = (
@@ -39,21 +32,14 @@ _GPT = (
         tensors=stacked("c_attn", columns=True) | out("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
         outside=outside(
-            {
-                "tokens": "wte.weight",
-                "positions": "wpe.weight",
-                "norm_1": "h.{layer}.ln_1.weight",
-                "norm_1_bias": "h.{layer}.ln_1.bias",
-                "norm_2": "h.{layer}.ln_2.weight",
-                "norm_2_bias": "h.{layer}.ln_2.bias",
-                "up": "h.{layer}.mlp.c_fc.weight",
-                "up_bias": "h.{layer}.mlp.c_fc.bias",
-                "down": "h.{layer}.mlp.c_proj.weight",
-                "down_bias": "h.{layer}.mlp.c_proj.bias",
-                "final_norm": "ln_f.weight",
-                "final_norm_bias": "ln_f.bias",
-                "unembedding": "lm_head.weight",
-            },
+            tokens="wte.weight",
+            positions="wpe.weight",
+            norm_1="h.{layer}.ln_1.*",
+            norm_2="h.{layer}.ln_2.*",
+            up="h.{layer}.mlp.c_fc.*",
+            down="h.{layer}.mlp.c_proj.*",
+            final_norm="ln_f.*",
+            unembedding="lm_head.weight",
             columns=True,
         ),
         beside=_MASKS,

@@ -7,23 +7,15 @@ from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 
 _BERT = outside(
-    {
-        "tokens": "embeddings.word_embeddings.weight",
-        "positions": "embeddings.position_embeddings.weight",
-        "token_types": "embeddings.token_type_embeddings.weight",
-        "embed_norm": "embeddings.LayerNorm.weight",
-        "embed_norm_bias": "embeddings.LayerNorm.bias",
-        "norm_1": "encoder.layer.{layer}.attention.output.LayerNorm.weight",
-        "norm_1_bias": "encoder.layer.{layer}.attention.output.LayerNorm.bias",
-        "norm_2": "encoder.layer.{layer}.output.LayerNorm.weight",
-        "norm_2_bias": "encoder.layer.{layer}.output.LayerNorm.bias",
-        "up": "encoder.layer.{layer}.intermediate.dense.weight",
-        "up_bias": "encoder.layer.{layer}.intermediate.dense.bias",
-        "down": "encoder.layer.{layer}.output.dense.weight",
-        "down_bias": "encoder.layer.{layer}.output.dense.bias",
-        "pooler": "pooler.dense.weight",
-        "pooler_bias": "pooler.dense.bias",
-    }
+    tokens="embeddings.word_embeddings.weight",
+    positions="embeddings.position_embeddings.weight",
+    token_types="embeddings.token_type_embeddings.weight",
+    embed_norm="embeddings.LayerNorm.*",
+    norm_1="encoder.layer.{layer}.attention.output.LayerNorm.*",
+    norm_2="encoder.layer.{layer}.output.LayerNorm.*",
+    up="encoder.layer.{layer}.intermediate.dense.*",
+    down="encoder.layer.{layer}.output.dense.*",
+    pooler="pooler.dense.*",
 )
 _SEPARATE = separate("self.query", "self.key", "self.value", kv_heads="heads") | out("output.dense")
 _WHERE = {"self": "encoder.layer.{layer}.attention."}
@@ -46,20 +38,13 @@ LAYOUTS = (
         tensors=separate("q_lin", "k_lin", "v_lin", kv_heads="heads") | out("out_lin"),
         where={"self": "transformer.layer.{layer}.attention."},
         outside=outside(
-            {
-                "tokens": "embeddings.word_embeddings.weight",
-                "positions": "embeddings.position_embeddings.weight",
-                "embed_norm": "embeddings.LayerNorm.weight",
-                "embed_norm_bias": "embeddings.LayerNorm.bias",
-                "norm_1": "transformer.layer.{layer}.sa_layer_norm.weight",
-                "norm_1_bias": "transformer.layer.{layer}.sa_layer_norm.bias",
-                "norm_2": "transformer.layer.{layer}.output_layer_norm.weight",
-                "norm_2_bias": "transformer.layer.{layer}.output_layer_norm.bias",
-                "up": "transformer.layer.{layer}.ffn.lin1.weight",
-                "up_bias": "transformer.layer.{layer}.ffn.lin1.bias",
-                "down": "transformer.layer.{layer}.ffn.lin2.weight",
-                "down_bias": "transformer.layer.{layer}.ffn.lin2.bias",
-            }
+            tokens="embeddings.word_embeddings.weight",
+            positions="embeddings.position_embeddings.weight",
+            embed_norm="embeddings.LayerNorm.*",
+            norm_1="transformer.layer.{layer}.sa_layer_norm.*",
+            norm_2="transformer.layer.{layer}.output_layer_norm.*",
+            up="transformer.layer.{layer}.ffn.lin1.*",
+            down="transformer.layer.{layer}.ffn.lin2.*",
         ),
         function=Function(mask="added"),
         source="transformers, models/distilbert/modeling_distilbert.py",
@@ -71,10 +56,7 @@ LAYOUTS = (
         where=_WHERE,
         outside={name: text for name, text in _BERT.items() if "attention.output" not in name}
         | outside(
-            {
-                "norm_1": "encoder.layer.{layer}.attention.LayerNorm.weight",
-                "norm_1_bias": "encoder.layer.{layer}.attention.LayerNorm.bias",
-            }
+            norm_1="encoder.layer.{layer}.attention.LayerNorm.*",
         ),
         beside=("LayerNorm.*",),
         function=Function(score_bias=None, mask="added"),
@@ -123,13 +105,11 @@ LAYOUTS = (
         tensors=stacked("Wqkv") | out("Wo"),
         where={"self": "layers.{layer}.attn."},
         outside=outside(
-            {
-                "tokens": "embeddings.tok_embeddings.weight",
-                "norm_1": "layers.{layer}.attn_norm.weight",
-                "norm_2": "layers.{layer}.mlp_norm.weight",
-                "down": "layers.{layer}.mlp.Wo.weight",
-                "final_norm": "final_norm.weight",
-            }
+            tokens="embeddings.tok_embeddings.weight",
+            norm_1="layers.{layer}.attn_norm.weight",
+            norm_2="layers.{layer}.mlp_norm.weight",
+            down="layers.{layer}.mlp.Wo.weight",
+            final_norm="final_norm.weight",
         ),
         beside=("rotary_emb.*",),
         function=Function(rotary="half-split", window=None),
@@ -166,16 +146,10 @@ LAYOUTS = (
         tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("out_proj"),
         where={"self": "encoder.layers.{layer}.attention."},
         outside=outside(
-            {
-                "norm_1": "encoder.layers.{layer}.layer_norm.weight",
-                "norm_1_bias": "encoder.layers.{layer}.layer_norm.bias",
-                "norm_2": "encoder.layers.{layer}.final_layer_norm.weight",
-                "norm_2_bias": "encoder.layers.{layer}.final_layer_norm.bias",
-                "up": "encoder.layers.{layer}.feed_forward.intermediate_dense.weight",
-                "up_bias": "encoder.layers.{layer}.feed_forward.intermediate_dense.bias",
-                "down": "encoder.layers.{layer}.feed_forward.output_dense.weight",
-                "down_bias": "encoder.layers.{layer}.feed_forward.output_dense.bias",
-            }
+            norm_1="encoder.layers.{layer}.layer_norm.*",
+            norm_2="encoder.layers.{layer}.final_layer_norm.*",
+            up="encoder.layers.{layer}.feed_forward.intermediate_dense.*",
+            down="encoder.layers.{layer}.feed_forward.output_dense.*",
         ),
         function=Function(mask="added"),
         source="transformers, models/wav2vec2/modeling_wav2vec2.py",

@@ -9,22 +9,15 @@ from headwise.layouts.layout import Layout
 _GATE_AND_UP = "([gate: hidden_dim | up: hidden_dim]) embed_dim"
 _BLOCK = "blk.{layer}."
 _GGUF = outside(
-    {
-        "tokens": "token_embd.weight",
-        "positions": "position_embd.weight",
-        "norm_1": _BLOCK + "attn_norm.weight",
-        "norm_1_bias": _BLOCK + "attn_norm.bias",
-        "norm_2": _BLOCK + "ffn_norm.weight",
-        "norm_2_bias": _BLOCK + "ffn_norm.bias",
-        "gate": _BLOCK + "ffn_gate.weight",
-        "up": _BLOCK + "ffn_up.weight",
-        "up_bias": _BLOCK + "ffn_up.bias",
-        "down": _BLOCK + "ffn_down.weight",
-        "down_bias": _BLOCK + "ffn_down.bias",
-        "final_norm": "output_norm.weight",
-        "final_norm_bias": "output_norm.bias",
-        "unembedding": "output.weight",
-    }
+    tokens="token_embd.weight",
+    positions="position_embd.weight",
+    norm_1=_BLOCK + "attn_norm.*",
+    norm_2=_BLOCK + "ffn_norm.*",
+    gate=_BLOCK + "ffn_gate.weight",
+    up=_BLOCK + "ffn_up.*",
+    down=_BLOCK + "ffn_down.*",
+    final_norm="output_norm.*",
+    unembedding="output.weight",
 )
 # A block's tensors have one prefix: those of attention, and all others.
 _BESIDE = ("ffn_*", "attn_norm*", "post_*", "layer_output_norm*")
@@ -99,14 +92,12 @@ LAYOUTS = (
         | head_norms("q_norm", "k_norm"),
         where={"self": "model.layers.{layer}.self_attn."},
         outside=outside(
-            {
-                "tokens": "model.embed_tokens.weight",
-                "norm_1": "model.layers.{layer}.input_layernorm.weight",
-                "norm_2": "model.layers.{layer}.post_attention_layernorm.weight",
-                "down": "model.layers.{layer}.mlp.down_proj.weight",
-                "final_norm": "model.norm.weight",
-                "unembedding": "lm_head.weight",
-            }
+            tokens="model.embed_tokens.weight",
+            norm_1="model.layers.{layer}.input_layernorm.weight",
+            norm_2="model.layers.{layer}.post_attention_layernorm.weight",
+            down="model.layers.{layer}.mlp.down_proj.weight",
+            final_norm="model.norm.weight",
+            unembedding="lm_head.weight",
         )
         | {"model.layers.{layer}.mlp.gate_up_proj.weight": _GATE_AND_UP},
         function=Function(rotary=None, softcap=None, qk_norm=None, window=None),

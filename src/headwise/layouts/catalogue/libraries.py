@@ -32,41 +32,35 @@ def _lens(k: str = "") -> dict[str, str]:
 _LENS_BLOCK = "blocks.{layer}."
 _LENS_BESIDE = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 _LENS_BLOCKS = outside(
-    {
-        "norm_1": _LENS_BLOCK + "ln1.w",
-        "norm_1_bias": _LENS_BLOCK + "ln1.b",
-        "norm_2": _LENS_BLOCK + "ln2.w",
-        "norm_2_bias": _LENS_BLOCK + "ln2.b",
-        "gate": _LENS_BLOCK + "mlp.W_gate",
-        "up": _LENS_BLOCK + "mlp.W_in",
-        "up_bias": _LENS_BLOCK + "mlp.b_in",
-        "down": _LENS_BLOCK + "mlp.W_out",
-        "down_bias": _LENS_BLOCK + "mlp.b_out",
-    },
+    norm_1=_LENS_BLOCK + "ln1.w",
+    norm_1_bias=_LENS_BLOCK + "ln1.b",
+    norm_2=_LENS_BLOCK + "ln2.w",
+    norm_2_bias=_LENS_BLOCK + "ln2.b",
+    gate=_LENS_BLOCK + "mlp.W_gate",
+    up=_LENS_BLOCK + "mlp.W_in",
+    up_bias=_LENS_BLOCK + "mlp.b_in",
+    down=_LENS_BLOCK + "mlp.W_out",
+    down_bias=_LENS_BLOCK + "mlp.b_out",
     columns=True,
 )
 _LENS_DECODER = (
     _LENS_BLOCKS
     | outside(
-        {
-            "tokens": "embed.W_E",
-            "positions": "pos_embed.W_pos",
-            "final_norm": "ln_final.w",
-            "final_norm_bias": "ln_final.b",
-        }
+        tokens="embed.W_E",
+        positions="pos_embed.W_pos",
+        final_norm="ln_final.w",
+        final_norm_bias="ln_final.b",
     )
     | {"unembed.W_U": "unembedding: embed_dim vocabulary"}
 )
 _LENS_ENCODER = _LENS_BLOCKS | outside(
-    {
-        "tokens": "embed.embed.W_E",
-        "positions": "embed.pos_embed.W_pos",
-        "token_types": "embed.token_type_embed.W_token_type",
-        "embed_norm": "embed.ln.w",
-        "embed_norm_bias": "embed.ln.b",
-        "pooler": "pooler.W",
-        "pooler_bias": "pooler.b",
-    },
+    tokens="embed.embed.W_E",
+    positions="embed.pos_embed.W_pos",
+    token_types="embed.token_type_embed.W_token_type",
+    embed_norm="embed.ln.w",
+    embed_norm_bias="embed.ln.b",
+    pooler="pooler.W",
+    pooler_bias="pooler.b",
     columns=True,
 )
 _LENS_SOURCE = "TransformerLens 3, transformer_lens/components/abstract_attention.py"
@@ -82,28 +76,22 @@ _FLASH_BLOCK = "transformer.layers.{layer}."
 _FLASH_DECODER = {
     "tokens": "transformer.embeddings.word_embeddings.weight",
     "positions": "transformer.embeddings.position_embeddings.weight",
-    "norm_1": _FLASH_BLOCK + "norm1.weight",
-    "norm_1_bias": _FLASH_BLOCK + "norm1.bias",
-    "norm_2": _FLASH_BLOCK + "norm2.weight",
-    "norm_2_bias": _FLASH_BLOCK + "norm2.bias",
-    "down": _FLASH_BLOCK + "mlp.fc2.weight",
-    "down_bias": _FLASH_BLOCK + "mlp.fc2.bias",
-    "final_norm": "transformer.ln_f.weight",
-    "final_norm_bias": "transformer.ln_f.bias",
+    "norm_1": _FLASH_BLOCK + "norm1.*",
+    "norm_2": _FLASH_BLOCK + "norm2.*",
+    "down": _FLASH_BLOCK + "mlp.fc2.*",
+    "final_norm": "transformer.ln_f.*",
     "unembedding": "lm_head.weight",
 }
 _FLASH_BERT_BLOCK = "encoder.layers.{layer}."
 _META = outside(
-    {
-        "tokens": "tok_embeddings.weight",
-        "norm_1": "layers.{layer}.attention_norm.weight",
-        "norm_2": "layers.{layer}.ffn_norm.weight",
-        "gate": "layers.{layer}.feed_forward.w1.weight",
-        "up": "layers.{layer}.feed_forward.w3.weight",
-        "down": "layers.{layer}.feed_forward.w2.weight",
-        "final_norm": "norm.weight",
-        "unembedding": "output.weight",
-    }
+    tokens="tok_embeddings.weight",
+    norm_1="layers.{layer}.attention_norm.weight",
+    norm_2="layers.{layer}.ffn_norm.weight",
+    gate="layers.{layer}.feed_forward.w1.weight",
+    up="layers.{layer}.feed_forward.w3.weight",
+    down="layers.{layer}.feed_forward.w2.weight",
+    final_norm="norm.weight",
+    unembedding="output.weight",
 )
 
 
@@ -119,13 +107,7 @@ _FLASH_ATTN = (
         name="flash-attn",
         tensors=stacked("Wqkv", kv_heads="kv_heads") | out("out_proj"),
         where=_FLASH_GPT,
-        outside=outside(
-            _FLASH_DECODER
-            | {
-                "up": _FLASH_BLOCK + "mlp.fc1.weight",
-                "up_bias": _FLASH_BLOCK + "mlp.fc1.bias",
-            }
-        ),
+        outside=outside(_FLASH_DECODER, up=_FLASH_BLOCK + "mlp.fc1.*"),
         beside=("rotary_emb.*",),
         function=Function(rotary=None, score_bias=None, softcap=None, window=None),
         source=f"{_FLASH_SOURCE} and flash_attn/models/gpt.py",
@@ -151,23 +133,15 @@ _FLASH_ATTN = (
         tensors=stacked("Wqkv") | out("out_proj"),
         where={"self": _FLASH_BERT_BLOCK + "mixer."},
         outside=outside(
-            {
-                "tokens": "embeddings.word_embeddings.weight",
-                "positions": "embeddings.position_embeddings.weight",
-                "token_types": "embeddings.token_type_embeddings.weight",
-                "embed_norm": "emb_ln.weight",
-                "embed_norm_bias": "emb_ln.bias",
-                "norm_1": _FLASH_BERT_BLOCK + "norm1.weight",
-                "norm_1_bias": _FLASH_BERT_BLOCK + "norm1.bias",
-                "norm_2": _FLASH_BERT_BLOCK + "norm2.weight",
-                "norm_2_bias": _FLASH_BERT_BLOCK + "norm2.bias",
-                "up": _FLASH_BERT_BLOCK + "mlp.fc1.weight",
-                "up_bias": _FLASH_BERT_BLOCK + "mlp.fc1.bias",
-                "down": _FLASH_BERT_BLOCK + "mlp.fc2.weight",
-                "down_bias": _FLASH_BERT_BLOCK + "mlp.fc2.bias",
-                "pooler": "pooler.dense.weight",
-                "pooler_bias": "pooler.dense.bias",
-            }
+            tokens="embeddings.word_embeddings.weight",
+            positions="embeddings.position_embeddings.weight",
+            token_types="embeddings.token_type_embeddings.weight",
+            embed_norm="emb_ln.*",
+            norm_1=_FLASH_BERT_BLOCK + "norm1.*",
+            norm_2=_FLASH_BERT_BLOCK + "norm2.*",
+            up=_FLASH_BERT_BLOCK + "mlp.fc1.*",
+            down=_FLASH_BERT_BLOCK + "mlp.fc2.*",
+            pooler="pooler.dense.*",
         ),
         source=f"{_FLASH_SOURCE} and flash_attn/models/bert.py",
         note="MHA, in its BERT. " + _IN_ITS_OWN,
@@ -217,16 +191,14 @@ def _torchtune(*, rotary: str) -> Layout:
         | {"q_norm.scale": "q_norm: head_dim", "k_norm.scale": "k_norm: head_dim"},
         where={"self": "layers.{layer}.attn."},
         outside=outside(
-            {
-                "tokens": "tok_embeddings.weight",
-                "norm_1": "layers.{layer}.sa_norm.scale",
-                "norm_2": "layers.{layer}.mlp_norm.scale",
-                "gate": "layers.{layer}.mlp.w1.weight",
-                "up": "layers.{layer}.mlp.w3.weight",
-                "down": "layers.{layer}.mlp.w2.weight",
-                "final_norm": "norm.scale",
-                "unembedding": "output.weight",
-            }
+            tokens="tok_embeddings.weight",
+            norm_1="layers.{layer}.sa_norm.scale",
+            norm_2="layers.{layer}.mlp_norm.scale",
+            gate="layers.{layer}.mlp.w1.weight",
+            up="layers.{layer}.mlp.w3.weight",
+            down="layers.{layer}.mlp.w2.weight",
+            final_norm="norm.scale",
+            unembedding="output.weight",
         ),
         beside=("kv_cache.*", "pos_embeddings.*"),
         function=Function(
@@ -250,19 +222,14 @@ def _litgpt(*, legacy: bool) -> Layout:
         tensors=fuse | out("proj") | head_norms("norm_q", "norm_k"),
         where={"self": block + "attn."},
         outside=outside(
-            {
-                "tokens": "transformer.wte.weight",
-                "norm_1": block + "norm_1.weight",
-                "norm_1_bias": block + "norm_1.bias",
-                "norm_2": block + "norm_2.weight",
-                "norm_2_bias": block + "norm_2.bias",
-                "gate": block + "mlp.fc_1.weight",
-                "up": block + "mlp.fc_2.weight",
-                "down": block + "mlp.proj.weight",
-                "final_norm": "transformer.ln_f.weight",
-                "final_norm_bias": "transformer.ln_f.bias",
-                "unembedding": "lm_head.weight",
-            }
+            tokens="transformer.wte.weight",
+            norm_1=block + "norm_1.*",
+            norm_2=block + "norm_2.*",
+            gate=block + "mlp.fc_1.weight",
+            up=block + "mlp.fc_2.weight",
+            down=block + "mlp.proj.weight",
+            final_norm="transformer.ln_f.*",
+            unembedding="lm_head.weight",
         ),
         beside=("kv_cache.*",),
         function=Function(

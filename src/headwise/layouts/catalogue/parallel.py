@@ -32,26 +32,17 @@ _NEEDS_A_CLUSTER = "its layers are built only within its own parallel runtime"
 _MAY_TURN = "Rotary is half-split unless rotary_interleaved is set."
 _ON_REQUEST = "Tested on request: pip install headwise[libraries]"
 _OUTSIDE_OF_MEGATRON = outside(
-    {
-        "tokens": "embedding.word_embeddings.weight",
-        "positions": "embedding.position_embeddings.weight",
-        "norm_1": "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
-        "norm_1_bias": "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_bias",
-        "norm_2": "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
-        "norm_2_bias": "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_bias",
-        "down": "decoder.layers.{layer}.mlp.linear_fc2.weight",
-        "down_bias": "decoder.layers.{layer}.mlp.linear_fc2.bias",
-        "final_norm": "decoder.final_layernorm.weight",
-        "final_norm_bias": "decoder.final_layernorm.bias",
-        "unembedding": "output_layer.weight",
-    }
+    tokens="embedding.word_embeddings.weight",
+    positions="embedding.position_embeddings.weight",
+    norm_1="decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_*",
+    norm_2="decoder.layers.{layer}.mlp.linear_fc1.layer_norm_*",
+    down="decoder.layers.{layer}.mlp.linear_fc2.*",
+    final_norm="decoder.final_layernorm.*",
+    unembedding="output_layer.weight",
 )
 _GATED_MLP = {"decoder.layers.{layer}.mlp.linear_fc1.weight": _GATE_AND_UP}
 _PLAIN_MLP = outside(
-    {
-        "up": "decoder.layers.{layer}.mlp.linear_fc1.weight",
-        "up_bias": "decoder.layers.{layer}.mlp.linear_fc1.bias",
-    }
+    up="decoder.layers.{layer}.mlp.linear_fc1.*",
 )
 _MEGATRON_OUT = out("linear_proj")
 _MEGATRON_NORMS = head_norms("q_layernorm", "k_layernorm", bias=True)
@@ -193,14 +184,9 @@ _ENGINE = (
         tensors=by_group("layernorm_qkv") | _TE_REST,
         where={"self": _TE_LAYER + "self_attention."},
         outside=outside(
-            {
-                "norm_1": _TE_LAYER + "self_attention.layernorm_qkv.layer_norm_weight",
-                "norm_1_bias": _TE_LAYER + "self_attention.layernorm_qkv.layer_norm_bias",
-                "norm_2": _TE_LAYER + "layernorm_mlp.layer_norm_weight",
-                "norm_2_bias": _TE_LAYER + "layernorm_mlp.layer_norm_bias",
-                "down": _TE_LAYER + "layernorm_mlp.fc2_weight",
-                "down_bias": _TE_LAYER + "layernorm_mlp.fc2_bias",
-            }
+            norm_1=_TE_LAYER + "self_attention.layernorm_qkv.layer_norm_*",
+            norm_2=_TE_LAYER + "layernorm_mlp.layer_norm_*",
+            down=_TE_LAYER + "layernorm_mlp.fc2_*",
         )
         | {_TE_LAYER + "layernorm_mlp.fc1_weight": _GATE_AND_UP},
         source="NVIDIA/TransformerEngine, transformer_engine/pytorch/transformer.py",
@@ -220,14 +206,12 @@ def _nanotron(pairing: str) -> Layout:
         tensors=stacked("qkv_proj", kv_heads="kv_heads", bias=False) | out("o_proj", bias=False),
         where={"self": within + "attn."},
         outside=outside(
-            {
-                "tokens": "model.token_position_embeddings.pp_block.token_embedding.weight",
-                "norm_1": within + "input_layernorm.weight",
-                "norm_2": within + "post_attention_layernorm.weight",
-                "down": within + "mlp.down_proj.weight",
-                "final_norm": "model.final_layer_norm.pp_block.weight",
-                "unembedding": "model.lm_head.pp_block.weight",
-            }
+            tokens="model.token_position_embeddings.pp_block.token_embedding.weight",
+            norm_1=within + "input_layernorm.weight",
+            norm_2=within + "post_attention_layernorm.weight",
+            down=within + "mlp.down_proj.weight",
+            final_norm="model.final_layer_norm.pp_block.weight",
+            unembedding="model.lm_head.pp_block.weight",
         )
         | {within + "mlp.gate_up_proj.weight": _GATE_AND_UP},
         beside=("*inv_freq", "*freqs_cis"),

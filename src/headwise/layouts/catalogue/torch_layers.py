@@ -20,23 +20,15 @@ _EXTRA = {
 _WHERE = {"self": "layers.{layer}.self_attn.", "cross": "layers.{layer}.multihead_attn."}
 # Those of a layer are torch's own. Around the layers torch has no class; the names are BERT's.
 _LAYER = outside(
-    {
-        "tokens": "embeddings.word_embeddings.weight",
-        "positions": "embeddings.position_embeddings.weight",
-        "token_types": "embeddings.token_type_embeddings.weight",
-        "embed_norm": "embeddings.LayerNorm.weight",
-        "embed_norm_bias": "embeddings.LayerNorm.bias",
-        "pooler": "pooler.dense.weight",
-        "pooler_bias": "pooler.dense.bias",
-        "norm_1": "layers.{layer}.norm1.weight",
-        "norm_1_bias": "layers.{layer}.norm1.bias",
-        "norm_2": "layers.{layer}.norm2.weight",
-        "norm_2_bias": "layers.{layer}.norm2.bias",
-        "up": "layers.{layer}.linear1.weight",
-        "up_bias": "layers.{layer}.linear1.bias",
-        "down": "layers.{layer}.linear2.weight",
-        "down_bias": "layers.{layer}.linear2.bias",
-    }
+    tokens="embeddings.word_embeddings.weight",
+    positions="embeddings.position_embeddings.weight",
+    token_types="embeddings.token_type_embeddings.weight",
+    embed_norm="embeddings.LayerNorm.*",
+    pooler="pooler.dense.*",
+    norm_1="layers.{layer}.norm1.*",
+    norm_2="layers.{layer}.norm2.*",
+    up="layers.{layer}.linear1.*",
+    down="layers.{layer}.linear2.*",
 )
 _CALLED = Function(mask="True hides", axes=None)
 _ABOUT_EXTRA = (
@@ -104,16 +96,10 @@ LAYOUTS = (
         tensors=_PACKED,
         where={"self": "transformer.resblocks.{layer}.attn."},
         outside=outside(
-            {
-                "norm_1": "transformer.resblocks.{layer}.ln_1.weight",
-                "norm_1_bias": "transformer.resblocks.{layer}.ln_1.bias",
-                "norm_2": "transformer.resblocks.{layer}.ln_2.weight",
-                "norm_2_bias": "transformer.resblocks.{layer}.ln_2.bias",
-                "up": "transformer.resblocks.{layer}.mlp.c_fc.weight",
-                "up_bias": "transformer.resblocks.{layer}.mlp.c_fc.bias",
-                "down": "transformer.resblocks.{layer}.mlp.c_proj.weight",
-                "down_bias": "transformer.resblocks.{layer}.mlp.c_proj.bias",
-            }
+            norm_1="transformer.resblocks.{layer}.ln_1.*",
+            norm_2="transformer.resblocks.{layer}.ln_2.*",
+            up="transformer.resblocks.{layer}.mlp.c_fc.*",
+            down="transformer.resblocks.{layer}.mlp.c_proj.*",
         ),
         function=Function(mask="added", axes="length batch width"),
         source="openai/CLIP, clip/model.py",

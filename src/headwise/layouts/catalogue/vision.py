@@ -10,9 +10,7 @@ from headwise.layouts.layout import Layout
 def _layer(prefix: str, norms: tuple[str, str], up: str, down: str) -> Tensors:
     """The norms and the MLP of a layer."""
     names = {"norm_1": norms[0], "norm_2": norms[1], "up": up, "down": down}
-    stored = {name: f"{prefix}{place}.weight" for name, place in names.items()}
-    biases = {f"{name}_bias": f"{prefix}{place}.bias" for name, place in names.items()}
-    return outside(stored | biases)
+    return outside({name: f"{prefix}{place}.*" for name, place in names.items()})
 
 
 _TIMM = _layer("blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.checkpoints.candidates import Candidate, heads_of
-from headwise.checkpoints.detect import Detection, detect
-from headwise.checkpoints.evidence import by_values
+from headwise.diagnosis.candidates import Candidate, heads_of
+from headwise.diagnosis.detect import by_values
+from headwise.diagnosis.detection import Detection, detect
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout

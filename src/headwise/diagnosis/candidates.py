@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import gcd
 
 from headwise.errors import OptionError, ShapeError
+from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import Axis
 from headwise.layouts.places import Module, kind_of, modules_of, outside, strays
@@ -66,12 +68,7 @@ class Candidate:
         )
 
 
-@dataclass(frozen=True)
-class _Looked:
-    """One module, with the sizes that it may have: none where it is not whole or does not fit."""
-
-    module: Module
-    fits: tuple[Sizes, ...]
+_Looked = tuple[Module, tuple[Sizes, ...]]  # no sizes where it is not whole or does not fit
 
 
 def candidates(headers: Mapping[str, Header], known: Mapping[str, int]) -> list[Candidate]:
@@ -91,18 +88,22 @@ def _candidate(
     modules = modules_of(layout, headers)
     if not modules or any(strays(module, layout) for module in modules):
         return None
-    looked = _looked_at(modules, layout, headers, known)
-    fitting = [one for one in looked if one.fits]
+    looked = list(_looked_at(modules, layout, headers, known))
+    fitting = [(module, fits) for module, fits in looked if fits]
     if not fitting:
         return None
     # Others than the usual ones are blamed: of two dtypes, the one that holds numbers of weights.
-    first = next((one for one in fitting if _is_floating(one.module, headers)), fitting[0])
-    found = [_faults(one, first, layout, headers) for one in looked]
-    sound = [one.module for one, faults in zip(looked, found, strict=True) if not faults]
-    reasons = _reasons(sound, first.fits)
-    around = _around(layout, modules, headers)
-    words = tuple(fault for faults in found for fault in faults)
-    return Candidate(layout, tuple(sound), first.fits, reasons, around, words)
+    first, fits = next(
+        (x for x in fitting if all(headers[n].dtype.is_floating_point for n in x[0].tensors)),
+        fitting[0],
+    )
+    found = [(one[0], _faults(one, first, layout, headers)) for one in looked]
+    sound = tuple(module for module, faults in found if not faults)
+    # Of layouts that are one map, the one that knows the names around attention is meant.
+    roots = {module.place.root for module in modules}
+    around = sum(outside(layout, name, roots) is not None for name in headers)
+    words = tuple(fault for _, faults in found for fault in faults)
+    return Candidate(layout, sound, fits, _reasons(sound, fits), around, words)
 
 
 def _looked_at(
@@ -110,58 +111,43 @@ def _looked_at(
     layout: Layout,
     headers: Mapping[str, Header],
     known: Mapping[str, int],
-) -> list[_Looked]:
+) -> Iterator[_Looked]:
     """All modules; the counts are those of the first, and of its like in other layers."""
     seen: dict[object, tuple[Sizes, ...]] = {}
     kind = kind_of(modules[0].prefix)
-    looked = []
     for module in modules:
         if not layout.required <= {*module.tensors.values()}:
-            looked.append(_Looked(module, ()))
+            yield module, ()
             continue
         is_like = kind_of(module.prefix) == kind
-        shapes = _shapes(module, headers)
+        shapes = {local: tuple(headers[name].shape) for name, local in module.tensors.items()}
         key = is_like, tuple(sorted(shapes.items()))
         if key not in seen:
             fits = tuple(_fits(layout, shapes, known))
             # Another tower may have other heads; one that fits with none at all is at fault.
             seen[key] = fits if fits or is_like else tuple(_fits(layout, shapes, {}))
-        looked.append(_Looked(module, seen[key]))
-    return looked
+        yield module, seen[key]
 
 
 def _faults(
-    one: _Looked, first: _Looked, layout: Layout, headers: Mapping[str, Header]
+    one: _Looked, whole: Module, layout: Layout, headers: Mapping[str, Header]
 ) -> list[str]:
     """What is wrong with a module, beside one that is whole."""
-    mine, like = ({v: k for k, v in each.module.tensors.items()} for each in (one, first))
+    module, fits = one
+    mine, like = ({v: k for k, v in each.tensors.items()} for each in (module, whole))
     if missing := sorted(layout.required - mine.keys()):
-        return [f"`{one.module.prefix}{local}` is missing" for local in missing]
+        return [f"`{module.prefix}{local}` is missing" for local in missing]
     apart = []
     for local in mine.keys() & like.keys():
         own, other = headers[mine[local]], headers[like[local]]
         if own.dtype.is_floating_point != other.dtype.is_floating_point:
             apart.append((mine[local], str(own.dtype), like[local], str(other.dtype)))
-        elif not one.fits and tuple(own.shape) != tuple(other.shape):
+        elif not fits and tuple(own.shape) != tuple(other.shape):
             shapes = [f"of shape {tuple(each.shape)}" for each in (own, other)]
             apart.append((mine[local], shapes[0], like[local], shapes[1]))
-    if apart or one.fits:
+    if apart or fits:
         return [f"`{a}` is {what}, and `{b}` {other}" for a, what, b, other in sorted(apart)]
-    return [f"`{one.module.prefix}` has shapes that do not fit each other and the counts"]
-
-
-def _is_floating(module: Module, headers: Mapping[str, Header]) -> bool:
-    return all(headers[name].dtype.is_floating_point for name in module.tensors)
-
-
-def _shapes(module: Module, headers: Mapping[str, Header]) -> dict[str, tuple[int, ...]]:
-    return {local: tuple(headers[name].shape) for name, local in module.tensors.items()}
-
-
-def _around(layout: Layout, modules: Iterable[Module], names: Iterable[str]) -> int:
-    """Of layouts that are one map, the one that knows the names around attention is meant."""
-    roots = {module.place.root for module in modules}
-    return sum(outside(layout, name, roots) is not None for name in names)
+    return [f"`{module.prefix}` has shapes that do not fit each other and the counts"]
 
 
 def _fits(
@@ -203,10 +189,9 @@ def _holds_heads(axis: Axis) -> bool:
 def _solved(
     layout: Layout, shapes: Mapping[str, tuple[int, ...]], counts: Mapping[str, int]
 ) -> Sizes | None:
-    try:
+    with suppress(OptionError, ShapeError):
         return layout.sizes(shapes, counts)
-    except (OptionError, ShapeError):
-        return None
+    return None
 
 
 def heads_of(sizes: Sizes) -> tuple[int, int]:
@@ -215,31 +200,32 @@ def heads_of(sizes: Sizes) -> tuple[int, int]:
     return heads, sizes.get("kv_heads", heads)
 
 
-def _reasons(modules: Iterable[Module], fits: tuple[Sizes, ...]) -> tuple[str, ...]:
-    modules = list(modules)
+def _reasons(modules: tuple[Module, ...], fits: tuple[Sizes, ...]) -> tuple[str, ...]:
     names = ", ".join(list(modules[0].tensors)[:NAMED])
     more = " ..." if len(modules[0].tensors) > NAMED else ""
     shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
     found = {name: sorted({fit[name] for fit in fits if name in fit}) for name in shown}
     fitting = ", ".join(f"{name} {sizes[0]}" for name, sizes in found.items() if len(sizes) == 1)
     words = [f"they fit with {fitting}"] if fitting else []
-    if several := [name for name, sizes in found.items() if len(sizes) > 1]:
-        name, sizes = several[0], found[several[0]]
+    for name, sizes in [(name, sizes) for name, sizes in found.items() if len(sizes) > 1][:1]:
         left = f" and {len(sizes) - LISTED} more" if len(sizes) > LISTED else ""
-        listed = ", ".join(map(str, sizes[:LISTED])) + left
-        words.append(f"{name}: no tensor tells, and {listed} fit")
+        words.append(
+            f"{name}: no tensor tells, and {', '.join(map(str, sizes[:LISTED]))}{left} fit"
+        )
     return f"names: {len(modules)} modules with {names}{more}", f"shapes: {'; '.join(words)}"
 
 
-def grouped(found: Iterable[Candidate]) -> list[tuple[Candidate, ...]]:
-    """Candidates that mean the same side by side."""
-    groups: list[list[Candidate]] = []
-    for one in found:
-        for group in groups:
-            first = group[0]
-            if first.layout.function.is_same(one.layout.function) and first.is_same_map(one):
-                group.append(one)
+def grouped(
+    found: Iterable[tuple[Candidate, ...]], is_same_use: Callable[[Function, Function], bool]
+) -> tuple[tuple[Candidate, ...], ...]:
+    """Groups joined where their first ones are the same map, and used in the same way."""
+    groups: list[tuple[Candidate, ...]] = []
+    for group in found:
+        for number, (one, *_) in enumerate(groups):
+            two = group[0]
+            if is_same_use(one.layout.function, two.layout.function) and one.is_same_map(two):
+                groups[number] += group
                 break
         else:
-            groups.append([one])
-    return [tuple(group) for group in groups]
+            groups.append(group)
+    return tuple(groups)

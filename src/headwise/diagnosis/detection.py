@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwise.checkpoints.against_config import objection
-from headwise.checkpoints.candidates import Candidate, candidates, grouped
 from headwise.checkpoints.config import Config, layout_of, text_of
+from headwise.checkpoints.layer_options import objection
+from headwise.diagnosis.candidates import Candidate, candidates, grouped
+from headwise.diagnosis.result import shortened
 from headwise.errors import CheckpointError, OptionError, UndecidedError
+from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.steps import Header
 
@@ -96,9 +98,11 @@ class Detection:
         if self.layout is not None:
             return self.layout
         if self.damaged:
+            faults = self.damaged[0][0].faults
+            more = f", and {len(faults) - 1} more are at fault" if len(faults) > 1 else ""
             raise CheckpointError(
                 saw=f"{file}, which would be in the layout "
-                f"{' or '.join(_names(self.damaged))}, but {fault_of(self.damaged[0][0])}",
+                f"{' or '.join(_names(self.damaged))}, but {faults[0]}{more}",
                 needed="every tensor of attention in every layer, in the shape that fits",
                 do="get the whole file again; headwise verify says what differs from another copy",
             )
@@ -141,24 +145,20 @@ def detect(
         OptionError: a rotary_width that no head can have.
     """
     found = candidates(headers, known)
-    _require_rotary_width(found, known)
+    width = known.get("rotary_width")
+    head_dims = sorted({fit["head_dim"] for one in found for fit in one.fits})
+    if width is not None and head_dims and (width % 2 or width > head_dims[-1]):
+        shown = " or ".join(map(str, head_dims[-NAMED:]))
+        raise OptionError(
+            saw=f"rotary_width {width}, in a head_dim of {shown}",
+            needed="an even number of channels, at most all: two of them turn together",
+            do="give {rotary_width} as the model has it, or leave it out",
+            parameter="rotary_width",
+        )
     answer = _among(found, said, config or {})
     if any(one.faults for one in found):
         return replace(answer, candidates=(), damaged=answer.candidates)
     return answer
-
-
-def _require_rotary_width(found: list[Candidate], known: Mapping[str, int]) -> None:
-    width = known.get("rotary_width")
-    head_dims = sorted({fit["head_dim"] for one in found for fit in one.fits})
-    if width is None or not head_dims or (width % 2 == 0 and width <= head_dims[-1]):
-        return
-    raise OptionError(
-        saw=f"rotary_width {width}, in a head_dim of {' or '.join(map(str, head_dims[-NAMED:]))}",
-        needed="an even number of channels, at most all: two of them turn together",
-        do="give {rotary_width} as the model has it, or leave it out",
-        parameter="rotary_width",
-    )
 
 
 def _among(found: list[Candidate], said: str | None, config: Config) -> Detection:
@@ -166,25 +166,22 @@ def _among(found: list[Candidate], said: str | None, config: Config) -> Detectio
     meant = None if said else layout_of(config)
     said = said or meant
     refuted = {one.layout.name: why for one in found if (why := _objection(one, found, config))}
-    groups = grouped(one for one in found if one.layout.name not in refuted)
+    groups = grouped(((one,) for one in found if one.layout.name not in refuted), Function.is_same)
     named = [g for g in groups if any(one.layout.name == said for one in g)]
     compared = ("names", "shapes", *(["config"] if config else []))
     if not named:
         unknown = config.get("model_type") if said is None else None
-        against = _contradiction(config, meant, refuted) if meant and groups else None
-        return Detection(tuple(groups), refuted, unknown, against, compared)
+        against = None
+        if meant and groups:
+            kind = text_of(config).get("model_type", config.get("model_type"))
+            why = refuted.get(meant, f"the names or shapes are not those of {meant}")
+            against = f"the config says model_type {kind}, whose layout is {meant}, but {why}"
+        return Detection(groups, refuted, unknown, against, compared)
     refuted |= {
         one.layout.name: f"the config says {said}" for g in groups if g not in named for one in g
     }
     chosen = sorted(named[0], key=lambda one: one.layout.name != said)
     return Detection((tuple(chosen),), refuted, compared=compared)
-
-
-def _contradiction(config: Config, meant: str, refuted: Mapping[str, str]) -> str:
-    """Why the layout that the config means is none of those that are left."""
-    kind = text_of(config).get("model_type", config.get("model_type"))
-    why = refuted.get(meant, f"the names or shapes are not those of {meant}")
-    return f"the config says model_type {kind}, whose layout is {meant}, but {why}"
 
 
 def decided(
@@ -205,17 +202,9 @@ def decided(
         refuted: name -> why, of all that do not.
         by: "values" or "behaviour".
     """
-    groups: list[tuple[Candidate, ...]] = []
-    for group in kept:
-        for number, other in enumerate(groups):
-            one, two = other[0], group[0]
-            if not one.layout.function.conflicts(two.layout.function) and one.is_same_map(two):
-                groups[number] = (*other, *group)
-                break
-        else:
-            groups.append(group)
+    groups = grouped(kept, lambda one, two: not one.conflicts(two))
     compared = (*before.compared, by)
-    return Detection(tuple(groups), refuted, None, before.contradiction, compared)
+    return Detection(groups, refuted, None, before.contradiction, compared)
 
 
 def _objection(one: Candidate, found: Iterable[Candidate], config: Config) -> str | None:
@@ -232,13 +221,18 @@ def _objection(one: Candidate, found: Iterable[Candidate], config: Config) -> st
 def lines_of(found: Detection, *, title: str) -> list[str]:
     """An answer in words; ``title`` is what the tensors are called."""
     lines: list[str] = []
-    names = _names(found.candidates)
+    names = _names(found.candidates or found.damaged)
     if found.layout is not None:
         same = " (the same map and function here)" if len(found.candidates[0]) > 1 else ""
         lines.append(f"{title} is in the layout {names[0]}{same}")
         lines += [f"  {reason}" for reason in found.candidates[0][0].reasons]
     elif found.damaged:
-        lines += _damage(found, title)
+        which = f"the layout {names[0]}" if len(names) == 1 else f"one of {len(names)} layouts"
+        lines.append(f"{title} would be in {which}, if every layer were whole:")
+        for group, name in zip(found.damaged, names, strict=True):
+            indent = "  " if len(names) == 1 else "    "
+            lines += [f"  {name}"] if len(names) > 1 else []
+            lines += [f"{indent}{line}" for line in shortened(group[0].faults, SHOWN)]
     elif found.candidates:
         lines.append(_doubt(found, title))
         for group, name in zip(found.candidates, names, strict=True):
@@ -253,28 +247,6 @@ def lines_of(found: Detection, *, title: str) -> list[str]:
 
 def _names(groups: Iterable[tuple[Candidate, ...]]) -> list[str]:
     return [" = ".join(one.layout.name for one in group) for group in groups]
-
-
-def _damage(found: Detection, title: str) -> list[str]:
-    """The layouts that the file would be in, and the tensors that are at fault."""
-    names = _names(found.damaged)
-    which = f"the layout {names[0]}" if len(names) == 1 else f"one of {len(names)} layouts"
-    lines = [f"{title} would be in {which}, if every layer were whole:"]
-    for group, name in zip(found.damaged, names, strict=True):
-        indent = "  "
-        if len(names) > 1:
-            lines.append(f"  {name}")
-            indent = "    "
-        lines += [f"{indent}{fault}" for fault in group[0].faults[:SHOWN]]
-        if len(group[0].faults) > SHOWN:
-            lines.append(f"{indent}and {len(group[0].faults) - SHOWN} more")
-    return lines
-
-
-def fault_of(one: Candidate) -> str:
-    """The first fault, and how many more there are."""
-    more = f", and {len(one.faults) - 1} more are at fault" if len(one.faults) > 1 else ""
-    return one.faults[0] + more
 
 
 def _doubt(found: Detection, title: str) -> str:
