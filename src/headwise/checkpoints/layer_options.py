@@ -38,13 +38,7 @@ _FACTORS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False
 
 
 def objection(config: Config, function: Function, sizes: Sizes) -> str | None:
-    """The first thing that is not so; None where the config does not object.
-
-    Args:
-        config: as in config.json; the names are those of transformers.
-        function: of a layout that names and shapes allow.
-        sizes: of a module in that layout.
-    """
+    """The first thing that is not so; None where the config does not object."""
     for name, said in _objections(text_of(config), function, sizes):
         is_given = name == "rotary_width" and name not in counts_of(config)
         by = "the given one is" if is_given else "the config says"
@@ -124,7 +118,15 @@ def options_of(config: Config, function: Function, *, layer: int) -> dict[str, A
     if function.softcap != "none" and softcap:
         found["softcap"] = softcap
     if function.qk_norm not in (None, "none"):
-        found["qk_norm"] = _norm(fields, function.qk_norm)
+        # from words such as "rms over head, weight + 1, before rotary"
+        said, epsilons = function.qk_norm, (fields.number(name) for name in _EPS)
+        found["qk_norm"] = QKNorm(
+            kind="layer" if said.startswith("layer") else "rms",
+            over="width" if "over width" in said else "head",
+            place="after" if "after rotary" in said else "before",
+            one_plus="weight + 1" in said,
+            eps=next((number for number in epsilons if number is not None), 1e-6),
+        )
     if function.score_bias == "t5":
         found["score_bias"] = T5Bias(
             buckets=fields.count("relative_attention_num_buckets") or 32,
@@ -191,16 +193,3 @@ def _scale(fields: Fields) -> dict[str, float | None]:
     if multiplier := fields.number("attention_multiplier"):
         return {"scale": multiplier}
     return {"scale": None} if fields else {}
-
-
-def _norm(fields: Fields, said: str) -> QKNorm:
-    """From words such as "rms over head, weight + 1, before rotary"."""
-    epsilons = (fields.number(name) for name in _EPS)
-    eps = next((number for number in epsilons if number is not None), 1e-6)
-    return QKNorm(
-        kind="layer" if said.startswith("layer") else "rms",
-        over="width" if "over width" in said else "head",
-        place="after" if "after rotary" in said else "before",
-        one_plus="weight + 1" in said,
-        eps=eps,
-    )

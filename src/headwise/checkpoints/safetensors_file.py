@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -113,26 +113,16 @@ def _are_counts(found: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class SafetensorsFile:
-    """What its head says, and the tensors on demand."""
+class Shard:
+    """A file of tensors: what its head says, and the tensors on demand."""
 
     path: Path
     headers: dict[str, Stored]
     metadata: dict[str, str]
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor in pages of the file; those that are not looked at are not read."""
-        stored = self.headers[name]
-        assert stored.offset is not None
-        if not stored.nbytes:
-            return torch.empty(stored.shape, dtype=stored.dtype)
-        raw = _mapped(self.path, stored.offset, stored.nbytes)
-        if stored.offset % stored.dtype.itemsize:
-            raw = raw.clone()  # a head of odd length; numbers want to stand at their multiples
-        return raw.view(stored.dtype).view(stored.shape)
+    tensor: Callable[[str], Tensor]
 
 
-def read(path: Path) -> SafetensorsFile:
+def read(path: Path) -> Shard:
     """Read the head of a file.
 
     Raises:
@@ -162,7 +152,7 @@ def read(path: Path) -> SafetensorsFile:
         raise damaged(path, str(error)) from error
     if names != set(headers):
         raise damaged(path, "the safetensors library reads other names in it")
-    return SafetensorsFile(path, headers, metadata)
+    return Shard(path, headers, metadata, lambda name: _mapped(headers[name]))
 
 
 def _headers(path: Path, found: dict[str, Any], begin: int, size: int) -> dict[str, Stored]:
@@ -209,15 +199,23 @@ def damaged(path: Path, why: str) -> CheckpointError:
     )
 
 
-def _mapped(path: Path, offset: int, nbytes: int) -> Tensor:
-    start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    with path.open("rb") as file:
+def _mapped(stored: Stored) -> Tensor:
+    """A tensor in pages of the file; those that are not looked at are not read."""
+    assert stored.offset is not None
+    if not stored.nbytes:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    start = stored.offset - stored.offset % mmap.ALLOCATIONGRANULARITY
+    skipped = stored.offset - start
+    with stored.file.open("rb") as file:
         try:
             # Private pages: torch knows no tensors that may only be read.
             pages = mmap.mmap(
-                file.fileno(), offset - start + nbytes, access=mmap.ACCESS_COPY, offset=start
+                file.fileno(), skipped + stored.nbytes, access=mmap.ACCESS_COPY, offset=start
             )
         except ValueError as error:
-            raise damaged(path, "it became shorter while it was read") from error
+            raise damaged(stored.file, "it became shorter while it was read") from error
     pages.madvise(mmap.MADV_WILLNEED)  # else a disk is asked for few pages at a time
-    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=offset - start)
+    raw = torch.frombuffer(pages, dtype=torch.uint8, count=stored.nbytes, offset=skipped)
+    if stored.offset % stored.dtype.itemsize:
+        raw = raw.clone()  # a head of odd length; numbers want to stand at their multiples
+    return raw.view(stored.dtype).view(stored.shape)

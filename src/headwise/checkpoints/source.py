@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.checkpoints import safetensors_file, torch_file
-from headwise.checkpoints.safetensors_file import SafetensorsFile, Stored, is_utf8, once
-from headwise.checkpoints.torch_file import TorchFile
+from headwise.checkpoints.safetensors_file import Shard, Stored, is_utf8, once
 from headwise.errors import CheckpointError
 from headwise.support.axes import describe_value
 
@@ -179,12 +178,7 @@ def read_index(path: Path) -> Index:
 
 
 def require_agreement(index: Index, found: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the files hold what the index says, and nothing else.
-
-    Args:
-        index: says which tensor is in which file.
-        found: the same, as the files have it.
-    """
+    """Raise CheckpointError unless the files hold what the index says, and nothing else."""
     for name, file in index.weight_map.items():
         if found.get(name) != file:
             where = f"it is in {found[name]}" if name in found else "it is not there"
@@ -213,7 +207,6 @@ def _bad_index(path: Path, saw: str) -> CheckpointError:
     )
 
 
-Shard = SafetensorsFile | TorchFile
 # Size, time of the last change, the same as the system keeps it, number on the disk. A copying tool
 # sets the first time as it likes; the second is nobody's to set.
 State = tuple[int, int, int, int]

@@ -8,14 +8,13 @@ import pickletools
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.safetensors_file import METADATA, NAMES, Stored, is_utf8
+from headwise.checkpoints.safetensors_file import METADATA, NAMES, Shard, Stored, is_utf8
 from headwise.errors import CheckpointError
 
 # What torch's reader raises at bytes that are none of its own.
@@ -36,25 +35,11 @@ _CALLS = ("GLOBAL", "INST", "STACK_GLOBAL")  # torch's reader knows the first al
 _CODE = re.compile(r"\bGLOBAL ([\w.]+)|unrecognized function|create new object|TorchScript")
 
 
-@dataclass(frozen=True, eq=False)
-class TorchFile:
-    """Its tensors, mapped."""
-
-    path: Path
-    tensors: dict[str, Tensor]
-    headers: dict[str, Stored]
-    metadata: dict[str, str] = field(default_factory=dict)
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor as it was saved, which may be a view of another.
-
-        A file may say that its numbers are to be conjugated or negated: that is done here.
-        """
-        return self.tensors[name].detach().resolve_conj().resolve_neg()
-
-
-def read(path: Path) -> TorchFile:
+def read(path: Path) -> Shard:
     """Open a file; one in torch's format of before 2020 is read into memory.
+
+    A tensor is as it was saved, which may be a view of another. A file may say that its numbers are
+    to be conjugated or negated: that is done here.
 
     Raises:
         CheckpointError: it is damaged, needs code to be executed, or holds more than tensors.
@@ -70,7 +55,7 @@ def read(path: Path) -> TorchFile:
             part = name if isinstance(value, Mapping) and isinstance(name, str) else None
             raise _no_state(path, f"{name!r}, a {_kind(value)}", part=part)
     headers = {name: Stored(tuple(x.shape), x.dtype, path) for name, x in found.items()}
-    return TorchFile(path, dict(found), headers)
+    return Shard(path, headers, {}, lambda n: found[n].detach().resolve_conj().resolve_neg())
 
 
 def unread(path: Path, words: str) -> CheckpointError:

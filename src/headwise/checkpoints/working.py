@@ -49,7 +49,9 @@ class Working:
         self._made = self.path / "made"
         self.handles: dict[str, int] = {}
         self._has_name = False
-        require_room(target.parent, outline.size - _taken(self._made))
+        earlier = self._made.iterdir() if self._made.is_dir() else ()
+        taken = sum(file.stat().st_blocks * 512 for file in earlier)  # by an earlier run
+        require_room(target.parent, outline.size - taken)
         self._new = [self.path, *(above for above in target.parents if not above.exists())]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -217,13 +219,6 @@ def _name_file(made: Path, target: Path) -> None:
         if error.errno not in _UNLINKED:
             raise
         os.rename(made, target)
-
-
-def _taken(folder: Path) -> int:
-    """The bytes on the disk that an earlier run has taken."""
-    if not folder.is_dir():
-        return 0
-    return sum(file.stat().st_blocks * 512 for file in folder.iterdir())
 
 
 def _sync(path: Path) -> None:

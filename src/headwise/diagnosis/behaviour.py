@@ -105,11 +105,6 @@ def paired(
     Where none does, the weights are others or in another layout: then the names tell, and else the
     order, if there are as many of both. What attends to something else has no pair, and neither
     have the parts of a model that did not run.
-
-    Args:
-        modules: of the checkpoint.
-        seen: the self-attention of the model.
-        state: the tensors of the checkpoint.
     """
     left, waiting, pairs = list(seen), [], []
     for module in modules:

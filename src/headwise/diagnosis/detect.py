@@ -184,13 +184,8 @@ def by_values(
     The first head is often the same in several layouts; the others are not. Where nobody said how
     many heads there are, or how much of them turns, every number that fits is tried.
 
-    Args:
-        detection: of the checkpoint in question.
-        state: its tensors; read module by module, so they may be memory-mapped.
-        reference: of the same weights elsewhere; where it has several candidates itself, any of
-            them may agree.
-        other: its tensors.
-        called: how the reasons call it.
+    Tensors are read module by module, so they may be memory-mapped. The reference is of the same
+    weights elsewhere, which reasons call ``called``; of several candidates any may agree.
     """
     kept, refuted = [], dict(detection.refuted)
     known = [one for group in reference.candidates for one in _one_by_one(group[0])]

@@ -196,11 +196,7 @@ def decided(
     Layouts that agree with the evidence are one answer where they are the same map, unless two say
     differently how it is used; what one leaves open is no difference.
 
-    Args:
-        before: the answer without that evidence.
-        kept: the groups that agree with the evidence.
-        refuted: name -> why, of all that do not.
-        by: "values" or "behaviour".
+    ``kept`` are the groups that agree with the evidence, which is ``by`` "values" or "behaviour".
     """
     groups = grouped(kept, lambda one, two: not one.conflicts(two))
     compared = (*before.compared, by)

@@ -39,13 +39,7 @@ def outputs_of_both(
 ) -> list[Outputs]:
     """Run every layer of both, each with the pairing of its own layout.
 
-    Args:
-        first: name -> tensor.
-        second: name -> tensor.
-        first_layout: of the first.
-        second_layout: of the second.
-        config: of the model: the numbers of rotations, norms and softcaps.
-        known: heads, kv_heads.
+    The config says the numbers of rotations, norms and softcaps.
 
     Raises:
         OptionError: the config does not say what the layouts leave to it, or the weights give no
@@ -183,7 +177,11 @@ def _compared(
     is_damaged: bool = False,
 ) -> Comparison:
     conflicts = source.function.conflicts(target.function)
-    form = _form(modules_of(source, first), modules_of(target, second))
+    # The form of the second; of modules at places that are not known, the whole place is the root.
+    mine, theirs = modules_of(source, first), modules_of(target, second)
+    are_known = {bool(module.place.role) for module in (*mine, *theirs)}
+    is_one = len(mine) == len(theirs) == 1 and len(are_known) == 1
+    form = Form.of(theirs) if are_known == {True} or is_one else AS_STORED
     if is_damaged and source == target:  # nothing has to be read: what is stored is compared
         steps = renamed(first, source, form=form)
     else:
@@ -201,13 +199,6 @@ def _compared(
         found.add(step)
         progress("tensors", number + 1, len(steps))
     return found.comparison(conflicts)
-
-
-def _form(first: list[Module], second: list[Module]) -> Form:
-    """That of the second; of modules at places that are not known, the whole place is the root."""
-    are_known = {bool(module.place.role) for module in (*first, *second)}
-    is_one = len(first) == len(second) == 1 and len(are_known) == 1
-    return Form.of(second) if are_known == {True} or is_one else AS_STORED
 
 
 @dataclass

@@ -95,11 +95,6 @@ def readings(one: Weights, other: Weights, named: Named) -> Readings:
     Where no layout of the one that is open agrees with the other, they are not the same; they are
     then read so that the most tensors are equal. So are two of which one is not whole.
 
-    Args:
-        one: the first.
-        other: the second.
-        named: their layouts, as far as they are given.
-
     Raises:
         OptionError: a given layout is contradicted, or counts fit no layout.
         UndecidedError: one holds no attention that is known.

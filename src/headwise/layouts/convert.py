@@ -62,9 +62,10 @@ def run(step: Step, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         RoundTripError: they differ.
     """
     made = step.run(stored)
-    if step.is_copy or not step.outputs:
+    if step.sides is None or not step.outputs:
         return made
-    back = step.reader.write(step.writer.read(made))
+    reader, writer = step.sides
+    back = reader.write(writer.read(made))
     for name, tensor in stored.items():
         if not same_bytes(tensor, back[name]):
             raise RoundTripError(

@@ -183,7 +183,9 @@ def function_lines(layout: Layout, sizes: Sizes) -> list[str]:
     ]
     if layout.function.rotary in PAIRINGS:
         width = sizes.get("rotary_width", sizes["head_dim"])
-        lines.append(_pairs(layout.function.rotary, width))
+        shown = pairs(layout.function.rotary, width)
+        listed = ", ".join(f"{a} and {b}" for a, b in shown[:3]) + ", ..." * (len(shown) > 3)
+        lines.append(f"rotated together in q and k: channels {listed}")
     left = [_WORDS.get(n, n) for n, value in said.items() if value is None and n not in CALLING]
     return lines + ([f"left to the model's config: {', '.join(left)}"] if left else [])
 
@@ -192,13 +194,6 @@ def pairs(rotary: str, width: int) -> list[tuple[int, int]]:
     """The channels of a stored head that turn together."""
     half = width // 2
     return [(2 * i, 2 * i + 1) if rotary == "interleaved" else (i, i + half) for i in range(half)]
-
-
-def _pairs(rotary: str, width: int) -> str:
-    shown = pairs(rotary, width)
-    listed = ", ".join(f"{a} and {b}" for a, b in shown[:3])
-    more = ", ..." if len(shown) > 3 else ""
-    return f"rotated together in q and k: channels {listed}{more}"
 
 
 def _shapes(layout: Layout, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -260,9 +255,10 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _lines(strip: Strip, axes: int) -> Iterator[str]:
-    word = _word(strip.axis, axes)
     if not strip.cells:
         return
+    known = {1: ("entries",), 2: ("rows", "columns")}
+    word = known[axes][strip.axis] if axes in known else f"axis {strip.axis}"
     yield f"{word}: {_lengths(strip.cells)}"
     found = list(_in_lines(strip.cells))
     left = len(str(found[-1][0].start))
@@ -271,11 +267,6 @@ def _lines(strip: Strip, axes: int) -> Iterator[str]:
         cut = len(lines) - MOST_LINES + 1
         lines[MOST_LINES - 3 : -2] = [f"  {'':>{left}}  ... {cut} lines of the same kind"]
     yield from lines
-
-
-def _word(axis: int, axes: int) -> str:
-    known = {1: ("entries",), 2: ("rows", "columns")}
-    return known[axes][axis] if axes in known else f"axis {axis}"
 
 
 def _lengths(cells: Sequence[Cell]) -> str:

@@ -32,12 +32,8 @@ _OUTSIDE = {
 def separate(q: str, k: str, v: str, *, kv_heads: str = "kv_heads", biases: str = "qkv") -> Tensors:
     """A linear layer each for queries, keys and values; rows head by head.
 
-    Args:
-        q: what the layer of the queries is called.
-        k: that of the keys.
-        v: that of the values.
-        kv_heads: "heads" where there are always as many of keys and values.
-        biases: the letters of those that may have one.
+    ``kv_heads`` is "heads" where there are always as many of keys and values; ``biases`` are the
+    letters of those that may have one.
     """
     found = {
         f"{q}.weight": "wq: (heads head_dim) embed_dim",
@@ -54,10 +50,7 @@ def separate(q: str, k: str, v: str, *, kv_heads: str = "kv_heads", biases: str 
 def out(name: str, *, bias: bool = True, columns: bool = False) -> Tensors:
     """The output projection.
 
-    Args:
-        name: what the layer is called.
-        bias: whether it may have one.
-        columns: stored for ``x @ weight``: its inputs are rows.
+    With ``columns`` it is stored for ``x @ weight``: its inputs are rows.
     """
     text = "wo: (heads head_dim) out_dim" if columns else "wo: out_dim (heads head_dim)"
     return {f"{name}.weight": text} | ({f"{name}.bias": "bo: out_dim"} if bias else {})
@@ -68,11 +61,7 @@ def stacked(
 ) -> Tensors:
     """All queries, then all keys, then all values, in one linear layer.
 
-    Args:
-        name: what the layer is called.
-        kv_heads: "kv_heads" where keys and values have heads of their own number.
-        bias: whether it may have one.
-        columns: stored for ``x @ weight``: its inputs are rows.
+    ``kv_heads`` is "kv_heads" where keys and values have heads of their own number.
     """
     axis = f"([wq: heads head_dim | wk: {kv_heads} head_dim | wv: {kv_heads} head_dim])"
     return fused(name, axis, bias=bias, columns=columns)
@@ -91,11 +80,8 @@ def by_group(name: str, *, bias: bool = True) -> Tensors:
 def fused(name: str, axis: str, *, bias: bool = True, columns: bool = False) -> Tensors:
     """One linear layer of several projections, whose bias is in the order of its rows.
 
-    Args:
-        name: what the layer is called.
-        axis: the pattern of its rows, such as "([wq: heads head_dim | wk: heads head_dim])".
-        bias: whether it may have one.
-        columns: stored for ``x @ weight``: its inputs are rows.
+    ``axis`` is the pattern of its rows, such as "([wq: heads head_dim | wk: heads head_dim])"; with
+    ``columns`` it is stored for ``x @ weight``: its inputs are rows.
     """
     found = {f"{name}.weight": f"embed_dim {axis}" if columns else f"{axis} embed_dim"}
     if bias:

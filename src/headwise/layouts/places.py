@@ -95,7 +95,12 @@ def modules_of(layout: Layout, names: Iterable[str]) -> list[Module]:
     names = list(names)
     modules = _at(layout.where, layout, names)
     if not any(module.tensors for module in modules):
-        modules = _of_base(layout, names)
+        # Those of a model that was stored without its head: its names lack their first word.
+        where = {role: bare for role, place in layout.where.items() if (bare := _bare(place))}
+        modules = _at(where, layout, names, is_base=True)
+        whole = (one for one in modules if layout.required <= {*one.tensors.values()})
+        roots = {one.place.root for one in whole}
+        modules = [module for module in modules if module.place.root in roots]
     placed = [one for one in modules if one.tensors or _is_attention(one, layout)]
     taken = {name for one in placed for name in (*one.tensors, *one.beside)}
     elsewhere = _anywhere(layout, [name for name in names if name not in taken])
@@ -121,14 +126,6 @@ def _at(
         Module(place, prefix, own, tuple(beside))
         for (place, prefix), (own, beside) in found.items()
     ]
-
-
-def _of_base(layout: Layout, names: Iterable[str]) -> list[Module]:
-    """Those of a model that was stored without its head: its names lack their first word."""
-    where = {role: bare for role, template in layout.where.items() if (bare := _bare(template))}
-    modules = _at(where, layout, names, is_base=True)
-    roots = {one.place.root for one in modules if layout.required <= {*one.tensors.values()}}
-    return [module for module in modules if module.place.root in roots]
 
 
 def _bare(template: str) -> str:

@@ -209,14 +209,9 @@ def _module_steps(
         if _is_kept(source, target, locals_in, locals_out):
             steps.append(copy(inputs[0], next(iter(outputs)), headers[inputs[0]]))
             continue
-        steps.append(
-            Step(
-                inputs,
-                outputs,
-                Inside(source, {name: module.tensors[name] for name in inputs}, sizes),
-                Inside(target, {prefix + local: local for local in locals_out}, target_sizes),
-            )
-        )
+        reader = Inside(source, {name: module.tensors[name] for name in inputs}, sizes)
+        writer = Inside(target, {prefix + local: local for local in locals_out}, target_sizes)
+        steps.append(Step(inputs, outputs, (reader, writer)))
     return steps
 
 

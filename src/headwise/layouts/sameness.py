@@ -101,11 +101,6 @@ class Reading:
         shapes = {name: patterns[local].shape(narrow) for name, local in self.names.items()}
         return {name: torch.arange(1, prod(n) + 1).reshape(n) for name, n in shapes.items()}
 
-    def turned_whole(self) -> Reading:
-        """The same with heads that turn whole where nothing is said of how much of them does."""
-        head_dim = self.sizes["head_dim"]
-        return replace(self, sizes={"rotary_width": head_dim, **self.sizes})
-
     def read(self, stored: State) -> State:
         """Their canonical form."""
         known = {k: self.sizes[k] for k in ("heads", "kv_heads", "rotary_width") if k in self.sizes}
@@ -121,4 +116,7 @@ def is_same_map(one: Reading, other: Reading) -> bool:
     first, second = one.numbered(), other.numbered()
     if {name: x.shape for name, x in first.items()} != {n: x.shape for n, x in second.items()}:
         return False
-    return not differing(*(reading.turned_whole().read(first) for reading in (one, other)))
+    # Heads turn whole where nothing is said of how much of them does.
+    whole = ({"rotary_width": x.sizes["head_dim"], **x.sizes} for x in (one, other))
+    pairs = zip((one, other), whole, strict=True)
+    return not differing(*(replace(x, sizes=sizes).read(first) for x, sizes in pairs))

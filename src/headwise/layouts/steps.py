@@ -41,24 +41,25 @@ class Step:
     Attributes:
         inputs: names in the source.
         outputs: name in the target -> shape; none for biases that must be +0 to be left out.
-        reader: stored tensors -> canonical ones, by names of its own.
-        writer: canonical tensors -> tensors of the target.
-        is_copy: whether the one output is the one input, byte for byte.
+        sides: stored tensors -> canonical ones, by names of their own, and these -> tensors of the
+            target; None where the one output is the one input, byte for byte.
     """
 
     inputs: tuple[str, ...]
     outputs: Mapping[str, tuple[int, ...]]
-    reader: Inside | Outside
-    writer: Inside | Outside
-    is_copy: bool = False
+    sides: tuple[Inside | Outside, Inside | Outside] | None = None
+
+    @property
+    def is_copy(self) -> bool:
+        """True if the bytes are kept."""
+        return self.sides is None
 
     def run(self, stored: Mapping[str, Tensor]) -> State:
         """The tensors of the target."""
-        if self.is_copy:
-            return {
-                name: stored[given] for given, name in zip(self.inputs, self.outputs, strict=True)
-            }
-        return self.writer.write(self.reader.read(stored))
+        if self.sides is None:
+            return dict(zip(self.outputs, (stored[name] for name in self.inputs), strict=True))
+        reader, writer = self.sides
+        return writer.write(reader.read(stored))
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,7 @@ class Outside:
 
 def copy(name: str, new: str, header: Header) -> Step:
     """A tensor that keeps its bytes."""
-    nothing = Outside({}, {})
-    return Step((name,), {new: tuple(header.shape)}, nothing, nothing, is_copy=True)
+    return Step((name,), {new: tuple(header.shape)})
 
 
 def components(
@@ -154,7 +154,10 @@ def around(
     for place, stored in places.items():
         written = _counterparts(stored.values(), target, {slot for slot, _ in place.numbers})
         for inputs, templates in components(stored, written):
-            if any(_has_more(name, kept) for name in inputs):
+            # A module that holds more keeps its name: scales, an adapter, or a bias.
+            parts = (name.rpartition(".") for name in inputs)
+            above = tuple(f"{module}." for module, _, leaf in parts if leaf in PARTS)
+            if any(other.startswith(above) for other in kept):
                 kept += inputs
                 continue
             held = {name: stored[name] for name in inputs}
@@ -168,12 +171,6 @@ def around(
                 continue
             steps += _moved(held, made, headers)
     return steps + [copy(name, _under(form.root, name, roots), headers[name]) for name in kept]
-
-
-def _has_more(name: str, kept: Iterable[str]) -> bool:
-    """Whether its module holds more that keeps its name: scales, an adapter, or a bias."""
-    module, _, leaf = name.rpartition(".")
-    return leaf in PARTS and any(other.startswith(module + ".") for other in kept)
 
 
 def _under(root: str | None, name: str, roots: Iterable[str]) -> str:
@@ -206,4 +203,4 @@ def _moved(
     sizes = solve(shapes, {}, {})
     require_one_dtype({name: headers[name].dtype for name in held})
     outputs = {name: pattern.shape(sizes) for name, pattern in made.items()}
-    return [Step(tuple(held), outputs, Outside(held, sizes), Outside(made, sizes))]
+    return [Step(tuple(held), outputs, (Outside(held, sizes), Outside(made, sizes)))]

@@ -37,10 +37,7 @@ _AXES = {
 def _layers(side: str, prefix: str, places: dict[str, str]) -> Tensors:
     """What the layers of one side hold beside attention.
 
-    Args:
-        side: "encoder" or "decoder".
-        prefix: of a layer.
-        places: part of `_AXES` -> its stored name.
+    ``places`` are the parts of `_AXES` and their stored names.
     """
     return {
         f"{prefix}{place}.{kind}": f"{side}_{part}{end}: {axes}"
