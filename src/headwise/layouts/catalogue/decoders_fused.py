@@ -16,6 +16,16 @@ _ANGLES = ("rotary_emb.inv_freq",)
 # One kv head, written as an axis: it is then told from a layout with more of them.
 _ONE_KV_HEAD = {"kv_heads": 1}
 
+GPT2 = {
+    "tokens": "wte.weight",
+    "positions": "wpe.weight",
+    "norm_1": "h.{layer}.ln_1.*",
+    "norm_2": "h.{layer}.ln_2.*",
+    "up": "h.{layer}.mlp.c_fc.*",
+    "down": "h.{layer}.mlp.c_proj.*",
+    "final_norm": "ln_f.*",
+    "unembedding": "lm_head.weight",
+}
 _NEOX_OUTSIDE = outside(
     tokens="gpt_neox.embed_in.weight",
     norm_1="gpt_neox.layers.{layer}.input_layernorm.*",
@@ -31,17 +41,7 @@ _GPT = (
         name="gpt2",
         tensors=stacked("c_attn", columns=True) | out("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
-        outside=outside(
-            tokens="wte.weight",
-            positions="wpe.weight",
-            norm_1="h.{layer}.ln_1.*",
-            norm_2="h.{layer}.ln_2.*",
-            up="h.{layer}.mlp.c_fc.*",
-            down="h.{layer}.mlp.c_proj.*",
-            final_norm="ln_f.*",
-            unembedding="lm_head.weight",
-            columns=True,
-        ),
+        outside=outside(GPT2, columns=True),
         beside=_MASKS,
         source=f"{_TRANSFORMERS}gpt2/modeling_gpt2.py",
         note="all matrices are stored for x @ weight; c_proj is square, so that a transpose left "

@@ -28,6 +28,17 @@ _ROWS_OF_BIASES = {
     "k_norm.bias": "k_norms_bias: kv_heads head_dim",
 }
 
+META = outside(
+    tokens="tok_embeddings.weight",
+    norm_1="layers.{layer}.attention_norm.weight",
+    norm_2="layers.{layer}.ffn_norm.weight",
+    gate="layers.{layer}.feed_forward.w1.weight",
+    up="layers.{layer}.feed_forward.w3.weight",
+    down="layers.{layer}.feed_forward.w2.weight",
+    final_norm="norm.weight",
+    unembedding="output.weight",
+)
+
 
 def _llama(
     name: str, function: Function, note: str = "", *, model: str = "", **others: Any
@@ -99,16 +110,7 @@ _LLAMAS = (
         name="llama-meta",
         tensors=separate("wq", "wk", "wv", biases="") | out("wo", bias=False),
         where={"self": "layers.{layer}.attention."},
-        outside=outside(
-            tokens="tok_embeddings.weight",
-            norm_1="layers.{layer}.attention_norm.weight",
-            norm_2="layers.{layer}.ffn_norm.weight",
-            gate="layers.{layer}.feed_forward.w1.weight",
-            up="layers.{layer}.feed_forward.w3.weight",
-            down="layers.{layer}.feed_forward.w2.weight",
-            final_norm="norm.weight",
-            unembedding="output.weight",
-        ),
+        outside=META,
         beside=("inner_attention.rope.freqs",),
         function=Function(rotary="interleaved", window=None),
         source="meta-llama/llama, llama/model.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headwise.layouts.catalogue.decoders_separate import META
 from headwise.layouts.forms import by_group, head_norms, out, outside, separate, stacked
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
@@ -83,16 +84,6 @@ _FLASH_DECODER = {
     "unembedding": "lm_head.weight",
 }
 _FLASH_BERT_BLOCK = "encoder.layers.{layer}."
-_META = outside(
-    tokens="tok_embeddings.weight",
-    norm_1="layers.{layer}.attention_norm.weight",
-    norm_2="layers.{layer}.ffn_norm.weight",
-    gate="layers.{layer}.feed_forward.w1.weight",
-    up="layers.{layer}.feed_forward.w3.weight",
-    down="layers.{layer}.feed_forward.w2.weight",
-    final_norm="norm.weight",
-    unembedding="output.weight",
-)
 
 
 _FLASH_CROSS = {
@@ -330,7 +321,7 @@ LAYOUTS = (
         name="torchtitan",
         tensors=separate("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv") | out("wo"),
         where={"self": "layers.{layer}.attention."},
-        outside=_META,
+        outside=META,
         function=Function(rotary="interleaved"),
         source="pytorch/torchtitan, torchtitan/models/common/attention.py",
         unchecked=_NOT_RELEASED,
@@ -341,7 +332,7 @@ LAYOUTS = (
         name="gpt-fast",
         tensors=stacked("wqkv", kv_heads="kv_heads", bias=False) | out("wo", bias=False),
         where={"self": "layers.{layer}.attention."},
-        outside=_META,
+        outside=META,
         beside=("kv_cache.*",),
         function=Function(rotary="interleaved", mask="True attends"),
         source="pytorch-labs/gpt-fast, model.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headwise.layouts.catalogue.decoders_fused import GPT2
 from headwise.layouts.forms import out, outside, separate, stacked
 from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
@@ -79,16 +80,7 @@ LAYOUTS = (
         name="nanogpt",
         tensors=stacked("c_attn") | out("c_proj"),
         where={"self": "h.{layer}.attn."},
-        outside=outside(
-            tokens="wte.weight",
-            positions="wpe.weight",
-            norm_1="h.{layer}.ln_1.*",
-            norm_2="h.{layer}.ln_2.*",
-            up="h.{layer}.mlp.c_fc.*",
-            down="h.{layer}.mlp.c_proj.*",
-            final_norm="ln_f.*",
-            unembedding="lm_head.weight",
-        ),
+        outside=outside(GPT2),
         beside=("bias",),
         source="karpathy/nanoGPT, model.py; karpathy/minGPT, mingpt/model.py",
         note="GPT-2's names for nn.Linear, whose matrices are the transposes of GPT-2's. Square "
