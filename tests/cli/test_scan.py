@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from headwise.cli.exit_status import as_option
 from headwise.errors import HeadwiseError
 from headwise.models import minilm
 from headwise.reports.telling import RULE, most_telling, standing_out
@@ -189,8 +190,8 @@ def test_refusals(arguments: list[str], saw: str) -> None:
 
 
 def test_a_misspelt_option_is_answered_in_options() -> None:
-    error = refused("--demo", "--stats", "entropy,previous_tokn")
-    assert (error.saw, error.do) == ("--stats 'previous_tokn'", "--stats previous_token")
+    saw, _, do = refused("--demo", "--stats", "entropy,previous_tokn").lines(as_option)
+    assert (saw, do) == ("--stats 'previous_tokn'", "--stats previous_token")
     assert refused("--demo", "--stats", "zzz").do == "choose from these"
     assert "=" not in refused("--demo", "--layers", "7").do  # no Python
 

@@ -13,7 +13,6 @@ from headwise.models.tiny import Tiny
 from headwise.scanning import estimate as module
 from headwise.scanning.estimate import (
     Call,
-    Speed,
     calls_of,
     estimate,
     memory,
@@ -22,7 +21,7 @@ from headwise.scanning.estimate import (
 from headwise.scanning.statistics.catalogue import STANDARD
 from tests.huggingface.stored import bert, gpt2, masked_lm
 
-SPEED = Speed(product=1e-10, entry=1e-8)
+SPEED = (1e-10, 1e-8)  # of a product, and of a weight under statistics
 
 
 def test_entries_by_hand() -> None:

@@ -36,12 +36,6 @@ class Scale:
     low: float
     high: float
 
-    @classmethod
-    def of(cls, definition: Definition, low: float, high: float) -> Scale:
-        """Shares run from 0 to 1, whatever was found; others from low to high."""
-        drawn = definition.drawn
-        return cls(drawn, low, high) if drawn == "range" else cls(drawn, 0.0, 1.0)
-
     def position(self, value: float) -> float:
         """On the scale of colours; a share of the weight by its square root, as on a map."""
         if self.kind == "weight":
@@ -133,7 +127,10 @@ def shown(scan: HeadScan, name: str) -> Shown:
         definition=definition,
         rows=values.tolist(),
         middle=float(real.median()) if real.numel() else float("nan"),
-        scale=Scale.of(definition, low, high),
+        # Shares run from 0 to 1, whatever was found.
+        scale=Scale(
+            definition.drawn, *((low, high) if definition.drawn == "range" else (0.0, 1.0))
+        ),
     )
 
 

@@ -88,7 +88,7 @@ def estimate(
     lengths: Sequence[int],
     *,
     held: int,
-    speed: Speed | None = None,
+    speed: tuple[float, float] | None = None,
 ) -> Estimate:
     """Of a scan of sequences of these lengths, one after the other.
 
@@ -96,14 +96,14 @@ def estimate(
     is measured now if it is None.
     """
     statistics = tuple(statistics)
-    speed = speed or measured_speed(calls, statistics)
+    product, entry = speed or measured_speed(calls, statistics)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     products = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
     seconds = 0.0
     for length in lengths:
         entries = sum(call.entries(length) for call in calls)
         attended = sum(call.entries(length) * call.width for call in calls)
-        seconds += speed.product * (length * products + attended) + speed.entry * entries
+        seconds += product * (length * products + attended) + entry * entries
     more = memory(model, calls, statistics, max(lengths))
     return Estimate(seconds, more, held + more)
 
@@ -139,16 +139,13 @@ def _logits(model: Any) -> int:
     return int(last.weight.shape[0])
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Seconds for a multiply-add of a matrix product, and for one weight under all statistics."""
+def measured_speed(
+    calls: Sequence[Call], statistics: Sequence[TileStatistic]
+) -> tuple[float, float]:
+    """Seconds for a multiply-add of a matrix product, and for one weight under all statistics.
 
-    product: float
-    entry: float
-
-
-def measured_speed(calls: Sequence[Call], statistics: Sequence[TileStatistic]) -> Speed:
-    """The better of two runs of a small problem; a fraction of a second."""
+    The better of two runs of a small problem; it takes a fraction of a second.
+    """
     heads = min(8, max((call.heads for call in calls), default=1))
     width = max(1, max((call.width for call in calls), default=2) // 2)
     generator = torch.Generator().manual_seed(0)
@@ -165,7 +162,7 @@ def measured_speed(calls: Sequence[Call], statistics: Sequence[TileStatistic]) -
     fitting = [s for s in statistics if s.missing(call) is None]
     entries = heads * SAMPLE**2 / (2 if is_causal else 1)
     entry = min(_seconds(lambda: sweep(call, fitting)) for _ in range(2)) / entries
-    return Speed(product, entry)
+    return product, entry
 
 
 def require_memory(needed: int, *, what: str, do: str) -> None:

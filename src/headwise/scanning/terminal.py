@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections import Counter, defaultdict
 
 from torch import Tensor
 
@@ -64,23 +64,23 @@ def _heads(scan: Readings) -> list[str]:
     if shown < values.shape[1]:
         lines[0] += f"; {values.shape[1] - shown} more heads are left out"
     lines.append(f"{'':{digits}} {ruler(shown)}".rstrip())
-    for index in _ends(len(scan.layers), MOST_ROWS):
-        if index is None:
-            left_out = len(scan.layers) - MOST_ROWS + 1
-            lines.append(f"{'':{digits}} … {many(left_out, 'layer')} left out")
-            continue
-        layer = scan.layer_scans[index]
+    rows = []
+    for index, layer in enumerate(scan.layer_scans):
         row = _row(values[index, :shown], layer, low, high)
         label = _label(layer, WIDTH - digits - shown - 3)
-        lines.append(f"{index:{digits}} {row}  {label}".rstrip())
-    return lines
+        rows.append(f"{index:{digits}} {row}  {label}".rstrip())
+    if len(rows) > MOST_ROWS:  # the first and the last, and a line between them
+        left_out = len(rows) - MOST_ROWS + 1
+        first = MOST_ROWS // 2
+        rows[first : first + left_out] = [f"{'':{digits}} … {many(left_out, 'layer')} left out"]
+    return lines + rows
 
 
 def _row(values: Tensor, layer: LayerScan, low: float, high: float) -> str:
-    cells = [NO_VALUE] * min(layer.num_heads, len(values))
-    for head, value in enumerate(values.tolist()[: len(cells)]):
-        if low <= value <= high:
-            cells[head] = level((value - low) / (high - low) if high > low else 0.0)
+    cells = [
+        level((value - low) / ((high - low) or 1.0)) if low <= value <= high else NO_VALUE
+        for value in values.tolist()[: layer.num_heads]
+    ]
     return "".join(cells).ljust(len(values))
 
 
@@ -102,15 +102,6 @@ def _label(layer: LayerScan, room: int) -> str:
 def _from_the_end(text: str, room: int) -> str:
     """A name that is too long ends as it does: there, names differ most."""
     return text if len(text) <= room else "…" + text[1 - room :]
-
-
-def _ends(count: int, most: int) -> list[int | None]:
-    """All indices, or the first and the last with None between them: ``most`` in all."""
-    if count <= most:
-        return list(range(count))
-    first = most // 2
-    last = most - first - 1
-    return [*range(first), None, *range(count - last, count)]
 
 
 # ---- in words -----------------------------------------------------------------------------------
@@ -138,11 +129,10 @@ def _short(value: float) -> str:
 
 def _missing(scan: Readings) -> list[str]:
     """A line for each reason, with the statistics and the number of layers."""
-    reasons: dict[str, dict[str, int]] = {}
+    reasons = defaultdict[str, Counter[str]](Counter)
     for layer in scan.layer_scans:
         for name, reason in layer.missing.items():
-            layers = reasons.setdefault(reason, {})
-            layers[name] = layers.get(name, 0) + 1
+            reasons[reason][name] += 1
     lines = []
     for reason, names in reasons.items():
         fewest, most = min(names.values()), max(names.values())
@@ -161,8 +151,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-def _elided(lines: Iterable[str]) -> list[str]:
-    lines = list(lines)
+def _elided(lines: list[str]) -> list[str]:
     if len(lines) <= MOST_LINES:
         return lines
     return [*lines[: MOST_LINES - 1], f"  and {len(lines) - MOST_LINES + 1} more"]

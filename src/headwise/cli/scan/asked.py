@@ -78,4 +78,5 @@ class Asked:
 
             known = [statistic.definition.name for statistic in STANDARD]
             if unknown := [name for name in self.stats if name not in known]:
-                raise unknown_statistic(unknown[0], known, do="choose from these", option="--stats")
+                do = "choose from these"
+                raise unknown_statistic(unknown[0], known, do=do, parameter="stats")

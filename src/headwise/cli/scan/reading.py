@@ -81,11 +81,6 @@ class Subject:
         """How a token is written, or its number."""
         return str(token) if self.name_of is None else self.name_of(token)
 
-    def read(self, ids: Tensor) -> None:
-        """Call the model, and forget what it gives."""
-        given = self.inputs(ids)
-        self.model(**given) if isinstance(given, dict) else self.model(*given)
-
     def require_tokens(self, ids: Tensor) -> None:
         """Raise OptionError if there are tokens that the model does not know."""
         low, high = int(ids.min()), int(ids.max())
@@ -278,7 +273,7 @@ def stored_tokens(subject: Subject, file: Path, length: int | None) -> Passage:
             do="write more token ids into the file",
         )
     ids = torch.tensor([whole])
-    subject.require_tokens(ids)
+    subject.require_tokens(ids)  # also what is cut off
     most = length_of(subject, length, default=TEXT_LENGTH)
     part = f"all {len(whole):,}" if len(whole) <= most else f"the first {most:,} of {len(whole):,}"
     return Passage(file.name, ids[:, :most], f"{file.name}, {part} tokens")

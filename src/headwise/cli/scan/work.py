@@ -18,7 +18,7 @@ from headwise.reports.telling import visible
 from headwise.scanning.corpus import PARTS, SCAN, parts_in, scan_corpus
 from headwise.scanning.estimate import Estimate, calls_of, estimate, in_use, require_memory
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.inputs import on_tokens
+from headwise.scanning.inputs import inputs_of, on_tokens, run
 from headwise.scanning.scan import scan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import TileStatistic
@@ -149,7 +149,8 @@ def prepare(asked: Asked) -> Work:
     trial = passages[0].ids[:, :TRIAL]
     with on_tokens(subject.title, trial.shape[1], do=INSTEAD):
         _scan(asked, subject, trial)
-        calls = calls_of(subject.model, lambda: subject.read(trial))
+        (once,) = inputs_of(subject.inputs(trial))
+        calls = calls_of(subject.model, lambda: run(subject.model, once))
     lengths = [one.ids.shape[1] for one in passages]
     expected = estimate(subject.model, calls, statistics, lengths, held=in_use())
     if not asked.force:

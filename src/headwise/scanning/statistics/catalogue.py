@@ -96,7 +96,7 @@ def named(names: Iterable[str]) -> tuple[TileStatistic, ...]:
 
 
 def unknown_statistic(
-    name: object, known: Iterable[str], *, do: str, option: str = "statistic"
+    name: object, known: Iterable[str], *, do: str, parameter: str = ""
 ) -> OptionError:
     """Return the error for a name that is not among these, with the nearest, if any is near.
 
@@ -104,12 +104,15 @@ def unknown_statistic(
         name: what was given.
         known: the names that there are.
         do: the advice where none is near.
-        option: what the name was given as.
+        parameter: the argument that the name was given as, where the message is to say it.
     """
     known = tuple(known)
-    near = get_close_matches(str(name)[:LONGEST_NAME], known, n=1)
-    if near:
-        do = f"{option} {near[0]}" if option.startswith("--") else f"{near[0]!r} is the nearest"
+    what = f"{{{parameter}}}" if parameter else "statistic"
+    if near := get_close_matches(str(name)[:LONGEST_NAME], known, n=1):
+        do = f"{what} {near[0]}" if parameter else f"{near[0]!r} is the nearest"
     return OptionError(
-        saw=f"{option} {describe_value(name)}", needed=f"one of {', '.join(known)}", do=do
+        saw=f"{what} {describe_value(name)}",
+        needed=f"one of {', '.join(known)}",
+        do=do,
+        parameter=parameter,
     )
