@@ -25,10 +25,9 @@ from headwise.huggingface.switching import switched
 from headwise.layers.hooks import watching
 from headwise.masks.clauses.band import Band
 from headwise.matrix import AttentionMatrix
+from headwise.scanning.call_context import KeyTokens, Pending, TokenStreams, by_head
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.modules import Modules, Running, same, version_of
-from headwise.scanning.projections import Pending, by_head
-from headwise.scanning.tokens import KeyTokens, TokenStreams
 from headwise.scanning.torch_calls import TorchCalls
 from headwise.support.own_calls import telling_own_calls
 

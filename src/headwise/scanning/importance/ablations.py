@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.scanning import selection
-from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.captured_call import CapturedCall, known
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
@@ -169,22 +169,22 @@ class _HeadAblation:
     def __call__(self, call: CapturedCall) -> Tensor | None:
         """The head outputs, one head's replaced while it is off."""
         place, self._place = self._place, self._place + 1
-        assert call.outputs is not None
+        outputs = known(call.outputs)
         if self._off is None:
             if self._causal:
                 losses.require_causal(call)
             self._real.append(call.real_queries)
-            self._shapes[call.layer] = call.outputs.shape
+            self._shapes[call.layer] = outputs.shape
             self._layers.see(call)
             return None
         layer, head = self._off
         if call.layer != layer.name:
             return None
-        outputs = call.outputs.clone()
-        outputs[:, head] = self._replacement.of(
-            call.outputs[:, head], self._real[place], layer=layer.name, head=head
+        without = outputs.clone()
+        without[:, head] = self._replacement.of(
+            outputs[:, head], self._real[place], layer=layer.name, head=head
         )
-        return outputs
+        return without
 
     def measure(self, losses_of: Callable[[], Tensor], tell: Progress) -> None:
         """Run one input as it is, and then once for each head."""

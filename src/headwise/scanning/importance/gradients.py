@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError, ShapeError
 from headwise.scanning import selection
-from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.captured_call import CapturedCall, known
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
@@ -121,8 +121,7 @@ class Gates:
         if not torch.is_grad_enabled():
             _leave_out(layer, UNRECORDED)
             return None
-        outputs = call.outputs
-        assert outputs is not None
+        outputs = known(call.outputs)
         # Wider than half: what a gate receives is a sum over value_dim.
         dtype = torch.promote_types(outputs.dtype, torch.float32)
         shape = outputs.shape[:3]
@@ -171,10 +170,8 @@ def _add(layer: LayerScan, several: list[Tensor]) -> None:
 
     A layer that attends twice in a pass has two gates: both times count together.
     """
-    signed = sum(of_queries.sum(-1) for of_queries in several)
-    absolute = sum(of_queries.abs().sum(-1) for of_queries in several)
-    assert isinstance(signed, Tensor)
-    assert isinstance(absolute, Tensor)
+    signed = torch.stack([of_queries.sum(-1) for of_queries in several]).sum(0)
+    absolute = torch.stack([of_queries.abs().sum(-1) for of_queries in several]).sum(0)
     gate, taylor = signed.abs().sum(0).cpu(), absolute.sum(0).cpu()
     for statistic, total in zip(GRADIENTS, (gate, gate.clone(), taylor), strict=True):
         layer.add(statistic, {"sum": total, "count": torch.full_like(total, len(signed))})
