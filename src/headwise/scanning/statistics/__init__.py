@@ -7,7 +7,7 @@
 
 The standard set, each with its formula, source, unit and what it leaves out:
 
-    rows.py          means over queries of what a row is worth: how widely, where and how much
+    rows.py          means over queries of what a row is worth: how widely it looks, and where
     outputs.py       what a head writes, and how alike the heads of a layer are
     views.py         what a page shows of one head: weights by offset, a map, the largest weights
 """

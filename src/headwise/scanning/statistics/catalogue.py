@@ -9,6 +9,7 @@ from headwise.errors import OptionError
 from headwise.scanning.statistics import rows
 from headwise.scanning.statistics.outputs import (
     CKA,
+    CONTRIBUTED,
     Copying,
     EffectiveRank,
     OutputCosine,
@@ -28,7 +29,7 @@ STANDARD: tuple[TileStatistic, ...] = (
     *rows.REPEATED,
     Copying(),
     *rows.MARKED,
-    *rows.CONTRIBUTED,
+    *CONTRIBUTED,
     EffectiveRank(),
     OutputCosine(),
     CKA(),

@@ -1,6 +1,7 @@
 """Statistics of head outputs and of sampled rows, each for a head or for two heads of a layer.
 
-In how many directions a head writes, whether it writes what it reads, and how alike two heads are.
+How much a head writes, in how many directions, whether it writes what it reads, and how alike two
+heads are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from headwise.budget.rounding import LAMBDA, Roundoff
 from headwise.kernels.problem import accumulation_dtype
 from headwise.scanning.captured_call import CapturedCall, known
-from headwise.scanning.statistics.rows import EXCLUDED
+from headwise.scanning.statistics.rows import EXCLUDED, Row
 from headwise.scanning.statistics.statistic import (
     COUNT,
     HEADS,
@@ -31,6 +32,66 @@ from headwise.scanning.statistics.tile import WeightTile
 AT_ONCE = 2**20  # numbers that are looked at together
 FEWEST = 4  # rows of which an unbiased CKA can be had
 PAIRS = mean_over(HEADS)
+# None of it is one head's own: a norm acts on the sum of all heads.
+BEHIND = (
+    "; what stands between the output projection and the residual: its bias, a norm (as in OLMo 2) "
+    "and a factor (as in Granite)"
+)
+
+
+# ---- how much it writes -------------------------------------------------------------------------
+
+
+def _residual(tile: WeightTile) -> Tensor:
+    """(batches, 1, rows): the norm of what the layer's output is added to."""
+    cut = known(tile.call.residual)[tile.batches, tile.rows].to(tile.weights.dtype)
+    norms: Tensor = torch.linalg.vector_norm(cut, dim=-1)
+    return norms[:, None]
+
+
+def _relative_contribution(tile: WeightTile) -> Tensor:
+    norms = _residual(tile)
+    return tile.contribution_norms / norms.where(norms > 0, 1.0)
+
+
+CONTRIBUTED = (
+    Row(
+        lambda tile: tile.contribution_norms,
+        name="contribution_norm",
+        formula="mean over queries i of ‖zᵢ W_O‖, for the head's output zᵢ and its part of the "
+        "output projection",
+        unit="of the residual, before any norm or factor",
+        excluded=EXCLUDED + BEHIND,
+        source="Kobayashi et al. 2021, arXiv:2109.07152, of one head",
+        title="Length of what it adds",
+        most="adds most: {}",
+        needs=("outputs", "out_proj"),
+    ),
+    Row(
+        _relative_contribution,
+        name="relative_contribution",
+        formula="mean over queries i of ‖zᵢ W_O‖ / ‖xᵢ‖, for the residual xᵢ that the layer's "
+        "output is added to",
+        unit="ratio, from 0",
+        excluded=EXCLUDED + "; queries with a residual of 0" + BEHIND,
+        source="mixing against preserving: Kobayashi et al. 2021, arXiv:2109.07152, of one head",
+        title="How much it adds",
+        most="adds most: {} times the length of what was there",
+        counts=lambda tile: tile.counted & (_residual(tile) > 0),
+        needs=("outputs", "out_proj", "residual"),
+    ),
+    Row(
+        lambda tile: tile.on(tile.call.value_norms),
+        name="value_weighted",
+        formula="mean over queries i of Σⱼ A[i, j] ‖vⱼ W_O‖",
+        unit="of the residual; at least contribution_norm",
+        excluded=EXCLUDED + "; biases of the projections; a sink, which has no value",
+        source="Kobayashi et al. 2020, arXiv:2004.10102, summed over the keys",
+        title="Length of what it moves, before it cancels",
+        most="moves most: {}",
+        needs=("values", "out_proj"),
+    ),
+)
 
 
 class EffectiveRank(TileStatistic):

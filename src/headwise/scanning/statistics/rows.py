@@ -19,11 +19,6 @@ WITHOUT_A_REPEAT = (
     "queries whose token is not known or did not come before; an earlier one that the mask hides "
     "counts as 0"
 )
-# None of it is one head's own: a norm acts on the sum of all heads.
-BEHIND = (
-    "; what stands between the output projection and the residual: its bias, a norm (as in OLMo 2) "
-    "and a factor (as in Granite)"
-)
 
 OfRows = Callable[[WeightTile], Tensor]  # (batches, heads, rows) of a tile
 
@@ -329,60 +324,5 @@ MARKED = (
         title="Weight on special tokens",
         most="puts {} of its weight on special tokens",
         needs=("specials",),
-    ),
-)
-
-
-# ---- how much it writes -------------------------------------------------------------------------
-
-
-def _residual(tile: WeightTile) -> Tensor:
-    """(batches, 1, rows): the norm of what the layer's output is added to."""
-    cut = known(tile.call.residual)[tile.batches, tile.rows].to(tile.weights.dtype)
-    norms: Tensor = torch.linalg.vector_norm(cut, dim=-1)
-    return norms[:, None]
-
-
-def _relative_contribution(tile: WeightTile) -> Tensor:
-    norms = _residual(tile)
-    return tile.contribution_norms / norms.where(norms > 0, 1.0)
-
-
-CONTRIBUTED = (
-    Row(
-        lambda tile: tile.contribution_norms,
-        name="contribution_norm",
-        formula="mean over queries i of ‖zᵢ W_O‖, for the head's output zᵢ and its part of the "
-        "output projection",
-        unit="of the residual, before any norm or factor",
-        excluded=EXCLUDED + BEHIND,
-        source="Kobayashi et al. 2021, arXiv:2109.07152, of one head",
-        title="Length of what it adds",
-        most="adds most: {}",
-        needs=("outputs", "out_proj"),
-    ),
-    Row(
-        _relative_contribution,
-        name="relative_contribution",
-        formula="mean over queries i of ‖zᵢ W_O‖ / ‖xᵢ‖, for the residual xᵢ that the layer's "
-        "output is added to",
-        unit="ratio, from 0",
-        excluded=EXCLUDED + "; queries with a residual of 0" + BEHIND,
-        source="mixing against preserving: Kobayashi et al. 2021, arXiv:2109.07152, of one head",
-        title="How much it adds",
-        most="adds most: {} times the length of what was there",
-        counts=lambda tile: tile.counted & (_residual(tile) > 0),
-        needs=("outputs", "out_proj", "residual"),
-    ),
-    Row(
-        lambda tile: tile.on(tile.call.value_norms),
-        name="value_weighted",
-        formula="mean over queries i of Σⱼ A[i, j] ‖vⱼ W_O‖",
-        unit="of the residual; at least contribution_norm",
-        excluded=EXCLUDED + "; biases of the projections; a sink, which has no value",
-        source="Kobayashi et al. 2020, arXiv:2004.10102, summed over the keys",
-        title="Length of what it moves, before it cancels",
-        most="moves most: {}",
-        needs=("values", "out_proj"),
     ),
 )
