@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from headwise.cli.exit_status import as_option
+from headwise.cli.ending import as_option
 from headwise.errors import HeadwiseError
 from headwise.models import minilm
 from headwise.reports.telling import RULE, most_telling, standing_out
