@@ -166,8 +166,7 @@ def measure(name: str) -> dict[str, float] | None:
         return None
     command = [sys.executable, "-m", "benchmarks.models", name]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ class Torch(nn.Module):
         self.inner.out_proj.bias = ours.out_proj.bias
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        out: Tensor = self.inner(x, x, x, key_padding_mask=padding, need_weights=False)[0]
-        return out
+        return self.inner(x, x, x, key_padding_mask=padding, need_weights=False)[0]
 
 
 class Llama(nn.Module):
@@ -76,13 +75,12 @@ class Llama(nn.Module):
         return cache
 
     def forward(self, x: Tensor, cache: DynamicCache | None = None) -> Tensor:
-        out: Tensor = self.inner(
+        return self.inner(
             x,
             position_embeddings=(self.cos, self.sin),
             attention_mask=None,
             past_key_values=cache,
         )[0]
-        return out
 
 
 class XTransformers(nn.Module):
@@ -99,5 +97,4 @@ class XTransformers(nn.Module):
         self.inner.to_out.weight = ours.out_proj.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
-        return out
+        return self.inner(x)

@@ -1,4 +1,7 @@
-"""One process: every case interleaved with its peers, a ratio for each round."""
+"""One process: every case interleaved with its peers, a ratio for each round.
+
+`MEDIANS` is what the median over the six shapes of a group must reach.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from statistics import median
 
 import torch
 
-from benchmarks.case import Case
-from benchmarks.cases import MAKERS
+from benchmarks import drop_in, matrix, native, scan
+from benchmarks.case import Case, Make
 
+MAKERS: tuple[Make, ...] = (*drop_in.MAKERS, *matrix.MAKERS, *native.MAKERS, *scan.MAKERS)
+MEDIANS = {**drop_in.MEDIANS, **native.MEDIANS}
 SECONDS, FEWEST, MOST = 0.8, 2, 200  # of one case in one process; rounds
 
 

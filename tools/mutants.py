@@ -179,8 +179,7 @@ def keep(mutant: Mutant, test: str) -> None:
 
 
 def _state() -> dict[str, str]:
-    state: dict[str, str] = json.loads(STATE.read_text("utf-8")) if STATE.is_file() else {}
-    return state
+    return json.loads(STATE.read_text("utf-8")) if STATE.is_file() else {}
 
 
 def is_done(mutant: Mutant) -> bool:

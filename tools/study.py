@@ -44,8 +44,7 @@ def answers(record: dict[str, Any]) -> list[Answer]:
 
 def read() -> dict[str, Any]:
     """The numbers that the documentation is written from."""
-    record: dict[str, Any] = json.loads(RECORD.read_text("utf-8"))
-    return record
+    return json.loads(RECORD.read_text("utf-8"))
 
 
 def as_text(record: dict[str, Any]) -> str:

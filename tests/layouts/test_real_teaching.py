@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from headwise import Mask
 from headwise.layouts.convert import convert
-from headwise.studies.peers.peer import Peer
-from headwise.studies.peers.written_anew import Annotated, EinopsPage, Paper, Tensor2Tensor
+from headwise.studies.peer import Peer
+from headwise.studies.peers import Annotated, EinopsPage, Paper, Tensor2Tensor
 from tests.layouts.real import BATCH, LENGTH, Real, assert_same_function, inputs, sharpen
 from tests.layouts.stored import HEADS, VOCABULARY, file_of, own_tensors
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from headwise.masks.mask import Mask
 from headwise.models.reading import AttentionCall, Projections, Reading
-from headwise.studies.experiments import whole_layer
-from headwise.studies.peers.peer import Weights
+from headwise.studies.experiments.measures import layer_output
+from headwise.studies.peer import Weights
 
 LAYERS, HEADS, HEAD_DIM, LENGTH = 3, 5, 6, 37
 
@@ -51,7 +51,7 @@ def small_reading(*, exchanged: bool = False) -> Reading:
     real[1, 4:] = False
     may_attend = real[:, None].expand(-1, 7, -1)
     mask = Mask.may_attend(may_attend, axes="batch queries keys")
-    output = whole_layer.output(x, x, x, *given.tensors, num_heads=2, mask=mask)
+    output = layer_output(x, x, x, *given.tensors, num_heads=2, mask=mask)
     q, k, v = given.matrices[:3]
     rows = (k, q, v) if exchanged else (q, k, v)
     projections = Projections(

@@ -1,14 +1,23 @@
-"""The command line of the tool."""
+"""The command line, and the trials: each in a process that may not take long, nor much memory."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import resource
+import warnings
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
 
+import torch
 import transformers
 
-from tools.huggingface_classes import classes, running, table
+from tools.huggingface_classes import classes, table
+from tools.huggingface_classes.trial import Row, tried
 
+SECONDS, BYTES = 60, 8 * 2**30
 LINES = table.ROOT / "build" / "huggingface.jsonl"  # of a run that is not finished
 
 
@@ -31,7 +40,7 @@ def _some(model_types: list[str]) -> table.Rows:
     if version != transformers.__version__:
         raise SystemExit(f"The record is of transformers {version}: try all model types.")
     rows = {row["model_type"]: row for row in found["rows"]}
-    return rows | {row["model_type"]: row for row in running.rows(model_types)}
+    return rows | {row["model_type"]: row for row in _rows(model_types)}
 
 
 def _all() -> table.Rows:
@@ -39,10 +48,47 @@ def _all() -> table.Rows:
     LINES.parent.mkdir(exist_ok=True)
     known = table.rows(LINES)
     missing = [name for name in classes.model_types() if name not in known]
-    for row in running.rows(missing):
+    for row in _rows(missing):
         with LINES.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
     return table.rows(LINES)
+
+
+def _rows(model_types: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The row of each model type, one after the other."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    for model_type in model_types:
+        row = _alone(model_type)
+        print(f"{model_type:40} {row['verdict']:22} {row.get('reason', '')[:120]}", flush=True)
+        yield row
+
+
+def _alone(model_type: str) -> dict[str, Any]:
+    """One trial in a forked process."""
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+    process = fork.Process(target=_child, args=(model_type, send))
+    process.start()
+    send.close()
+    try:
+        if receive.poll(SECONDS):
+            return receive.recv()
+        reason = f"not done after {SECONDS} s"
+    except EOFError:
+        process.join()
+        reason = f"the process ended with {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+    kind = classes.model_class(model_type)
+    return Row(model_type, None if kind is None else kind.__name__, reason=reason).record()
+
+
+def _child(model_type: str, send: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    warnings.simplefilter("ignore")
+    send.send(tried(model_type).record())
 
 
 if __name__ == "__main__":

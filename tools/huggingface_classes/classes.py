@@ -20,8 +20,7 @@ def model_types() -> list[str]:
 
 
 def config_class(model_type: str) -> type[PreTrainedConfig]:
-    kind: type[PreTrainedConfig] = configuration_auto.CONFIG_MAPPING[model_type]
-    return kind
+    return configuration_auto.CONFIG_MAPPING[model_type]
 
 
 def model_class(model_type: str) -> type[PreTrainedModel] | None:

@@ -11,16 +11,31 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tools.huggingface_classes.errors import ERRORS
 from tools.huggingface_classes.shrink import WIDTH
 from tools.huggingface_classes.special_inputs import FIRST, REQUIRED
 
 BATCH, LENGTH, DECODED, FRAMES, WAVE = 3, 13, 7, 64, 4032
 PADDING = 4
 Inputs = dict[str, Any]
+
+# What code of others may raise on a configuration or an input that does not suit it.
+ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
 
 
 def attempts(model: PreTrainedModel, model_type: str) -> Iterator[Inputs]:

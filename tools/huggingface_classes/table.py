@@ -93,8 +93,7 @@ def rows(lines: Path) -> Rows:
 
 
 def record() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RECORD.read_text("utf-8"))
-    return found
+    return json.loads(RECORD.read_text("utf-8"))
 
 
 def write_record(found: Rows) -> None:

@@ -20,7 +20,7 @@ from headwise.huggingface import attention
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan import scan
 from tools.huggingface_classes import classes, comparing, inputs, layers, shrink, stored
-from tools.huggingface_classes.errors import ERRORS
+from tools.huggingface_classes.inputs import ERRORS
 
 MOST_PARAMETERS = 30_000_000
 WITHOUT_EXTRAS = {"use_cache": False, "logits_to_keep": 0}

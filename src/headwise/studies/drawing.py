@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
-    from matplotlib.colorbar import Colorbar as Colorbar
     from matplotlib.figure import Figure as Figure
     from matplotlib.figure import SubFigure as SubFigure
     from matplotlib.image import AxesImage
     from matplotlib.text import Annotation
 else:  # matplotlib need not be there: only annotations name these
-    Axes = Colorbar = Figure = SubFigure = AxesImage = Annotation = Any
+    Axes = Figure = SubFigure = AxesImage = Annotation = Any
 
 Place = tuple[float | int, float | int]
 WIDTH = 7.6  # inches, of every picture

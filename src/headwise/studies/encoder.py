@@ -29,23 +29,18 @@ def trained(progress: Progress = no_progress) -> Reading:
     return minilm.read(whole, first, progress=progress)
 
 
-def read(progress: Progress = no_progress) -> tuple[Reading, Fallback | None]:
-    """Read the text with all-MiniLM-L6-v2, or with a small encoder trained on the spot."""
-    try:
-        return trained(progress), None
-    except MissingExtraError as missing:
-        whole = " ".join(text.paragraphs())
-        reading = small.read(whole, attention=MultiheadAttention, progress=progress)
-        return reading, Fallback(missing.saw, missing.do)
-
-
 _once: list[tuple[Reading, Fallback | None]] = []
 
 
 def reading(progress: Progress = no_progress) -> Reading:
-    """What the encoder read, once for all questions that look at it."""
+    """What all-MiniLM-L6-v2 read, or a small encoder trained on the spot; it is read once."""
     if not _once:
-        _once.append(read(progress))
+        try:
+            _once.append((trained(progress), None))
+        except MissingExtraError as missing:
+            whole = " ".join(text.paragraphs())
+            small_one = small.read(whole, attention=MultiheadAttention, progress=progress)
+            _once.append((small_one, Fallback(missing.saw, missing.do)))
     return _once[0][0]
 
 

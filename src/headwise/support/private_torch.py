@@ -48,8 +48,8 @@ onednn_linear = _linear_pointwise and partial(
 HAS_ONEDNN_LINEAR = torch.backends.mkldnn.is_available() and _linear_pointwise is not None
 HAS_WRAPPERS = _make_wrapper is not None and no_torch_function is not None
 
-# Names by which `torch._ops.OpOverload.name` tells two of torch's private operators.
-SOFTMAX, TO_COPY = "aten::_softmax", "aten::_to_copy"
+# The name by which `torch._ops.OpOverload.name` tells one of torch's private operators.
+TO_COPY = "aten::_to_copy"
 
 
 def in_functorch(*, unknown: bool) -> bool:

@@ -13,17 +13,20 @@ from torch.nn import functional as F
 
 from headwise.studies import encoder
 from headwise.studies.experiments import conventions, same_weights
-from headwise.studies.peers.installed import (
+from headwise.studies.peer import Peer, Weights
+from headwise.studies.peers import (
     GPT2,
     IMPLEMENTATIONS,
+    Annotated,
     Bert,
     DropIn,
+    EinopsPage,
     Native,
+    Paper,
+    Tensor2Tensor,
     TorchLayer,
     XTransformers,
 )
-from headwise.studies.peers.peer import Peer, Weights
-from headwise.studies.peers.written_anew import Annotated, EinopsPage, Paper, Tensor2Tensor
 from headwise.studies.questions.implementations import QUESTION, fills, size
 from headwise.studies.study import ask
 from tests.studies.readings import small_reading

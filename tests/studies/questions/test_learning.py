@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from headwise.layers.native.attention import Attention
 from headwise.matrix import AttentionMatrix
-from headwise.studies.experiments import lookups
-from headwise.studies.experiments.lookups import Texts
 from headwise.studies.questions import learning
-from headwise.studies.questions.learning import QUESTION
+from headwise.studies.questions.learning import QUESTION, Texts
 from tests.studies.asking import failed_facts
 
 pytestmark = pytest.mark.slow  # each trains again
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.slow  # each trains again
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"LENGTH": 8, "VALUE": 8, "EMBED_DIM": 24, "BATCH": 16, "RATE": 2e-2}
     for name, value in sizes.items():
-        monkeypatch.setattr(lookups, name, value)
+        monkeypatch.setattr(learning, name, value)
     for name, value in {"SEEDS": 3, "FEWER_SEEDS": 1, "STEPS": 128, "TEST": 200}.items():
         monkeypatch.setattr(learning, name, value)
 
@@ -37,23 +35,23 @@ def test_small_sizes_hold() -> None:
 
 
 def test_heads_that_keep_their_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = lookups.layer
+    layer = learning.layer
 
     def as_wide(num_heads: int, **sizes: int) -> Attention:
         return layer(num_heads, **{"head_dim": 6} | sizes)
 
-    monkeypatch.setattr(lookups, "layer", as_wide)
+    monkeypatch.setattr(learning, "layer", as_wide)
     assert "the same number of parameters" in failed_facts(QUESTION)[0]
 
 
 def test_both_lookups_are_about_the_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = lookups.texts
+    texts = learning.texts
 
     def twice(batch: int) -> Texts:
         given = texts(batch)
         return dataclasses.replace(given, values=given.values[:, :, :1].expand(-1, -1, 2, -1))
 
-    monkeypatch.setattr(lookups, "texts", twice)
+    monkeypatch.setattr(learning, "texts", twice)
     assert "one head did not get below half" in failed_facts(QUESTION)[0]
 
 
@@ -86,7 +84,7 @@ def test_a_gate_that_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_heads_that_stay_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = lookups.train
+    train = learning.train
 
     def worse(model: Attention, *, steps: int) -> list[float]:
         found = train(model, steps=steps)
@@ -94,13 +92,13 @@ def test_two_heads_that_stay_behind(monkeypatch: pytest.MonkeyPatch) -> None:
             nn.init.normal_(model.out_proj.bias, std=0.4)
         return found
 
-    monkeypatch.setattr(lookups, "train", worse)
+    monkeypatch.setattr(learning, "train", worse)
     (fact,) = failed_facts(QUESTION)
     assert "left more than two did" in fact
 
 
 def test_nothing_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "RATE", 0.0)
+    monkeypatch.setattr(learning, "RATE", 0.0)
     found = " ".join(failed_facts(QUESTION))
     assert "where there was only one lookup to do" in found
 
@@ -109,7 +107,7 @@ def test_nothing_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_values_are_those_of_the_token_before_and_of_the_named_one() -> None:
-    given = lookups.texts(50)
+    given = learning.texts(50)
     values, _, names = given.x.split([8, 8, 8], dim=-1)
     assert torch.equal(given.values[:, :, 0], values[:, :-1])
     assert torch.equal(names.argmax(-1), given.named)
@@ -118,16 +116,16 @@ def test_the_values_are_those_of_the_token_before_and_of_the_named_one() -> None
 
 
 def test_telling_nothing_is_an_error_of_the_values() -> None:
-    model, given = lookups.layer(2), lookups.texts(3)
+    model, given = learning.layer(2), learning.texts(3)
     nn.init.zeros_(model.out_proj.weight)
     with torch.no_grad():
-        torch.testing.assert_close(lookups.errors(model, given), (given.values**2).mean((1, 3)))
+        torch.testing.assert_close(learning.errors(model, given), (given.values**2).mean((1, 3)))
 
 
 def test_a_head_without_queries_attends_to_all_tokens_alike() -> None:
-    model, given = lookups.layer(3), lookups.texts(2)
+    model, given = learning.layer(3), learning.texts(2)
     nn.init.zeros_(model.q_proj.weight)
-    torch.testing.assert_close(lookups.attended(model, given), torch.full((2, 3), 1 / 8))
+    torch.testing.assert_close(learning.attended(model, given), torch.full((2, 3), 1 / 8))
 
 
 def test_one_mean_leaves_what_the_formula_says() -> None:
@@ -137,7 +135,7 @@ def test_one_mean_leaves_what_the_formula_says() -> None:
     left = white - mean @ torch.linalg.lstsq(mean, white).solution
     shares = (left**2).mean(0)
     torch.testing.assert_close(shares, 1 - p**2 / (p**2).sum())
-    assert min((shares[a] + shares[b]) / 2 for a in range(8) for b in range(a)) >= lookups.HALF
+    assert min((shares[a] + shares[b]) / 2 for a in range(8) for b in range(a)) >= learning.HALF
 
 
 # ---- what is counted -------------------------------------------------------------------------

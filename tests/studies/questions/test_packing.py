@@ -13,11 +13,10 @@ from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api import core
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.matrix import AttentionMatrix
-from headwise.studies.experiments.packing_forms import Form
-from headwise.studies.peers.installed import GPT2, DropIn, Native
-from headwise.studies.peers.peer import Peer, Weights
+from headwise.studies.peer import Peer, Weights
+from headwise.studies.peers import GPT2, DropIn, Native
 from headwise.studies.questions import packing
-from headwise.studies.questions.packing import QUESTION
+from headwise.studies.questions.packing import QUESTION, Form
 from headwise.studies.study import ask
 from tests.studies.asking import failed_facts
 

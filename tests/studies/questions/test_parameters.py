@@ -10,7 +10,7 @@ from torch import nn
 
 from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.studies.peers.written_anew import Paper
+from headwise.studies.peers import Paper
 from headwise.studies.questions import parameters
 from headwise.studies.questions.parameters import QUESTION
 from tests.studies.asking import failed_facts

@@ -12,10 +12,10 @@ from headwise.layers.native.attention import Attention
 from headwise.matrix import AttentionMatrix
 from headwise.models import minilm
 from headwise.models.reading import AttentionCall, Projections, Reading
-from headwise.studies.experiments import whole_layer
-from headwise.studies.peers import installed
-from headwise.studies.peers.installed import Native
-from headwise.studies.peers.peer import Peer, Weights
+from headwise.studies import peers
+from headwise.studies.experiments.measures import layer_output
+from headwise.studies.peer import Peer, Weights
+from headwise.studies.peers import Native
 from headwise.studies.questions import picture
 from headwise.studies.study import ask
 from tests.studies.asking import failing
@@ -36,7 +36,7 @@ def call(seed: int) -> AttentionCall:
     weights = (*p.in_proj_weight.chunk(3), p.out_proj_weight)
     biases = (*p.in_proj_bias.chunk(3), p.out_proj_bias)
     x = torch.randn(2, LENGTH, width, generator=generator)
-    return AttentionCall(x, whole_layer.output(x, x, x, *weights, *biases, num_heads=HEADS), p)
+    return AttentionCall(x, layer_output(x, x, x, *weights, *biases, num_heads=HEADS), p)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_another_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *sizes: int, **options: Any) -> None:
             super().__init__(*sizes, scale=1.0, **options)
 
-    monkeypatch.setattr(installed, "Attention", Loud)
+    monkeypatch.setattr(peers, "Attention", Loud)
     assert "own output" in failing(ask(picture.QUESTION))[0]
 
 

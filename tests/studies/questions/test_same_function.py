@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from headwise import reference
 from headwise.budget.budget import Budget
 from headwise.studies import encoder
-from headwise.studies.experiments import one_head
-from headwise.studies.experiments.one_head import Projected
+from headwise.studies.experiments import measures
+from headwise.studies.experiments.measures import Projected
 from headwise.studies.question import Answer
 from headwise.studies.questions import same_function
 from headwise.studies.study import ask
@@ -124,16 +124,16 @@ def test_the_heads_are_consecutive_parts(projected: Projected) -> None:
 
 
 def test_the_merged_scores_are_those_of_the_single_head(projected: Projected) -> None:
-    merged = one_head.merged_scores(projected.scores(3))
-    one_head.budget_of_scores(projected).assert_holds(merged)
+    merged = measures.merged_scores(projected.scores(3))
+    measures.budget_of_scores(projected).assert_holds(merged)
     with pytest.raises(AssertionError, match="scores"):
-        one_head.budget_of_scores(projected).assert_holds(merged * (1 + 1e-4))
+        measures.budget_of_scores(projected).assert_holds(merged * (1 + 1e-4))
 
 
 def test_the_difference_is_a_share_of_the_reference() -> None:
     reference = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
     actual = reference + torch.tensor([[0.0, 5.0], [1.0, 0.0]])
-    assert one_head.difference(actual, reference).tolist() == [1.0, 0.5]
+    assert measures.difference(actual, reference).tolist() == [1.0, 0.5]
 
 
 def test_seeds_are_explained_where_they_are_equal_for_the_reason() -> None:
@@ -157,7 +157,7 @@ def test_all_seeds_have_the_output_projection_of_one_more() -> None:
 def test_an_excess_is_error_over_allowance() -> None:
     exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     budget = Budget("x", torch.float32, exact, torch.full_like(exact, 0.5), ("rows",))
-    assert one_head.excess(torch.tensor([1.25, 4.0]), budget).tolist() == [0.5, 4.0]
+    assert measures.excess(torch.tensor([1.25, 4.0]), budget).tolist() == [0.5, 4.0]
 
 
 def test_a_row_reads_one_key_only_bit_by_bit(projected: Projected) -> None:
@@ -166,8 +166,8 @@ def test_a_row_reads_one_key_only_bit_by_bit(projected: Projected) -> None:
         favourites[..., None], dim=2
     )
     outputs = reference.merge_heads(values.clone())
-    assert one_head.reads_one_key(outputs, projected.v, favourites).all()
+    assert measures.reads_one_key(outputs, projected.v, favourites).all()
     outputs[1, 2, 11] = outputs[1, 2, 11].nextafter(torch.tensor(math.inf))
-    read = one_head.reads_one_key(outputs, projected.v, favourites)
+    read = measures.reads_one_key(outputs, projected.v, favourites)
     assert read.sum() == read.numel() - 1
     assert not read[1, 2, 2]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headwise.layers.native import base
 from headwise.layers.native.attention import Attention
 from headwise.matrix import AttentionMatrix
+from headwise.studies import peers
 from headwise.studies.experiments.tracing import (
     ATTENDED,
     INPUT,
@@ -22,8 +23,7 @@ from headwise.studies.experiments.tracing import (
     taken_apart,
     trace,
 )
-from headwise.studies.peers import installed
-from headwise.studies.peers.installed import TorchLayer
+from headwise.studies.peers import TorchLayer
 from headwise.studies.questions import split
 from headwise.studies.study import ask
 from tests.studies.asking import failing
@@ -173,7 +173,7 @@ def test_weights_that_are_zero_off_the_diagonal_are_noticed(
             for projection in (self.q_proj, self.k_proj, self.v_proj):
                 projection.weight.data.mul_(kept)
 
-    monkeypatch.setattr(installed, "Attention", Blocks)
+    monkeypatch.setattr(peers, "Attention", Blocks)
     said = failing(ask(split.QUESTION))
     assert any("depend on 16 of 32 inputs" in words for words in said)
     assert any("does not equal attention" in words for words in said)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import reference
-from headwise.studies.peers.installed import TorchLayer
+from headwise.studies.peers import TorchLayer
 from headwise.studies.question import Answer
 from headwise.studies.questions import weights_of_one
 from headwise.studies.study import ask

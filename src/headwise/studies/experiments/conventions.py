@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.budget.budget import Budget
-from headwise.studies.peers.installed import GPT2, TorchLayer
-from headwise.studies.peers.peer import Peer, Weights
+from headwise.studies.experiments.tracing import trace
+from headwise.studies.peer import Peer, Weights
+from headwise.studies.peers import GPT2, TorchLayer
 from headwise.studies.question import scientific
-from headwise.support.private_torch import SOFTMAX, DispatchMode
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 2, 4, 6, 64
 DROPOUT = 0.5
@@ -95,20 +96,10 @@ def sees_ahead(peer: Peer) -> bool:
     return notices(peer, x, LENGTH - 1, peer(x)[:, 0], query=0)
 
 
-class _Softmax(DispatchMode):  # type: ignore[misc]
-    """Watches every softmax that torch computes: the lowest number in, the precision out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lowest: list[float] = []
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.name() == SOFTMAX:
-            self.lowest.append(float(args[0].min()))
-            self.dtypes.append(result.dtype)
-        return result
+def softmaxes(peer: Peer, x: Tensor, mask: Any = None) -> list[tuple[Tensor, Tensor]]:
+    """What goes into each softmax that torch computes, and what comes out."""
+    steps = trace(peer, x, lambda x: peer(x, mask))
+    return [(s.given[0].detach(), s.result) for s in steps if s.operation == "_softmax"]
 
 
 def lowest_score(peer: Peer) -> str:
@@ -117,19 +108,16 @@ def lowest_score(peer: Peer) -> str:
     The mask is causal, in the implementation's own values.
     """
     mask = peer.spell(torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool).tril())
-    with _Softmax() as seen:
-        peer(tokens(), mask)
-    if not seen.lowest:
+    lowest = [float(scores.min()) for scores, _ in softmaxes(peer, tokens(), mask)]
+    if not lowest:
         return UNSEEN
-    lowest = min(seen.lowest)
-    return "−∞" if lowest == -math.inf else scientific(lowest).replace("-", "−")
+    return "−∞" if min(lowest) == -math.inf else scientific(min(lowest)).replace("-", "−")
 
 
 def softmax_narrows(peer: Peer) -> bool:
     """Whether the softmax of a layer in float64 is computed in less."""
-    with _Softmax() as seen:
-        peer(tokens().double())
-    return any(dtype != torch.float64 for dtype in seen.dtypes)
+    found = softmaxes(peer, tokens().double())
+    return any(weights.dtype != torch.float64 for _, weights in found)
 
 
 @torch.no_grad()
@@ -150,15 +138,6 @@ def row_without_keys(peer: Peer) -> str:
     return "mean of all values" if even.check(output).within else "something else"
 
 
-def _constant_values() -> tuple[Tensor, Weights]:
-    """Tokens and weights with which every value, and so every output, is exactly 1 in theory."""
-    x, given = tokens(), Weights.random(EMBED_DIM)
-    x[..., 0] = 1.0
-    values = torch.zeros(EMBED_DIM, EMBED_DIM)
-    values[:, 0] = 1.0
-    return x, Weights(given.q, given.k, values, torch.eye(EMBED_DIM))
-
-
 def _off_one(sums: Tensor) -> bool:
     """Whether weights that add up to 1 do not, beyond the rounding of their sum."""
     return bool(((sums - 1).abs() > 2 * LENGTH * torch.finfo(sums.dtype).eps).any())
@@ -171,8 +150,10 @@ def dropped(make: Make) -> str:
     All values are 1, and the output projection changes nothing. A dropped weight then leaves the
     numbers of its head equal to one another, but not to 1; a dropped output is a lone zero.
     """
-    x, given = _constant_values()
-    peer = make(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).fill(given).train()
+    x, given, values = tokens(), Weights.random(EMBED_DIM), torch.zeros(EMBED_DIM, EMBED_DIM)
+    x[..., 0] = values[:, 0] = 1.0
+    constant = replace(given, v=values, out=torch.eye(EMBED_DIM))
+    peer = make(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).fill(constant).train()
     heads = peer(x).unflatten(-1, (NUM_HEADS, -1))
     largest = heads.amax(-1)
     output = bool(((heads == 0) & (largest != 0)[..., None]).any())
@@ -223,9 +204,9 @@ def adds(peer: Peer) -> str:
 
     The input is large, so that the small number under the root of a norm makes no difference.
     """
-    zeros = torch.zeros(EMBED_DIM, EMBED_DIM)
-    held = peer.held()
-    peer.fill(Weights(held.q.clone(), held.k.clone(), held.v.clone(), zeros))
+    peer.held().out.zero_()
+    for bias in peer.held().biases or ():
+        bias.zero_()
     x = 1e6 * tokens()
     output = peer.block(x)
     if not output.any():

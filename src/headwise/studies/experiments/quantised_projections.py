@@ -74,8 +74,7 @@ class Static(nn.Module):
             )
         else:
             told = self.packed(stored)
-        floats: Tensor = told.dequantize()
-        return floats
+        return told.dequantize()
 
     def _packed(self, projection: nn.Linear) -> nn.Module:
         packed = torch.ao.nn.quantized.Linear(projection.in_features, projection.out_features)

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from headwise.budget.budget import Budget
 from headwise.masks.mask import Mask
-from headwise.models.reading import Reading
-from headwise.studies.experiments import whole_layer
-from headwise.studies.peers.installed import IMPLEMENTATIONS, Bert
-from headwise.studies.peers.peer import Peer, Weights
-from headwise.studies.peers.written_anew import EinopsPage
+from headwise.models.reading import Projections, Reading
+from headwise.studies.experiments.measures import layer_budget
+from headwise.studies.peer import Peer, Weights
+from headwise.studies.peers import IMPLEMENTATIONS, Bert, EinopsPage
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 3, 6, 45, 192
 
@@ -32,7 +31,7 @@ def budget(
 ) -> Budget:
     """What rounding may do to the output of these weights."""
     mask = None if may_attend is None else Mask.may_attend(may_attend, axes="batch queries keys")
-    return whole_layer.budget(x, x, x, given, num_heads=num_heads, mask=mask)
+    return layer_budget(x, x, x, given, num_heads=num_heads, mask=mask)
 
 
 def made(
@@ -77,30 +76,24 @@ def each_pair_within(allowed: Budget, found: Mapping[str, Tensor]) -> bool:
     return all(bool(((a - b).abs() <= 2 * allowed.allowed).all()) for a, b in pairs)
 
 
-def causal_and_padded() -> Bool[Tensor, "batch queries keys"]:
-    """No query sees a later key, nor, in the second sequence, a key of the last third."""
-    may_attend = torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool).tril()
-    may_attend[1, :, 2 * LENGTH // 3 :] = False
-    return may_attend
-
-
 def misread(given: Weights) -> dict[str, Weights]:
     """The same numbers, taken for something else, as happens when weights are ported.
 
     All matrices are square: nothing raises.
     """
-
-    def interleaved(matrix: Tensor) -> Tensor:
-        split: Tensor = matrix.unflatten(0, (-1, NUM_HEADS))
-        return split.transpose(0, 1).flatten(0, 1)
-
     q, k, v, out = given.matrices
+    by_head = (w.unflatten(0, (-1, NUM_HEADS)).transpose(0, 1).flatten(0, 1) for w in (q, k, v))
     return {
         "transposed": Weights(q, k, v, out.mT),
         "exchanged": Weights(k, q, v, out),
-        "interleaved": Weights.of((*map(interleaved, (q, k, v)), out)),
+        "interleaved": Weights.of((*by_head, out)),
         "scale": Weights(q / math.sqrt(NUM_HEADS), k, v, out),
     }
+
+
+def of_projections(p: Projections) -> Weights:
+    """The weights of a model's attention layer."""
+    return Weights.packed(p.in_proj_weight, p.in_proj_bias, p.out_proj_weight, p.out_proj_bias)
 
 
 def of_a_model(reading: Reading, keys: Iterable[str] = tuple(IMPLEMENTATIONS)) -> dict[str, float]:
@@ -110,15 +103,11 @@ def of_a_model(reading: Reading, keys: Iterable[str] = tuple(IMPLEMENTATIONS)) -
     """
     embed_dim = reading.calls[0].x.shape[-1]
     peers = made(keys, biased=True, embed_dim=embed_dim, num_heads=reading.num_heads)
-    length = reading.real.shape[1]
-    may_attend = reading.real[:, None].expand(-1, length, -1)
+    may_attend = reading.real[:, None].expand(-1, reading.real.shape[1], -1)
     largest: dict[str, float] = {}
     for call in reading.calls:
-        p = call.projections
-        packed = (p.in_proj_weight, p.in_proj_bias, p.out_proj_weight, p.out_proj_bias)
-        given = Weights.packed(*packed)
-        found = outputs(peers, call.x, given, may_attend)
-        found["encoder"] = call.output
+        given = of_projections(call.projections)
+        found = outputs(peers, call.x, given, may_attend) | {"encoder": call.output}
         allowed = budget(call.x, given, num_heads=reading.num_heads, may_attend=may_attend)
         for key, share in shares(allowed, found).items():
             largest[key] = max(share, largest.get(key, 0.0))
@@ -172,8 +161,13 @@ def same_function(reading: Reading) -> SameFunction:
 
 
 def of_random_weights() -> dict[str, Any]:
-    """All under the same random weights: without a mask, masked, biased, in float64, misread."""
-    x, mask = torch.randn(BATCH, LENGTH, EMBED_DIM), causal_and_padded()
+    """All under the same random weights: without a mask, masked, biased, in float64, misread.
+
+    Masked: no query sees a later key, nor, in the second sequence, a key of the last third.
+    """
+    x = torch.randn(BATCH, LENGTH, EMBED_DIM)
+    mask = torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[1, :, 2 * LENGTH // 3 :] = False
     plain, biased = Weights.random(EMBED_DIM), Weights.random(EMBED_DIM, biased=True)
     peers = made()
     found = outputs(peers, x, plain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,10 +17,8 @@ from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.studies.drawing import SERIES, SOFT, Axes, Figure
-from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.measures import times_of
-from headwise.studies.experiments.one_head import difference
-from headwise.studies.peers.peer import Weights
+from headwise.studies.experiments.measures import difference, layer_budget, times_of
+from headwise.studies.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
 
@@ -28,6 +26,8 @@ BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
 EMBED_DIM, HEADS = 32, 4
 TIMED = {"batch": 8, "length": 128, "embed_dim": 512, "heads": 8}
 ROUNDS = 21
+MASKED = ("padding", "causal", "source")
+REFUSED = {"torch": MASKED, "headwise": MASKED, "native": ("padding",)}  # for their sizes
 Layer = type[nn.MultiheadAttention]
 LAYERS: dict[str, Layer] = {"torch": nn.MultiheadAttention, "headwise": MultiheadAttention}
 
@@ -44,8 +44,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         order: {name: influence(layer, x) for name, layer in layers.items()}
         for order, layers in orders.items()
     }
-    outcomes = {name: given_to(layer, x) for name, layer in wrong.items()}
-    outcomes["native"] = given_to_native(x)
+    outcomes = given_to(wrong, x)
     return {
         "x": list(x.shape),
         "batch": BATCH,
@@ -70,7 +69,8 @@ def measure(progress: Progress) -> dict[str, Any]:
         "square": {name: square(layer).told for name, layer in wrong.items()},
         "timed": TIMED,
         "times": {name: times(kind) for name, kind in LAYERS.items()},
-        "maps": {order: reached(by_layer["torch"]) for order, by_layer in maps.items()},
+        # Which output token (row) depends on which input token (column) at all.
+        "maps": {order: (by_layer["torch"] > 0).int().tolist() for order, by_layer in maps.items()},
     }
 
 
@@ -117,8 +117,7 @@ def influence(layer: nn.Module, x: Tensor) -> Tensor:
     """
 
     def output(x: Tensor) -> Tensor:
-        out: Tensor = layer(x, x, x, need_weights=False)[0]
-        return out
+        return layer(x, x, x, need_weights=False)[0]
 
     found = outcome_of(lambda: jacobian(output, x, vectorize=True)).result
     if found is None:
@@ -140,11 +139,6 @@ def reach(found: Tensor) -> dict[str, list[int]]:
     return {name: [int(count.min()), int(count.max())] for name, count in counts.items()}
 
 
-def reached(found: Tensor) -> list[list[int]]:
-    """Which output token (row) depends on which input token (column) at all."""
-    return (found > 0).int().tolist()
-
-
 def apart(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
     """The relative difference of the output from that of the right order; all if refused."""
     reference = right(x, x, x)[0]
@@ -158,36 +152,38 @@ def own_order(layer: nn.MultiheadAttention, x: Tensor) -> float:
     output = layer(tokens, tokens, tokens)[0]
     out = layer.out_proj
     weights = Weights.packed(layer.in_proj_weight, layer.in_proj_bias, out.weight, out.bias)
-    budget = whole_layer.budget(x, x, x, weights, num_heads=layer.num_heads)
+    budget = layer_budget(x, x, x, weights, num_heads=layer.num_heads)
     return budget.check(output if layer.batch_first else output.transpose(0, 1)).ratio
 
 
 # ---- what tells --------------------------------------------------------------------------------
 
 
-def given_to(layer: nn.Module, x: Tensor) -> dict[str, Outcome]:
-    """A batch-first tensor in a length-first layer, with and without what knows the sizes."""
+def given_to(wrong: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, Outcome]]:
+    """A batch-first tensor in length-first layers, with and without what knows the sizes.
+
+    The native layer, whose one order is batch first, is given a length-first tensor.
+    """
     batch, length, embed_dim = x.shape
     source = torch.randn(batch, OTHER_LENGTH, embed_dim)
     padding = torch.arange(length) >= torch.full((batch, 1), length - 1)
-    causal = torch.ones(length, length, dtype=torch.bool).triu(1)
-    return {
-        "alone": outcome_of(lambda: layer(x, x, x)),
-        "padding": outcome_of(lambda: layer(x, x, x, key_padding_mask=padding)),
-        "causal": outcome_of(lambda: layer(x, x, x, attn_mask=causal)),
-        "source": outcome_of(lambda: layer(x, source, source)),
+    calls: dict[str, Callable[[nn.Module], object]] = {
+        "alone": lambda layer: layer(x, x, x),
+        "padding": lambda layer: layer(x, x, x, key_padding_mask=padding),
+        "causal": lambda layer: layer(x, x, x, attn_mask=torch.ones(length, length).triu(1) > 0),
+        "source": lambda layer: layer(x, source, source),
     }
-
-
-def given_to_native(x: Tensor) -> dict[str, Outcome]:
-    """A length-first tensor in the native layer, whose one order is batch first."""
-    layer, length_first = Attention(EMBED_DIM, HEADS), x.transpose(0, 1)
-    lengths = Mask.lengths(keys=torch.full((len(x),), x.shape[1] - 1))
-    return {
-        "alone": outcome_of(lambda: layer(length_first)),
-        "padding": outcome_of(lambda: layer(length_first, mask=lengths)),
-        "causal": outcome_of(lambda: layer(length_first, mask=Mask.causal())),
+    found = {
+        name: {call: outcome_of(partial(give, layer)) for call, give in calls.items()}
+        for name, layer in wrong.items()
     }
+    native, turned = Attention(EMBED_DIM, HEADS), x.transpose(0, 1)
+    lengths = Mask.lengths(keys=torch.full((batch,), length - 1))
+    masks = {"alone": None, "padding": lengths, "causal": Mask.causal()}
+    found["native"] = {
+        call: outcome_of(partial(native, turned, mask=mask)) for call, mask in masks.items()
+    }
+    return found
 
 
 def square(layer: nn.Module) -> Outcome:
@@ -208,13 +204,11 @@ def times(kind: Layer) -> dict[str, float]:
     tokens = {True: x, False: x.transpose(0, 1).contiguous()}
 
     def infer(first: bool) -> None:
-        x = tokens[first]
         with torch.no_grad():
-            layers[first].eval()(x, x, x, need_weights=False)
+            layers[first].eval()(*[tokens[first]] * 3, need_weights=False)
 
     def train(first: bool) -> None:
-        x = tokens[first]
-        layers[first].train()(x, x, x, need_weights=False)[0].sum().backward()
+        layers[first].train()(*[tokens[first]] * 3, need_weights=False)[0].sum().backward()
 
     return {
         work.__name__: times_of(
@@ -224,21 +218,6 @@ def times(kind: Layer) -> dict[str, float]:
         )["length"]
         for work in (infer, train)
     }
-
-
-# ---- what is said ------------------------------------------------------------------------------
-
-
-def silent(told: Numbers) -> bool:
-    """Whether nothing is said of the order where no mask and no second length is given."""
-    return not any(by_call["alone"]["refused"] for by_call in told.values())
-
-
-def other_sizes_are_refused(told: Numbers) -> bool:
-    """Whether torch's layer, the drop-in and the native layer refuse what has other sizes."""
-    expected = {"torch": ("padding", "causal", "source"), "native": ("padding",)}
-    expected["headwise"] = expected["torch"]
-    return all(told[name][call]["refused"] for name, calls in expected.items() for call in calls)
 
 
 # ---- the picture -------------------------------------------------------------------------------
@@ -265,9 +244,9 @@ def draw_map(axes: Axes, rows: list[list[int]], n: Numbers) -> None:
     tokens, length = len(rows), n["length"]
     for row, column in product(range(tokens), range(tokens)):
         if rows[row][column]:
-            place = (column + 0.06, row + 0.06)
             colour = SERIES[1] if row == EXAMPLE else SERIES[0]
-            axes.add_patch(Rectangle(place, 0.88, 0.88, facecolor=colour))
+            cell = Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, facecolor=colour)
+            axes.add_patch(cell)
     axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal")
     for edge in range(0, tokens + 1, length):
         axes.axhline(edge, color=SOFT, linewidth=0.8, clip_on=False)
@@ -299,7 +278,10 @@ QUESTION = Question(
             "a batch-first tensor {x:shape} passes through a length-first layer, PyTorch's or "
             "headwise.MultiheadAttention, without an error, and the output has the same shape; so "
             "does a length-first tensor through headwise.Attention, which is batch-first",
-            lambda n: silent(n["told"]) and all(shape == n["x"] for shape in n["output"].values()),
+            lambda n: (
+                not any(by_call["alone"]["refused"] for by_call in n["told"].values())
+                and all(shape == n["x"] for shape in n["output"].values())
+            ),
         ),
         Fact(
             "in the right order every output token depends on the {length} tokens of its own "
@@ -321,7 +303,11 @@ QUESTION = Question(
         Fact(
             "PyTorch's layer and headwise.MultiheadAttention then refuse a padding mask, a causal "
             "mask and a source of another length, and headwise.Attention refuses lengths",
-            lambda n: other_sizes_are_refused(n["told"]),
+            lambda n: all(
+                n["told"][name][call]["refused"]
+                for name, calls in REFUSED.items()
+                for call in calls
+            ),
         ),
         Fact(
             "a causal mask without sizes of its own (Mask.causal() of headwise.Attention) passes, "

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from headwise import reference
 from headwise.layers.native.attention import Attention
@@ -31,24 +32,40 @@ def measure(progress: Progress) -> dict[str, Any]:
     """Compare the gradients of layers with the same weights and other numbers of heads."""
     many, state = COUNTS[-1], start()
     x, upstream = tokens(), tokens()
+    found, bounds, formulas = {}, {}, {}
     layers = {heads: layer_of(heads, state) for heads in COUNTS}
-    forward = {heads: passed(layer, x, upstream) for heads, layer in layers.items()}
-    found = {heads: autograd(layer, x, upstream) for heads, layer in layers.items()}
-    bounds = {heads: whole(rounding_bounds(one)) for heads, one in forward.items()}
-    formulas = {heads: whole(weight_gradients(one)) for heads, one in forward.items()}
-    numbers = {
+    for heads, layer in layers.items():
+        weights, forward = weights_of(layer), passed(layer, x, upstream)
+        gradients = torch.autograd.grad(layer(x), list(weights.values()), upstream)
+        found[heads] = dict(zip(weights, gradients, strict=True))
+        bounds[heads] = whole(rounding_bounds(forward))
+        formulas[heads] = whole(weight_gradients(forward))
+    pairs = {n: (found[1][n], found[many][n]) for n in WEIGHTS}
+    return {
         "length": LENGTH,
         "many": many,
         "head_dim": {str(heads): EMBED_DIM // heads for heads in COUNTS},
-        "formula_share": max(share(found[h], formulas[h], bounds[h]) for h in COUNTS),
+        "formula_share": max(
+            float(((found[heads][n] - formulas[heads][n]).abs() / bounds[heads][n]).max())
+            for heads in COUNTS
+            for n in WEIGHTS
+        ),
         "formula_difference": max(
             max(apart(found[heads], formulas[heads]).values()) for heads in COUNTS
         ),
         "reach": {str(heads): reach(layers[heads], x, blocks=many) for heads in (1, many)},
         "ranks": ranks(layers, x),
-        **compared(found[1], found[many], {n: bounds[1][n] + bounds[many][n] for n in WEIGHTS}),
+        # How alike the gradients are, and how many times its rounding the least difference is.
+        "cosine": {
+            n: float(cosine_similarity(one.flatten(), other.flatten(), dim=0))
+            for n, (one, other) in pairs.items()
+        },
+        "roundings": min(
+            float((one - other).norm() / (bounds[1][n] + bounds[many][n]).norm())
+            for n, (one, other) in pairs.items()
+        ),
+        **parting(state),
     }
-    return numbers | parting(state)
 
 
 def tokens() -> Tensor:
@@ -78,13 +95,6 @@ def weights_of(layer: Attention) -> dict[str, Tensor]:
     return {name: part.weight for name, part in zip(WEIGHTS, projections, strict=True)}
 
 
-def autograd(layer: Attention, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
-    """The gradients of the four weights, by autograd through the layer."""
-    weights = weights_of(layer)
-    found = torch.autograd.grad(layer(x), list(weights.values()), upstream)
-    return dict(zip(weights, found, strict=True))
-
-
 @torch.no_grad()
 def passed(layer: Attention, x: Tensor, upstream: Tensor) -> Pass:
     """What the formulas need to know of the layer's forward pass."""
@@ -96,20 +106,11 @@ def passed(layer: Attention, x: Tensor, upstream: Tensor) -> Pass:
 
 def whole(of_heads: WeightGradients) -> dict[str, Tensor]:
     """The heads' gradients in the shapes of the layer's weights."""
-    rows = zip(WEIGHTS, of_heads[:3], strict=False)
-    return {name: part.flatten(0, 1) for name, part in rows} | {
-        "o": of_heads.wo.movedim(0, 1).flatten(1)
-    }
+    rows = [part.flatten(0, 1) for part in of_heads[:3]]
+    return dict(zip(WEIGHTS, (*rows, of_heads.wo.movedim(0, 1).flatten(1)), strict=True))
 
 
 # ---- what is measured ------------------------------------------------------------------------
-
-
-def share(
-    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], bounds: Mapping[str, Tensor]
-) -> float:
-    """The largest share of what rounding allows that a difference uses."""
-    return max(float(((ours[n] - theirs[n]).abs() / bounds[n]).max()) for n in WEIGHTS)
 
 
 def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
@@ -117,22 +118,25 @@ def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str,
     return {n: float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in WEIGHTS}
 
 
+def scores_of(layer: Attention, x: Tensor) -> Tensor:
+    matrix = layer.matrix(x)
+    return reference.scores(matrix.q, matrix.k, scale=matrix.scale)
+
+
 def reach(layer: Attention, x: Tensor, *, blocks: int) -> list[list[int]]:
     """Whether the scores of each head (rows) have a gradient in each part of the weights: 1 or 0.
 
     The parts are blocks of the rows of Wq, Wk and Wv, and of the columns of Wo, in this order.
     """
-    matrix, weights = layer.matrix(x), weights_of(layer)
-    scores = reference.scores(matrix.q, matrix.k, scale=matrix.scale)
+    weights, scores = weights_of(layer), scores_of(layer, x)
     lines = []
     for head in range(layer.num_heads):
-        found = torch.autograd.grad(
+        q, k, v, o = torch.autograd.grad(
             scores[:, head].square().sum(),
             list(weights.values()),
             retain_graph=True,
             materialize_grads=True,
         )
-        q, k, v, o = found
         parts = [block for part in (q, k, v, o.mT) for block in part.chunk(blocks)]
         lines.append([int(part.any()) for part in parts])
     return lines
@@ -146,23 +150,10 @@ def ranks(layers: Mapping[int, Attention], x: Tensor) -> dict[str, list[int]]:
     """
     found = {}
     for heads, layer in layers.items():
-        matrix = layer.matrix(x[:1])
-        scores = reference.scores(matrix.q, matrix.k, scale=matrix.scale)[0]
-        values = torch.linalg.svdvals(scores)
+        values = torch.linalg.svdvals(scores_of(layer, x[:1])[0])
         counted = values > LENGTH * torch.finfo(values.dtype).eps * values[:, :1]
         found[str(heads)] = counted.sum(-1).tolist()
     return found
-
-
-def compared(
-    one: Mapping[str, Tensor], many: Mapping[str, Tensor], bounds: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """How alike the gradients are, and how many times its rounding the least difference is."""
-    cosine = torch.nn.functional.cosine_similarity
-    return {
-        "cosine": {n: float(cosine(one[n].flatten(), many[n].flatten(), dim=0)) for n in WEIGHTS},
-        "roundings": min(float((one[n] - many[n]).norm() / bounds[n].norm()) for n in WEIGHTS),
-    }
 
 
 def parting(state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -222,9 +213,8 @@ WEIGHTS = {"q": "queries", "k": "keys", "v": "values", "o": "output"}
 def draw(figure: Figure, n: Numbers) -> None:
     """Above: which weights reach which scores. Below: how alike gradients and weights are."""
     figure.set_figheight(6.4)
-    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1.35, 1), hspace=0.06)[
-        :, 0
-    ]
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.35, 1), hspace=0.06)
+    above, below = parts
     _draw_reach(above.subplots(), n)
     left, right = below.subplots(1, 2, width_ratios=(1, 1.25), gridspec_kw={"wspace": 0.12})
     _draw_cosines(left, n)
@@ -255,13 +245,9 @@ def _draw_reach(axes: Axes, n: Numbers) -> None:
 
 def _draw_cosines(axes: Axes, n: Numbers) -> None:
     """How alike the gradients of the loss are, a bar for each of the four."""
-    bars = axes.bar(
-        [f"w{name}" for name in WEIGHTS],
-        [n["cosine"][name] for name in WEIGHTS],
-        0.6,
-        color=SERIES[: len(WEIGHTS)],
-    )
-    axes.bar_label(bars, [f"{n['cosine'][name]:.2f}" for name in WEIGHTS], padding=3, color=INK)
+    names, cosines = [f"w{name}" for name in WEIGHTS], [n["cosine"][name] for name in WEIGHTS]
+    bars = axes.bar(names, cosines, 0.6, color=SERIES[: len(WEIGHTS)])
+    axes.bar_label(bars, [f"{cosine:.2f}" for cosine in cosines], padding=3, color=INK)
     title = f"Gradients of the loss:\none head against {n['many']}"
     plotted(axes, title, ylim=(0, 1), ylabel="cosine (the same: 1)")
 

@@ -6,15 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headwise.studies import encoder
-from headwise.studies.drawing import CARD, INK, SOFT, Axes, Colorbar, Figure
+from headwise.studies.drawing import CARD, INK, SOFT, Axes, Figure
 from headwise.studies.experiments import conventions, same_weights
 from headwise.studies.experiments.same_weights import EMBED_DIM, NUM_HEADS
-from headwise.studies.peers.installed import IMPLEMENTATIONS, PEERS
-from headwise.studies.question import Fact, Numbers, Question, Table, scientific
+from headwise.studies.peers import IMPLEMENTATIONS, PEERS, WRITTEN_ANEW
+from headwise.studies.question import Fact, Numbers, Question, Table, say, scientific
 from headwise.support.progress import Progress
 
 CODE = tuple(key for key in IMPLEMENTATIONS if key != "paper")  # a formula has no conventions
-OWN = tuple(key for key in IMPLEMENTATIONS if key not in PEERS)
 MISREAD = {
     "transposed": "wo transposed",
     "exchanged": "wq and wk exchanged",
@@ -35,28 +34,32 @@ def measure(progress: Progress) -> dict[str, Any]:
     """Fill all with the same weights and compare; then try out each one's conventions."""
     progress("the same weights", 0, 3)
     same = same_weights.of_random_weights()
-    blocks = same_weights.blocks_are_sums()
+    same["blocks_are_sums"] = same_weights.blocks_are_sums()
     progress("the weights of an encoder", 1, 3)
     reading = encoder.reading(progress)
     shares = same_weights.of_a_model(reading)
     progress("conventions", 2, 3)
     each = {key: conventions.conventions(IMPLEMENTATIONS[key]) for key in CODE}
-    starts = {key: start(key) for key in CODE}
+    sizes = {"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS}
+    starts = {key: conventions.start(IMPLEMENTATIONS[key], **sizes) for key in CODE}
     out = {key: found["out"] for key, found in starts.items()}
     return {
         "names": {key: make.name for key, make in IMPLEMENTATIONS.items()},
         "count": len(IMPLEMENTATIONS),
-        "own": len(OWN),
-        "written_anew": listed(key for key, make in IMPLEMENTATIONS.items() if not make.real),
+        "own": len(IMPLEMENTATIONS) - len(PEERS),
+        "written_anew": listed(k for k, make in IMPLEMENTATIONS.items() if make in WRITTEN_ANEW),
         "without_biases": listed(key for key, make in IMPLEMENTATIONS.items() if not make.biased),
         "misread": MISREAD,
         **same,
-        "blocks_are_sums": blocks,
         "model": reading.model,
         "layers": len(reading.calls),
         "share_of_a_model": shares,
         "largest_share_of_a_model": max(shares.values()),
-        "conventions": {key: shown(found) for key, found in each.items()},
+        # All returned weights end in the same axes.
+        "conventions": {
+            key: {what: str(each[key][what]).removesuffix(", queries, keys") for what in TABLE}
+            for key in CODE
+        },
         "who": {
             what: {kind: listed(k for k in CODE if each[k][what] == kind) for kind in kinds}
             for what, kinds in conventions.KINDS.items()
@@ -81,12 +84,6 @@ def listed(keys: Iterable[str]) -> str:
     return ", ".join(IMPLEMENTATIONS[key].name for key in keys) or "none"
 
 
-def shown(found: Mapping[str, Any]) -> dict[str, str]:
-    """What the table says of one implementation; all returned weights end in the same axes."""
-    weights = found["weights"].removesuffix(", queries, keys")
-    return {what: found[what] for what in TABLE} | {"weights": weights}
-
-
 def fills(found: Mapping[str, str]) -> str:
     """Each score that stands for a hidden one, with the names of those who use it."""
     seen = [fill for fill in dict.fromkeys(found.values()) if fill != conventions.UNSEEN]
@@ -108,17 +105,6 @@ def one_class_differs(found: Numbers) -> bool:
     )
 
 
-def start(key: str) -> dict[str, float | bool]:
-    """How the weights of an implementation are initialised, at the sizes that are compared."""
-    return conventions.start(IMPLEMENTATIONS[key], embed_dim=EMBED_DIM, num_heads=NUM_HEADS)
-
-
-def conventions_of(key: str) -> tuple[str, ...]:
-    """One row of the table."""
-    found = (f"{{conventions[{key}][{what}]}}" for what in TABLE)
-    return (f"{{names[{key}]}}", *found, f"{{out[{key}]:.3f}}")
-
-
 # ---- the picture -------------------------------------------------------------------------------
 
 
@@ -130,9 +116,15 @@ def draw(figure: Figure, n: Numbers) -> None:
     figure.set_layout_engine("none")  # the names stand in a column of their own
     norm = LogNorm(1e-8, 10)
     names, misread = list(n["names"].values()), list(n["misread"].values())
-    place = {"left": 0.335, "right": 0.885, "top": 0.955, "bottom": 0.09, "hspace": 0.36}
-    grid = figure.add_gridspec(3, 1, height_ratios=(len(names), len(misread), 0.4), **place)
-    upper, lower, scale = (figure.add_subplot(grid[row]) for row in range(3))
+    place: dict[str, Any] = {
+        "left": 0.335,
+        "right": 0.885,
+        "top": 0.955,
+        "bottom": 0.09,
+        "hspace": 0.36,
+    }
+    place["height_ratios"] = (len(names), len(misread), 0.4)
+    upper, lower, scale = figure.subplots(3, 1, gridspec_kw=place)
     differences(upper, n["pairs"], names, norm)
     upper.set_title("Filled with the same weights", loc="left")
     for row in range(len(names)):
@@ -140,19 +132,12 @@ def draw(figure: Figure, n: Numbers) -> None:
     differences(lower, n["misread_pairs"], misread, norm)
     lower.set_title("PyTorch's layer with these weights misread, against each", loc="left")
     bar = figure.colorbar(lower.collections[0], cax=scale, orientation="horizontal")
-    draw_scale(bar, n["allowed"])
-
-
-def draw_scale(bar: Colorbar, allowed: float) -> None:
-    """What the colours mean, and how far rounding may go."""
     bar.set_ticks([1e-8, 1e-6, 1e-4, 1e-2, 1.0], labels=["10⁻⁸", "10⁻⁶", "10⁻⁴", "10⁻²", "1"])
     bar.ax.minorticks_off()
     bar.outline.set_visible(False)
-    bar.ax.axvline(allowed, color=CARD, linewidth=3)
-    words = f"rounding allows up to {scientific(allowed)}"
-    bar.ax.text(
-        allowed, 1.25, words, color=INK, va="bottom", transform=bar.ax.get_xaxis_transform()
-    )
+    bar.ax.axvline(n["allowed"], color=CARD, linewidth=3)
+    words, inside = say("rounding allows up to {allowed:sci}", n), bar.ax.get_xaxis_transform()
+    bar.ax.text(n["allowed"], 1.25, words, color=INK, va="bottom", transform=inside)
     bar.set_label("largest difference between two outputs, on a logarithmic scale")
 
 
@@ -272,7 +257,14 @@ QUESTION = Question(
     draw=draw,
     table=Table(
         columns=("implementation", *TABLE.values(), "initial std of wo"),
-        rows=tuple(conventions_of(key) for key in CODE),
+        rows=tuple(
+            (
+                f"{{names[{key}]}}",
+                *(f"{{conventions[{key}][{what}]}}" for what in TABLE),
+                f"{{out[{key}]:.3f}}",
+            )
+            for key in CODE
+        ),
     ),
     varies=frozenset(
         {

@@ -1,4 +1,15 @@
-"""Can heads learn different things, and does it pay?"""
+"""Can heads learn different things, and does it pay?
+
+The task: each token of a text holds a value (random numbers), its own name, and the name of some
+other token. At each token two values must be told: that of the token before, and that of the token
+that is named. The layer is all there is of the model, so both must come through its heads.
+
+One head hands on one mean of the values, sum over j of p_j v_j, and each value told is a linear map
+of it. Where the p_j do not depend on the values (of unit variance, unrelated), the best map for the
+value of token a leaves the share 1 - p_a^2 / sum p_j^2 of its variance, and for that of token b
+1 - p_b^2 / sum p_j^2. The mean of both is at least a half, however wide the head is. Queries and
+keys are made of the whole token, its value too, so a trained head need not meet the condition.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +19,22 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from headwise.layers.native.attention import Attention
-from headwise.studies.drawing import (
-    INK,
-    SERIES,
-    SOFT,
-    Axes,
-    Figure,
-    SubFigure,
-    beside,
-    plotted,
-    weight_map,
-)
-from headwise.studies.experiments import lookups
-from headwise.studies.experiments.lookups import HALF, LOOKUPS, Texts
+from headwise.studies.drawing import INK, SERIES, SOFT, Axes, Figure, beside, plotted, weight_map
 from headwise.studies.experiments.measures import parameters
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
 from headwise.support.threads import one_thread
 
+LENGTH = 16  # tokens of a text, and so names
+VALUE = 16  # numbers of a token's value
+EMBED_DIM = VALUE + 2 * LENGTH  # a value, a name, and the name of another
+LOOKUPS = ("before", "named")
+HALF = 0.5  # of the error of two lookups: the least that one such mean leaves
+BATCH, RATE = 16, 1e-2
 HEADS = (1, 2, 4, 8)
 WIDER = 4  # times as wide is a single head that is tried as well
 SEEDS, FIRST_SEED = 5, 1
@@ -39,50 +46,104 @@ MAPPED = (1, 2, 4)  # heads of the layers whose weights are shown
 
 
 @dataclass(frozen=True, eq=False)
+class Texts:
+    """Tokens, and what must be told at each.
+
+    Each of ``x`` is a value, an own name, and the name of another; ``named`` is the place of that
+    one, never the token before. The first token, which has none before it, is told nothing.
+    """
+
+    x: Float[Tensor, "batch length embed_dim"]
+    named: Int[Tensor, "batch length"]
+    values: Float[Tensor, "batch later lookups value"]
+
+
+def texts(batch: int) -> Texts:
+    """Random texts. The error of telling nothing is 1, for each lookup."""
+    values = torch.randn(batch, LENGTH, VALUE)
+    # Any token but the one before, which is the last of a ring.
+    named = (torch.arange(LENGTH) + torch.randint(LENGTH - 1, (batch, LENGTH))) % LENGTH
+    names = LENGTH**0.5 * torch.eye(LENGTH)  # as large as the values
+    x = torch.cat([values, names.expand(batch, -1, -1), names[named]], dim=-1)
+    of_named = values.take_along_dim(named[..., None], dim=1)
+    return Texts(x, named, torch.stack([values[:, :-1], of_named[:, 1:]], dim=2))
+
+
+def layer(num_heads: int, *, lookups: int = len(LOOKUPS), head_dim: int | None = None) -> Attention:
+    """One attention layer, whose output is the values of the first so many lookups."""
+    return Attention(EMBED_DIM, num_heads, head_dim=head_dim, out_dim=lookups * VALUE)
+
+
+def errors(
+    model: Attention, given: Texts, *, gate: Float[Tensor, " heads"] | None = None
+) -> Float[Tensor, "batch lookups"]:
+    """The mean squared error of each text and lookup: 1 is that of telling nothing, 0 is right."""
+    told = model(given.x, gate=gate)[:, 1:].unflatten(-1, (-1, VALUE))
+    return (told - given.values[:, :, : told.shape[2]]).square().mean(dim=(1, 3))
+
+
+def train(model: Attention, *, steps: int) -> list[float]:
+    """Adam on new texts at every step, at a rate that falls to 0; the error at each step."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    found = []
+    for _ in range(steps):
+        error = errors(model, texts(BATCH)).mean()
+        optimizer.zero_grad()
+        error.backward()
+        optimizer.step()
+        schedule.step()
+        found.append(error.item())
+    return found
+
+
+@torch.no_grad()
+def attended(model: Attention, given: Texts) -> Float[Tensor, "lookups heads"]:
+    """The mean weight that each head puts on the token that each lookup is about."""
+    weights = model.matrix(given.x).dense()
+    on_named = weights.take_along_dim(given.named[:, None, :, None], dim=-1)[:, :, 1:, 0]
+    return torch.stack([weights.diagonal(-1, -2, -1).mean((0, 2)), on_named.mean((0, 2))])
+
+
+@dataclass(frozen=True, eq=False)
 class Run:
     """A layer that was trained, its error at each step, and at the end for texts and lookups."""
 
     model: Attention
     curve: list[float]
-    left: torch.Tensor
-
-    @property
-    def end(self) -> float:
-        """The error at the end."""
-        return float(self.left.mean())
+    left: Tensor
 
 
+@one_thread()
 def measure(progress: Progress) -> dict[str, Any]:
     """Train layers that differ in their number of heads alone, from several seeds."""
-    with one_thread():
-        given = lookups.texts(TEST)
-        jobs: dict[str, dict[str, int]] = {str(heads): {"num_heads": heads} for heads in HEADS}
-        jobs["wide"] = {"num_heads": 1, "head_dim": WIDER * lookups.EMBED_DIM}
-        jobs["one_lookup"] = {"num_heads": 1, "lookups": 1}
-        runs = {}
-        for count, (name, sizes) in enumerate(jobs.items()):
-            progress("training layers", count, len(jobs))
-            seeds = range(SEEDS if name.isdigit() else FEWER_SEEDS)
-            runs[name] = [train(FIRST_SEED + seed, given, **sizes) for seed in seeds]
-        return numbers_of(runs, given)
+    given = texts(TEST)
+    jobs: dict[str, dict[str, int]] = {str(heads): {"num_heads": heads} for heads in HEADS}
+    jobs["wide"] = {"num_heads": 1, "head_dim": WIDER * EMBED_DIM}
+    jobs["one_lookup"] = {"num_heads": 1, "lookups": 1}
+    runs = {}
+    for count, (name, sizes) in enumerate(jobs.items()):
+        progress("training layers", count, len(jobs))
+        seeds = range(FIRST_SEED, FIRST_SEED + (SEEDS if name.isdigit() else FEWER_SEEDS))
+        runs[name] = [trained(seed, given, **sizes) for seed in seeds]
+    return numbers_of(runs, given)
 
 
-def train(seed: int, given: Texts, **sizes: int) -> Run:
+def trained(seed: int, given: Texts, **sizes: int) -> Run:
     """A layer from a seed, which also sees the same texts as all others from this seed."""
     torch.manual_seed(seed)
-    model = lookups.layer(**sizes)
-    curve = lookups.train(model, steps=STEPS)
-    with torch.no_grad():
-        return Run(model, curve, lookups.errors(model, given))
+    model = layer(**sizes)
+    curve = train(model, steps=STEPS)
+    return Run(model, curve, errors(model, given).detach())
 
 
 def numbers_of(runs: dict[str, list[Run]], given: Texts) -> dict[str, Any]:
-    """What is shown of all the runs."""
     counts = [str(heads) for heads in HEADS]
     lucky = [run.left.mean(1).std() / len(run.left) ** 0.5 for run in (*runs["1"], *runs["wide"])]
-    looks = {name: [lookups.attended(run.model, given) for run in runs[name]] for name in counts}
+    looks = {name: [attended(run.model, given) for run in runs[name]] for name in counts}
+    of_all = {name: torch.cat(looks[name], dim=1) for name in counts}
     return {
-        "length": lookups.LENGTH,
+        "length": LENGTH,
         "heads": list(HEADS),
         "wider": WIDER,
         "seeds": SEEDS,
@@ -90,20 +151,26 @@ def numbers_of(runs: dict[str, list[Run]], given: Texts) -> dict[str, Any]:
         "half": HALF,
         "luck": STANDARD_ERRORS * float(max(lucky)),
         "parameters": {name: parameters(runs[name][0].model) for name in (*counts, "wide")},
-        "ends": {name: spread([run.end for run in runs[name]]) for name in runs},
+        "ends": {name: spread([float(run.left.mean()) for run in runs[name]]) for name in runs},
         "at": [POOLED * (n + 0.5) for n in range(STEPS // POOLED)],
         "curves": {name: curves([run.curve for run in runs[name]]) for name in counts},
         "own": own_share(looks["2"]),
         "closed": closed([run.model for run in runs["2"]], looks["2"], given),
         "looks": {name: [rounded(look.mT) for look in looks[name]] for name in counts},
-        "roles": {name: roles(torch.cat(looks[name], dim=1)) for name in counts},
-        "blend": {name: blend(torch.cat(looks[name], dim=1)) for name in counts},
-        "maps": {str(heads): maps(runs[str(heads)][0].model, given) for heads in MAPPED},
+        "roles": {name: roles(look) for name, look in of_all.items()},
+        "blend": {name: blend(look) for name, look in of_all.items()},
+        # What each head does with the first text.
+        "maps": {
+            str(heads): [
+                rounded(head)
+                for head in runs[str(heads)][0].model.matrix(given.x[:1]).dense()[0].detach()
+            ]
+            for heads in MAPPED
+        },
     }
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The best, the median and the worst of the seeds."""
     return {"best": min(values), "median": median(values), "worst": max(values)}
 
 
@@ -114,7 +181,7 @@ def curves(runs: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     return {key: [float(f"{p[key]:.3g}") for p in points] for key in ("best", "median", "worst")}
 
 
-def own_share(looks: Sequence[torch.Tensor]) -> dict[str, Any]:
+def own_share(looks: Sequence[Tensor]) -> dict[str, Any]:
     """Whether the lookups have heads of their own, and the least weight these put on them."""
     best = [look.max(dim=1) for look in looks]
     return {
@@ -124,52 +191,42 @@ def own_share(looks: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def closed(
-    models: Sequence[Attention], looks: Sequence[torch.Tensor], given: Texts
-) -> dict[str, float]:
+def closed(models: Sequence[Attention], looks: Sequence[Tensor], given: Texts) -> dict[str, float]:
     """The error of each lookup without the head that attends to it, and without the other one."""
     own, others = [], []
     for model, look in zip(models, looks, strict=True):
         for lookup, head in enumerate(look.argmax(dim=1).tolist()):
             gate = (torch.arange(model.num_heads) != head).float()
-            left = lookups.errors(model, given, gate=gate).mean(0).tolist()
+            left = errors(model, given, gate=gate).mean(0).tolist()
             own.append(left.pop(lookup))
             others += left
     return {"own": min(own), "other": max(others)}
 
 
-def roles(look: torch.Tensor) -> dict[str, int]:
+def roles(look: Tensor) -> dict[str, int]:
     """How many heads put more weight on the one lookup than on the other."""
     return dict(zip(LOOKUPS, (look > look.flip(0)).sum(1).tolist(), strict=True))
 
 
-def blend(look: torch.Tensor) -> dict[str, float]:
+def blend(look: Tensor) -> dict[str, float]:
     """The mean weight of a head on the lookup it attends to more, and on the other one."""
     return {"more": float(look.amax(0).mean()), "less": float(look.amin(0).mean())}
 
 
-@torch.no_grad()
-def maps(model: Attention, given: Texts) -> list[list[list[float]]]:
-    """What each head does with the first text."""
-    return [rounded(head) for head in model.matrix(given.x[:1]).dense()[0]]
-
-
-def rounded(values: torch.Tensor) -> list[list[float]]:
-    """Rows of numbers to three decimals."""
+def rounded(values: Tensor) -> list[list[float]]:
     return [[round(value, 3) for value in row] for row in values.tolist()]
 
 
 # ---- the picture -------------------------------------------------------------------------------
 
-FEW = {1: "one head", 2: "two heads", 4: "four heads", 8: "eight heads"}
+FEW = {"1": "one head", "2": "two heads", "4": "four heads", "8": "eight heads"}
+COLOURS = dict(zip(FEW, SERIES, strict=False))
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Error over steps, where each head's weight goes, and the weights on one text."""
     figure.set_figheight(5.7)
-    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(3.3, 2.3), hspace=0.0)[
-        :, 0
-    ]
+    parts: Any = figure.subfigures(2, 1, height_ratios=(3.3, 2.3), hspace=0.0)
+    above, below = parts
     left, right = above.subplots(1, 2, width_ratios=(3, 2))
     _draw_curves(left, n)
     _draw_looks(right, n)
@@ -177,21 +234,18 @@ def draw(figure: Figure, n: Numbers) -> None:
 
 
 def _draw_curves(axes: Axes, n: Numbers) -> None:
-    """The error of each number of heads, with its name at the end of the line."""
-    for name, colour in _colours(n).items():
+    for name, colour in COLOURS.items():
         curve = n["curves"][name]
         axes.fill_between(n["at"], curve["best"], curve["worst"], color=colour, alpha=0.2, lw=0)
         axes.plot(n["at"], curve["median"], color=colour)
         end = (n["at"][-1], curve["median"][-1])
-        beside(axes, FEW[int(name)], end, (6, 0), color=colour, va="center")
+        beside(axes, FEW[name], end, (6, 0), color=colour, va="center")
     axes.plot([0, n["steps"]], [n["half"]] * 2, color=INK, lw=0.8, ls=(0, (4, 3)))
     end = (n["steps"], n["half"])
     beside(axes, "half of the error", end, (0, -7), ha="right", va="top", color=INK)
-    axes.set_yscale("log")
+    axes.set(yscale="log", yticks=[10.0**-power for power in range(5)])
+    axes.set(yticklabels=["100 %", "10 %", "1 %", "0.1 %", "0.01 %"])
     axes.set_ylim(top=2)
-    axes.set_yticks(
-        [10.0**-power for power in range(5)], ["100 %", "10 %", "1 %", "0.1 %", "0.01 %"]
-    )
     plotted(
         axes,
         "Error during training",
@@ -203,19 +257,12 @@ def _draw_curves(axes: Axes, n: Numbers) -> None:
 
 
 def _draw_looks(axes: Axes, n: Numbers) -> None:
-    """One dot for every head: its weight on either token. The line is all of a head's weight."""
-    axes.plot([0, 1], [1, 0], color=SOFT, lw=0.6, zorder=0)
-    axes.text(
-        0.57, 0.57, "nothing on other tokens", color=SOFT, rotation=-45, ha="center", va="center"
-    )
-    for name, colour in reversed(_colours(n).items()):
-        points = [head for look in n["looks"][name] for head in look]
-        axes.scatter(
-            [before for before, _ in points],
-            [named for _, named in points],
-            color=colour,
-            alpha=0.6,
-        )
+    axes.plot([0, 1], [1, 0], color=SOFT, lw=0.6, zorder=0)  # all of a head's weight
+    look: dict[str, Any] = {"rotation": -45, "ha": "center", "va": "center"}
+    axes.text(0.57, 0.57, "nothing on other tokens", color=SOFT, **look)
+    for name, colour in reversed(COLOURS.items()):
+        before, named = zip(*(head for look in n["looks"][name] for head in look), strict=True)
+        axes.scatter(before, named, color=colour, alpha=0.6)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
     axes.set(xlim=(-0.08, 1.08), ylim=(-0.08, 1.08), aspect="equal")
@@ -223,36 +270,30 @@ def _draw_looks(axes: Axes, n: Numbers) -> None:
     axes.set_title("Each head's attention weight", loc="left")
 
 
-def _draw_maps(figure: SubFigure, n: Numbers) -> None:
-    """The weights of the first seed's layers on one text, side by side."""
-    gap = 0.2
-    widths = [width for found in n["maps"].values() for width in (*(1.0 for _ in found), gap)][:-1]
-    maps = figure.subplots(1, len(widths), width_ratios=widths)
-    places = iter(maps)
-    for name, found in n["maps"].items():
-        for head, weights in enumerate(found):
-            axes = next(places)
-            image = weight_map(axes, weights)
-            before, named = (_share(share) for share in n["looks"][name][0][head])
-            axes.set_xlabel(f"before {before}\nnamed {named}", color=SOFT, size=9)
-            if head == 0:
-                axes.set_title(FEW[int(name)], color=_colours(n)[name], loc="left")
-        if (space := next(places, None)) is not None:
-            space.set_axis_off()
+def _draw_maps(figure: Any, n: Numbers) -> None:
+    heads = [(name, head) for name, found in n["maps"].items() for head in range(len(found))]
+    # A narrow column without a map sets a layer apart from the next one.
+    columns = [part for pair in heads for part in ([None, pair] if pair[1] == 0 else [pair])][1:]
+    widths = [0.2 if pair is None else 1.0 for pair in columns]
+    maps = figure.subplots(1, len(columns), width_ratios=widths)
+    for axes, pair in zip(maps, columns, strict=True):
+        if pair is None:
+            axes.set_axis_off()
+            continue
+        name, head = pair
+        image = weight_map(axes, n["maps"][name][head])
+        # A share is not shown as 0 unless it is.
+        before, named = (
+            f"{100 * share:.0f} %" if share >= 0.01 else "< 1 %"
+            for share in n["looks"][name][0][head]
+        )
+        axes.set_xlabel(f"before {before}\nnamed {named}", color=SOFT, size=9)
+        if head == 0:
+            axes.set_title(FEW[name], color=COLOURS[name], loc="left")
     bar = figure.colorbar(image, ax=maps, location="bottom", shrink=0.6, aspect=45)
-    bar.set_ticks([0, 0.01, 0.1, 0.5, 1], labels=["0", "1 %", "10 %", "50 %", "100 %"], minor=False)
+    bar.set_ticks([0, 0.01, 0.1, 0.5, 1], labels=["0", "1 %", "10 %", "50 %", "100 %"])
     bar.outline.set_visible(False)
     bar.set_label("attention weight, on a square-root scale")
-
-
-def _share(value: float) -> str:
-    """A share in per cent, which is not 0 unless it is."""
-    return f"{100 * value:.0f} %" if value >= 0.01 else "< 1 %"
-
-
-def _colours(n: Numbers) -> dict[str, str]:
-    """The colour of each number of heads."""
-    return {str(heads): colour for heads, colour in zip(n["heads"], SERIES, strict=False)}
 
 
 QUESTION = Question(
@@ -334,13 +375,13 @@ QUESTION = Question(
         rows=(
             *(
                 (
-                    FEW[heads],
+                    words,
                     f"{{ends[{heads}][best]:percent}}",
                     f"{{ends[{heads}][worst]:percent}}",
                     *(f"{{roles[{heads}][{lookup}]}}" for lookup in LOOKUPS),
                     *(f"{{blend[{heads}][{share}]:percent}}" for share in ("more", "less")),
                 )
-                for heads in HEADS
+                for heads, words in FEW.items()
             ),
             *(
                 (

@@ -25,9 +25,8 @@ from headwise.studies.drawing import (
     rule,
     sheet,
 )
-from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.measures import parameters
-from headwise.studies.peers.peer import Weights
+from headwise.studies.experiments.measures import layer_budget, parameters
+from headwise.studies.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 
@@ -75,33 +74,25 @@ def measure(progress: Progress) -> dict[str, Any]:
 def checked(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
     """The layer's output against the paper's formula."""
     weights = Weights.of_linears(layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
+    budget = layer_budget(x, source, source, weights, num_heads=layer.num_heads)
     with torch.no_grad():
-        output = layer(x, source)
-    return against(
-        output, whole_layer.budget(x, source, source, weights, num_heads=layer.num_heads)
-    )
+        return against(layer(x, source), budget)
 
 
 def checked_page(block: EinopsAttention, x: Tensor, source: Tensor) -> dict[str, Any]:
     """The same for the block as einops' page has it, before it adds its input and normalises."""
     weights = Weights.of_linears(block.w_qs, block.w_ks, block.w_vs, block.fc)
-    attended: list[Tensor] = []
-    hook = block.fc.register_forward_hook(lambda *call: attended.append(call[-1]))
+    budget = layer_budget(x, source, source, weights, num_heads=block.num_heads)
+    found: list[dict[str, Any]] = []
+    hook = block.fc.register_forward_hook(lambda *call: found.append(against(call[-1], budget)))
     with torch.no_grad():
         block(x, source, source)
     hook.remove()
-    return against(
-        attended[0], whole_layer.budget(x, source, source, weights, num_heads=block.num_heads)
-    )
+    return found[0]
 
 
 def against(output: Tensor, allowed: Budget) -> dict[str, Any]:
-    """What the error budget says of an output."""
-    verdict = allowed.check(output)
-    return {
-        "output": list(output.shape),
-        "within": verdict.within,
-    }
+    return {"output": list(output.shape), "within": allowed.check(output).within}
 
 
 def grid(x: Tensor, source: Tensor) -> dict[str, Any]:
@@ -138,16 +129,14 @@ def torchs_layer(heads: int) -> tuple[nn.MultiheadAttention | None, str]:
 
 def torch_widths() -> dict[str, Any]:
     """torch's layer with inputs of their own widths for keys and values."""
-    widths: dict[str, Any] = {"kdim": KEY_WIDTH, "vdim": VALUE_WIDTH, "batch_first": True}
-    layer = nn.MultiheadAttention(EMBED_DIM, TORCH_HEADS, **widths)
+    layer = nn.MultiheadAttention(
+        EMBED_DIM, TORCH_HEADS, kdim=KEY_WIDTH, vdim=VALUE_WIDTH, batch_first=True
+    )
     x, keys = torch.randn(BATCH, QUERIES, EMBED_DIM), torch.randn(BATCH, KEYS, KEY_WIDTH)
     values = torch.randn(BATCH, KEYS, VALUE_WIDTH)
-    with torch.no_grad():
-        output, _ = layer(x, keys, values)
     rows = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight, layer.out_proj.weight]
-    biases = [*layer.in_proj_bias.chunk(3), layer.out_proj.bias]
-    weights = Weights.of(rows, biases)
-    allowed = whole_layer.budget(x, keys, values, weights, num_heads=TORCH_HEADS)
+    weights = Weights.of(rows, [*layer.in_proj_bias.chunk(3), layer.out_proj.bias])
+    allowed = layer_budget(x, keys, values, weights, num_heads=TORCH_HEADS)
     native = Attention(EMBED_DIM, HEADS, head_dim=HEAD_DIM, source_dim=KEY_WIDTH)
     return {
         "torch_heads": TORCH_HEADS,
@@ -157,7 +146,7 @@ def torch_widths() -> dict[str, Any]:
         "q_weight_of_torch": list(layer.q_proj_weight.shape),
         "k_weight_of_torch": list(layer.k_proj_weight.shape),
         "v_weight_of_torch": list(layer.v_proj_weight.shape),
-        "torch_crossed": against(output, allowed),
+        "torch_crossed": against(layer(x, keys, values)[0].detach(), allowed),
         "crossed": checked(native, x, keys),
     }
 
@@ -195,54 +184,50 @@ def draw(figure: Figure, n: Numbers) -> None:
 
 def draw_grid(axes: Axes, n: Numbers) -> None:
     """A dot for each pair of sizes that was tried; ringed, where PyTorch's layer takes it too."""
-    places = {head_dim: row for row, head_dim in enumerate(n["grid_head_dims"])}
-    rights = [
-        (heads, row, right)
-        for row, found in enumerate(n["grid_right"])
-        for heads, right in zip(n["grid_heads"], found, strict=True)
-    ]
+    head_dims, sizes = n["grid_head_dims"], n["sizes"]
     for wanted, look in ((True, DOT), (False, CROSS)):
-        pairs = [pair for *pair, right in rights if right is wanted]
+        pairs = [
+            (heads, row)
+            for row, found in enumerate(n["grid_right"])
+            for heads, right in zip(n["grid_heads"], found, strict=True)
+            if right is wanted
+        ]
         axes.plot([heads for heads, _ in pairs], [row for _, row in pairs], **look)
     taken = [heads for heads in n["heads_torch_takes"] if heads in n["grid_heads"]]
-    rows = [places[n["sizes"]["embed_dim"] // heads] for heads in taken]
-    axes.plot(taken, rows, **RING)
-    axes.plot(n["sizes"]["heads"], places[n["sizes"]["head_dim"]], **CHOSEN)
+    axes.plot(taken, [head_dims.index(sizes["embed_dim"] // heads) for heads in taken], **RING)
+    axes.plot(sizes["heads"], head_dims.index(sizes["head_dim"]), **CHOSEN)
     axes.set_xticks(n["grid_heads"])
-    axes.set_yticks(range(len(places)), [str(head_dim) for head_dim in places])
-    axes.set_xlabel("heads")
-    axes.set_ylabel("head_dim")
+    axes.set_yticks(range(len(head_dims)), [str(head_dim) for head_dim in head_dims])
+    axes.set(xlabel="heads", ylabel="head_dim")
 
 
 def draw_key(axes: Axes, n: Numbers) -> None:
     """What the marks of the grid are."""
-    for top, mark, colour, lines in (
+    for count, (mark, colour, words) in enumerate(
         (
-            0.75,
-            DOT,
-            SERIES[0],
-            ("headwise.Attention gives the", "paper's formula: {pairs_right} of {pairs}"),
-        ),
-        (
-            1.5,
-            RING,
-            SERIES[1],
-            ("PyTorch's layer allows it, too:", "heads × head_dim = {sizes[embed_dim]}"),
-        ),
-        (
-            2.25,
-            CHOSEN,
-            SERIES[2],
             (
-                "{sizes[heads]} heads of {sizes[head_dim]}: PyTorch refuses,",
+                DOT,
+                SERIES[0],
+                "headwise.Attention gives the\npaper's formula: {pairs_right} of {pairs}",
+            ),
+            (
+                RING,
+                SERIES[1],
+                "PyTorch's layer allows it, too:\nheads × head_dim = {sizes[embed_dim]}",
+            ),
+            (
+                CHOSEN,
+                SERIES[2],
+                "{sizes[heads]} heads of {sizes[head_dim]}: PyTorch refuses,\n"
                 "{sizes[embed_dim]} / {sizes[heads]} leaves {sizes[remainder]}",
             ),
         ),
+        start=1,
     ):
-        axes.plot(KEY, top, **mark)
-        for line, words in enumerate(lines):
-            y = top + 0.19 * line
-            axes.text(KEY + 0.2, y, say(words, n), color=colour, fontsize=9, va="center")
+        axes.plot(KEY, 0.75 * count, **mark)
+        for line, text in enumerate(say(words, n).split("\n")):
+            y = 0.75 * count + 0.19 * line
+            axes.text(KEY + 0.2, y, text, color=colour, fontsize=9, va="center")
 
 
 def draw_widths(axes: Axes, n: Numbers) -> None:

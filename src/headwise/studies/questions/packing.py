@@ -1,4 +1,8 @@
-"""Is one packed matrix the same as many small ones?"""
+"""Is one packed matrix the same as many small ones?
+
+The small matrices of a layer are (matrices, embed_dim, head_dim), in the order of the paper's
+formula x @ W: those of the queries of every head, then of the keys, then of the values.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +10,136 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
+from headwise import reference
 from headwise.errors import PolarityWarning
 from headwise.masks.mask import Mask
-from headwise.studies.drawing import SERIES, Axes, Figure, block, heading, note, sheet
-from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.measures import times_of
-from headwise.studies.experiments.packing_forms import PARTS, Form, attend, forms
-from headwise.studies.peers.installed import GPT2, DropIn, Native, TorchLayer
-from headwise.studies.peers.peer import Weights
-from headwise.studies.question import Fact, Numbers, Question, Table
+from headwise.matrix import AttentionMatrix
+from headwise.studies.drawing import SERIES, Figure, block, heading, note, sheet
+from headwise.studies.experiments.measures import layer_budget, times_of
+from headwise.studies.peer import Weights
+from headwise.studies.peers import GPT2, DropIn, Native, TorchLayer
+from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 
+PARTS = 3  # queries, keys, values
 EMBED_DIM, HEADS = 768, 12  # GPT-2's
 BATCH, QUERIES, KEYS = 2, 48, 64
 TOKENS, ROUNDS = 256, 16  # how many are timed, and how often
 SHOWN_HEAD = 4  # the one in a strong colour in the picture
 
 
-@dataclass(frozen=True, eq=False)
-class Layers:
-    """The same weights in layers that store them in other forms."""
+@dataclass(frozen=True)
+class Form:
+    """One way to store the small matrices.
+
+    Attributes:
+        sizes: how many small matrices lie side by side in each stored one.
+        by_rows: whether a stored matrix has a row for each output, as torch's Linear; it has a
+            column for each, to be used as x @ W, otherwise.
+    """
+
+    sizes: tuple[int, ...]
+    by_rows: bool
+
+    def pack(self, small: Shaped[Tensor, "matrices embed_dim head_dim"]) -> list[Tensor]:
+        """The stored matrices, made of the small ones."""
+        wide = [torch.cat(list(group), dim=1) for group in small.split(self.sizes)]
+        return [w.mT.contiguous() if self.by_rows else w for w in wide]
+
+    def places(
+        self, *, embed_dim: int, head_dim: int
+    ) -> Int[Tensor, "matrices {embed_dim} {head_dim}"]:
+        """The index map: where each number of a small matrix stands among all that are stored."""
+        entry, channel = torch.arange(embed_dim)[:, None], torch.arange(head_dim)
+        found, stored = [], 0
+        for size in self.sizes:
+            for place in range(size):
+                output = place * head_dim + channel
+                by_rows, by_columns = output * embed_dim + entry, entry * size * head_dim + output
+                found.append(stored + (by_rows if self.by_rows else by_columns))
+            stored += size * head_dim * embed_dim
+        return torch.stack(found)
+
+    def split(self, bias: Float[Tensor, " outputs"]) -> tuple[Tensor, ...]:
+        """The bias of each stored matrix, of the biases of all small ones in their order."""
+        head_dim = len(bias) // sum(self.sizes)
+        return bias.split([size * head_dim for size in self.sizes])
+
+    def products(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys embed_dim"],
+        matrices: list[Tensor],
+        biases: tuple[Tensor, ...],
+    ) -> list[Tensor]:
+        """The products with each stored matrix: that of the queries takes ``x``."""
+        done, outputs = 0, []
+        for size, matrix, bias in zip(self.sizes, matrices, biases, strict=True):
+            tokens = x if done * PARTS < sum(self.sizes) else source
+            outputs.append(linear(tokens, matrix if self.by_rows else matrix.mT, bias))
+            done += size
+        return outputs
+
+    def heads(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (batch, heads, length, head_dim), of these products."""
+        single = [
+            one
+            for size, output in zip(self.sizes, outputs, strict=True)
+            for one in output.unflatten(-1, (size, -1)).unbind(-2)
+        ]
+        count = len(single) // PARTS
+        q, k, v = (torch.stack(single[n : n + count], dim=1) for n in range(0, len(single), count))
+        return q, k, v
+
+
+def forms(heads: int) -> dict[str, Form]:
+    """The forms that are in use, by the names of the study."""
+    return {
+        "per_head": Form((1,) * (PARTS * heads), by_rows=False),
+        "separate": Form((heads, heads, heads), by_rows=True),
+        "q_kv": Form((heads, 2 * heads), by_rows=True),
+        "packed": Form((PARTS * heads,), by_rows=True),
+        "transposed": Form((PARTS * heads,), by_rows=False),
+    }
+
+
+class Layers(NamedTuple):
+    """The same weights in layers that store them in other forms, and as small matrices."""
 
     torch: TorchLayer
     packed: DropIn
     apart: Native
     gpt2: GPT2
+    weights: Weights
+    small: Tensor
+    biases: Tensor  # of the small matrices, one after the other
 
-    @classmethod
-    def random(cls) -> Layers:
-        """Weights as torch's layer draws them, with biases."""
-        sizes = EMBED_DIM, HEADS
-        layers = cls(TorchLayer(*sizes), DropIn(*sizes), Native(*sizes), GPT2(*sizes))
-        # torch starts them at 0, which hides their order.
-        nn.init.normal_(layers.torch.inner.in_proj_bias, std=0.1)
-        nn.init.normal_(layers.torch.inner.out_proj.bias, std=0.1)
-        for layer in (layers.torch, layers.packed, layers.apart, layers.gpt2):
-            layer.fill(layers.weights).eval()
-        return layers
 
-    @property
-    def weights(self) -> Weights:
-        """Those of all of them."""
-        return self.torch.held()
-
-    @property
-    def small(self) -> Tensor:
-        """(matrices, embed_dim, head_dim): the small matrices."""
-        by_rows: Tensor = self.torch.inner.in_proj_weight.unflatten(0, (PARTS * HEADS, -1))
-        return by_rows.mT.contiguous()
-
-    @property
-    def biases(self) -> Tensor:
-        """The biases of the small matrices, one after the other."""
-        return self.torch.inner.in_proj_bias
+def random_layers() -> Layers:
+    """Weights as torch's layer draws them, with biases."""
+    sizes = EMBED_DIM, HEADS
+    layers = TorchLayer(*sizes), DropIn(*sizes), Native(*sizes), GPT2(*sizes)
+    inner = layers[0].inner
+    # torch starts them at 0, which hides their order.
+    nn.init.normal_(inner.in_proj_bias, std=0.1)
+    nn.init.normal_(inner.out_proj.bias, std=0.1)
+    for layer in layers:
+        layer.fill(layers[0].held()).eval()
+    small = inner.in_proj_weight.unflatten(0, (PARTS * HEADS, -1)).mT.contiguous()
+    return Layers(*layers, layers[0].held(), small, inner.in_proj_bias)
 
 
 @torch.no_grad()
 def measure(progress: Progress) -> dict[str, Any]:
     """Store the weights of torch's layer in every form, put them back, and use each."""
-    layers = Layers.random()
+    layers = random_layers()
     small = layers.small
     x, source = torch.randn(BATCH, QUERIES, EMBED_DIM), torch.randn(BATCH, KEYS, EMBED_DIM)
     return {
@@ -81,7 +151,14 @@ def measure(progress: Progress) -> dict[str, Any]:
         "shown_head": SHOWN_HEAD,
         "small": len(small),
         "tokens": TOKENS,
-        "stored": {name: stored(form.pack(small)) for name, form in forms(HEADS).items()},
+        # The shapes of the matrices, and how many in a row have each.
+        "stored": {
+            name: [
+                {"shape": list(shape), "count": len(list(run))}
+                for shape, run in groupby(tuple(matrix.shape) for matrix in form.pack(small))
+            ]
+            for name, form in forms(HEADS).items()
+        },
         "kept": kept(layers),
         "self_attention": largest_share(layers, x, x),
         "cross_attention": largest_share(layers, x, source),
@@ -91,38 +168,21 @@ def measure(progress: Progress) -> dict[str, Any]:
     }
 
 
-# ---- what is measured ------------------------------------------------------------------------
-
-
-def stored(matrices: list[Tensor]) -> list[dict[str, Any]]:
-    """The shapes of matrices, and how many in a row have each."""
-    shapes = [tuple(matrix.shape) for matrix in matrices]
-    return [{"shape": list(shape), "count": len(list(run))} for shape, run in groupby(shapes)]
-
-
 def kept(layers: Layers) -> dict[str, bool]:
     """Whether every number comes back from each form by its index map, with no bit changed."""
-    small, apart = layers.small, layers.apart.inner
-    held: dict[str, list[Tensor]] = {
-        **{name: form.pack(small) for name, form in forms(HEADS).items()},
-        "MultiheadAttention": [layers.packed.inner.in_proj_weight],
-        "Attention": [apart.q_proj.weight, apart.k_proj.weight, apart.v_proj.weight],
-        "GPT-2": [layers.gpt2.inner.c_attn.weight],
+    small, known, separate = layers.small, forms(HEADS), layers.apart.held().matrices[:3]
+    held = {name: (form, form.pack(small)) for name, form in known.items()} | {
+        "MultiheadAttention": (known["packed"], [layers.packed.inner.in_proj_weight]),
+        "Attention": (known["separate"], separate),
+        "GPT-2": (known["transposed"], [layers.gpt2.inner.c_attn.weight]),
     }
-    maps = {
-        name: form.places(embed_dim=EMBED_DIM, head_dim=EMBED_DIM // HEADS)
-        for name, form in forms(HEADS).items()
-    }
-    maps |= {"MultiheadAttention": maps["packed"], "Attention": maps["separate"]}
-    maps |= {"GPT-2": maps["transposed"]}
     found = {}
-    for name, matrices in held.items():
+    for name, (form, matrices) in held.items():
         flat = torch.cat([matrix.flatten() for matrix in matrices])
-        there = torch.empty_like(flat).scatter(0, maps[name].flatten(), small.flatten())
-        every_place_once = torch.equal(maps[name].flatten().sort()[0], torch.arange(len(flat)))
-        found[name] = (
-            every_place_once and same_bits(flat[maps[name]], small) and same_bits(there, flat)
-        )
+        places = form.places(embed_dim=EMBED_DIM, head_dim=EMBED_DIM // HEADS)
+        there = torch.empty_like(flat).scatter(0, places.flatten(), small.flatten())
+        every_place_once = torch.equal(places.flatten().sort()[0], torch.arange(len(flat)))
+        found[name] = every_place_once and same_bits(flat[places], small) and same_bits(there, flat)
     return found
 
 
@@ -131,22 +191,24 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
+def attend(layers: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output for queries, keys and values of heads, by the output projection."""
+    return layers.torch.inner.out_proj(reference.merge_heads(AttentionMatrix(q, k) @ v))
+
+
 def largest_share(layers: Layers, x: Tensor, source: Tensor) -> float:
     """The largest share of the error budget that the output of any layer or form uses."""
-    weights = layers.weights
-    budget = whole_layer.budget(x, source, source, weights, num_heads=HEADS)
+    budget = layer_budget(x, source, source, layers.weights, num_heads=HEADS)
     outputs = [
         layers.torch.inner(x, source, source, need_weights=False)[0],
         layers.packed.inner(x, source, source, need_weights=False)[0],
         layers.apart.inner(x, source),
+        *([layers.gpt2(x)] if source is x else []),
     ]
-    if source is x:
-        outputs.append(layers.gpt2(x))
     for form in forms(HEADS).values():
         if source is x or len(form.sizes) > 1:  # a single matrix makes q, k and v of one input
             matrices, biases = form.pack(layers.small), form.split(layers.biases)
-            products = form.products(x, source, matrices, biases)
-            outputs.append(attend(*form.heads(products), weights))
+            outputs.append(attend(layers, *form.heads(form.products(x, source, matrices, biases))))
     return max(budget.check(output).ratio for output in outputs)
 
 
@@ -155,9 +217,8 @@ def wrong_order(layers: Layers, x: Tensor) -> dict[str, bool | float]:
     form = forms(HEADS)["packed"]
     products = form.products(x, x, form.pack(layers.small), (layers.biases,))
     by_head = products[0].unflatten(-1, (HEADS, PARTS, -1)).movedim(1, 3)
-    q, k, v = by_head.unbind(2)
-    output = attend(q, k, v, layers.weights)
-    budget = whole_layer.budget(x, x, x, layers.weights, num_heads=HEADS)
+    output = attend(layers, *by_head.unbind(2))
+    budget = layer_budget(x, x, x, layers.weights, num_heads=HEADS)
     return {
         "within": budget.check(output).within,
         "difference": float((output - budget.exact).norm() / budget.exact.norm()),
@@ -167,25 +228,23 @@ def wrong_order(layers: Layers, x: Tensor) -> dict[str, bool | float]:
 def same_objects(layers: Layers) -> dict[str, Any]:
     """The same tokens as one object and as copies, in a batch of which one text is padding only."""
     x = torch.randn(BATCH, KEYS, EMBED_DIM)
-    copy, another = x.clone(), x.clone()
-    ways = {"one": (x, x, x), "two": (x, copy, copy), "three": (x, copy, another)}
-    padding = torch.zeros(BATCH, KEYS, dtype=torch.bool)
-    padding[-1] = True
+    copy = x.clone()
+    ways = {"one": (x, x, x), "two": (x, copy, copy), "three": (x, copy, x.clone())}
+    padding = (torch.arange(BATCH) == BATCH - 1)[:, None].expand(BATCH, KEYS)
     mask = Mask.from_torch_padding(padding)
-    budget = whole_layer.budget(x, x, x, layers.weights, num_heads=HEADS, mask=mask)
+    budget = layer_budget(x, x, x, layers.weights, num_heads=HEADS, mask=mask)
     call = {"key_padding_mask": padding, "need_weights": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolarityWarning)  # a text of padding alone is asked for
-        outputs = {name: layers.packed.inner(*way, **call)[0] for name, way in ways.items()}
-    outputs |= {
-        "Attention_one": layers.apart.inner(x, mask=mask),
-        "Attention_two": layers.apart.inner(x, copy, mask=mask),
-    }
-    torchs = {name: layers.torch.inner(*way, **call)[0] for name, way in ways.items()}
+        outputs = [layers.packed.inner(*way, **call)[0] for way in ways.values()]
+    outputs += [layers.apart.inner(x, mask=mask), layers.apart.inner(x, copy, mask=mask)]
     return {
-        "objects_outside": sum(budget.check(output).outside for output in outputs.values()),
-        "torch_nan": {name: int(output.isnan().sum()) for name, output in torchs.items()},
-        "nan": sum(int(output.isnan().sum()) for output in outputs.values()),
+        "objects_outside": sum(budget.check(output).outside for output in outputs),
+        "torch_nan": {
+            name: int(layers.torch.inner(*way, **call)[0].isnan().sum())
+            for name, way in ways.items()
+        },
+        "nan": sum(int(output.isnan().sum()) for output in outputs),
     }
 
 
@@ -199,20 +258,30 @@ def times(layers: Layers) -> dict[str, float]:
     return times_of(works, against="packed", rounds=ROUNDS)
 
 
-def _row(name: str, shapes: str, place: str) -> tuple[str, ...]:
-    """One form in the table."""
-    title, where = TITLES[name]
-    return f"{title} ({where})", shapes, place, f"{{times[{name}]:.2f}}"
-
-
 # ---- the picture -------------------------------------------------------------------------------
 
+# The form, who has it, what is stored, and where head h's part is in that.
 TITLES = {
-    "per_head": ("a matrix a head", "the paper"),
-    "separate": ("q, k, v", "headwise.Attention"),
-    "q_kv": ("q; k with v", "cross-attention"),
-    "packed": ("all in one", "PyTorch"),
-    "transposed": ("all in one, transposed", "GPT-2"),
+    "per_head": ("a matrix a head", "the paper", "{[0][count]} of {[0][shape]:shape}", "matrix h"),
+    "separate": (
+        "q, k, v",
+        "headwise.Attention",
+        "{[0][count]} of {[0][shape]:shape}",
+        "head_dim rows from h × head_dim",
+    ),
+    "q_kv": (
+        "q; k with v",
+        "cross-attention",
+        "{[0][shape]:shape}, {[1][shape]:shape}",
+        "the same; v below k",
+    ),
+    "packed": ("all in one", "PyTorch", "{[0][shape]:shape}", "the same; k below q, v below k"),
+    "transposed": (
+        "all in one, transposed",
+        "GPT-2",
+        "{[0][shape]:shape}",
+        "the same in columns; k right of q, v right of k",
+    ),
 }
 GAP, STRIP = 0.14, 0.03  # in units: between matrices, and between those that are small
 
@@ -233,22 +302,18 @@ def draw(figure: Figure, n: Numbers) -> None:
             place = (left + UNIT * x, TOP + UNIT * y, UNIT * wide, UNIT * high)
             strong = head == n["shown_head"]
             block(axes, *place, colour=SERIES[part], alpha=1.0 if strong else 0.3)
-        title, where = TITLES[name]
+        title, where, *_ = TITLES[name]
         heading(axes, centre, 0.18, title, align="center")
         note(axes, centre, 0.38, where, align="center")
         for line, run in enumerate(n["stored"][name]):
-            note(axes, centre, bottom + 0.15 + 0.18 * line, _described(**run), align="center")
-    _draw_legend(axes, n, centre=CENTRES[-1], top=TOP + 2.2 * UNIT)
-
-
-def _draw_legend(axes: Axes, n: Numbers, *, centre: float, top: float) -> None:
-    """Which colour is what."""
+            words = say("{count} of {shape[0]} × {shape[1]}", run).removeprefix("1 of ")
+            note(axes, centre, bottom + 0.15 + 0.18 * line, words, align="center")
+    centre, top = CENTRES[-1], TOP + 2.2 * UNIT  # of the legend
     for part, word in enumerate(("queries", "keys", "values")):
-        place = centre + UNIT * (part - 1)
-        axes.text(place, top, word, color=SERIES[part], fontsize=9, ha="center", va="center")
-    words = (f"strong colour: head {n['shown_head']},", f"pale: the others of {n['heads']} heads")
-    for line, word in enumerate(words):
-        note(axes, centre, top + 0.24 + 0.18 * line, word, align="center")
+        x = centre + UNIT * (part - 1)
+        axes.text(x, top, word, color=SERIES[part], fontsize=9, ha="center", va="center")
+    note(axes, centre, top + 0.24, say("strong colour: head {shown_head},", n), align="center")
+    note(axes, centre, top + 0.42, say("pale: the others of {heads} heads", n), align="center")
 
 
 def _blocks(form: Form, heads: int) -> list[tuple[float, float, float, float]]:
@@ -261,12 +326,6 @@ def _blocks(form: Form, heads: int) -> list[tuple[float, float, float, float]]:
         return [(count * wide, 0.0, wide, 1.0) for count in range(sum(form.sizes))]
     gaps = [GAP * matrix for matrix, size in enumerate(form.sizes) for _ in range(size)]
     return [(0.0, count * wide + gap, 1.0, wide) for count, gap in enumerate(gaps)]
-
-
-def _described(*, count: int, shape: list[int]) -> str:
-    """How many matrices of which shape."""
-    size = f"{shape[0]} × {shape[1]}"
-    return f"{count} of {size}" if count > 1 else size
 
 
 QUESTION = Question(
@@ -321,32 +380,14 @@ QUESTION = Question(
     draw=draw,
     table=Table(
         columns=("form", "stored as", "head h's part", "time"),
-        rows=(
-            _row(
-                "per_head",
-                "{stored[per_head][0][count]} of {stored[per_head][0][shape]:shape}",
-                "matrix h",
-            ),
-            _row(
-                "separate",
-                "{stored[separate][0][count]} of {stored[separate][0][shape]:shape}",
-                "head_dim rows from h × head_dim",
-            ),
-            _row(
-                "q_kv",
-                "{stored[q_kv][0][shape]:shape}, {stored[q_kv][1][shape]:shape}",
-                "the same; v below k",
-            ),
-            _row(
-                "packed",
-                "{stored[packed][0][shape]:shape}",
-                "the same; k below q, v below k",
-            ),
-            _row(
-                "transposed",
-                "{stored[transposed][0][shape]:shape}",
-                "the same in columns; k right of q, v right of k",
-            ),
+        rows=tuple(
+            (
+                f"{title} ({where})",
+                shapes.replace("{", f"{{stored[{name}]"),
+                place,
+                f"{{times[{name}]:.2f}}",
+            )
+            for name, (title, where, shapes, place) in TITLES.items()
         ),
     ),
     varies=frozenset({"times", "self_attention", "cross_attention"}),

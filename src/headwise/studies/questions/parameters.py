@@ -10,7 +10,7 @@ from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.studies.drawing import SERIES, Figure, beside, plotted
 from headwise.studies.experiments.measures import parameters
-from headwise.studies.peers.written_anew import Paper
+from headwise.studies.peers import Paper
 from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import linear
 
 from headwise import reference
 from headwise.layers.native.attention import Attention
 from headwise.models import minilm, text
-from headwise.models.reading import Projections
 from headwise.studies.drawing import (
     SERIES,
     WIDTH,
@@ -25,9 +25,9 @@ from headwise.studies.drawing import (
     tinted,
     weight_map,
 )
-from headwise.studies.experiments import whole_layer
-from headwise.studies.peers.installed import Native
-from headwise.studies.peers.peer import Weights
+from headwise.studies.experiments.measures import layer_budget
+from headwise.studies.experiments.same_weights import of_projections
+from headwise.studies.peers import Native
 from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 
@@ -35,6 +35,7 @@ WORDS = 9  # of the text: few enough for every map to be drawn whole
 EVERY = 4  # one number in so many is drawn of what is embed_dim wide
 ENLARGED = 3  # heads
 NEARLY_ALL = 0.98  # share of the numbers that is below the strongest colour
+PLACES = ("the token before", "the same token", "the token after")
 
 
 def measure(progress: Progress) -> dict[str, Any]:
@@ -42,8 +43,9 @@ def measure(progress: Progress) -> dict[str, Any]:
     sentence = " ".join(text.paragraphs()[0].split()[:WORDS])
     reading = minilm.read(sentence, sentence, progress=progress)
     call = reading.calls[0]
-    native, x = filled(call.projections, reading.num_heads), call.x[:1]
-    layer = native.inner
+    native = Native(call.x.shape[-1], reading.num_heads).requires_grad_(False)
+    native.fill(of_projections(call.projections)).eval()
+    layer, x = native.inner, call.x[:1]
     return {
         "model": reading.model,
         "tokens": list(reading.tokens),
@@ -55,46 +57,32 @@ def measure(progress: Progress) -> dict[str, Any]:
         "layer": 0,
         "every": EVERY,
         **forward(layer, x),
-        **added_up(layer, x, native.held(), models_own=call.output[:1]),
+        **added_up(native, x, models_own=call.output[:1]),
         "stand_out": stand_out(layer.matrix(x).dense()[0], reading.tokens),
     }
 
 
-def filled(projections: Projections, heads: int) -> Native:
-    """The native layer with the weights of a model's layer."""
-    p = projections
-    native = Native(p.out_proj_weight.shape[0], heads).requires_grad_(False)
-    packed = (p.in_proj_weight, p.in_proj_bias, p.out_proj_weight, p.out_proj_bias)
-    native.fill(Weights.packed(*packed)).eval()
-    return native
-
-
-# ---- one forward pass --------------------------------------------------------------------------
+# ---- what is measured --------------------------------------------------------------------------
 
 
 def forward(layer: Attention, x: Tensor) -> dict[str, Any]:
     """What is drawn, from the pass itself; and whether the parts are what they are said to be."""
     seen: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Any:
-        def hook(_: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> None:
-            seen[name] = result
-            seen[f"into_{name}"] = given[0]
-
-        return hook
-
-    names = ("q", "k", "v", "output")
-    projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
+    projections = {"q": layer.q_proj, "k": layer.k_proj, "v": layer.v_proj}
     hooks = [
-        projection.register_forward_hook(keep(name))
-        for name, projection in zip(names, projections, strict=True)
+        projection.register_forward_hook(
+            lambda _, given, result, name=name: seen.update(
+                {name: result, f"into_{name}": given[0]}
+            )
+        )
+        for name, projection in (projections | {"output": layer.out_proj}).items()
     ]
     layer(x)
     for hook in hooks:
         hook.remove()
     maps, outputs = layer.matrix(x).dense(), layer.head_outputs(x)
-    merged = seen["into_output"]
-    rows = maps.double().sum(-1)
+    merged, rows = seen["into_output"], maps.double().sum(-1)
+    drawn = {"x": x, "merged": merged} | {name: seen[name] for name in (*projections, "output")}
     return {
         "shapes": {
             "x": list(x.shape[1:]),
@@ -107,15 +95,14 @@ def forward(layer: Attention, x: Tensor) -> dict[str, Any]:
             "wo": list(layer.out_proj.weight.shape),
             "output": list(seen["output"].shape[1:]),
         },
-        "reads_all_of_x": all(seen[f"into_{name}"].equal(x) for name in names[:3]),
+        "reads_all_of_x": all(seen[f"into_{name}"].equal(x) for name in projections),
         "concatenated": merged.equal(torch.cat(outputs.unbind(1), -1)),
         "rows": rows.numel(),
         "row_error": float((rows - 1).abs().max()),
         # Each weight is one of n terms over their rounded sum: n - 1 additions and a division.
         "row_bound": maps.shape[-1] * torch.finfo(maps.dtype).eps,
         "maps": [[[round(w, 4) for w in row] for row in head] for head in maps[0].tolist()],
-        "strips": {"x": strip(x), "merged": strip(merged)}
-        | {name: strip(seen[name]) for name in names},
+        "strips": {name: strip(values) for name, values in drawn.items()},
     }
 
 
@@ -130,40 +117,31 @@ def stand_out(maps: Tensor, tokens: tuple[str, ...]) -> list[dict[str, Any]]:
 
     Places are the neighbours of a token, the token itself, and each token of the text.
     """
-    names = ("the token before", "the same token", "the token after", *tokens)
     # Over the tokens that have such a neighbour.
     neighbours = [maps.diagonal(offset, 1, 2).mean(-1) for offset in (-1, 0, 1)]
-    shares = torch.stack([*neighbours, *maps.mean(1).unbind(-1)])
-    largest, places = shares.max(0)
+    largest, places = torch.stack([*neighbours, *maps.mean(1).unbind(-1)]).max(0)
     found: dict[int, dict[str, Any]] = {}
     for head in largest.argsort(descending=True).tolist():
         place = int(places[head])
-        found.setdefault(
-            place, {"head": head, "place": names[place], "share": float(largest[head])}
-        )
+        name = (*PLACES, *tokens)[place]
+        found.setdefault(place, {"head": head, "place": name, "share": float(largest[head])})
     return list(found.values())[:ENLARGED]
 
 
-# ---- the sum, and the order ----------------------------------------------------------------------
-
-
-def added_up(
-    layer: Attention, x: Tensor, weights: Weights, *, models_own: Tensor
-) -> dict[str, Any]:
+def added_up(native: Native, x: Tensor, *, models_own: Tensor) -> dict[str, Any]:
     """The output as a sum of what the heads add, and with the heads in another order."""
-    heads, bias = layer.num_heads, layer.out_proj.bias
-    allowed = whole_layer.budget(x, x, x, weights, num_heads=heads)
-    output, outputs, parts = layer(x), layer.head_outputs(x), layer.contributions(x)
-    turned = reference.merge_heads(outputs.flip(1))
+    layer, heads, bias = native.inner, native.num_heads, native.inner.out_proj.bias
+    allowed = layer_budget(x, x, x, native.held(), num_heads=heads)
+    output, turned = layer(x), reference.merge_heads(layer.head_outputs(x).flip(1))
     rows = layer.out_proj.weight.unflatten(1, (heads, -1)).flip(1).flatten(1)
-    swapped, both = layer.out_proj(turned), nn.functional.linear(turned, rows, bias)
+    swapped = layer.out_proj(turned)
     return {
         "equal_to_model": allowed.check(models_own).within,
         "equal_to_formula": allowed.check(output).within,
-        "sum_equal": allowed.check(parts.sum(1) + bias).within,
+        "sum_equal": allowed.check(layer.contributions(x).sum(1) + bias).within,
         "order_equal": allowed.check(swapped).within,
         "order_moved": float((swapped - output).norm() / output.norm()),
-        "order_of_both_equal": allowed.check(both).within,
+        "order_of_both_equal": allowed.check(linear(turned, rows, bias)).within,
     }
 
 
@@ -183,55 +161,53 @@ TICKS = (0.0, 0.01, 0.1, 0.5, 1.0)  # of the colour bar
 def draw(figure: Figure, n: Numbers) -> None:
     """From the embeddings at the top to the output at the bottom, and three heads enlarged."""
     axes = sheet(figure, height=HEIGHT)
-    tall = LINE * n["length"]
+    tall, middle = LINE * n["length"], LEFT + FULL / n["heads"] / 2
     heading(axes, LEFT, X - 0.17, say("x {shapes[x]:shape}: the embeddings of {length} tokens", n))
     note(axes, LEFT + FULL, X - 0.17, "green: positive, orange: negative", align="right")
-    whole(figure, n, "x", X, tall)
+    strips(figure, n["strips"]["x"], X, tall)
     names(axes, n["tokens"], LEFT - 0.06, X, LINE)
     words = (
         "times wq, wk and wv {shapes[w]:shape}: every head reads all of x with its "
         "{shapes[w_of_a_head]:shape} part of each"
     )
-    middle = LEFT + FULL / n["heads"] / 2
     arrow(axes, middle, X + tall + 0.05, CUT - 0.24, say(words, n))
-    draw_heads(figure, axes, n)
+    draw_heads(figure, axes, n, middle)
     label(axes, MERGED, "concatenated", say("{shapes[merged]:shape}", n))
-    whole(figure, n, "merged", MERGED, THIN)
+    strips(figure, n["strips"]["merged"], MERGED, THIN)
     words = "times wo {shapes[wo]:shape}, plus its bias: every number mixes all {heads} heads"
     arrow(axes, middle, MERGED + THIN + 0.05, OUTPUT - 0.05, say(words, n))
     label(axes, OUTPUT, "output", say("{shapes[output]:shape}", n))
-    whole(figure, n, "output", OUTPUT, THIN)
+    strips(figure, n["strips"]["output"], OUTPUT, THIN)
     draw_close_ups(figure, axes, n)
 
 
-def draw_heads(figure: Figure, axes: Axes, n: Numbers) -> None:
+def draw_heads(figure: Figure, axes: Axes, n: Numbers, middle: float) -> None:
     """Everything that each head has for itself: q, k, v, a map, and what it reads."""
-    pitch = FULL / n["heads"]
+    pitch, bottom = FULL / n["heads"], CUT + 3 * THIN + 2 * 0.06
+    side = pitch - GAP
     note(axes, LEFT - 0.08, CUT - 0.12, "head", align="right")
     for head in range(n["heads"]):
         note(axes, LEFT + pitch * (head + 0.5), CUT - 0.12, str(head), align="center")
     for row, name in enumerate(("q", "k", "v")):
         top = CUT + (THIN + 0.06) * row
         label(axes, top, name, say("{shapes[q]:shape}", n))
-        parted(figure, n, name, top)
-    bottom = CUT + 3 * THIN + 2 * 0.06
+        strips(figure, n["strips"][name], top, THIN, pieces=n["heads"])
     words = "softmax(q kᵀ / √{head_dim}): the attention weights; in every map, each row sums to one"
-    arrow(axes, LEFT + pitch / 2, bottom + 0.05, MAPS - 0.05, say(words, n))
-    side = pitch - GAP
+    arrow(axes, middle, bottom + 0.05, MAPS - 0.05, say(words, n))
     for head, weights in enumerate(n["maps"]):
-        image = inset(figure, LEFT + pitch * head + GAP / 2, MAPS, side, side, frame=False)
-        weight_map(image, weights)
+        left = LEFT + pitch * head + GAP / 2
+        weight_map(inset(figure, left, MAPS, side, side, frame=False), weights)
     label(axes, MAPS, "weights", say("{shapes[weights]:shape}", n))
     words = "times v: each token gets the mean of the values, weighted by its row of the map"
-    arrow(axes, LEFT + pitch / 2, MAPS + side + 0.05, READ - 0.05, words)
+    arrow(axes, middle, MAPS + side + 0.05, READ - 0.05, words)
     label(axes, READ, "head outputs", say("{shapes[head_outputs]:shape}", n))
-    parted(figure, n, "merged", READ)
+    strips(figure, n["strips"]["merged"], READ, THIN, pieces=n["heads"])
     words = "concatenated, in the order of the heads: the same numbers"
-    arrow(axes, LEFT + pitch / 2, READ + THIN + 0.05, MERGED - 0.05, words)
+    arrow(axes, middle, READ + THIN + 0.05, MERGED - 0.05, words)
 
 
 def draw_close_ups(figure: Figure, axes: Axes, n: Numbers) -> None:
-    """A few heads enlarged, with the names of the tokens, and where their weight goes."""
+    """A few heads enlarged, with the names of the tokens; the colours go by the root."""
     rule(axes, OUTPUT + THIN + 0.19, 0.2, WIDTH - 0.2)
     for column, found in enumerate(n["stand_out"]):
         left = 0.84 + 2.46 * column
@@ -240,40 +216,27 @@ def draw_close_ups(figure: Figure, axes: Axes, n: Numbers) -> None:
         image = inset(figure, left, CLOSE, CLOSE_UP, CLOSE_UP, frame=False)
         weight_map(image, n["maps"][found["head"]])
         names(axes, n["tokens"], left - 0.06, CLOSE, CLOSE_UP / n["length"])
-    below = CLOSE + CLOSE_UP + 0.16
+    below, left, width = CLOSE + CLOSE_UP + 0.16, 5.08, 2.2
     note(axes, 0.84, below, "rows: queries, columns: keys")
-    draw_scale(figure, axes, left=5.08, top=below - 0.06, width=2.2)
-
-
-def draw_scale(figure: Figure, axes: Axes, *, left: float, top: float, width: float) -> None:
-    """The colours of the maps, which go by the root of the weight."""
-    bar = inset(figure, left, top, width, 0.11, frame=False)
+    bar = inset(figure, left, below - 0.06, width, 0.11, frame=False)
     weight_map(bar, [[(cell / 200) ** 2 for cell in range(201)]])
     bar.set_aspect("auto")
-    note(axes, left - 0.1, top + 0.055, "attention weight", align="right")
+    note(axes, left - 0.1, below - 0.005, "attention weight", align="right")
     for tick in TICKS:
         words = f"{100 * tick:.0f} %" if tick else "0"
-        note(axes, left + width * tick**0.5, top + 0.21, words, align="center")
+        note(axes, left + width * tick**0.5, below + 0.15, words, align="center")
 
 
-def whole(figure: Figure, n: Numbers, name: str, top: float, height: float) -> None:
-    """A block that is one piece."""
-    show(inset(figure, LEFT, top, FULL, height), n["strips"][name])
-
-
-def parted(figure: Figure, n: Numbers, name: str, top: float) -> None:
-    """A block in as many pieces as there are heads."""
-    pitch, rows = FULL / n["heads"], n["strips"][name]
-    wide = len(rows[0]) // n["heads"]
-    for head in range(n["heads"]):
-        image = inset(figure, LEFT + pitch * head + GAP / 2, top, pitch - GAP, THIN)
-        show(image, [row[wide * head : wide * (head + 1)] for row in rows])
-
-
-def show(image: Axes, rows: list[list[int]]) -> None:
-    """Numbers in percent, in one colour for each sign."""
-    colours = tinted(rows, positive=SERIES[0], negative=SERIES[1], top=100.0)
-    image.imshow(colours, aspect="auto", interpolation="none")
+def strips(
+    figure: Figure, rows: list[list[int]], top: float, height: float, *, pieces: int = 1
+) -> None:
+    """A block of numbers in percent, in one colour for each sign, cut into pieces."""
+    pitch, wide, gap = FULL / pieces, len(rows[0]) // pieces, GAP if pieces > 1 else 0.0
+    for piece in range(pieces):
+        image = inset(figure, LEFT + pitch * piece + gap / 2, top, pitch - gap, height)
+        own = [row[wide * piece : wide * (piece + 1)] for row in rows]
+        colours = tinted(own, positive=SERIES[0], negative=SERIES[1], top=100.0)
+        image.imshow(colours, aspect="auto", interpolation="none")
 
 
 def label(axes: Axes, top: float, name: str, shape: str) -> None:

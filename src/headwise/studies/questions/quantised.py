@@ -16,8 +16,7 @@ from headwise import reference
 from headwise.errors import MissingExtraError
 from headwise.layers.native.attention import Attention
 from headwise.studies.drawing import INK, SERIES, SOFT, Axes, Figure, beside, plotted
-from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.measures import times_of
+from headwise.studies.experiments.measures import layer_budget, times_of
 from headwise.studies.experiments.quantised_projections import (
     Rounded,
     Static,
@@ -28,7 +27,7 @@ from headwise.studies.experiments.quantised_projections import (
     status_of,
     status_of_once,
 )
-from headwise.studies.peers.peer import Weights
+from headwise.studies.peer import Weights
 from headwise.studies.question import Fact, Numbers, Question, Table
 from headwise.support.progress import Progress
 
@@ -56,7 +55,13 @@ def measure(progress: Progress) -> dict[str, Any]:
         status = status_of_torch()
         layer, x = Attention(EMBED_DIM, HEADS).eval(), torch.randn(BATCH, LENGTH, EMBED_DIM)
         compared = compare(layer, x)
-        times = {name: times_of_projections(name, layer, x) for name in TOKENS}
+        projections = {name: form(layer.q_proj, x) for name, form in FORMS.items()}
+        # How long one projection of so many tokens takes, floats in and floats out.
+        times = {}
+        for name, count in TOKENS.items():
+            given = x.flatten(0, 1)[:count]
+            works = {form: partial(made, given) for form, made in projections.items()}
+            times[name] = times_of(works, against="float32", rounds=ROUNDS[name])
         speeds = [1 / found["once"] for found in times.values()]
         stored = quantised_weight(layer.q_proj.weight).int_repr()
     return {
@@ -82,14 +87,19 @@ def compare(layer: Attention, x: Tensor) -> dict[str, Any]:
     layers = {name: replaced(layer, x, form) for name, form in FORMS.items()}
     exact = stages(copy.deepcopy(layer).double(), x.double())
     found = {name: stages(own, x) for name, own in layers.items()}
-    errors = {name: errors_of(those, exact) for name, those in found.items()}
-    parts = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
-    weights = Weights.of_linears(*parts)
-    budget = whole_layer.budget(x, x, x, weights, num_heads=HEADS)
-    in_steps = {name: against_steps(layer, layers[name], x, name) for name in INTEGERS}
+    # How far each stage is off in the root mean square, as a share of its size.
+    errors = {
+        name: {
+            stage: float((those[stage].double() - exact[stage]).norm() / exact[stage].norm())
+            for stage in STAGES
+        }
+        for name, those in found.items()
+    }
+    weights = Weights.of_linears(*map(layer.get_submodule, PROJECTIONS))
+    budget = layer_budget(x, x, x, weights, num_heads=HEADS)
     return {
         "same_bits": torch.equal(found["once"]["output"], found["every_call"]["output"]),
-        "steps": in_steps,
+        "steps": {name: against_steps(layer, layers[name], x, name) for name in INTEGERS},
         "errors": errors,
         "least_times_bfloat16": min(
             errors[name][stage] / errors["bfloat16"][stage] for name in INTEGERS for stage in STAGES
@@ -121,20 +131,11 @@ def stages(layer: Attention, x: Tensor) -> dict[str, Tensor]:
     return dict(zip(STAGES, found, strict=True))
 
 
-def errors_of(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far each stage is off in the root mean square, as a share of its size."""
-    return {
-        name: float((found[name].double() - exact[name]).norm() / exact[name].norm())
-        for name in STAGES
-    }
-
-
 def against_steps(layer: Attention, own: Attention, x: Tensor, form: str) -> dict[str, float]:
     """The largest error of q, k and v as a share of its bound; the usual size of the error of q."""
     shares, squares, stores_output = [], [], form != "dynamic"
     for name in PROJECTIONS[:3]:
-        projection = layer.get_submodule(name)
-        assert isinstance(projection, nn.Linear)
+        projection: Any = layer.get_submodule(name)
         exact = copy.deepcopy(projection).double()(x.double())
         error = own.get_submodule(name)(x).double() - exact
         shares.append((error.abs() / bound(projection, x, stores_output=stores_output)).max())
@@ -144,13 +145,6 @@ def against_steps(layer: Attention, own: Attention, x: Tensor, form: str) -> dic
         "expected": expected(layer.q_proj, x, stores_output=stores_output),
         "measured": float(squares[0].sqrt()),
     }
-
-
-def times_of_projections(tokens: str, layer: Attention, x: Tensor) -> dict[str, float]:
-    """How long one projection of so many tokens takes, floats in and floats out."""
-    given = x.flatten(0, 1)[: TOKENS[tokens]]
-    works = {name: partial(form(layer.q_proj, x), given) for name, form in FORMS.items()}
-    return times_of(works, against="float32", rounds=ROUNDS[tokens])
 
 
 def status_of_torch() -> dict[str, str]:
@@ -214,25 +208,17 @@ def draw(figure: Figure, n: Numbers) -> None:
 
 def _draw_errors(axes: Axes, n: Numbers) -> None:
     """A line for each form, its name above or below it. Both static forms have the same errors."""
-    labels = (
-        ("float32", "float32", 9, 2.0),
-        ("bfloat16", "bfloat16", -9, 2.0),
-        ("once", "int8, static", 6, 6.0),  # a wide line, so that the other is seen upon it
-        ("dynamic", "int8, dynamic", -12, 2.0),
-    )
     stages = list(n["errors"]["float32"])
-    for name, label, above, width in labels:
+    thin, wide = (2.0, 5, 1.0), (6.0, 9, 0.55)  # so that the other is seen upon it
+    for name, label, above, (width, size, alpha) in (
+        ("float32", "float32", 9, thin),
+        ("bfloat16", "bfloat16", -9, thin),
+        ("once", "int8, static", 6, wide),
+        ("dynamic", "int8, dynamic", -12, thin),
+    ):
         values = list(n["errors"][name].values())
-        wide = width > 2
-        axes.plot(
-            range(len(stages)),
-            values,
-            marker="o",
-            markersize=9 if wide else 5,
-            linewidth=width,
-            color=COLOURS[name],
-            alpha=0.55 if wide else 1,
-        )
+        look: dict[str, Any] = {"linewidth": width, "markersize": size, "alpha": alpha}
+        axes.plot(range(len(stages)), values, marker="o", color=COLOURS[name], **look)
         look = {"ha": "right", "va": "bottom" if above > 0 else "top", "color": COLOURS[name]}
         beside(axes, label, (len(stages) - 0.85, values[-1]), (0, above), **look)
     axes.set(yscale="log", ylim=(1e-7, 0.3))
@@ -249,8 +235,6 @@ def _draw_errors(axes: Axes, n: Numbers) -> None:
 
 def _draw_times(axes: Axes, times: Mapping[str, float], title: str) -> None:
     """How far each form is from float32's time, to the left where it is faster."""
-    from matplotlib.ticker import FixedLocator, NullLocator
-
     for row, name in enumerate(NAMES):
         time, colour = times[name], COLOURS[name]
         axes.plot([1, time], [row, row], color=colour, linewidth=4, solid_capstyle="butt")
@@ -259,9 +243,8 @@ def _draw_times(axes: Axes, times: Mapping[str, float], title: str) -> None:
         beside(axes, f"{time:.2f}", (time, row), (right, 0), ha=side, va="center", color=INK)
     axes.axvline(1, color=SOFT, linewidth=1)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator([0.1, 0.3, 1, 3, 10]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xticks(ticks := [0.1, 0.3, 1, 3, 10], [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_xlim(min(0.1, *times.values()) / 1.2, 1.7 * max(10.0, *times.values()))
     axes.set_yticks(range(len(NAMES)), list(NAMES.values()))
     axes.set_ylim(len(NAMES) - 0.4, -0.6)

@@ -25,7 +25,7 @@ from headwise.studies.drawing import (
     plotted,
     weight_map,
 )
-from headwise.studies.experiments.one_head import (
+from headwise.studies.experiments.measures import (
     Projected,
     budget_of_scores,
     difference,
@@ -60,22 +60,33 @@ def measure(progress: Progress) -> dict[str, Any]:
     published, quiet = samples("rand", 1.0, QUIET)
     (normal,), (own,) = samples("randn", 1.0), samples("own", 1.0)
     conditions = {"published": published, "quiet": quiet, "normal": normal, "own": own}
-    checks = {name: check(sample) for name, sample in conditions.items()}
+    checks, cases = {}, {}
+    for name, sample in conditions.items():
+        checks[name], cases[name] = check(sample)
     example = next((seed for seed, equal in enumerate(checks["published"]["equal"]) if equal), 0)
     reading = encoder.reading(progress)
     layers = [merge_heads(call, reading.num_heads) for call in reading.calls]
+    apart = [[round(x, 4) for x in layer["apart"]] for layer in layers]
     sums = [sum_of_scores(sample.projected, HEADS) for sample in (published, own)]
     sums += [layer["sum"] for layer in layers]
     return {
         "shape": [BATCH, LENGTH, EMBED_DIM],
         "heads": HEADS,
         "factor": QUIET,
-        "cases": {name: describe(sample) for name, sample in conditions.items()},
-        "entropy": entropy(published),
+        "cases": cases,
+        # The mean entropy of a row of the several heads, in nats.
+        "entropy": float(AttentionMatrix(*published.projected.split(HEADS)[:2]).entropy().mean()),
         "said": {name: count(found) for name, found in checks.items()},
         "sum": max(sums),
         "beyond": beyond(own) | {"encoder": min(min(x["beyond"]) for x in layers)},
-        "encoder": over_layers(layers) | {"model": reading.model, "heads": reading.num_heads},
+        "encoder": {
+            "layers": len(apart),
+            "apart": apart,
+            "least": min(map(min, apart)),
+            "most": max(map(max, apart)),
+            "model": reading.model,
+            "heads": reading.num_heads,
+        },
         "equal_maps": maps(published, example),
         "maps": {"normal": maps(normal, 0), "own": maps(own, 0)},
     }
@@ -117,20 +128,28 @@ def output_projection(kind: str) -> Tensor:
     return source_of(kind)(EMBED_DIM, EMBED_DIM)
 
 
-def check(sample: Sample) -> dict[str, list[bool]]:
-    """What each seed says, by ``==``, and whether what is taken for the reason is so in it."""
-    projected = sample.projected
+def check(sample: Sample) -> tuple[dict[str, list[bool]], dict[str, float]]:
+    """What each seed says, by ``==``, and whether what is taken for the reason is so in it.
+
+    Then means over all rows of all heads; the relative differences are means over the seeds.
+    """
+    projected, scores = sample.projected, sample.projected.scores(HEADS)
     one, several = projected.outputs(1), projected.outputs(HEADS)
-    single, favourites = (projected.scores(heads).argmax(-1) for heads in (1, HEADS))
+    single, favourites = projected.scores(1).argmax(-1), scores.argmax(-1)
     read = reads_one_key(several, projected.v, favourites)
-    single_reads = reads_one_key(one, projected.v, single)
+    pairs = {"apart": (one, several), "apart_projected": (one @ sample.wo, several @ sample.wo)}
     found = {
         "equal": one == several,
-        "projected": one @ sample.wo == several @ sample.wo,
-        "one_key": torch.cat([read, single_reads], dim=1),
+        "projected": torch.eq(*pairs["apart_projected"]),
+        "one_key": torch.cat([read, reads_one_key(one, projected.v, single)], dim=1),
         "same_key": favourites == single,
     }
-    return {name: sample.by_seed(rows).all(1).tolist() for name, rows in found.items()}
+    means = {
+        "score": float(f"{scores.abs().mean():.{DIGITS}g}"),
+        "one_key": float(read.float().mean()),
+        "same_key": float(found["same_key"].float().mean()),
+    } | {name: float(difference(*map(sample.by_seed, pair)).mean()) for name, pair in pairs.items()}
+    return {name: sample.by_seed(rows).all(1).tolist() for name, rows in found.items()}, means
 
 
 def count(found: Mapping[str, list[bool]]) -> dict[str, int]:
@@ -139,26 +158,6 @@ def count(found: Mapping[str, list[bool]]) -> dict[str, int]:
     unexplained = sum(equal and not (one and same) for equal, one, same in seeds)
     counts = {name: sum(said) for name, said in found.items()}
     return counts | {"seeds": SEEDS, "unexplained": unexplained}
-
-
-def describe(sample: Sample) -> dict[str, float]:
-    """Means over all rows of all heads; the relative differences are means over the seeds."""
-    projected = sample.projected
-    scores = projected.scores(HEADS)
-    single, favourites = projected.scores(1).argmax(-1), scores.argmax(-1)
-    one, several = projected.outputs(1), projected.outputs(HEADS)
-    pairs = {"apart": (one, several), "apart_projected": (one @ sample.wo, several @ sample.wo)}
-    return {
-        "score": float(f"{scores.abs().mean():.{DIGITS}g}"),
-        "one_key": float(reads_one_key(several, projected.v, favourites).float().mean()),
-        "same_key": float((favourites == single).float().mean()),
-    } | {name: float(difference(*map(sample.by_seed, pair)).mean()) for name, pair in pairs.items()}
-
-
-def entropy(sample: Sample) -> float:
-    """The mean entropy of a row of the several heads, in nats."""
-    q, k, _ = sample.projected.split(HEADS)
-    return float(AttentionMatrix(q, k).entropy().mean())
 
 
 # ---- the identity, and what rounding may do ------------------------------------------------------
@@ -196,18 +195,6 @@ def merge_heads(call: AttentionCall, heads: int) -> dict[str, Any]:
         "apart": difference(*pair).tolist(),
         "beyond": excess(reference.split_heads(one, heads=heads), budget).amax((0, 2, 3)).tolist(),
         "sum": sum_of_scores(projected, heads),
-    }
-
-
-def over_layers(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The differences of all heads of all layers."""
-    apart = [[round(x, 4) for x in layer["apart"]] for layer in layers]
-    heads = [x for layer in apart for x in layer]
-    return {
-        "layers": len(layers),
-        "apart": apart,
-        "least": min(heads),
-        "most": max(heads),
     }
 
 

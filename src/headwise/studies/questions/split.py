@@ -24,7 +24,7 @@ from headwise.studies.drawing import (
     rule,
     sheet,
 )
-from headwise.studies.experiments import whole_layer
+from headwise.studies.experiments.measures import layer_budget
 from headwise.studies.experiments.tracing import (
     AXES,
     PROJECTED,
@@ -35,7 +35,7 @@ from headwise.studies.experiments.tracing import (
     trace,
     with_head_dim,
 )
-from headwise.studies.peers.installed import Native, TorchLayer
+from headwise.studies.peers import Native, TorchLayer
 from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 
@@ -83,7 +83,7 @@ def traced(sizes: dict[str, int]) -> dict[str, Any]:
     for name in fused:  # its kernel keeps them to itself: a matrix of its own has them
         shapes[name]["weights"] = list(native.inner.matrix(x).dense().shape)
     as_called = shapes == by_axes(sizes)
-    allowed = whole_layer.budget(x, x, x, torchs.held(), num_heads=heads)
+    allowed = layer_budget(x, x, x, torchs.held(), num_heads=heads)
     found = [cut for taken in steps.values() for cut in cuts(taken, head_dim=head_dim)]
     return {
         "shapes": shapes,
@@ -98,11 +98,6 @@ def traced(sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def said(axes: tuple[str, ...]) -> str:
-    """The names of a tensor's axes, in words."""
-    return ", ".join(axis.replace("*", " × ") for axis in axes)
-
-
 # ---- the other order -------------------------------------------------------------------------
 
 
@@ -112,29 +107,28 @@ def split_first_compared() -> dict[str, Any]:
     # Frozen: the Jacobian by x must not drag those by the weights along.
     layer = Native(embed_dim, heads).requires_grad_(False)
     blocks = block_diagonal(layer)
+    counts = [
+        sum(int(weight.count_nonzero()) for weight in each.held().matrices[:3])
+        for each in (layer, blocks)
+    ]
     x = torch.randn(ASKED["batch"], ASKED["length"], embed_dim)
     reach = {"attention": reached(layer, x), "split_first": reached(blocks, x)}
     head = slice(embed_dim // heads)  # the entries of q in head 0
     output, first = layer(x), split_first(x, *layer.held().matrices, heads=heads)
     whole, parted = (
-        whole_layer.budget(x, x, x, each.held(), num_heads=heads) for each in (layer, blocks)
+        layer_budget(x, x, x, each.held(), num_heads=heads) for each in (layer, blocks)
     )
     return {
         "reached": {name: int(r[head].sum()) for name, r in reach.items()},
         "pairs": reach["attention"][head].numel(),
         "inputs": {name: int(r[head].any(0).sum()) for name, r in reach.items()},
         "reach_map": {name: by_blocks(r, heads) for name, r in reach.items()},
-        "weights": not_zero(layer),
-        "weights_split_first": not_zero(blocks),
+        "weights": counts[0],
+        "weights_split_first": counts[1],
         "equal_to_blocks": parted.check(first).within and parted.check(blocks(x)).within,
         "equal_to_attention": whole.check(first).within,
         "difference": float((first - output).norm() / output.norm()),
     }
-
-
-def not_zero(layer: Native) -> int:
-    """How many numbers of wq, wk and wv are not zero."""
-    return sum(int(weight.count_nonzero()) for weight in layer.held().matrices[:3])
 
 
 def block_diagonal(layer: Native) -> Native:
@@ -156,8 +150,8 @@ def split_first(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, *, he
 
 def blocks_of(weight: Tensor, heads: int) -> Tensor:
     """(heads, width, width): the blocks on the diagonal."""
-    blocks: Tensor = weight.unflatten(0, (heads, -1)).unflatten(-1, (heads, -1))
-    return torch.stack([blocks[head, :, head] for head in range(heads)])
+    parts = enumerate(weight.chunk(heads))
+    return torch.stack([rows.chunk(heads, dim=1)[head] for head, rows in parts])
 
 
 def reached(layer: Native, x: Tensor) -> Tensor:
@@ -167,9 +161,7 @@ def reached(layer: Native, x: Tensor) -> Tensor:
         matrix = layer.inner.matrix(torch.cat([x[:, :-1], token[None, None]], 1))
         return matrix.q[0, :, -1].flatten()
 
-    jacobian = torch.autograd.functional.jacobian(q, x[0, -1], vectorize=True)
-    assert isinstance(jacobian, Tensor)
-    return jacobian != 0
+    return torch.autograd.functional.jacobian(q, x[0, -1], vectorize=True) != 0
 
 
 def by_blocks(reach: Tensor, heads: int) -> list[list[float]]:
@@ -221,14 +213,12 @@ def draw(figure: Figure, n: Numbers) -> None:
 
 def draw_stage(axes: Axes, n: Numbers, top: float, form: str) -> None:
     """One stage: a block that is whole, or one for each head, in the colour of the head."""
-    heads = n["asked"]["heads"]
     if form == "whole":
         block(axes, LEFT, top, FULL, THICK, colour=SOFT, label=say("{asked[embed_dim]}", n))
         return
-    pitch = FULL / heads
-    gap = 0.0 if form == "touching" else GAP
-    for head in range(heads):
-        wide = THICK if form == "square" else pitch - gap
+    pitch = FULL / n["asked"]["heads"]
+    wide = {"square": THICK, "touching": pitch, "apart": pitch - GAP}[form]
+    for head in range(n["asked"]["heads"]):
         left = LEFT + pitch * (head + 0.5) - wide / 2
         label = "" if form == "square" else say(f"head {head}: {{asked[head_dim]}}", n)
         block(axes, left, top, wide, THICK, colour=SERIES[head], label=label)
@@ -265,17 +255,13 @@ def draw_square(
     axes: Axes, shares: list[list[float]], left: float, top: float, side: float
 ) -> None:
     """A row for each head in its colour, as strong as the share that is reached."""
-    small = side / len(shares)
+    small, right, bottom = side / len(shares), left + side, top + side
     for head, row in enumerate(shares):
         for part, share in enumerate(row):
             place = (left + small * part, top + small * head, small, small)
             block(axes, *place, colour=SERIES[head], alpha=share)
-    axes.plot(
-        [left, left + side, left + side, left, left],
-        [top, top, top + side, top + side, top],
-        color=SOFT,
-        linewidth=0.8,
-    )
+    across, down = [left, right, right, left, left], [top, top, bottom, bottom, top]
+    axes.plot(across, down, color=SOFT, linewidth=0.8)
 
 
 QUESTION = Question(
@@ -362,9 +348,9 @@ QUESTION = Question(
             (
                 name,
                 f"{{shapes[torch][{stage}]:shape}}",
-                said(AXES["torch"][stage]),
+                ", ".join(AXES["torch"][stage]).replace("*", " × "),
                 f"{{shapes[native][{stage}]:shape}}",
-                said(AXES["native"][stage]),
+                ", ".join(AXES["native"][stage]).replace("*", " × "),
             )
             for stage, name in [
                 *((stage, name) for stage, name, *_ in STAGES),

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from headwise.studies.drawing import INK, SERIES, Figure, beside, plotted
-from headwise.studies.experiments import whole_layer
-from headwise.studies.experiments.one_head import (
+from headwise.studies.experiments.measures import (
     Projected,
     budget_of_scores,
     difference,
     excess,
+    layer_budget,
 )
-from headwise.studies.peers.installed import TorchLayer
+from headwise.studies.peers import TorchLayer
 from headwise.studies.question import Fact, Numbers, Question, Table, say
 from headwise.support.progress import Progress
 
@@ -42,6 +42,8 @@ def measure(progress: Progress) -> dict[str, Any]:
         "same": QUIET * repeated(x),
     }
     longer = QUIET * torch.randn(BATCH, LONGER, EMBED_DIM)
+    quiet = projected(ones, tokens["quiet"])
+    larger = math.sqrt(HEADS) * quiet.scores(HEADS)
     return {
         "heads": HEADS,
         "root": math.sqrt(HEADS),
@@ -50,13 +52,20 @@ def measure(progress: Progress) -> dict[str, Any]:
         "longer": LONGER,
         "quiet": QUIET,
         "tokens": {
-            name: compare(ones, x) | {"score": score(ones, x)} for name, x in tokens.items()
+            name: compare(ones, x)
+            | {"score": float(f"{projected(ones, x).scores(HEADS).abs().mean():.{DIGITS}g}")}
+            for name, x in tokens.items()
         },
         "own_apart": compare(own, x)["apart"],
         "longer_apart": compare(ones, longer)["apart"],
-        "equal": {name: int(equal(ones, x).sum()) for name, x in tokens.items()},
+        # Of how many sequences the outputs are the same by ``==``.
+        "equal": {
+            name: int((single(ones)(x) == ones(x)).flatten(1).all(1).sum())
+            for name, x in tokens.items()
+        },
         "rounding": {
-            "scores": excess_of_scores(ones, tokens["quiet"]),
+            # Each narrow head's scores, times the root of their number, against the single head's.
+            "scores": float(excess(larger, budget_of_scores(quiet)).max()),
             "rescaled": float(beyond(rescaled(ones), ones, tokens["quiet"]).max()),
             "same": float(beyond(single(ones), ones, tokens["same"]).max()),
             "quiet": float(beyond(single(ones), ones, tokens["quiet"]).min()),
@@ -129,22 +138,10 @@ def evenness(weights: Tensor) -> float:
     return round(float(entropy) / math.log(weights.shape[-1]), 4)
 
 
-def score(layer: TorchLayer, x: Tensor) -> float:
-    """The mean size of a score of the layer's heads."""
-    size = projected(layer, x).scores(layer.num_heads).abs().mean()
-    return float(f"{size:.{DIGITS}g}")
-
-
 def sweep(layer: TorchLayer, x: Tensor) -> dict[str, list[float]]:
     """The comparison for tokens of all sizes."""
     found = [compare(layer, factor * x) for factor in FACTORS]
     return {name: [each[name] for each in found] for name in found[0]}
-
-
-def equal(layer: TorchLayer, x: Tensor) -> Tensor:
-    """Of which sequences the outputs are the same by ``==``."""
-    same: Tensor = single(layer)(x) == layer(x)
-    return same.flatten(1).all(1)
 
 
 def beyond(one: TorchLayer, layer: TorchLayer, x: Tensor) -> Tensor:
@@ -152,17 +149,9 @@ def beyond(one: TorchLayer, layer: TorchLayer, x: Tensor) -> Tensor:
 
     The worst element of each sequence.
     """
-    budgets = [whole_layer.budget(x, x, x, y.held(), num_heads=y.num_heads) for y in (one, layer)]
+    budgets = [layer_budget(x, x, x, y.held(), num_heads=y.num_heads) for y in (one, layer)]
     allowed = budgets[0].allowed + budgets[1].allowed
-    error: Tensor = (one(x).double() - layer(x).double()).abs()
-    return (error / allowed).amax((1, 2))
-
-
-def excess_of_scores(layer: TorchLayer, x: Tensor) -> float:
-    """Each narrow head's scores, times the root of their number, against the single head's."""
-    heads = projected(layer, x)
-    larger = math.sqrt(HEADS) * heads.scores(HEADS)
-    return float(excess(larger, budget_of_scores(heads)).max())
+    return ((one(x).double() - layer(x).double()).abs() / allowed).amax((1, 2))
 
 
 # ---- the picture -------------------------------------------------------------------------------

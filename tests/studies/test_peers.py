@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from headwise.budget.budget import Budget
 from headwise.errors import MissingExtraError, OptionError
-from headwise.studies.peers.installed import PEERS
-from headwise.studies.peers.peer import Peer, Weights
+from headwise.studies.peer import Peer, Weights
+from headwise.studies.peers import PEERS
 
 pytest.importorskip("transformers")
 pytest.importorskip("x_transformers")
@@ -202,7 +202,7 @@ def test_the_values_of_a_mask(key: str, may: float, may_not: float) -> None:
 
 def test_nothing_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, headwise.studies.peers.installed;"
+        "import sys, headwise.studies.peers;"
         "print({'transformers', 'x_transformers', 'einops'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

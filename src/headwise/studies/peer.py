@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 
-PURPOSE = "whose attention is compared with"  # of a package, where it is missing
-
 
 @dataclass(frozen=True, eq=False)
 class Weights:
     """Separate projections, each used as in `torch.nn.Linear`: ``x @ matrix.mT + bias``.
 
     Head h has the rows from h * head_dim of ``q`` and ``k``, those from h * value_dim of ``v``, and
-    those columns of ``out``. An implementation of `Peer` takes square ones only.
+    those columns of ``out``. A `Peer` takes square ones only.
 
     Attributes:
         biases: those of ``q``, ``k``, ``v`` and ``out``; None where there are none.
@@ -40,10 +38,9 @@ class Weights:
         return cls(q, k, v, out, tuple(biases) or None)
 
     @classmethod
-    def of_linears(cls, *linears: nn.Linear) -> Weights:
+    def of_linears(cls, *linears: Any) -> Weights:
         """The parameters of four linear layers themselves."""
-        biases: list[Tensor | None] = [linear.bias for linear in linears]
-        return cls.of((x.weight for x in linears), (x for x in biases if x is not None))
+        return cls.of((x.weight for x in linears), (x.bias for x in linears if x.bias is not None))
 
     @classmethod
     def packed(cls, weight: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor) -> Weights:
@@ -58,8 +55,9 @@ class Weights:
 
     def double(self) -> Weights:
         """The same in float64."""
-        biases = (bias.double() for bias in self.biases or ())
-        return Weights.of((matrix.double() for matrix in self.matrices), biases)
+        return Weights.of(
+            (matrix.double() for matrix in self.matrices), (b.double() for b in self.biases or ())
+        )
 
     @property
     def matrices(self) -> tuple[Tensor, ...]:
@@ -77,22 +75,29 @@ class Peer(nn.Module):
 
     Attributes:
         name: how it is called.
-        real: whether the package's own class computes; the others are written after their source.
         biased: whether its projections have biases.
+        projections: the linear layers of q, k, v and the output, by their names.
+        mask_values: what a mask holds where a key may be attended, and where it may not.
     """
 
     name: ClassVar[str]
-    real: ClassVar[bool] = True
     biased: ClassVar[bool] = True
+    projections: ClassVar[tuple[str, ...]] = ()
+    mask_values: ClassVar[tuple[Any, Any]] = (True, False)
 
     def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed_dim, self.num_heads, self.p = embed_dim, num_heads, dropout
         self.head_dim = embed_dim // num_heads
+        self.inner: Any = self.build()
+
+    def build(self) -> Any:
+        """The layer that computes; one that is written anew makes its own parameters."""
+        raise NotImplementedError
 
     def held(self) -> Weights:
         """Its own parameters, in no other memory: what is written there is used."""
-        raise NotImplementedError
+        return Weights.of_linears(*map(self.get_submodule, self.projections))
 
     @torch.no_grad()
     def fill(self, given: Weights) -> Peer:
@@ -101,17 +106,14 @@ class Peer(nn.Module):
         Raises:
             OptionError: biases are given and it has none.
         """
-        own = self.held()
+        own, zero = self.held(), torch.zeros(())
         if given.biases is not None and own.biases is None:
             raise OptionError(
                 saw=f"biases for {self.name}",
                 needed="weights without biases: its projections have none",
                 do="give Weights(q, k, v, out)",
             )
-        for mine, theirs in zip(own.matrices, given.matrices, strict=True):
-            mine.copy_(theirs)
-        zeros = [torch.zeros_like(bias) for bias in own.biases or ()]
-        for mine, theirs in zip(own.biases or (), given.biases or zeros, strict=True):
+        for mine, theirs in zip(own.tensors, (*given.tensors, *[zero] * 4), strict=False):
             mine.copy_(theirs)
         return self
 
@@ -130,14 +132,11 @@ class Peer(nn.Module):
 
     def spell(self, may_attend: Bool[Tensor, "batch queries keys"]) -> Any:
         """A mask in which True may be attended, in the values of this implementation."""
-        raise NotImplementedError
+        return torch.where(may_attend, *self.mask_values)
 
-    def block(
-        self, x: Float[Tensor, "batch length embed_dim"]
-    ) -> Float[Tensor, "batch length embed_dim"]:
+    def block(self, x: Float[Tensor, "batch length embed_dim"]) -> Any:
         """All that the published class computes, with its residual and norm if it has any."""
-        out: Tensor = self(x)
-        return out
+        return self(x)
 
-    def attention_weights(self, x: Float[Tensor, "batch length embed_dim"]) -> Tensor | None:
+    def attention_weights(self, x: Float[Tensor, "batch length embed_dim"]) -> Any:
         """The weights, with the axes in which they are given out; None where they are not."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from headwise import reference
 from headwise.layers.native.attention import Attention
 from headwise.masks.mask import Mask
-from headwise.studies.experiments import whole_layer
-from headwise.studies.peers.peer import Weights
+from headwise.studies.experiments.measures import layer_budget, layer_output
+from headwise.studies.peer import Weights
 
 
 def drawn(
@@ -39,7 +39,7 @@ def test_the_formula_is_the_reference_arithmetic(biased: bool) -> None:
     mask = Mask.lengths(keys=torch.tensor([9, 4, 1]))
     outputs = reference.head_outputs(q, k, v, mask=mask)
     expected = reference.merge_heads(outputs) @ w.out.mT + out_bias
-    found = whole_layer.output(*inputs, *w.tensors, num_heads=6, mask=mask)
+    found = layer_output(*inputs, *w.tensors, num_heads=6, mask=mask)
     torch.testing.assert_close(found, expected)
 
 
@@ -47,7 +47,7 @@ def test_one_head_that_sees_one_key_gives_its_value() -> None:
     one, none = torch.ones(1, 1), torch.zeros(1)
     weights = Weights(one, one, 3 * one, 2 * one, (none, none, none, one[0]))
     inputs = (one[None], one[None], 5 * one[None])
-    assert whole_layer.output(*inputs, *weights.tensors, num_heads=1).item() == 5 * 3 * 2 + 1
+    assert layer_output(*inputs, *weights.tensors, num_heads=1).item() == 5 * 3 * 2 + 1
 
 
 @pytest.mark.slow
@@ -56,13 +56,13 @@ def test_honest_layers_stay_far_under_it() -> None:
     shares = []
     for seed in range(40):
         x, keys, values, w = drawn(seed=seed)
-        allowed = whole_layer.budget(x, keys, values, w, num_heads=6)
-        plain = whole_layer.output(x, keys, values, *w.tensors, num_heads=6)
+        allowed = layer_budget(x, keys, values, w, num_heads=6)
+        plain = layer_output(x, keys, values, *w.tensors, num_heads=6)
         shares.append(allowed.check(plain).ratio)
         layer = Attention(48, 4).eval()
         linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
         x = torch.randn(2, 33, 48)
-        allowed = whole_layer.budget(x, x, x, Weights.of_linears(*linears), num_heads=4)
+        allowed = layer_budget(x, x, x, Weights.of_linears(*linears), num_heads=4)
         shares.append(allowed.check(layer(x)).ratio)
     assert max(shares) < 0.5
     assert min(shares) > 0.005
@@ -70,8 +70,8 @@ def test_honest_layers_stay_far_under_it() -> None:
 
 def test_it_sees_one_head_that_is_off_by_a_ten_thousandth() -> None:
     x, keys, values, w = drawn()
-    allowed = whole_layer.budget(x, keys, values, w, num_heads=6)
-    assert allowed.check(whole_layer.output(x, keys, values, *w.tensors, num_heads=6)).within
+    allowed = layer_budget(x, keys, values, w, num_heads=6)
+    assert allowed.check(layer_output(x, keys, values, *w.tensors, num_heads=6)).within
     turned = replace(w, v=torch.cat([w.v[:35], w.v[35:] * (1 + 1e-4)]))
-    wrong = whole_layer.output(x, keys, values, *turned.tensors, num_heads=6)
+    wrong = layer_output(x, keys, values, *turned.tensors, num_heads=6)
     assert not allowed.check(wrong).within

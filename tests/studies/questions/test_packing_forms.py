@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.studies.experiments.packing_forms import forms
+from headwise.studies.questions.packing import forms
 
 HEADS, EMBED, HEAD_DIM = 3, 7, 2
 SMALL = torch.arange(3 * HEADS * EMBED * HEAD_DIM).view(3 * HEADS, EMBED, HEAD_DIM)

@@ -1,1 +1,0 @@
-"""Multi-head attention as others wrote it, filled with given weights, to compare with."""
