@@ -20,6 +20,21 @@ import torch
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("tests.refusals")
 
+PACKAGE = importlib.util.find_spec("headwise")
+SOURCE = Path(PACKAGE.origin).parent if PACKAGE and PACKAGE.origin else None
+
+
+def modules_with_shapes(source: Path) -> list[str]:
+    """The modules of a package whose annotations state shapes."""
+    found = [p for p in source.rglob("*.py") if "from jaxtyping import" in p.read_text("utf-8")]
+    return [".".join(p.relative_to(source.parent).with_suffix("").parts) for p in sorted(found)]
+
+
+# Every shape that is annotated is checked while the tests run. Where none is, mypy has checked the
+# types already, and a check at each call of a hook would be half of a test's time.
+if SOURCE:
+    jaxtyping.install_import_hook(modules_with_shapes(SOURCE), "beartype.beartype")
+
 hypothesis.settings.register_profile(
     "headwise",
     deadline=None,  # no test asserts a wall-clock time
@@ -35,10 +50,8 @@ hypothesis.settings.register_profile("quick", hypothesis.settings(max_examples=2
 def pytest_configure(config: pytest.Config) -> None:
     """The mutant runner says which copy of the source it expects to be imported."""
     expected = os.environ.get("HEADWISE_EXPECTED_SOURCE")
-    spec = importlib.util.find_spec("headwise")
-    origin = Path(spec.origin) if spec and spec.origin else None
-    if expected and not (origin and origin.is_relative_to(expected)):
-        raise pytest.UsageError(f"headwise comes from {origin}, not from {expected}")
+    if expected and not (SOURCE and SOURCE.is_relative_to(expected)):
+        raise pytest.UsageError(f"headwise comes from {SOURCE}, not from {expected}")
 
 
 @pytest.fixture(autouse=True)
