@@ -32,7 +32,7 @@ def modules_with_shapes(source: Path) -> list[str]:
 
 # Every shape that is annotated is checked while the tests run. Where none is, mypy has checked the
 # types already, and a check at each call of a hook would be half of a test's time.
-if SOURCE:
+if SOURCE and not jaxtyping.config.jaxtyping_disable:
     jaxtyping.install_import_hook(modules_with_shapes(SOURCE), "beartype.beartype")
 
 hypothesis.settings.register_profile(

@@ -14,7 +14,13 @@ from tests.paths.table import PAGE, page, read
 SLOW = pytest.mark.slow
 # The long ones first: two workers share them.
 ROWS = [pytest.param(path, marks=SLOW, id=path.key) for path in PATHS if path.traces]
-ROWS += [pytest.param(path, id=path.key) for path in PATHS if not path.traces]
+# Long ones that other tests look at too: half types, checkpoints and second derivatives.
+LONG = ("double", "float16", "autocast", "checkpoint")
+ROWS += [
+    pytest.param(path, marks=SLOW if path.key in LONG else (), id=path.key)
+    for path in PATHS
+    if not path.traces
+]
 
 
 @hides_a_whole_sequence

@@ -5,11 +5,8 @@ The kinds of layer are subjects of tests/paths, so that what is asked of every p
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +19,6 @@ from headwise.layers.positions import Alibi, T5Bias
 from headwise.testing import Budget
 from tests.layers.native import reference
 from tests.paths.subjects import BATCH, Outputs, Parameters, Subject
-from tests.root import ROOT
 
 EMBED, SOURCE, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, LENGTH = 40, 33, 6, 2, 10, 7, 24
 SIZES: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM}
@@ -213,15 +209,3 @@ def contributions(layer: Attention, x: Tensor, **options: Any) -> Tensor:
     outputs = reference.head_outputs(layer, x, **options)
     parts = layer.out_proj.weight.unflatten(1, (HEADS, VALUE_DIM))
     return torch.einsum("bhqv,ohv->bhqo", outputs, parts)
-
-
-# ---- another interpreter -----------------------------------------------------------------------
-
-
-def run_apart(file: Path, chosen: str, count: int) -> None:
-    """Run so many tests of a file, by a -k expression, without the checks of annotations."""
-    command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-k", chosen]
-    command += ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert f"\n{count} passed" in done.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers.native.ecosystem import run_apart
+from tests.apart import assert_passed_apart
 
 FILE = Path(__file__).with_name("compiled.py")
 
@@ -27,7 +27,7 @@ FILE = Path(__file__).with_name("compiled.py")
     ],
 )
 def test_compiled(chosen: str, count: int) -> None:
-    run_apart(FILE, chosen, count)
+    assert_passed_apart(FILE, count, chosen=chosen)
 
 
 @pytest.mark.slow
@@ -35,4 +35,4 @@ def test_compiled(chosen: str, count: int) -> None:
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler"
 )
 def test_compiled_by_inductor() -> None:
-    run_apart(FILE, "test_inductor", 1)
+    assert_passed_apart(FILE, 1, chosen="test_inductor")

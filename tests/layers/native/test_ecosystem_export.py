@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers.native.ecosystem import run_apart
+from tests.apart import assert_passed_apart
 
 FILE = Path(__file__).with_name("exported.py")
 
@@ -20,4 +20,4 @@ FILE = Path(__file__).with_name("exported.py")
     ],
 )
 def test_exported(chosen: str, count: int) -> None:
-    run_apart(FILE, chosen, count)
+    assert_passed_apart(FILE, count, chosen=chosen)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from headwise.budget.budget import Budget
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.layers.positions import LinearScaling, Rotary, YarnScaling
+from tests.apart import assert_passed_apart
 from tests.honest import HALVES, accumulation, normal
 from tests.layers.positions.rotaries import pairs, rotaries, rounding
 from tests.refusals import refusals
-from tests.root import ROOT
 
 PAIRINGS = ("half-split", "interleaved")
 LENGTH, FAR = 24, 5_000
@@ -220,13 +218,7 @@ def test_double_backward(pairing: Any) -> None:
 
 @pytest.mark.slow
 def test_compiled_and_exported() -> None:
-    # The annotations of src are checked in this run, and a compiler cannot look through the
-    # checks: the tests of compiled.py run beside it, without them.
-    file = Path(__file__).with_name("compiled.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", file]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "8 passed" in done.stdout
+    assert_passed_apart(Path(__file__).with_name("compiled.py"), 8)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, at its first jvp

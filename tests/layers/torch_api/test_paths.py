@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.jit.frontend import NotSupportedError
 from torch.utils.checkpoint import checkpoint
 
 from headwise import MultiheadAttention
+from tests.apart import assert_passed_apart
 from tests.honest import hides_a_whole_sequence
 from tests.layers.torch_api.cases import (
     BATCH,
@@ -26,17 +26,10 @@ from tests.layers.torch_api.cases import (
     pair,
     randn,
 )
-from tests.root import ROOT
 
 
 def test_compiled() -> None:
-    # The annotations of src are checked in this run, and a compiler cannot look through the
-    # checks: the tests of compiled.py run beside it, without them.
-    file = Path(__file__).with_name("compiled.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", file]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "13 passed" in done.stdout
+    assert_passed_apart(Path(__file__).with_name("compiled.py"), 13)
 
 
 @hides_a_whole_sequence
@@ -180,7 +173,7 @@ def test_nested_tensors_are_torchs() -> None:
 def test_scripting_is_refused_by_torch() -> None:
     # Stated in the class: torch.compile and torch.export take its place.
     deprecated = (DeprecationWarning, FutureWarning)  # by torch 2.13, and by 2.14
-    with pytest.warns(deprecated, match="jit.script"), pytest.raises(RuntimeError):
+    with pytest.warns(deprecated, match="jit.script"), pytest.raises(NotSupportedError):
         torch.jit.script(MultiheadAttention(EMBED, HEADS))
 
 

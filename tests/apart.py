@@ -1,0 +1,23 @@
+"""Tests in an interpreter of their own, in which no annotation is checked.
+
+A compiler cannot look through the checks of this run, and is to see what users have.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.root import ROOT
+
+
+def assert_passed_apart(file: Path, count: int, *, chosen: str = "") -> None:
+    """Run so many tests of a file; ``chosen`` is an expression of pytest's -k."""
+    command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-k", chosen]
+    command += ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", str(file)]
+    unchecked = os.environ | {"JAXTYPING_DISABLE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=unchecked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert f"\n{count} passed" in done.stdout
