@@ -31,7 +31,8 @@ def _case(
     x = x if batch_first else x.transpose(0, 1).contiguous()
 
     def output(layer: nn.MultiheadAttention, x: Tensor) -> Tensor:
-        return layer(x, x, x, need_weights=need_weights)[0]
+        result: Tensor = layer(x, x, x, need_weights=need_weights)[0]
+        return result
 
     ours_step, peer_step = (
         step(layer, partial(output, layer), x, training=training) for layer in (ours, peer)

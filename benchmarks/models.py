@@ -166,7 +166,8 @@ def measure(name: str) -> dict[str, float] | None:
         return None
     command = [sys.executable, "-m", "benchmarks.models", name]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, float] | None = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ class Torch(nn.Module):
         self.inner.out_proj.bias = ours.out_proj.bias
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        return self.inner(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        result: Tensor = self.inner(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        return result
 
 
 class Llama(nn.Module):
@@ -75,12 +76,13 @@ class Llama(nn.Module):
         return cache
 
     def forward(self, x: Tensor, cache: DynamicCache | None = None) -> Tensor:
-        return self.inner(
+        result: Tensor = self.inner(
             x,
             position_embeddings=(self.cos, self.sin),
             attention_mask=None,
             past_key_values=cache,
         )[0]
+        return result
 
 
 class XTransformers(nn.Module):
@@ -97,4 +99,5 @@ class XTransformers(nn.Module):
         self.inner.to_out.weight = ours.out_proj.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+        result: Tensor = self.inner(x)
+        return result

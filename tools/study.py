@@ -44,7 +44,8 @@ def answers(record: dict[str, Any]) -> list[Answer]:
 
 def read() -> dict[str, Any]:
     """The numbers that the documentation is written from."""
-    return json.loads(RECORD.read_text("utf-8"))
+    content: dict[str, Any] = json.loads(RECORD.read_text("utf-8"))
+    return content
 
 
 def as_text(record: dict[str, Any]) -> str:

@@ -73,7 +73,8 @@ def _alone(model_type: str) -> dict[str, Any]:
     send.close()
     try:
         if receive.poll(SECONDS):
-            return receive.recv()
+            content: dict[str, Any] = receive.recv()
+            return content
         reason = f"not done after {SECONDS} s"
     except EOFError:
         process.join()

@@ -93,7 +93,8 @@ def rows(lines: Path) -> Rows:
 
 
 def record() -> dict[str, Any]:
-    return json.loads(RECORD.read_text("utf-8"))
+    content: dict[str, Any] = json.loads(RECORD.read_text("utf-8"))
+    return content
 
 
 def write_record(found: Rows) -> None:

@@ -96,10 +96,12 @@ class Tensor2Tensor(Peer):
         """What it stores in ``save_weights_to``, before they are dropped out."""
         q, k = (self._split_heads(x @ kernel) for kernel in (self.q, self.k))
         logits = (q * self.head_dim**-0.5) @ k.mT
-        return (logits if mask is None else logits + mask[:, None].to(x.dtype)).softmax(dim=-1)
+        scores: Tensor = logits if mask is None else logits + mask[:, None].to(x.dtype)
+        return scores.softmax(dim=-1)
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        result: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        return result
 
 
 class Annotated(Peer):
@@ -359,7 +361,8 @@ class Native(Peer):
 
     def attention_weights(self, x: Tensor) -> Tensor:
         """Written down on demand."""
-        return self.inner.matrix(x).dense()
+        result: Tensor = self.inner.matrix(x).dense()
+        return result
 
 
 # In the order in which they appeared.

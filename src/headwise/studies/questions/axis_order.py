@@ -117,7 +117,8 @@ def influence(layer: nn.Module, x: Tensor) -> Tensor:
     """
 
     def output(x: Tensor) -> Tensor:
-        return layer(x, x, x, need_weights=False)[0]
+        result: Tensor = layer(x, x, x, need_weights=False)[0]
+        return result
 
     found = outcome_of(lambda: jacobian(output, x, vectorize=True)).result
     if found is None:

@@ -70,7 +70,8 @@ class Form:
     def split(self, bias: Float[Tensor, " outputs"]) -> tuple[Tensor, ...]:
         """The bias of each stored matrix, of the biases of all small ones in their order."""
         head_dim = len(bias) // sum(self.sizes)
-        return bias.split([size * head_dim for size in self.sizes])
+        parts: tuple[Tensor, ...] = bias.split([size * head_dim for size in self.sizes])
+        return parts
 
     def products(
         self,
@@ -193,7 +194,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def attend(layers: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The output for queries, keys and values of heads, by the output projection."""
-    return layers.torch.inner.out_proj(reference.merge_heads(AttentionMatrix(q, k) @ v))
+    result: Tensor = layers.torch.inner.out_proj(reference.merge_heads(AttentionMatrix(q, k) @ v))
+    return result
 
 
 def largest_share(layers: Layers, x: Tensor, source: Tensor) -> float:

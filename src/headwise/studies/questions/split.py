@@ -159,9 +159,11 @@ def reached(layer: Native, x: Tensor) -> Tensor:
 
     def q(token: Tensor) -> Tensor:
         matrix = layer.inner.matrix(torch.cat([x[:, :-1], token[None, None]], 1))
-        return matrix.q[0, :, -1].flatten()
+        result: Tensor = matrix.q[0, :, -1].flatten()
+        return result
 
-    return torch.autograd.functional.jacobian(q, x[0, -1], vectorize=True) != 0
+    result: Tensor = torch.autograd.functional.jacobian(q, x[0, -1], vectorize=True) != 0
+    return result
 
 
 def by_blocks(reach: Tensor, heads: int) -> list[list[float]]:

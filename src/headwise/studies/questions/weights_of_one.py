@@ -151,7 +151,8 @@ def beyond(one: TorchLayer, layer: TorchLayer, x: Tensor) -> Tensor:
     """
     budgets = [layer_budget(x, x, x, y.held(), num_heads=y.num_heads) for y in (one, layer)]
     allowed = budgets[0].allowed + budgets[1].allowed
-    return ((one(x).double() - layer(x).double()).abs() / allowed).amax((1, 2))
+    result: Tensor = ((one(x).double() - layer(x).double()).abs() / allowed).amax((1, 2))
+    return result
 
 
 # ---- the picture -------------------------------------------------------------------------------
