@@ -291,12 +291,12 @@ def _told_lengths(call: Call) -> tuple[Tensor, bool]:
 
 def _first_places(call: Call) -> Tensor | None:
     """The place of each sequence's first token, where the mask says that padding stands before."""
-    mask, (batch, queries, _) = Mask(call.mask.of_kind(Padding)), call.x.shape
-    if not mask.clauses:
+    clauses, (batch, queries, _) = call.mask.of_kind(Padding), call.x.shape
+    if not clauses:
         return None
     keys = call.source.shape[1]
     sizes = {"batch": batch, "heads": 1, "queries": queries, "keys": keys}
-    return mask.bind(**sizes, device=call.x.device).first_keys()
+    return Mask(clauses).bind(**sizes, device=call.x.device).first_keys()
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:

@@ -78,9 +78,8 @@ def errors(
     model: Attention, given: Texts, *, gate: Float[Tensor, " heads"] | None = None
 ) -> Float[Tensor, "batch lookups"]:
     """The mean squared error of each text and lookup: 1 is that of telling nothing, 0 is right."""
-    told = model(given.x, gate=gate)[:, 1:].unflatten(-1, (-1, VALUE))
-    result: Tensor = (told - given.values[:, :, : told.shape[2]]).square().mean(dim=(1, 3))
-    return result
+    told: Tensor = model(given.x, gate=gate)[:, 1:].unflatten(-1, (-1, VALUE))
+    return (told - given.values[:, :, : told.shape[2]]).square().mean(dim=(1, 3))
 
 
 def train(model: Attention, *, steps: int) -> list[float]:
