@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwise import reference
 from headwise.errors import OptionError
-from headwise.kernels import cells, sdpa
+from headwise.kernels import cells, dense, sdpa
 from headwise.kernels.dispatch import run
 from headwise.kernels.explain import Explanation, explain
 from headwise.kernels.kernel import Task
@@ -117,7 +117,7 @@ class AttentionMatrix(LeftOperand):
     @property
     def bound_mask(self) -> BoundMask:
         """The mask at the sizes of this matrix."""
-        return self._mask
+        return self._bound or self.mask.bind(**self._sizes, device=self.q.device)
 
     def __repr__(self) -> str:
         dtype = str(self.q.dtype).removeprefix("torch.")
@@ -163,8 +163,9 @@ class AttentionMatrix(LeftOperand):
         if is_traced() or self._needs_gradient(v):
             # Two passes forward: the fused kernel's backward is worth more than the pass.
             return self @ v, self.head_average()
-        problem, v = self._problem_for(v)
-        reading = run(Task(problem, v, wanted=Wanted(average=True)))
+        if row := self._one_row(v):
+            return row
+        reading = run(Task(*self._problem_for(v), wanted=Wanted(average=True)))
         return reading.out, reading.average
 
     @property
@@ -210,7 +211,7 @@ class AttentionMatrix(LeftOperand):
             s = self.softcap * torch.tanh(s / self.softcap)
         for part in cast_biases(self._bias.pairs(rows, rows + offset), exact):
             s = s + part
-        s = s.masked_fill(~self._mask.pairs(rows, rows + offset), -torch.inf)
+        s = s.masked_fill(~self.bound_mask.pairs(rows, rows + offset), -torch.inf)
         reading = run(Task(self._problem()))
         shift = shift_of(reading.peak.detach(), self._detached_sink())[..., first:stop]
         return torch.exp(s - shift - reading.log_sum[..., first:stop]).to(self.q.dtype)
@@ -318,10 +319,6 @@ class AttentionMatrix(LeftOperand):
         return dict(zip(MATRIX_AXES, self.shape, strict=True))
 
     @property
-    def _mask(self) -> BoundMask:
-        return self._bound or self.mask.bind(**self._sizes, device=self.q.device)
-
-    @property
     def _bias(self) -> BoundBias:
         # Bound for each reading: a table by distance belongs to the graph of the reading.
         (_, _, queries, keys), device = self.shape, self.q.device
@@ -329,7 +326,8 @@ class AttentionMatrix(LeftOperand):
         return self.score_bias.bound(queries=queries, keys=keys, device=device, dtype=dtype)
 
     def _problem(self) -> Problem:
-        return Problem(self.q, self.k, self._mask, self._bias, self.scale, self.softcap, self.sink)
+        mask, bias = self.bound_mask, self._bias
+        return Problem(self.q, self.k, mask, bias, self.scale, self.softcap, self.sink)
 
     def _problem_for(self, v: Tensor) -> tuple[Problem, Tensor]:
         """The problem with as many kv heads as the values have, and the values at full size."""
@@ -345,6 +343,9 @@ class AttentionMatrix(LeftOperand):
         check_operand("v", v, self.q)
         k = self.k if own_heads else reference.share_heads(self.k, heads=heads)
         return replace(self._problem(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
+
+    def _one_row(self, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        return dense.one_row(self.q, self.k, v, self.scale) if self._is_plain else None
 
     def _needs_gradient(self, v: Tensor) -> bool:
         """True if a product with these values is recorded for a backward pass."""

@@ -11,6 +11,7 @@ from headwise.kernels import cells
 from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
 from headwise.kernels.problem import Problem
 from headwise.kernels.tiled import Readings, Wanted, empty_readings, log_floor, shift_of
+from headwise.support.eager import autocasts, is_recorded
 
 
 class Dense(Kernel):
@@ -35,6 +36,23 @@ class Dense(Kernel):
         q, k = task.problem.q, task.problem.k
         width = q.new_empty(0, dtype=task.problem.accumulate).element_size()
         return Cost(task.operations, 3 * q.shape[:3].numel() * k.shape[2] * width)
+
+
+def one_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    """Head outputs and the mean of the weights over heads, for one query that may see every key.
+
+    None where it does not serve these operands. As `sdpa.plain_outputs`, it is for single tokens,
+    whose row costs less than to choose a kernel; nothing but the scale may shape the scores.
+    """
+    # First: what a graph compares of its sizes, it holds for only.
+    if is_recorded() or q.dtype != torch.float32 or autocasts(q.device.type):
+        return None
+    if q.shape[2] != 1 or v.shape != k.shape or k.shape[1] != q.shape[1] or not k.numel():
+        return None
+    if v.dtype != q.dtype or v.device != q.device:
+        return None
+    p = (q @ k.mT * scale).softmax(-1)
+    return p @ v, p.mean(1)
 
 
 def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -> Readings:

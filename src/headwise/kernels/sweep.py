@@ -7,7 +7,6 @@ and ``headwise::sweep_backward`` are opaque instead, with shapes for tracing and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -223,8 +222,8 @@ class Tiled(Kernel):
 
     def run(self, task: Task) -> Readings:
         """See `Kernel.run`."""
-        asked = astuple(task.readings)
-        return Readings(*torch.ops.headwise.sweep(*pack(task.problem), task.v, task.y, *asked))
+        operands = (*pack(task.problem), task.v, task.y, *task.readings)
+        return Readings(*torch.ops.headwise.sweep(*operands))
 
     def cost(self, task: Task) -> Cost:
         """See `Kernel.cost`; two buffers of a tile are held."""

@@ -49,8 +49,7 @@ class Readings(NamedTuple):
     cells: Tensor  # (batch, heads, blocks of queries, blocks of keys)
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """Readings beyond the row's peak and log_sum, which always come along."""
 
     entropy: bool = False

@@ -264,6 +264,8 @@ def _weights(matrix: AttentionMatrix, v: Tensor, options: CallOptions) -> str:
         return "of every head, written down; need_weights=False leaves them out"
     if options.dropout_p > 0 or matrix._needs_gradient(v):
         return "their mean over heads, in a pass of its own; need_weights=False leaves it out"
+    if matrix._one_row(v):
+        return "their mean over heads, from the one row of each, in the place of the kernel below"
     return (
         "their mean over heads, in one pass of tiles that computes A @ v too, in the place of the "
         "kernel below; need_weights=False leaves it out"
