@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -45,8 +44,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> LargestTensor:
     """Sees into the tiled kernel too, which is one operator."""
 
     def opened(_: sweep.Tiled, task: Task) -> Readings:
-        flags = astuple(task.readings)
-        return Readings(*sweep.sweep(*sweep.pack(task.problem), task.v, task.y, *flags))
+        operands = (*sweep.pack(task.problem), task.v, task.y, *task.readings)
+        return Readings(*sweep.sweep(*operands))
 
     monkeypatch.setattr(sweep.Tiled, "run", opened)
     return LargestTensor()
