@@ -47,6 +47,7 @@ class Paper(Peer):
     mask_values = (0.0, -torch.inf)
 
     def build(self) -> None:
+        """See `Peer.build`."""
         heads, width = self.num_heads, self.head_dim
         self.wq, self.wk, self.wv = (
             nn.Parameter(torch.zeros(heads, width, self.embed_dim)) for _ in range(3)
@@ -54,6 +55,7 @@ class Paper(Peer):
         self.wo = nn.Parameter(torch.zeros(heads * width, self.embed_dim))
 
     def held(self) -> Weights:
+        """See `Peer.held`."""
         return Weights.of((*(w.flatten(0, 1) for w in (self.wq, self.wk, self.wv)), self.wo.mT))
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
@@ -78,12 +80,14 @@ class Tensor2Tensor(Peer):
     mask_values = (0.0, HIDDEN)
 
     def build(self) -> None:
+        """See `Peer.build`."""
         self.q, self.k, self.v, self.output_transform = (
             nn.Parameter(nn.init.xavier_uniform_(torch.empty(self.embed_dim, self.embed_dim)))
             for _ in range(4)
         )
 
     def held(self) -> Weights:
+        """See `Peer.held`."""
         return Weights(self.q.mT, self.k.mT, self.v.mT, self.output_transform.mT)
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
@@ -114,6 +118,7 @@ class Annotated(Peer):
     projections = ("linears.0", "linears.1", "linears.2", "linears.3")
 
     def build(self) -> None:
+        """See `Peer.build`."""
         one = nn.Linear(self.embed_dim, self.embed_dim)
         self.linears: Any = nn.ModuleList(copy.deepcopy(one) for _ in range(4))
         self.dropout = nn.Dropout(self.p)
@@ -151,6 +156,7 @@ class EinopsPage(Peer):
     mask_values = (False, True)
 
     def build(self) -> None:
+        """See `Peer.build`."""
         self.rearrange = require("einops", purpose=PURPOSE).rearrange
         self.w_qs, self.w_ks, self.w_vs, self.fc = (
             nn.Linear(self.embed_dim, self.embed_dim) for _ in range(4)
@@ -204,9 +210,11 @@ class TorchLayer(Peer):
     need_weights = True
 
     def build(self) -> nn.MultiheadAttention:
+        """See `Peer.build`."""
         return self.layer(self.embed_dim, self.num_heads, dropout=self.p, batch_first=True)
 
     def held(self) -> Weights:
+        """See `Peer.held`."""
         inner, out = self.inner, self.inner.out_proj
         return Weights.packed(inner.in_proj_weight, inner.in_proj_bias, out.weight, out.bias)
 
@@ -228,6 +236,7 @@ class XTransformers(Peer):
     projections = ("inner.to_q", "inner.to_k", "inner.to_v", "inner.to_out")
 
     def build(self) -> Any:
+        """See `Peer.build`."""
         layer = require("x_transformers.x_transformers", purpose=PURPOSE).Attention
         return layer(self.embed_dim, heads=self.num_heads, dim_head=self.head_dim, dropout=self.p)
 
@@ -276,6 +285,7 @@ class Bert(OfTransformers):
     projections = ("inner.self.query", "inner.self.key", "inner.self.value", "inner.output.dense")
 
     def build(self) -> Any:
+        """See `Peer.build`."""
         bert = require("transformers.models.bert.modeling_bert", purpose=PURPOSE)
         config = bert.BertConfig(
             hidden_size=self.embed_dim,
@@ -309,6 +319,7 @@ class GPT2(OfTransformers):
     name = "GPT-2"
 
     def build(self) -> Any:
+        """See `Peer.build`."""
         gpt2 = require("transformers.models.gpt2.modeling_gpt2", purpose=PURPOSE)
         config = gpt2.GPT2Config(
             n_embd=self.embed_dim,
@@ -349,6 +360,7 @@ class Native(Peer):
     projections = ("inner.q_proj", "inner.k_proj", "inner.v_proj", "inner.out_proj")
 
     def build(self) -> Attention:
+        """See `Peer.build`."""
         return Attention(self.embed_dim, self.num_heads, dropout=self.p)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
