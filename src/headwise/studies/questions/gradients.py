@@ -119,6 +119,7 @@ def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str,
 
 
 def scores_of(layer: Attention, x: Tensor) -> Tensor:
+    """Return the scores (batch, heads, queries, keys) of a layer that reads ``x``."""
     matrix = layer.matrix(x)
     return reference.scores(matrix.q, matrix.k, scale=matrix.scale)
 

@@ -138,6 +138,7 @@ def trained(seed: int, given: Texts, **sizes: int) -> Run:
 
 
 def numbers_of(runs: dict[str, list[Run]], given: Texts) -> dict[str, Any]:
+    """Return the numbers of the question from the trained layers and the test texts."""
     counts = [str(heads) for heads in HEADS]
     lucky = [run.left.mean(1).std() / len(run.left) ** 0.5 for run in (*runs["1"], *runs["wide"])]
     looks = {name: [attended(run.model, given) for run in runs[name]] for name in counts}
@@ -161,16 +162,14 @@ def numbers_of(runs: dict[str, list[Run]], given: Texts) -> dict[str, Any]:
         "blend": {name: blend(look) for name, look in of_all.items()},
         # What each head does with the first text.
         "maps": {
-            str(heads): [
-                rounded(head)
-                for head in runs[str(heads)][0].model.matrix(given.x[:1]).dense()[0].detach()
-            ]
-            for heads in MAPPED
+            name: [rounded(head) for head in runs[name][0].model.matrix(given.x[:1]).dense()[0]]
+            for name in map(str, MAPPED)
         },
     }
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the least, the median and the largest error."""
     return {"best": min(values), "median": median(values), "worst": max(values)}
 
 
@@ -214,6 +213,7 @@ def blend(look: Tensor) -> dict[str, float]:
 
 
 def rounded(values: Tensor) -> list[list[float]]:
+    """Return a matrix as lists of numbers with three decimals."""
     return [[round(value, 3) for value in row] for row in values.tolist()]
 
 
@@ -224,13 +224,13 @@ COLOURS = dict(zip(FEW, SERIES, strict=False))
 
 
 def draw(figure: Figure, n: Numbers) -> None:
+    """Draw the training curves, the weights on the two tokens, and maps of the heads."""
     figure.set_figheight(5.7)
     parts: Any = figure.subfigures(2, 1, height_ratios=(3.3, 2.3), hspace=0.0)
-    above, below = parts
-    left, right = above.subplots(1, 2, width_ratios=(3, 2))
+    left, right = parts[0].subplots(1, 2, width_ratios=(3, 2))
     _draw_curves(left, n)
     _draw_looks(right, n)
-    _draw_maps(below, n)
+    _draw_maps(parts[1], n)
 
 
 def _draw_curves(axes: Axes, n: Numbers) -> None:

@@ -92,6 +92,7 @@ def checked_page(block: EinopsAttention, x: Tensor, source: Tensor) -> dict[str,
 
 
 def against(output: Tensor, allowed: Budget) -> dict[str, Any]:
+    """Return the shape of an output, and whether its error is within the budget."""
     return {"output": list(output.shape), "within": allowed.check(output).within}
 
 
