@@ -28,7 +28,7 @@ def test_a_scan_has_a_plain_repr_and_rich_forms() -> None:
         repr(scan) == "HeadScan(Model, layers=2, heads=12, statistics=11, sequences=3, tokens=72)"
     )
     text = str(scan)
-    assert text.startswith("HeadScan of Model: 2 layers")
+    assert text.startswith("Model: HeadScan of 11 statistics; 2 layers")
     assert "\n" in text
     frame = scan._repr_html_()
     assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;')

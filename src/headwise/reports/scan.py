@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.saved_scan import fields_of_statistic
 from headwise.scanning.statistics.statistic import Summary
 from headwise.scanning.statistics.views import pyramid
-from headwise.scanning.terminal import many
+from headwise.support.axes import many
 from headwise.support.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ MOST_CARDS = 8
 OFFSETS = "offset_profile"
 RECEIVED = "most_received"
 MAP = "map"
+LIBRARIES = ("headwise", "torch")
 TICKS = (0.0, 0.01, 0.1, 0.25, 0.5, 1.0)
 
 
@@ -54,11 +56,23 @@ class ScanReport:
     title: str
     about: str
     read: str
-    chosen: str
+    chosen: str = ""
     notes: tuple[str, ...] = ()
     name_of: Callable[[int], str] | None = None
-    versions: Mapping[str, str]
+    versions: Mapping[str, str] = field(
+        default_factory=lambda: {name: metadata.version(name) for name in LIBRARIES}
+    )
     same_function: SameFunction | None = None
+
+    @classmethod
+    def of(cls, scan: HeadScan) -> ScanReport:
+        """Return the report of a scan alone, for ``print`` and for a notebook."""
+        return cls(
+            scan=scan,
+            title=scan.model,
+            about=f"HeadScan of {many(len(scan.measured), 'statistic')}",
+            read=f"{many(scan.sequences, 'sequence')}, {many(scan.tokens, 'token')}",
+        )
 
     @property
     def all_notes(self) -> tuple[str, ...]:
@@ -74,17 +88,32 @@ class ScanReport:
     def sizes(self) -> str:
         """``6 layers of 12 heads``."""
         counts = sorted({layer.num_heads for layer in self.scan.layer_scans})
-        heads = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        return f"{many(len(self.scan.layers), 'layer')} of {heads} heads"
+        layers = many(len(self.scan.layers), "layer")
+        heads = " to ".join(map(str, [*counts[:1], *counts[1:][-1:]]))
+        return f"{layers} of {heads} heads" if counts else layers
 
     @property
     def missing(self) -> dict[str, list[str]]:
         """Why -> the statistics that no layer has for that reason."""
         reasons: dict[str, list[str]] = {}
         for name in self.scan.names:
-            if name not in self.scan.measured:
+            if self.scan.layers and name not in self.scan.measured:
                 reasons.setdefault(self.scan.layer_scans[0].missing[name], []).append(name)
         return reasons
+
+    @property
+    def not_measured(self) -> list[str]:
+        """Sentences on what is missing, with the reason and the number of layers."""
+        layers = self.scan.layer_scans
+        counts = Counter((why, name) for layer in layers for name, why in layer.missing.items())
+        groups: dict[tuple[str, int], list[str]] = {}
+        for (why, name), count in counts.items():
+            groups.setdefault((why, count), []).append(name)
+        return [
+            f"Not measured{'' if count == len(layers) else f' in {count} of {len(layers)} layers'}"
+            f": {', '.join(names)} ({why})."
+            for (why, count), names in groups.items()
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """All but the pictures, as plain data; None where a head has no value."""
@@ -110,7 +139,6 @@ class Card:
     """A head that stands out, with why."""
 
     layer: int
-    layer_name: str
     head: int
     reasons: list[StandingOut]
     offsets: list[tuple[int, float]]
@@ -141,7 +169,7 @@ def render(report: ScanReport) -> str:
         rule=telling.RULE,
         cards=cards(report),
         maps=maps(scan),
-        with_numbers=max(layer.num_heads for layer in scan.layer_scans) <= MOST_NUMBERS,
+        with_numbers=all(layer.num_heads <= MOST_NUMBERS for layer in scan.layer_scans),
         definitions=[scan.definition(name) for name in scan.measured],
         table=scan.table(),
         gradient=Markup(pictures.gradient()),
@@ -152,15 +180,7 @@ def render(report: ScanReport) -> str:
 
 def framed(scan: HeadScan) -> str:
     """The page in a frame, for a notebook: its style stays its own."""
-    report = ScanReport(
-        scan=scan,
-        title=scan.model,
-        about="",
-        read=f"{many(scan.sequences, 'sequence')}, {many(scan.tokens, 'token')}",
-        chosen="",
-        versions={name: metadata.version(name) for name in ("headwise", "torch")},
-    )
-    page = escape(render(report))
+    page = escape(render(ScanReport.of(scan)))
     return f'<iframe srcdoc="{page}" width="100%" height="800" frameborder="0"></iframe>'
 
 
@@ -174,7 +194,6 @@ def cards(report: ScanReport) -> list[Card]:
     return [
         Card(
             layer,
-            scan.layers[layer],
             head,
             reasons,
             [] if offsets is None else _around(offsets[layer, head]),

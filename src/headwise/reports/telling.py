@@ -171,7 +171,6 @@ def most_telling(scan: HeadScan) -> list[Shown]:
 class StandingOut:
     """A head with the most of a statistic, and that in words."""
 
-    statistic: str
     head: HeadValue
     says: str
     middle: str
@@ -212,7 +211,7 @@ def _says(scan: HeadScan, one: Shown, head: HeadValue, phrase: str) -> StandingO
         value, middle = (f"about {_tokens(count)} tokens" for count in (head.value, one.middle))
         if scan.sequences == 1:
             value = f"about {_tokens(head.value)} of {scan.tokens:,} tokens"
-    return StandingOut(one.name, head, phrase.format(value), middle)
+    return StandingOut(head, phrase.format(value), middle)
 
 
 def _tokens(count: float) -> str:

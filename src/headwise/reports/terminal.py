@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.columns import Columns
@@ -15,14 +17,29 @@ from rich.text import Text
 from headwise.reports.pictures import css, ink
 from headwise.reports.scan import MAP, ScanReport
 from headwise.reports.telling import RULE, Shown, most_telling, standing_out
-from headwise.scanning.terminal import NO_VALUE, level, many, ruler
-from headwise.studies.question import Answer
-from headwise.studies.study import Study
+from headwise.support.axes import many
 
+if TYPE_CHECKING:
+    from headwise.scanning.head_scan import HeadScan
+    from headwise.studies.question import Answer
+    from headwise.studies.study import Study
+
+WIDTH = 80  # columns of what `print` shows
+LEVELS = "▁▂▃▄▅▆▇█"
+NO_VALUE = "·"
 MOST_ROWS = 48  # layers of one picture
 GAP = 2  # columns between pictures, and of an indent
 
 # ---- a scan --------------------------------------------------------------------------------------
+
+
+def printed(scan: HeadScan) -> str:
+    """Return what ``print(scan)`` shows: the report of the scan alone, without colours."""
+    # Rich would otherwise draw into the notebook that it finds itself in, and not into the file.
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
+    with console.capture() as capture:
+        show_scan(ScanReport.of(scan), console)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
 def show_scan(report: ScanReport, console: Console) -> None:
@@ -33,12 +50,12 @@ def show_scan(report: ScanReport, console: Console) -> None:
         _say(console, same.says, "green" if same.holds else "bold red")
     for note in report.all_notes:
         _say(console, f"Note: {note}.", "bold red")
-    pictures = most_telling(report.scan)
+    pictures, layers = most_telling(report.scan), report.scan.layers
     if pictures:
         _say(
             console,
             "Every head: a row is a layer, a column a head, both counted from 0. In per cent, "
-            "unless a unit is given.",
+            f"unless a unit is given. Layers: {' to '.join(layers[:1] + layers[1:][-1:])}.",
         )
         drawn: list[RenderableType] = [picture(one, console.width) for one in pictures]
         console.print(Columns(drawn, padding=(0, GAP)))
@@ -53,8 +70,8 @@ def show_scan(report: ScanReport, console: Console) -> None:
         console.print(table)
     elif report.num_heads > 1:
         _say(console, f"No head stands out. {RULE}")
-    for reason, names in report.missing.items():
-        _say(console, f"Not measured: {', '.join(names)} ({reason}).", "dim")
+    for sentence in report.not_measured:
+        _say(console, sentence, "dim")
 
 
 def _on_the_page_alone(report: ScanReport, pictures: int) -> str:
@@ -81,13 +98,14 @@ def picture(one: Shown, width: int) -> Text:
     in_unit = f", {one.unit}" if one.scale.kind == "range" else ""
     numbers = "".join(f"{head:{cell}d}" for head in range(drawn_heads))
     drawn = Text(f"{one.label}{in_unit}\n")
-    drawn.append(" " * left + (numbers if cell > 1 else ruler(drawn_heads)), "dim")
+    drawn.append(" " * left + (numbers if cell > 1 else _ruler(drawn_heads)), "dim")
     for layer, row in enumerate(one.rows[:MOST_ROWS]):
         drawn.append(f"\n{layer:{left - 1}} ", "dim")
         for value in row[:drawn_heads]:
             drawn.append_text(_cell(one, value, cell))
     if len(one.rows) > MOST_ROWS or drawn_heads < heads:
-        drawn.append("\nNot all fit here; the page has them.", "dim")
+        some = f"{min(len(one.rows), MOST_ROWS)} of {many(len(one.rows), 'layer')}"
+        drawn.append(f"\nDrawn: {some}, {drawn_heads} of {many(heads, 'head')}", "dim")
     return drawn.append("\n")
 
 
@@ -96,8 +114,18 @@ def _cell(one: Shown, value: float, width: int) -> Text:
         return Text(f"{NO_VALUE:>{width}}", "dim")
     colour = one.scale.colour(value)
     if width == 1:
-        return Text(level(one.scale.position(value)), Style(color=css(colour)))
+        return Text(_level(one.scale.position(value)), Style(color=css(colour)))
     return Text(f"{one.scale.short(value):>{width}}", Style(color=ink(colour), bgcolor=css(colour)))
+
+
+def _level(share: float) -> str:
+    """The bar of a share, which is held between 0 and 1."""
+    return LEVELS[min(int(max(share, 0.0) * len(LEVELS)), len(LEVELS) - 1)]
+
+
+def _ruler(heads: int) -> str:
+    """Every fifth head by its number."""
+    return "".join(f"{head:<5}" for head in range(0, heads, 5))[:heads].rstrip()
 
 
 # ---- a study -------------------------------------------------------------------------------------

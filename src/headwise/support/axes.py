@@ -33,6 +33,11 @@ def sizes(tensor: Tensor, axes: Sequence[str]) -> str:
     return "(" + ", ".join(f"{a} {n}" for a, n in zip(axes, tensor.shape, strict=True)) + ")"
 
 
+def many(count: int, what: str) -> str:
+    """``1 layer``, ``1,024 tokens``."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
 def broadcasts(size: int, wanted: int) -> bool:
     """Whether an axis of this size stands for one of ``wanted``: the same, or 1 for all.
 

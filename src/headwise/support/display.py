@@ -13,7 +13,7 @@ Form = Literal["text", "html"]
 
 # (class, form) -> the function that draws a result of this class
 DRAWN_BY: dict[tuple[str, Form], str] = {
-    ("HeadScan", "text"): "headwise.scanning.terminal.picture",
+    ("HeadScan", "text"): "headwise.reports.terminal.printed",
     ("HeadScan", "html"): "headwise.reports.scan.framed",
 }
 

@@ -17,6 +17,7 @@ from headwise.errors import OptionError
 from headwise.reports.telling import visible
 from headwise.scanning.estimate import require_memory
 from headwise.scanning.inputs import OUTSIDE
+from headwise.support.axes import many
 
 MOST_NAMES = 6  # of special tokens: some models have hundreds
 TEXT_LENGTH = 4096  # tokens of a text, where nothing else is said
@@ -268,7 +269,7 @@ def stored_tokens(subject: Subject, file: Path, length: int | None) -> Passage:
     whole = [] if words == [""] else [int(word) for word in words]
     if len(whole) < 2:
         raise OptionError(
-            saw=f"{file}, with {len(whole)} token{'' if len(whole) == 1 else 's'}",
+            saw=f"{file}, with {many(len(whole), 'token')}",
             needed=TWO,
             do="write more token ids into the file",
         )

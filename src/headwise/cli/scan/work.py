@@ -7,7 +7,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 
 import torch
 
@@ -22,7 +21,7 @@ from headwise.scanning.inputs import inputs_of, on_tokens, run
 from headwise.scanning.scan import scan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.scanning.terminal import many
+from headwise.support.axes import many
 from headwise.support.progress import Progress
 from headwise.support.whole_files import require_writable, write_whole
 
@@ -78,7 +77,6 @@ class Work:
             chosen=self.subject.chosen,
             notes=self.subject.notes,
             name_of=self.subject.name_of,
-            versions={name: metadata.version(name) for name in ("headwise", "torch")},
         )
 
     def _corpus(self, scan_one: partial[HeadScan], steps: _Steps) -> HeadScan:

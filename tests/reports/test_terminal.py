@@ -1,0 +1,109 @@
+"""The text of a scan, as ``print`` shows it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headwise.scanning.head_scan import HeadScan
+from tests.scanning.scans import head_scan, layer_scan, matrix, random_scan, standard
+
+
+def test_a_statistic_with_words_of_its_own_is_told() -> None:
+    share = "share of the weight, 0 to 1"
+    telling = standard("entropy", name="own", unit=share, most="has {} of it")
+    silent = standard("entropy", name="silent", unit=share, most="")
+    scan = random_scan(statistics=[standard("previous_token"), telling, silent])
+    assert scan.known_for == ("previous_token", "own")
+
+
+def numbers(*rows: list[float], kept: tuple[int, ...] | None = None) -> HeadScan:
+    """A scan of given entropies."""
+    scan = random_scan(
+        layers=1, heads=len(rows[0]), statistics=(standard("entropy"),), model="BertModel"
+    )
+    first = scan.layer_scans[0]
+    layers = []
+    for index, row in enumerate(rows):
+        sums = torch.tensor(row, dtype=torch.float64)[list(kept or range(len(row)))]
+        layers.append(
+            replace(
+                first,
+                name=f"encoder.layer.{index}.attention.self",
+                heads=kept or first.heads,
+                summaries={"entropy": {"sum": sums, "count": torch.ones_like(sums)}},
+            )
+        )
+    return replace(scan, layer_scans=tuple(layers))
+
+
+def many_layers(count: int, name: str, heads: int = 12) -> HeadScan:
+    scan = random_scan(layers=2, heads=heads)
+    layers = [replace(scan.layer_scans[i % 2], name=name.format(i)) for i in range(count)]
+    return replace(scan, layer_scans=tuple(layers))
+
+
+def test_the_whole_text() -> None:
+    scan = numbers([0.0, 0.5, 1.0, math.nan, 4.0, 3.9], [2.0, 2.0, 1.49, 1.51, 0.0, 0.0])
+    expected = """\
+BertModel: HeadScan of 1 statistic; 2 layers of 6 heads.
+
+It has read 3 sequences, 72 tokens.
+
+Every head: a row is a layer, a column a head, both counted from 0. In per cent,
+unless a unit is given. Layers: encoder.layer.0.attention.self to
+encoder.layer.1.attention.self.
+
+Entropy, nats
+     0   1   2   3   4   5
+0  0.0 0.5 1.0   · 4.0 3.9
+1  2.0 2.0 1.5 1.5 0.0 0.0
+
+
+ layer  head  heads that stand out                middle head
+ ────────────────────────────────────────────────────────────
+     0     4  has the highest entropy: 4.00 nats    1.49 nats"""
+    assert str(scan) == expected
+
+
+@pytest.mark.parametrize(
+    "scan",
+    [
+        random_scan(layers=12, heads=12),
+        random_scan(layers=2, heads=96),
+        many_layers(32, "model.layers.{}.self_attn", heads=32),
+        many_layers(96, "transformer.decoder.blocks.{}." + "attention." * 9 + "inner", heads=64),
+        numbers([1e7, 2e8, 3e9]),
+        replace(random_scan(notes=("a b " * 60,)), model="A" * 100),
+    ],
+    ids=["12x12", "2x96", "32x32", "96x64", "large numbers", "long words"],
+)
+def test_it_is_never_wider_than_a_terminal(scan: HeadScan) -> None:
+    assert max(len(line) for line in str(scan).splitlines()) <= 80
+
+
+def test_layers_and_heads_that_are_left_out_are_counted() -> None:
+    assert "\nDrawn: 48 of 64 layers, 12 of 12 heads\n" in str(many_layers(64, "layers.{}"))
+    assert "\nDrawn: 2 of 2 layers, 78 of 96 heads\n" in str(random_scan(layers=2, heads=96))
+    assert "Drawn: " not in str(many_layers(48, "layers.{}"))
+
+
+def test_what_is_missing_is_told_with_its_reason() -> None:
+    cross = layer_scan([matrix(1)], name="cross", is_cross=True)
+    names = "previous_token, distance, offset_profile"
+    why = "(cross attention: no key stands where a query stands)."
+    both = head_scan(layer_scan([matrix(0)], name="self"), cross)
+    assert f"Not measured in 1 of 2 layers: {names} {why}" in " ".join(str(both).split())
+    assert f"Not measured: {names} {why}" in " ".join(str(head_scan(cross)).split())
+
+
+def test_a_scan_of_nothing() -> None:
+    scan = head_scan(notes=("no attention was seen",), model="Linear")
+    assert str(scan) == (
+        "Linear: HeadScan of 0 statistics; 0 layers.\n\nIt has read 0 sequences, 0 tokens.\n\n"
+        "Note: no attention was seen."
+    )
+    assert "no attention was seen" in scan._repr_html_()
