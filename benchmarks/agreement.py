@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from headwise import Attention, Mask, reference
-from headwise.budget.rounding import Roundoff, growth
+from headwise.error_budget.rounding import Roundoff, growth
 from headwise.testing import Budget
 
 COMPARED = 64  # so many of the last queries

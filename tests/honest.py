@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from headwise import reference
-from headwise.budget.budget import Budget
+from headwise.error_budget.budget import Budget
 from headwise.masks.score_bias import ScoreBias
 from tests.strategies import Problem
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import (
     ArgumentError,
     DTypeError,
@@ -15,7 +16,6 @@ from headwise.errors import (
     OptionError,
     ShapeError,
 )
-from headwise.matrix import AttentionMatrix
 from tests.refusals import refusals
 
 Q, K = torch.zeros(3, 6, 24, 10), torch.zeros(3, 2, 29, 10)

@@ -27,9 +27,9 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import headwise
-from headwise.cli import app, ending
+from headwise.cli import app, output
 from headwise.errors import HeadwiseError
-from headwise.studies.experiments.same_weights import SameFunction
+from headwise.study.experiments.same_weights import SameFunction
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.json"
@@ -56,7 +56,7 @@ def api() -> dict[str, Any]:
         "warnings": dict(sorted(_errors(Warning))),
         "commands": dict(_commands(get_command(app), "headwise")),
         "exit_statuses": {
-            name: value for name, value in sorted(vars(ending).items()) if type(value) is int
+            name: value for name, value in sorted(vars(output).items()) if type(value) is int
         },
         "json": _json(),
     }
@@ -239,7 +239,7 @@ def _outermost(path: str, found: dict[str, str]) -> str:
     """The outermost part of a lost path of which nothing is left: to tell of that is enough."""
     parts = path.split(" / ")
     wholes = (" / ".join(parts[:count]) for count in range(1, len(parts)))
-    return next((w for w in wholes if not any(p.startswith(w) for p in found)), path)
+    return next((w for w in wholes if not any(p.startswith(f"{w} /") for p in found)), path)
 
 
 def main(*, check: bool) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import cycle
 
-from headwise.layouts.drawing import Cell, pairs, short, sizes_for, strips
 from headwise.layouts.layout import Layout
+from headwise.layouts.layout_drawing import DrawnCell, pairs, short, sizes_for, strips
 
 ROW = 12  # pixels of one row: its name fits
 BAND, GAP, LEFT, TOP = 128, 44, 40, 58
@@ -42,7 +42,7 @@ class Panel:
 
     title: str
     about: str
-    cells: Sequence[Cell]
+    cells: Sequence[DrawnCell]
 
     @property
     def rows(self) -> int:

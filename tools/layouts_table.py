@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from headwise.layouts.attention_spec import CALLING, AttentionSpec
 from headwise.layouts.canonical import BIASES
-from headwise.layouts.function import CALLING, Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout, published
 from tools.layouts_picture import bands, panel_of, turning
@@ -52,7 +52,7 @@ def _tensors(one: Layout) -> Iterator[str]:
 
 
 def _function(one: Layout) -> list[str]:
-    usual = vars(Function())
+    usual = vars(AttentionSpec())
     found = [
         f"{name.replace('_', ' ')}: {value or 'by config'}"
         for name, value in vars(one.function).items()

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headwise.reports import study as charts
-from headwise.studies.question import Answer
-from headwise.studies.study import load, study
+from headwise.reports import study_page as charts
+from headwise.study.question import Answer
+from headwise.study.run import load, study
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "study.json"

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headwise.attention_matrix import AttentionMatrix as AttentionMatrix
     from headwise.diagnosis.detect import detect as detect
     from headwise.diagnosis.verify import verify as verify
     from headwise.errors import HeadwiseError as HeadwiseError
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
     from headwise.layouts.layout import Layout as Layout
     from headwise.masks.mask import Mask as Mask
     from headwise.masks.score_bias import ScoreBias as ScoreBias
-    from headwise.matrix import AttentionMatrix as AttentionMatrix
     from headwise.scanning.scan import scan as scan
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Attention": "headwise.layers.native.attention",
-    "AttentionMatrix": "headwise.matrix",
+    "AttentionMatrix": "headwise.attention_matrix",
     "HeadwiseError": "headwise.errors",
     "Layout": "headwise.layouts.layout",
     "Mask": "headwise.masks.mask",

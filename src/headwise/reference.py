@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headwise.masks.bias_dtype import cast_biases
 from headwise.masks.bound_mask import BoundMask
-from headwise.masks.casting import cast_biases
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
 

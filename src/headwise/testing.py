@@ -5,6 +5,6 @@ from headwise.testing import Budget
 Budget.for_head_outputs(q, k, v, mask=mask).assert_holds(A @ v)
 """
 
-from headwise.budget.budget import Budget, Verdict
+from headwise.error_budget.budget import Budget, BudgetVerdict
 
-__all__ = ["Budget", "Verdict"]
+__all__ = ["Budget", "BudgetVerdict"]

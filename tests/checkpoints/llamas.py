@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwise.checkpoints.conversion import Converted, convert_checkpoint
 from headwise.checkpoints.source import open_source
+from headwise.checkpoints.stream_conversion import ConversionReport, convert_checkpoint
 
 HEADS, KV_HEADS, HEAD_DIM, EMBED, INNER, VOCABULARY, LAYERS = 6, 2, 10, 40, 52, 33, 2
 COUNTS = {"heads": HEADS, "kv_heads": KV_HEADS}
@@ -109,13 +109,13 @@ def in_files(folder: Path, files: int = 3, *, pattern: str = "model-{:05}-of-{:0
     return folder
 
 
-def to_meta(source: Path, target: Path, **options: object) -> Converted:
+def to_meta(source: Path, target: Path, **options: object) -> ConversionReport:
     return convert_checkpoint(
         open_source(source), target, "llama", "llama-meta", **{**COUNTS, **options}
     )
 
 
-def back(source: Path, target: Path) -> Converted:
+def back(source: Path, target: Path) -> ConversionReport:
     return convert_checkpoint(open_source(source), target, "llama-meta", "llama", **COUNTS)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints.layer_options import objection
+from headwise.checkpoints.config_check import objection
 from headwise.layouts.registry import layout
 
 SIZES = {"heads": 12, "head_dim": 10}

@@ -11,7 +11,7 @@ import transformers
 
 from headwise.checkpoints import config as configs
 from headwise.checkpoints.config import (
-    Fields,
+    ConfigFields,
     counts_of,
     layout_of,
     read_config,
@@ -150,4 +150,4 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path, text: str | bytes, see
 )
 def test_a_number_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(OptionError, match="rope_theta: a finite number"):
-        Fields({"rope_theta": value}, place="config.json").number("rope_theta")
+        ConfigFields({"rope_theta": value}, place="config.json").number("rope_theta")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from headwise.checkpoints.config import known_counts, layout_of, read_config
-from headwise.checkpoints.layer_options import in_layer, objection, options_of
-from headwise.checkpoints.safetensors_file import Stored
-from headwise.diagnosis.detection import detect
+from headwise.checkpoints.config_check import in_layer, objection, options_of
+from headwise.checkpoints.safetensors_file import StoredTensor
+from headwise.diagnosis.detection_result import detect
 from headwise.errors import HeadwiseError
 from headwise.layouts.registry import layout
 from tests.layouts.examples import sizes_of
@@ -110,12 +110,12 @@ def mutations() -> list[Mutation]:
     return random.Random(0).sample(every, NUMBER)
 
 
-def headers_of(name: str) -> dict[str, Stored]:
+def headers_of(name: str) -> dict[str, StoredTensor]:
     """Two modules of a layout, at the places where a model has them, without numbers."""
     described = layout(name)
     role, sizes = next(iter(described.where)), sizes_of(described)
     return {
-        described.where[role].format(layer=number) + local: Stored(
+        described.where[role].format(layer=number) + local: StoredTensor(
             tuple(pattern.shape(sizes)), torch.float32, Path("model.safetensors")
         )
         for number in range(2)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints import working
-from headwise.checkpoints.conversion import convert_checkpoint
+from headwise.checkpoints import staging
 from headwise.checkpoints.source import open_source
+from headwise.checkpoints.stream_conversion import convert_checkpoint
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, ShapeError
 from headwise.layouts import convert
 from tests.checkpoints import llamas
@@ -147,7 +147,7 @@ def test_a_disk_that_fails_when_all_is_written(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(working.Working, "flush", refuse)
+    monkeypatch.setattr(staging.StagingDir, "flush", refuse)
     assert "Input/output error" in refused(source, tmp_path / "b").saw
 
 
@@ -238,7 +238,7 @@ def test_folders_on_the_way_go_again(
 ) -> None:
     failing = raising(OSError(errno.ENOSPC, "No space left on device"))
     with monkeypatch.context() as patch:
-        patch.setattr(working if at == "Journal" else working.Working, at, failing)
+        patch.setattr(staging if at == "Journal" else staging.StagingDir, at, failing)
         assert "No space left" in refused(source, tmp_path / "new" / "newer" / "b").saw
     done = llamas.to_meta(source, tmp_path / "new" / "newer" / "b")
     assert os.listdir(tmp_path / "new" / "newer") == ["b"]
@@ -249,7 +249,7 @@ def test_folders_on_the_way_go_again(
 def test_a_disk_that_fails_when_the_target_has_its_name(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    owner: Any = working if at == "_sync" else working.Working
+    owner: Any = staging if at == "_sync" else staging.StagingDir
     real = getattr(owner, at)
 
     def fail(*given: Any) -> None:
@@ -270,13 +270,13 @@ def test_a_file_that_appears_at_the_last_moment(
 ) -> None:
     """A rename would write over it."""
     source, target = llamas.one_file(tmp_path / "a.safetensors"), tmp_path / "b.safetensors"
-    real = working.require_free
+    real = staging.require_free
 
     def appear(path: Path) -> None:
         real(path)
         path.write_text("another's")
 
-    monkeypatch.setattr(working, "require_free", appear)
+    monkeypatch.setattr(staging, "require_free", appear)
     with pytest.raises(CheckpointError, match="is there already"):
         llamas.to_meta(source, target)
     assert target.read_text() == "another's"
@@ -352,6 +352,6 @@ def test_room_that_an_earlier_run_has_taken_counts(
     with pytest.raises(KeyboardInterrupt):
         llamas.to_meta(source, tmp_path / "b", progress=stop)
     asked: list[int] = []
-    monkeypatch.setattr(working, "require_room", lambda _, size: asked.append(size))
+    monkeypatch.setattr(staging, "require_room", lambda _, size: asked.append(size))
     done = llamas.to_meta(source, tmp_path / "b")
     assert asked[0] <= done.nbytes - sum(x.nbytes for x in llamas.weights().values())

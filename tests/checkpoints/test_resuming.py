@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints import conversion, target
-from headwise.checkpoints.conversion import Stream
-from headwise.checkpoints.working import Journal
+from headwise.checkpoints import output_plan, stream_conversion
+from headwise.checkpoints.staging import Journal
+from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.errors import CheckpointError
 from tests.checkpoints import llamas
 from tests.root import ROOT
@@ -102,7 +102,7 @@ def test_killed_in_the_middle_of_any_write(tmp_path: Path) -> None:
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The source of a run to ``b`` that was interrupted after half of its steps."""
-    monkeypatch.setattr(conversion, "EVERY", 1)
+    monkeypatch.setattr(stream_conversion, "EVERY", 1)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     source = llamas.in_files(tmp_path / "a")
     told: list[int] = []
@@ -121,8 +121,10 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def steps_of_the_next(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The steps that are really done, from now on."""
     done: list[object] = []
-    real = Stream._step
-    monkeypatch.setattr(Stream, "_step", lambda self, s, *a: (done.append(s), real(self, s, *a)))
+    real = ConversionStream._step
+    monkeypatch.setattr(
+        ConversionStream, "_step", lambda self, s, *a: (done.append(s), real(self, s, *a))
+    )
     return done
 
 
@@ -303,7 +305,9 @@ def test_what_is_done_is_not_read(
     stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched, steps = [], steps_of_the_next(monkeypatch)
-    monkeypatch.setattr(Stream, "_fetch", lambda _self, step, _stack: fetched.append(step))
+    monkeypatch.setattr(
+        ConversionStream, "_fetch", lambda _self, step, _stack: fetched.append(step)
+    )
     llamas.to_meta(stopped, tmp_path / "b")
     assert fetched == steps
 
@@ -320,7 +324,7 @@ def test_a_step_is_noted_only_after_its_bytes_are_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not made sure of when the machine loses power may be anything."""
-    monkeypatch.setattr(conversion, "EVERY", 1)
+    monkeypatch.setattr(stream_conversion, "EVERY", 1)
     written: set[int] = set()
     noted_unsure: list[set[int]] = []
     real_write, real_copy, real_sync = os.pwrite, os.copy_file_range, os.fsync
@@ -360,7 +364,7 @@ def test_a_step_is_noted_only_after_its_bytes_are_on_the_disk(
     monkeypatch.setattr(os, "copy_file_range", copy)
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(Journal, "add", add)
-    monkeypatch.setattr(conversion, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(stream_conversion, "ThreadPoolExecutor", AtOnce)
     llamas.to_meta(llamas.in_files(tmp_path / "a"), tmp_path / "b")
     assert noted_unsure == [set()] * 22
 
@@ -372,6 +376,6 @@ def test_moving_bytes_are_those_of_the_system(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         os, "copy_file_range", lambda a, b, n, *at: called.append("copy_file_range") or n
     )
-    target.write_all(0, memoryview(b"ab"), 0)
-    target.copy(0, 0, 0, 0, 2, path=Path("a"))
+    output_plan.write_all(0, memoryview(b"ab"), 0)
+    output_plan.copy(0, 0, 0, 0, 2, path=Path("a"))
     assert called == ["pwrite", "copy_file_range"]

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.testing import CliRunner
 
-from headwise.cli.ending import as_option
+from headwise.cli.output import as_option
 from headwise.errors import HeadwiseError
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from headwise.checkpoints.conversion import Stream
+from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.cli.convert import convert
-from headwise.cli.ending import USAGE
+from headwise.cli.output import USAGE
 from headwise.errors import CheckpointError, OptionError
 from tests.checkpoints import llamas
 from tests.cli.alone import Alone
@@ -83,7 +83,7 @@ def test_a_run_that_was_interrupted(
 
     command = (folder, tmp_path / "b", "--to", "llama-meta")
     with monkeypatch.context() as patch:
-        patch.setattr(Stream, "run", stop)
+        patch.setattr(ConversionStream, "run", stop)
         done = invoke(*command)
     assert done.exit_code
     begun = tmp_path / ".b.headwise-part"
@@ -93,7 +93,7 @@ def test_a_run_that_was_interrupted(
         "An earlier run had begun it; what it had done was kept."
     )
     with monkeypatch.context() as patch:
-        patch.setattr(Stream, "run", stop)
+        patch.setattr(ConversionStream, "run", stop)
         invoke(folder, tmp_path / "c", "--to", "llama-meta")
     os.utime(folder / "model-00001-of-00003.safetensors", ns=(1, 1))
     assert run(folder, tmp_path / "c", "--to", "llama-meta")[0].splitlines()[0] == (

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from headwise.bundled_models import minilm
+from headwise.bundled_models.recorded_run import RecordedRun
 from headwise.cli.demo import demo
-from headwise.cli.ending import NO
+from headwise.cli.output import NO
 from headwise.cli.scan import command
-from headwise.cli.scan.asked import Asked
 from headwise.cli.scan.command import report_of
+from headwise.cli.scan.scan_options import ScanOptions
 from headwise.errors import HeadwiseError, MissingExtraError
-from headwise.models import minilm
-from headwise.models.reading import Reading
-from headwise.reports.scan import ScanReport
-from headwise.studies import encoder
+from headwise.reports.scan_page import ScanReport
+from headwise.study import trained_encoder
 from tests.cli.alone import Alone
 from tests.reports.html import Tree
-from tests.studies.readings import small_reading
+from tests.study.readings import small_reading
 
 DEMO = Alone(demo)
 invoke, run = DEMO.invoke, DEMO.run
@@ -36,15 +36,15 @@ SCAN_TITLE, MAIN_TITLE = (
 @pytest.fixture(scope="module")
 def report() -> ScanReport:
     """The scan of the demo, once."""
-    return report_of(Asked(demo=True, page=Path("scan.html")))
+    return report_of(ScanOptions(demo=True, page=Path("scan.html")))
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch, report: ScanReport) -> list[Asked]:
+def asked(monkeypatch: pytest.MonkeyPatch, report: ScanReport) -> list[ScanOptions]:
     """What was to be scanned; the scan is there at once."""
-    seen: list[Asked] = []
+    seen: list[ScanOptions] = []
 
-    def at_once(asked: Asked) -> ScanReport:
+    def at_once(asked: ScanOptions) -> ScanReport:
         seen.append(asked)
         return report
 
@@ -53,11 +53,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, report: ScanReport) -> list[Asked]:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Reading], None]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[RecordedRun], None]:
     """Makes the trained encoder a small one, which has read at once."""
 
-    def at_once(reading: Reading) -> None:
-        monkeypatch.setattr(encoder, "trained", lambda _progress: reading)
+    def at_once(reading: RecordedRun) -> None:
+        monkeypatch.setattr(trained_encoder, "trained", lambda _progress: reading)
 
     monkeypatch.setattr(minilm, "folder", lambda: Path("the model"))
     at_once(small_reading())
@@ -79,13 +79,13 @@ def title(page: Path) -> str:
 
 
 def test_both_scans_are_printed_and_both_pages_named(
-    reads: object, tmp_path: Path, asked: list[Asked]
+    reads: object, tmp_path: Path, asked: list[ScanOptions]
 ) -> None:
     page = tmp_path / "a" / "page.html"
     lines = run("--out", str(page))[0].splitlines()
     assert asked == [
-        Asked(demo=True, page=page.with_name("scan.html")),
-        Asked(model_dir=Path("the model"), page=page),
+        ScanOptions(demo=True, page=page.with_name("scan.html")),
+        ScanOptions(model_dir=Path("the model"), page=page),
     ]
     assert lines[-3].endswith(" s. The pages:")
     assert lines[-2:] == [str(page.with_name("scan.html")), str(page)]
@@ -113,7 +113,9 @@ def test_json_is_all_of_standard_output(reads: object, report: ScanReport, tmp_p
     assert err.splitlines()[-2:] == [str(tmp_path / "scan.html"), str(tmp_path / "page.html")]
 
 
-def test_another_function_is_announced(reads: Callable[[Reading], None], tmp_path: Path) -> None:
+def test_another_function_is_announced(
+    reads: Callable[[RecordedRun], None], tmp_path: Path
+) -> None:
     reads(small_reading(exchanged=True))
     page = tmp_path / "page.html"
     done = invoke("--out", str(page))
@@ -159,7 +161,9 @@ def test_without_the_encoder_json_has_the_scan(
     ("name", "saw"),
     [(".", "which is a folder"), ("new/Scan.html", "where the page of the scan goes")],
 )
-def test_pages_that_are_refused(tmp_path: Path, asked: list[Asked], name: str, saw: str) -> None:
+def test_pages_that_are_refused(
+    tmp_path: Path, asked: list[ScanOptions], name: str, saw: str
+) -> None:
     error = invoke("--out", str(tmp_path / name)).exception
     assert isinstance(error, HeadwiseError)
     assert saw in error.saw

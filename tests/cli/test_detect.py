@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from headwise.cli.detect import detect
-from headwise.cli.ending import UNDECIDED
+from headwise.cli.output import UNDECIDED
 from headwise.layouts.convert import convert
 from tests.cli.alone import Alone
 

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headwise import cli
-from headwise.cli import ending
-from headwise.cli.ending import CRASHED, INTERRUPTED, NO, UNDECIDED, USAGE, YES
+from headwise.cli import output
+from headwise.cli.output import CRASHED, INTERRUPTED, NO, UNDECIDED, USAGE, YES
 from headwise.errors import ShapeError, UndecidedError
 from headwise.layouts.canonical import State
-from headwise.studies import study as studies
-from headwise.studies.question import Answer
+from headwise.study import run as studies
+from headwise.study.question import Answer
 from tests.checkpoints import llamas
 from tests.root import ROOT
-from tests.studies.answers import answer, made_up
+from tests.study.answers import answer, made_up
 
 COMMANDS = ("demo", "study", "scan", "convert", "verify", "detect", "layouts")
 Status = Callable[..., int]
@@ -187,5 +187,5 @@ def test_the_documentation_says_them() -> None:
     page = ROOT.joinpath("docs", "layouts.md").read_text("utf-8")
     told = {int(number) for number in re.findall(r"^\| (\d+) \| ", page, re.M)}
     assert told == {YES, NO, USAGE, UNDECIDED, CRASHED, INTERRUPTED}
-    source = ending.__doc__ or ""
+    source = output.__doc__ or ""
     assert {int(number) for number in re.findall(r"^(\d+) ", source, re.M)} == told

@@ -9,7 +9,7 @@ import pytest
 
 import headwise
 from headwise import cli
-from headwise.cli.ending import CRASHED, USAGE, as_option
+from headwise.cli.output import CRASHED, USAGE, as_option
 from headwise.errors import OptionError, ShapeError
 from tests.test_door import HEAVY, loaded_by
 

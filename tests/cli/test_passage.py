@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.cli.scan import reading as passage
-from headwise.cli.scan.reading import Subject, title_of
+from headwise.cli.scan import model_and_text as passage
+from headwise.cli.scan.model_and_text import ModelToScan, title_of
 
 
-def letters(vocabulary: int = 40, **changes: object) -> Subject:
+def letters(vocabulary: int = 40, **changes: object) -> ModelToScan:
     """A is token 0; 26 begins a text and is special."""
-    plain = Subject(
+    plain = ModelToScan(
         title="letters",
         model=torch.nn.Linear(2, 3),
         inputs=lambda ids: (ids,),

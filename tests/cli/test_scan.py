@@ -14,10 +14,10 @@ import pytest
 import torch
 import transformers
 
-from headwise.cli.ending import as_option
+from headwise.bundled_models import minilm
+from headwise.cli.output import as_option
 from headwise.errors import HeadwiseError
-from headwise.models import minilm
-from headwise.reports.telling import RULE, most_telling, standing_out
+from headwise.reports.wording import RULE, most_telling, standing_out
 from headwise.scanning import estimate
 from headwise.scanning.head_scan import HeadScan
 from tests.cli.scan_command import refused, run

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headwise.cli.scan import work
+from headwise.cli.scan import run_scan
 from headwise.scanning.head_scan import HeadScan
 from tests.cli.scan_command import invoke, refused, run
 from tests.huggingface.stored import TEXT
@@ -40,7 +40,7 @@ def test_an_interrupted_corpus_goes_on(
 ) -> None:
     whole, _ = run(model, "--text", texts, "--out", "whole", "--json")
     assert json.loads(whole)["read"]["sequences"] == 3
-    real, seen = work.scan, []
+    real, seen = run_scan.scan, []
 
     def interrupted(*args: Any, **kwargs: Any) -> HeadScan:
         seen.append(kwargs["progress"])
@@ -48,7 +48,7 @@ def test_an_interrupted_corpus_goes_on(
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(work, "scan", interrupted)
+    monkeypatch.setattr(run_scan, "scan", interrupted)
     stopped = invoke(model, "--text", texts, "--out", "again")
     assert stopped.exit_code == 130
     assert stopped.stderr.splitlines()[-1] == (
@@ -57,7 +57,7 @@ def test_an_interrupted_corpus_goes_on(
     assert stopped.stdout == ""
     assert len(everything_in(Path("again"))) == 2
     seen.clear()
-    monkeypatch.setattr(work, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
+    monkeypatch.setattr(run_scan, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
     again, err = run(model, "--text", texts, "--out", "again", "--json")
     assert len(seen) == 2  # the trial, and the third text
     assert "2 of 3 texts are in again already." in err
@@ -81,7 +81,9 @@ def test_an_interruption_is_a_line_and_a_status(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(work if stage == "prepare" else work.Work, stage, interrupted)
+    monkeypatch.setattr(
+        run_scan if stage == "prepare" else run_scan.PreparedScan, stage, interrupted
+    )
     stopped = invoke(model, "--text", text)
     assert stopped.exit_code == 130
     assert stopped.stderr.splitlines()[-1] == line
@@ -121,8 +123,8 @@ def test_a_damaged_part_is_named(model: Path, texts: Path, monkeypatch: pytest.M
     assert error.saw.startswith(f"the file {part.absolute()} is damaged or was edited: ")
     assert error.do.startswith("remove this file and start the same run again")
     part.unlink()
-    real, seen = work.scan, []
-    monkeypatch.setattr(work, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
+    real, seen = run_scan.scan, []
+    monkeypatch.setattr(run_scan, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
     run(*arguments)
     assert len(seen) == 2  # the trial, and the text of the part
     assert everything_in(Path("kept")) == before

@@ -12,12 +12,12 @@ import pytest
 
 from headwise.cli.study import study
 from headwise.errors import OptionError
-from headwise.studies import study as studies
-from headwise.studies.encoder import Fallback
-from headwise.studies.study import LeftOut, Study
+from headwise.study import run as studies
+from headwise.study.run import LeftOut, Study
+from headwise.study.trained_encoder import Fallback
 from tests.cli.alone import Alone
 from tests.reports.html import Tree
-from tests.studies.answers import answer, made_up
+from tests.study.answers import answer, made_up
 
 Show = Callable[[Study], None]
 STUDY = Alone(study)

@@ -10,12 +10,12 @@ from hypothesis import given
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headwise.budget.budget import Budget
-from headwise.kernels import pieces
+from headwise.attention_matrix import AttentionMatrix
+from headwise.error_budget.budget import Budget
+from headwise.kernels import varlen
 from headwise.kernels.dispatch import KERNELS
 from headwise.kernels.kernel import Task
 from headwise.masks.mask import Mask
-from headwise.matrix import AttentionMatrix
 from tests.contract.layers import (
     BATCH,
     LENGTH,
@@ -139,7 +139,7 @@ def test_causal_by_bool_by_float_and_by_hint_are_one(need_weights: bool) -> None
 def test_the_native_layer_is_one_function_of_its_real_tokens(
     dtype: torch.dtype, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "CALL", 1 if packs else 2**60)
+    monkeypatch.setattr(varlen, "CALL", 1 if packs else 2**60)
     layer, x = identity_attention(dtype), inputs(dtype)
     lengths = torch.tensor([LENGTH, 0, 11])
     mask = Mask.lengths(queries=lengths, keys=lengths) & Mask.causal()

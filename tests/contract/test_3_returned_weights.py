@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 
 from headwise import reference
-from headwise.budget.budget import Budget
-from headwise.matrix import AttentionMatrix
+from headwise.attention_matrix import AttentionMatrix
+from headwise.error_budget.budget import Budget
 from tests.contract.layers import identity_layer, inputs, split
 from tests.strategies import DTYPES, Problem, problems
 

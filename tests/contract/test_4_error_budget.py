@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from headwise import MultiheadAttention, reference
-from headwise.budget.budget import Budget
+from headwise.attention_matrix import AttentionMatrix
+from headwise.error_budget.budget import Budget
 from headwise.masks.mask import Mask
-from headwise.matrix import AttentionMatrix
 from tests.strategies import DTYPES
 
 QUERIES, KEYS = 301, 1153

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 from headwise import MultiheadAttention
-from headwise.matrix import AttentionMatrix
+from headwise.attention_matrix import AttentionMatrix
 from tests.contract.layers import identity_layer, inputs
 from tests.strategies import Problem, problems
 

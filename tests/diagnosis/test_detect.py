@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.diagnosis.candidates import Candidate, heads_of
+from headwise.diagnosis.candidate_layouts import CandidateLayout, heads_of
 from headwise.diagnosis.detect import by_values
-from headwise.diagnosis.detection import Detection, detect
+from headwise.diagnosis.detection_result import Detection, detect
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.layouts.canonical import State
+from headwise.layouts.equality import differing
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout, layouts
-from headwise.layouts.sameness import differing
 from tests.layouts.examples import ROTARY_WIDTH, example, known_of, width_of
 
 NAMES = sorted(layouts())
@@ -43,7 +43,7 @@ def names_of(found: Detection) -> list[set[str]]:
     return [{one.layout.name for one in group} for group in found.candidates]
 
 
-def candidate(name: str, found: Detection) -> Candidate:
+def candidate(name: str, found: Detection) -> CandidateLayout:
     (one,) = [one for group in found.candidates for one in group if one.layout.name == name]
     return one
 

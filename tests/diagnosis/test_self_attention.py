@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.behaviour import Seen, paired, seen_in
-from headwise.layouts.places import Module, Place
+from headwise.diagnosis.detect_by_running import FirstCall, paired, seen_in
+from headwise.layouts.module_names import NamedModule, NamePlace
 from tests.scanning.models import BATCH, LENGTH, WIDTH, Caller
 
 NAMES = ("deep.0", "deep.1", "side")
@@ -28,17 +28,17 @@ class Parts(nn.Module):
         return x
 
 
-def seen() -> tuple[State, list[Seen]]:
+def seen() -> tuple[State, list[FirstCall]]:
     model = Parts()
     return model.state_dict(), seen_in(model, {"x": torch.randn(BATCH, LENGTH, WIDTH)})
 
 
-def modules(state: State) -> list[Module]:
+def modules(state: State) -> list[NamedModule]:
     """Those of a file, in the order of their names."""
     prefixes = sorted({name.rpartition(".")[0].rpartition(".")[0] for name in state})
     return [
-        Module(
-            Place(f"{prefix}.", ""),
+        NamedModule(
+            NamePlace(f"{prefix}.", ""),
             f"{prefix}.",
             {name: name.removeprefix(f"{prefix}.") for name in state if name.startswith(prefix)},
             (),
@@ -47,7 +47,7 @@ def modules(state: State) -> list[Module]:
     ]
 
 
-def names(state: State, found: list[Seen]) -> dict[str, str]:
+def names(state: State, found: list[FirstCall]) -> dict[str, str]:
     pairs = paired(modules(state), found, state)
     return {module.prefix.rstrip("."): own.name for module, own in pairs}
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import headwise
-from headwise.diagnosis.result import Verdict
+from headwise.diagnosis.diagnosis_result import Verdict
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.layouts.canonical import State
 

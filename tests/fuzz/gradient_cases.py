@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise import AttentionMatrix, reference
-from headwise.budget.budget import BACKWARD
+from headwise.error_budget.budget import BACKWARD
 from headwise.testing import Budget
 from tests.fuzz import oracle
 from tests.fuzz.draw import Chance, plain

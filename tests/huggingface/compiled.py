@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils._pytree import tree_leaves
 
-from headwise.budget.budget import Budget
+from headwise.error_budget.budget import Budget
 from headwise.huggingface import NAME
 from headwise.huggingface.attention import attend
 from headwise.masks.mask import Mask

@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from headwise.budget.budget import FORWARD, Budget
+from headwise.attention_matrix import AttentionMatrix
+from headwise.error_budget.budget import FORWARD, Budget
 from headwise.huggingface import NAME, attention, register_huggingface
-from headwise.matrix import AttentionMatrix
 
 BATCH, LENGTH, SOURCE, EMBED, HEADS, KV_HEADS = 3, 13, 17, 48, 6, 2
 WINDOW, CHUNK, SOFTCAP = 5, 4, 2.0

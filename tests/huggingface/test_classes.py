@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from headwise.budget.budget import Budget
+from headwise.error_budget.budget import Budget
 from headwise.huggingface import attention
 from tools.huggingface_classes import classes, comparing, layers, shrink, stored, table, trial
 

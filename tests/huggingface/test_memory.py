@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from headwise.huggingface import NAME
-from headwise.kernels import sweep
+from headwise.kernels import tiled_op
 from headwise.kernels.kernel import Task
-from headwise.kernels.tiled import Readings
+from headwise.kernels.tiled import KernelResult
 from headwise.masks.clauses.segments import Segments
 from tests.huggingface.models import DECODER, MODELS, Case, built, watched
 from tests.memory import LargestTensor
@@ -43,11 +43,11 @@ def case(name: str) -> Case:
 def made(monkeypatch: pytest.MonkeyPatch) -> LargestTensor:
     """Sees into the tiled kernel too, which is one operator."""
 
-    def opened(_: sweep.Tiled, task: Task) -> Readings:
-        operands = (*sweep.pack(task.problem), task.v, task.y, *task.readings)
-        return Readings(*sweep.sweep(*operands))
+    def opened(_: tiled_op.TiledKernel, task: Task) -> KernelResult:
+        operands = (*tiled_op.pack(task.problem), task.v, task.y, *task.readings)
+        return KernelResult(*tiled_op.sweep(*operands))
 
-    monkeypatch.setattr(sweep.Tiled, "run", opened)
+    monkeypatch.setattr(tiled_op.TiledKernel, "run", opened)
     return LargestTensor()
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import headwise
-from headwise.budget.budget import Budget
+from headwise.bundled_models import minilm
+from headwise.error_budget.budget import Budget
 from headwise.errors import MissingExtraError, OptionError
-from headwise.huggingface import NAME, patterns, register_huggingface
-from headwise.models import minilm
+from headwise.huggingface import NAME, mask_functions, register_huggingface
 from tests.huggingface.models import ENCODER, MODELS, Pair, watched
 
 
@@ -34,11 +34,11 @@ def test_registering_again_changes_nothing() -> None:
 
 
 def test_mask_functions_are_learned_before_a_model_runs() -> None:
-    patterns.known.cache_clear()
+    mask_functions.known.cache_clear()
     with torch.device("meta"):
         register_huggingface()
-    assert len(patterns.known()) == len(patterns._KINDS)
-    assert patterns.known.cache_info().currsize == 1
+    assert len(mask_functions.known()) == len(mask_functions._KINDS)
+    assert mask_functions.known.cache_info().currsize == 1
 
 
 def test_nothing_heavy_is_loaded_before_it_is_called() -> None:

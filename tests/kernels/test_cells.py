@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from headwise import matrix as module
-from headwise.budget.budget import Budget
-from headwise.kernels import cells, tiles
+from headwise import attention_matrix as module
+from headwise.attention_matrix import AttentionMatrix
+from headwise.error_budget.budget import Budget
+from headwise.kernels import block_map, tiles
 from headwise.masks.mask import Mask
-from headwise.matrix import AttentionMatrix
 from tests.memory import LargestTensor
 from tests.strategies import DTYPES, Problem, problems
 
@@ -94,10 +94,10 @@ def test_no_map_takes_a_product_as_wide_as_itself(size: tuple[int, int]) -> None
 def test_the_sizes_of_blocks(length: int, blocks: int) -> None:
     index = torch.arange(length) * blocks // length
     counts = torch.bincount(index, minlength=blocks)
-    assert torch.equal(cells.sizes(length, blocks, index), counts)
-    whole = cells.Blocks(slice(0, length), length, blocks)
+    assert torch.equal(block_map.sizes(length, blocks, index), counts)
+    whole = block_map.BlockMap(slice(0, length), length, blocks)
     assert (whole.touched, whole.sizes()) == (slice(0, blocks), counts.tolist())
-    part = cells.Blocks(slice(2, length - 1), length, blocks)
+    part = block_map.BlockMap(slice(2, length - 1), length, blocks)
     found = torch.arange(part.touched.start, part.touched.stop).repeat_interleave(
         torch.tensor(part.sizes())
     )

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headwise import reference
-from headwise.budget.budget import Budget
+from headwise.attention_matrix import AttentionMatrix
+from headwise.error_budget.budget import Budget
 from headwise.kernels import dispatch, linear, sdpa, tiles
 from headwise.kernels.dispatch import KERNELS, choose
 from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
 from headwise.kernels.linear import project
-from headwise.kernels.tiled import Readings
+from headwise.kernels.tiled import KernelResult
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.matrix import AttentionMatrix
 from tests.memory import LargestTensor
 
 LENGTHS = Mask.lengths(keys=torch.tensor([20, 7, 24]))
@@ -205,7 +205,7 @@ def test_the_report_is_that_of_the_kernels_that_run(monkeypatch: pytest.MonkeyPa
     def noted(kind: type[Kernel]) -> None:
         run = kind.run
 
-        def note(self: Kernel, task: Task) -> Readings:
+        def note(self: Kernel, task: Task) -> KernelResult:
             ran.append(self.name)
             return run(self, task)
 
@@ -248,7 +248,7 @@ def test_a_kernel_is_one_class_and_one_place_in_the_order(monkeypatch: pytest.Mo
         def refuses(self, task: Task) -> str | None:
             return None if task.values is not None and not task.problem.mask.clauses else "a mask"
 
-        def run(self, task: Task) -> Readings:
+        def run(self, task: Task) -> KernelResult:
             assert task.v is not None
             return outputs_alone(reference.head_outputs(task.problem.q, task.problem.k, task.v))
 

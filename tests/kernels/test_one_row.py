@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headwise import AttentionMatrix, Mask, MultiheadAttention
-from headwise.budget.budget import Budget
+from headwise.error_budget.budget import Budget
 from headwise.kernels import dense
 
 

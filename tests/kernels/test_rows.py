@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.budget.budget import Budget
+from headwise.attention_matrix import AttentionMatrix
+from headwise.error_budget.budget import Budget
 from headwise.errors import ArgumentError, OptionError
 from headwise.kernels import tiles
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.matrix import AttentionMatrix
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 3, 4, 2, 24, 29
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headwise.budget.budget import Budget
-from headwise.kernels import pieces, sdpa
+from headwise.attention_matrix import AttentionMatrix
+from headwise.error_budget.budget import Budget
+from headwise.kernels import sdpa, varlen
 from headwise.kernels.dispatch import choose
 from headwise.kernels.kernel import Task
 from headwise.masks.clauses import segments
 from headwise.masks.mask import Mask
-from headwise.matrix import AttentionMatrix
 from tests.memory import LargestTensor
 
 LENGTH, HEAD_DIM = 400, 16
@@ -69,7 +69,7 @@ def test_torch_alone_would_leave_the_fused_path() -> None:
 def test_the_pieces_of_a_batch_write_no_matrix_either(monkeypatch: pytest.MonkeyPatch) -> None:
     # A dispatch mode, which watches the memory, also keeps lengths from being read.
     monkeypatch.setattr(segments, "may_read_values", lambda _: True)
-    monkeypatch.setattr(pieces, "CALL", 1)
+    monkeypatch.setattr(varlen, "CALL", 1)
     x = {name: LAYOUTS["transposed"](tensor) for name, tensor in operands().items()}
     mask = Mask.segments((torch.arange(LENGTH) >= 350)[None].long())
     assert AttentionMatrix(x["q"], x["k"], mask=mask).explain(x["v"]).lines[0].memory == (

@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from headwise import reference
-from headwise.kernels import dense, sweep, tiled, tiles
+from headwise.attention_matrix import AttentionMatrix
+from headwise.kernels import dense, tiled, tiled_op, tiles
+from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.kernel import Task
-from headwise.kernels.problem import Problem
-from headwise.kernels.tiled import Readings, Upstream, Wanted
+from headwise.kernels.tiled import KernelResult, Requested, UpstreamGradients
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.matrix import AttentionMatrix
 from tests import strategies
 from tests.memory import LargestTensor
 
-EVERYTHING = Wanted(entropy=True, received=True, average=True, query_blocks=5, key_blocks=7)
+EVERYTHING = Requested(entropy=True, received=True, average=True, query_blocks=5, key_blocks=7)
 
 
-def bound(p: strategies.Problem) -> Problem:
+def bound(p: strategies.Problem) -> BoundScores:
     """A drawn problem as kernels are given it."""
     return AttentionMatrix(p.q, p.k, **p.kwargs)._problem()
 
@@ -37,7 +37,7 @@ def test_every_tiling_reads_the_same(p: strategies.Problem) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiles, "TILE_ELEMENTS", elements)
             found = tiled.forward(problem, p.v, y, EVERYTHING)
-        for name, a, b in zip(Readings._fields, found, expected, strict=True):
+        for name, a, b in zip(KernelResult._fields, found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=f"{name} at {elements}")
 
 
@@ -60,9 +60,9 @@ def test_every_tiling_has_the_gradient_of_the_written_down_arithmetic(
     problem = AttentionMatrix(leaves[0], leaves[1], **options)._problem()
     generator = torch.Generator().manual_seed(1)
 
-    def gradients(readings: Readings) -> tuple[Tensor, ...]:
+    def gradients(readings: KernelResult) -> tuple[Tensor, ...]:
         # The peak's gradient alone is left to gradcheck: log_sum's is defined with it held fixed.
-        fields = [f for n, f in zip(Readings._fields, readings, strict=True) if n in COMPARED]
+        fields = [f for n, f in zip(KernelResult._fields, readings, strict=True) if n in COMPARED]
         generator.manual_seed(1)
         upstream = [torch.randn(f.shape, generator=generator, dtype=f.dtype) for f in fields]
         return torch.autograd.grad(fields, leaves, upstream, allow_unused=True)
@@ -71,7 +71,9 @@ def test_every_tiling_has_the_gradient_of_the_written_down_arithmetic(
     for elements in (50, 2**20):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiles, "TILE_ELEMENTS", elements)
-            found = gradients(sweep.Tiled().run(Task(problem, leaves[2], leaves[3], EVERYTHING)))
+            found = gradients(
+                tiled_op.TiledKernel().run(Task(problem, leaves[2], leaves[3], EVERYTHING))
+            )
         for a, b in zip(found, expected, strict=True):
             b = torch.zeros_like(a) if b is None else b
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
@@ -97,7 +99,7 @@ def test_a_tile_that_is_hidden_whole_still_gives_its_sink_a_gradient() -> None:
 # ---- memory ----------------------------------------------------------------------------------
 
 
-def long_problem(length: int = 3000) -> Problem:
+def long_problem(length: int = 3000) -> BoundScores:
     q = torch.randn(1, 2, length, 8)
     slopes = torch.tensor([0.1, 0.2])
     return AttentionMatrix(
@@ -107,12 +109,12 @@ def long_problem(length: int = 3000) -> Problem:
 
 def test_no_tensor_is_larger_than_a_tile() -> None:
     problem, v = long_problem(), torch.randn(1, 2, 3000, 5)
-    wanted = Wanted(entropy=True, received=True, query_blocks=1, key_blocks=3000)
+    wanted = Requested(entropy=True, received=True, query_blocks=1, key_blocks=3000)
     tile_bytes = tiles.TILE_ELEMENTS * 4
     with LargestTensor() as forward:
         readings = tiled.forward(problem, v, v, wanted)
     assert forward.bytes <= tile_bytes, forward.name
-    upstream = Upstream(*(x if x.numel() else None for x in readings))
+    upstream = UpstreamGradients(*(x if x.numel() else None for x in readings))
     with LargestTensor() as backward:
         tiled.backward(problem, v, v, (readings.peak, readings.log_sum), upstream, (True, []))
     # Summing the diagonals of a bias by distance skews the tile to rows + columns columns.
@@ -201,7 +203,7 @@ def test_pack_and_unpack_are_inverse() -> None:
     mask = mask.aligned("bottom-right") & Mask.lengths(keys=torch.tensor([29, 7, 11]), side="left")
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 29, 10)
     problem = AttentionMatrix(q, k, mask=mask, softcap=2.0, sink=torch.zeros(6))._problem()
-    again = sweep.unpack(sweep.pack(problem))
+    again = tiled_op.unpack(tiled_op.pack(problem))
     for name in ("q", "k", "scale", "softcap", "sink"):
         assert getattr(again, name) is getattr(problem, name)
     assert again.mask.sizes == problem.mask.sizes
@@ -210,7 +212,7 @@ def test_pack_and_unpack_are_inverse() -> None:
         assert type(lifted) is type(clause)
         for name, value in vars(clause).items():
             assert getattr(lifted, name) is value or getattr(lifted, name) == value
-    assert len(sweep.pack(bound(p))) == sweep.COUNT
+    assert len(tiled_op.pack(bound(p))) == tiled_op.COUNT
 
 
 @pytest.mark.parametrize("options", ["plain", "everything"])
@@ -224,7 +226,7 @@ def test_the_operator_is_well_formed(options: str) -> None:
             "sink": torch.zeros(2, requires_grad=True),
         }
     problem = AttentionMatrix(q, k, **kwargs)._problem()
-    arguments = (*sweep.pack(problem), v, v, True, True, True, 4, 5)
+    arguments = (*tiled_op.pack(problem), v, v, True, True, True, 4, 5)
     # Schema, fake tensors and autograd registration, as torch itself checks them.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.headwise.sweep.default, arguments, test_utils=checks)

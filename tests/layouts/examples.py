@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import AXES, BIASES, State
-from headwise.layouts.drawing import fitted
 from headwise.layouts.layout import Layout
-from headwise.layouts.sizes import Sizes
+from headwise.layouts.layout_drawing import fitted
 
 SIZES = {
     "heads": 12,

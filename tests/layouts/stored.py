@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.layouts.layout import Layout
-from headwise.layouts.places import modules_of, strays
+from headwise.layouts.module_names import modules_of, strays
 from headwise.layouts.registry import layout
 from tests.layouts.real import sharpen
 

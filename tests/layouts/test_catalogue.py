@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from headwise.errors import OptionError, ShapeError
+from headwise.layouts.attention_spec import AttentionSpec
+from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import AXES, BIASES, State
 from headwise.layouts.convert import convert
-from headwise.layouts.function import Function
+from headwise.layouts.equality import differing, same_bytes
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout as by_name
 from headwise.layouts.registry import published
-from headwise.layouts.sameness import differing, same_bytes
-from headwise.layouts.sizes import Sizes
 from tests.layouts.examples import (
     ROTARY_WIDTH,
     SIZES,
@@ -202,7 +202,7 @@ def test_mix_ups_are_looked_for() -> None:
     """The search finds the same layout by another name, and not one of another order."""
     one = PUBLISHED["gpt2"]
     assert can_be_mixed_up(one, replace(one, name="again"))
-    assert not can_be_mixed_up(one, replace(one, name="jais", function=Function(scale="1")))
+    assert not can_be_mixed_up(one, replace(one, name="jais", function=AttentionSpec(scale="1")))
     for order in ("wq wv wk", "wk wq wv"):
         a, b, c = order.split()
         axis = f"([{a}: heads head_dim | {b}: heads head_dim | {c}: heads head_dim])"

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
+from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.convert import RoundTripError, convert
-from headwise.layouts.function import Function
+from headwise.layouts.equality import same_bytes
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
-from headwise.layouts.sameness import same_bytes
 from tests.layouts.examples import example
-from tests.layouts.test_plan import APART, FUSED
+from tests.layouts.test_conversion_plan import APART, FUSED
 
 BY_HEAD = Layout(
     name="by-head",
@@ -28,7 +28,7 @@ BY_HEAD = Layout(
         "o.weight": "wo: out_dim (heads head_dim)",
     },
     where={"self": "layers.{layer}."},
-    function=Function(rotary="half-split"),
+    function=AttentionSpec(rotary="half-split"),
     source="here",
 )
 WITHOUT_K = replace(
@@ -70,7 +70,7 @@ def test_side_by_side_and_head_by_head_by_hand() -> None:
 
 
 def test_interleaved_rows_are_moved() -> None:
-    paired = replace(APART, name="paired", function=Function(rotary="interleaved"))
+    paired = replace(APART, name="paired", function=AttentionSpec(rotary="interleaved"))
     state = weights(biases=False, kv_heads=2)
     moved = convert(state, paired, APART, heads=6)
     order = [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
@@ -271,4 +271,4 @@ def test_a_layout_that_could_not_be_placed_is_refused(changes: dict[str, Any], s
 )
 def test_a_function_in_unknown_words_is_refused(field: str, said: str) -> None:
     with pytest.raises(OptionError, match=f"{field}={said!r}"):
-        Function(**{field: said})
+        AttentionSpec(**{field: said})

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.pattern import (
-    Axis,
-    Block,
     Pattern,
+    PatternAxis,
+    PatternBlock,
     atoms,
     canonical_shape,
     pack,
@@ -31,7 +31,7 @@ def numbered(*shape: int) -> Tensor:
 
 def test_names_and_products() -> None:
     assert parse("wq: (heads head_dim) embed_dim") == Pattern(
-        (Axis(("heads", "head_dim")), Axis(("embed_dim",))), ("wq",), None
+        (PatternAxis(("heads", "head_dim")), PatternAxis(("embed_dim",))), ("wq",), None
     )
     assert parse("bo:out_dim") == parse("  bo:  out_dim ")
     assert parse("extra_k: () () (heads head_dim)").shape(SIZES) == (1, 1, 60)
@@ -40,12 +40,12 @@ def test_names_and_products() -> None:
 def test_fused_axes() -> None:
     pattern = parse("(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim]) embed_dim")
     blocks = (
-        Block("wq", ("group", "head_dim")),
-        Block("wk", ("head_dim",)),
-        Block("wv", ("head_dim",)),
+        PatternBlock("wq", ("group", "head_dim")),
+        PatternBlock("wk", ("head_dim",)),
+        PatternBlock("wv", ("head_dim",)),
     )
     assert pattern == Pattern(
-        (Axis(("kv_heads",), blocks), Axis(("embed_dim",))), ("wq", "wk", "wv"), 0
+        (PatternAxis(("kv_heads",), blocks), PatternAxis(("embed_dim",))), ("wq", "wk", "wv"), 0
     )
     assert pattern.shape(SIZES) == (2 * (3 + 2) * 10, 40)
     assert pattern.names() == {"kv_heads", "group", "head_dim", "embed_dim"}

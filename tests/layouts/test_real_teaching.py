@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from headwise import Mask
 from headwise.layouts.convert import convert
-from headwise.studies.peer import Peer
-from headwise.studies.peers import Annotated, EinopsPage, Paper, Tensor2Tensor
+from headwise.study.implementation import Implementation
+from headwise.study.implementations import Annotated, EinopsPage, Paper, Tensor2Tensor
 from tests.layouts.real import BATCH, LENGTH, Real, assert_same_function, inputs, sharpen
 from tests.layouts.stored import HEADS, VOCABULARY, file_of, own_tensors
 
 
-def peer(kind: type[Peer], name: str, suffix: str = "") -> Real:
+def peer(kind: type[Implementation], name: str, suffix: str = "") -> Real:
     layer = kind(40, 8).double().eval()
     sharpen(layer)
     x = inputs(40)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import ShapeError
+from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.canonical import AXES, ROTATED
-from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import halves, neighbours
 
@@ -22,10 +22,10 @@ TENSORS = {
     "q.bias": "bq: (heads head_dim)",
 }
 PAIRED = Layout(
-    name="paired", tensors=TENSORS, source="here", function=Function(rotary="interleaved")
+    name="paired", tensors=TENSORS, source="here", function=AttentionSpec(rotary="interleaved")
 )
 HALVED = Layout(
-    name="halved", tensors=TENSORS, source="here", function=Function(rotary="half-split")
+    name="halved", tensors=TENSORS, source="here", function=AttentionSpec(rotary="half-split")
 )
 
 

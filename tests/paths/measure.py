@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from headwise.budget import budget
-from headwise.budget.budget import BACKWARD, FORWARD, Budget
-from headwise.kernels import pieces, sweep, tiles
+from headwise.error_budget import budget
+from headwise.error_budget.budget import BACKWARD, FORWARD, Budget
+from headwise.kernels import tiled_op, tiles, varlen
 from tests.memory import LargestTensor
 from tests.paths.subjects import BATCH, EMBED, HEADS, Outputs, Subject
 
@@ -142,8 +142,8 @@ class Inside(LargestTensor):
     """`LargestTensor`, which also looks inside the tiled kernel."""
 
     _INSIDE = {  # noqa: RUF012
-        torch.ops.headwise.sweep.default: sweep.sweep,
-        torch.ops.headwise.sweep_backward.default: sweep.sweep_backward,
+        torch.ops.headwise.sweep.default: tiled_op.sweep,
+        torch.ops.headwise.sweep_backward.default: tiled_op.sweep_backward,
     }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,13 +167,13 @@ def small_tiles(elements: int = TILE_ELEMENTS) -> Iterator[None]:
 @contextmanager
 def as_traced() -> Iterator[None]:
     """Eager mode does what a trace holds, no pieces and F.linear, to be compared bit for bit."""
-    before = pieces.CALL
-    pieces.CALL = 2**60
+    before = varlen.CALL
+    varlen.CALL = 2**60
     try:
         with torch.backends.mkldnn.flags(enabled=False):
             yield
     finally:
-        pieces.CALL = before
+        varlen.CALL = before
 
 
 def is_dense(call: Callable[[], Any], inputs: Outputs) -> bool:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from headwise.attention_matrix import AttentionMatrix
 from headwise.masks.mask import Mask
-from headwise.matrix import AttentionMatrix
-from headwise.reports.scan import ScanReport
+from headwise.reports.scan_page import ScanReport
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.readings import LayerScan
+from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import TileStatistic, sweep
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headwise.reports import scan, study
-from headwise.studies.experiments.same_weights import SameFunction
-from headwise.studies.study import Study
+from headwise.reports import scan_page, study_page
+from headwise.study.experiments.same_weights import SameFunction
+from headwise.study.run import Study
 from tests.reports.browser import DARK, framed, measured, needs_a_browser, with_probe
 from tests.reports.scans import made_up, report
 from tools import study as documentation
@@ -21,12 +21,12 @@ NAME = "a_name_without_any_place_to_break_it/of-a-model-that-somebody-called-so"
 def scans_page(heads: int) -> str:
     found = made_up(heads=heads, length=70, notes=("2 layers were not seen",))
     same = SameFunction(NAME, 3, {"headwise.MultiheadAttention": 0.41, "its own layers": 0.38})
-    return scan.render(report(found, title=NAME, same_function=same))
+    return scan_page.render(report(found, title=NAME, same_function=same))
 
 
 def studys_page() -> str:
     record = documentation.read()
-    return study.render(Study(tuple(documentation.answers(record)), (), record["setting"]))
+    return study_page.render(Study(tuple(documentation.answers(record)), (), record["setting"]))
 
 
 PAGES = {

@@ -13,8 +13,8 @@ import time
 import torch
 from torch import Tensor
 
-from headwise.matrix import AttentionMatrix
-from headwise.scanning.corpus import scan_corpus
+from headwise.attention_matrix import AttentionMatrix
+from headwise.scanning.corpus_scan import scan_corpus
 from headwise.scanning.head_scan import HeadScan
 from tests.scanning.scans import HEAD_DIM, HEADS, head_scan, layer_scan
 

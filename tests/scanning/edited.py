@@ -11,7 +11,7 @@ from safetensors.torch import load as tensors_in
 from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
-from headwise.scanning.files import KEY, digest_of
+from headwise.scanning.scan_file import KEY, digest_of
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], object]
 

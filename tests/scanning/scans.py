@@ -9,16 +9,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headwise.attention_matrix import AttentionMatrix
 from headwise.masks.mask import Mask
-from headwise.matrix import AttentionMatrix
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.readings import LayerScan
+from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.statistics.catalogue import named
-from headwise.scanning.statistics.outputs import TotalVariation
+from headwise.scanning.statistics.output_statistics import TotalVariation
 from headwise.scanning.statistics.statistic import Definition, RowMean, TileStatistic, sweep
-from headwise.scanning.statistics.tile import WeightTile
-from headwise.scanning.statistics.views import Map, MostReceived, OffsetProfile, TopKeys
+from headwise.scanning.statistics.view_statistics import Map, MostReceived, OffsetProfile, TopKeys
+from headwise.scanning.statistics.weight_tile import WeightTile
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 6, 24, 10
 

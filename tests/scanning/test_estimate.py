@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
+from headwise.bundled_models.tiny import Tiny
 from headwise.errors import OptionError
-from headwise.models.tiny import Tiny
 from headwise.scanning import estimate as module
 from headwise.scanning.estimate import (
-    Call,
+    CallSizes,
     calls_of,
     estimate,
     memory,
@@ -25,22 +25,24 @@ SPEED = (1e-10, 1e-8)  # of a product, and of a weight under statistics
 
 
 def test_entries_by_hand() -> None:
-    assert Call(6, 20, is_causal=False, span=None).entries(10) == 6 * 10 * 10
-    assert Call(6, 20, is_causal=True, span=None).entries(10) == 6 * 10 * 10 / 2
-    assert Call(6, 20, is_causal=True, span=4).entries(10) == 6 * 10 * 4
+    assert CallSizes(6, 20, is_causal=False, span=None).entries(10) == 6 * 10 * 10
+    assert CallSizes(6, 20, is_causal=True, span=None).entries(10) == 6 * 10 * 10 / 2
+    assert CallSizes(6, 20, is_causal=True, span=4).entries(10) == 6 * 10 * 4
 
 
 def test_the_calls_of_a_model() -> None:
     ids = torch.arange(12)[None]
     found = bert()
-    assert calls_of(found, lambda: found(ids)) == 2 * [Call(6, 16, is_causal=False, span=None)]
+    assert calls_of(found, lambda: found(ids)) == 2 * [CallSizes(6, 16, is_causal=False, span=None)]
     causal = gpt2()
-    assert calls_of(causal, lambda: causal(ids)) == 2 * [Call(6, 16, is_causal=True, span=None)]
+    assert calls_of(causal, lambda: causal(ids)) == 2 * [
+        CallSizes(6, 16, is_causal=True, span=None)
+    ]
 
 
 def test_seconds_by_hand() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(60, 48), torch.nn.Linear(48, 50))
-    call = Call(6, 16, is_causal=False, span=None)
+    call = CallSizes(6, 16, is_causal=False, span=None)
     found = estimate(model, [call], (), [10, 20], held=0, speed=SPEED)
     entries = 6 * (10 * 10 + 20 * 20)
     products = 48 * 50 * 30 + 16 * entries
@@ -49,7 +51,7 @@ def test_seconds_by_hand() -> None:
 
 def test_what_is_held_counts() -> None:
     model = bert()
-    call = Call(6, 16, is_causal=False, span=None)
+    call = CallSizes(6, 16, is_causal=False, span=None)
     found = estimate(model, [call], STANDARD, [30], held=10**9, speed=SPEED)
     assert found.whole == 10**9 + found.more
     assert found.more == memory(model, [call], STANDARD, 30)
@@ -57,7 +59,7 @@ def test_what_is_held_counts() -> None:
 
 def test_more_costs_more() -> None:
     model = bert()
-    call = Call(6, 16, is_causal=False, span=None)
+    call = CallSizes(6, 16, is_causal=False, span=None)
 
     def of(calls: int, length: int) -> tuple[float, int]:
         found = estimate(model, calls * [call], STANDARD, [length], held=0, speed=SPEED)
@@ -69,7 +71,7 @@ def test_more_costs_more() -> None:
 
 
 def test_scores_of_the_whole_vocabulary_count_where_they_are_made() -> None:
-    call = Call(6, 16, is_causal=False, span=None)
+    call = CallSizes(6, 16, is_causal=False, span=None)
     plain, with_head = memory(bert(), [call], (), 1000), memory(masked_lm(), [call], (), 1000)
     assert with_head - plain == 4 * 1000 * 60
     # A causal model is asked for those of one token.
@@ -78,7 +80,7 @@ def test_scores_of_the_whole_vocabulary_count_where_they_are_made() -> None:
 
 
 def test_the_speed_of_this_machine_is_measured() -> None:
-    call = Call(6, 16, is_causal=True, span=None)
+    call = CallSizes(6, 16, is_causal=True, span=None)
     found = estimate(bert(), [call], STANDARD, [100], held=0)
     assert 0 < found.seconds < 3600
 
@@ -89,7 +91,7 @@ import torch
 torch.set_num_threads(1)
 from headwise.scanning.estimate import calls_of, estimate, in_use
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.models.tiny import Tiny
+from headwise.bundled_models.tiny import Tiny
 from headwise.scanning.scan import scan
 
 torch.manual_seed(0)
@@ -116,7 +118,7 @@ def test_memory_against_a_run() -> None:
 
 def test_how_it_reads() -> None:
     found = estimate(
-        Tiny(), [Call(8, 64, is_causal=True, span=None)], (), [2], held=2 * 10**9, speed=SPEED
+        Tiny(), [CallSizes(8, 64, is_causal=True, span=None)], (), [2], held=2 * 10**9, speed=SPEED
     )
     assert str(found).startswith("about 1 s, 2.")
 

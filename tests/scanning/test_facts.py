@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headwise.scanning.capture import reached
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.reaching import reached
 from headwise.scanning.scan import scan
 from tests.scanning.models import (
     BATCH,

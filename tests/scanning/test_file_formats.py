@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load as tensors_in
 
 from headwise.errors import OptionError
-from headwise.scanning.files import FORMAT_1_NOTE
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics import importance
+from headwise.scanning.scan_file import FORMAT_1_NOTE
+from headwise.scanning.statistics import importance_statistics
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.scanning.statistics.meanings import MEANINGS
 from headwise.scanning.statistics.statistic import Definition
-from headwise.scanning.statistics.views import MostReceived
+from headwise.scanning.statistics.statistic_ids import MEANINGS
+from headwise.scanning.statistics.view_statistics import MostReceived
 from tests.scanning.edited import Edit, edit, fields_in
 from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan, standard
 
@@ -60,9 +60,9 @@ def test_format_1_is_the_same_scan_today() -> None:
 
 
 def test_every_statistic_has_a_stable_id() -> None:
-    # Words that changed: a row in headwise.scanning.statistics.meanings says whether it is the
+    # Words that changed: a row in headwise.scanning.statistics.statistic_ids says whether it is the
     # same.
-    shipped = (*STANDARD, *importance.STATISTICS)
+    shipped = (*STANDARD, *importance_statistics.STATISTICS)
     for statistic in shipped:
         words, name = statistic.definition.id_of_words, statistic.definition.name
         assert words in MEANINGS, f'a new statistic: "{words}": "{name}-1" in meanings.py'

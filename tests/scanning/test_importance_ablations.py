@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headwise.bundled_models import planted
 from headwise.errors import OptionError
-from headwise.models import planted
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import ablations, mean_outputs
 from headwise.scanning.importance.ablations import Resample, partners

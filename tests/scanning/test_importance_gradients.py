@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headwise import Attention
-from headwise.budget.budget import BACKWARD, Budget
+from headwise.bundled_models import planted
+from headwise.error_budget.budget import BACKWARD, Budget
 from headwise.errors import OptionError
-from headwise.models import planted
+from headwise.scanning.capture import reached
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import gradients
 from headwise.scanning.importance.gradients import UNRECORDED, Gates
-from headwise.scanning.reaching import reached
 from headwise.scanning.scan import scan
-from headwise.scanning.selection import SeenLayers
-from headwise.scanning.statistics.importance import STATISTICS
+from headwise.scanning.selection import SelectedLayers
+from headwise.scanning.statistics.importance_statistics import STATISTICS
 from headwise.scanning.statistics.statistic import TileStatistic
 from tests.scanning.importance_cases import (
     BATCH,
@@ -182,7 +182,7 @@ def test_gates_change_no_bit() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         model = Mixing().to(dtype).eval()
         x = torch.randn(BATCH, LENGTH, EMBED, dtype=dtype)
-        gates = Gates(SeenLayers(None), causal=False)
+        gates = Gates(SelectedLayers(None), causal=False)
         with reached(model, lambda call: None):
             plain = model(x)
         with reached(model, gates):

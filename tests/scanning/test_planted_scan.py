@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.models import planted
+from headwise.bundled_models import planted
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan import scan
 from tests.scanning.statistics.calls import roundoff

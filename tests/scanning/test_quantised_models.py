@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headwise.errors import OptionError
-from headwise.scanning.files import digest_of
-from headwise.scanning.modules import as_floats, plain_parts
+from headwise.scanning.module_calls import as_floats, plain_parts
 from headwise.scanning.scan import scan
+from headwise.scanning.scan_file import digest_of
 from tests.scanning.models import BATCH, CASES, LENGTH, llama, tokens
 from tests.scanning.test_facts import calls_of
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headwise.bundled_models import tiny
 from headwise.errors import OptionError
-from headwise.models import tiny
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import ablations, gradients, mean_outputs
-from headwise.scanning.inputs import Arguments, require_tokens
+from headwise.scanning.model_inputs import ModelInput, require_tokens
 from headwise.scanning.scan import scan
 from headwise.scanning.selection import (
     select_heads,
@@ -24,7 +24,7 @@ from headwise.scanning.selection import (
     select_tokens,
 )
 from headwise.scanning.statistics.catalogue import named
-from headwise.scanning.statistics.views import TopKeys
+from headwise.scanning.statistics.view_statistics import TopKeys
 from tests.scanning.models import BATCH, LENGTH, VOCABULARY, bert, own, tokens
 from tests.scanning.scans import standard
 
@@ -189,7 +189,7 @@ def test_a_scan_is_merged_and_compared_with_scans() -> None:
 
 def test_no_tokenizer_is_blamed_where_there_may_be_none() -> None:
     with pytest.raises(OptionError) as refused:
-        require_tokens(bert(), Arguments((torch.tensor([[5, VOCABULARY]]),), {}))
+        require_tokens(bert(), ModelInput((torch.tensor([[5, VOCABULARY]]),), {}))
     assert refused.value.do.startswith("check where the ids come from")
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, AttentionMatrix, Mask, Rotary, ScoreBias
+from headwise.bundled_models import planted
+from headwise.bundled_models.planted import rules
 from headwise.errors import OptionError
 from headwise.huggingface.attention import attend
 from headwise.masks.clauses.band import Band
-from headwise.models import planted
-from headwise.models.planted import rules
-from headwise.scanning.captured_call import Repeats
+from headwise.scanning.captured_call import RepeatedTokens
 
 DTYPES = (
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -143,7 +143,7 @@ def test_positions_and_tokens(dtype: torch.dtype) -> None:
     assert torch.equal(rotary.rotate(x, positions.to(dtype)), rotary.rotate(x, positions))
 
     tokens, real = torch.tensor([[3, 0, 3, 0, 3]]), torch.ones(1, 5, dtype=torch.bool)
-    assert Repeats(tokens.to(dtype), real).earlier.tolist() == [[0, 0, 1, 1, 2]]
+    assert RepeatedTokens(tokens.to(dtype), real).earlier.tolist() == [[0, 0, 1, 1, 2]]
 
     ids, rows = torch.tensor([[5, 9, 5, 7], [9, 5, 5, 5]]), torch.tensor([3, 1])
     narrow = rules.truth(ids, lengths=torch.tensor([4, 0]).to(dtype), rows=rows.to(dtype))

@@ -14,13 +14,13 @@ from headwise import AttentionMatrix
 from headwise.kernels import linear as kernel
 from headwise.kernels.linear import project
 from headwise.support import private_torch
-from headwise.support.eager import may_read_values
 from headwise.support.private_torch import (
     find,
     in_dispatch_mode,
     in_forward_mode,
     in_functorch,
 )
+from headwise.support.tracing import may_read_values
 
 PRIVATE = ("_linear_pointwise", "_interpreter_stack", "_dispatch_modes", "_make_wrapper")
 

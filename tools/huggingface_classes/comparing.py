@@ -1,6 +1,6 @@
 """Outputs against the same model in float64, within the error of its own float32.
 
-As in `headwise.budget.budget`: twice the largest error that the model's own attention makes over a
+As in `headwise.testing.Budget`: twice the largest error that the model's own attention makes over a
 family of parameters and inputs, each moved by a few units in the last place, and as a floor how far
 the exact outputs move when these move by one. In the float64 run nothing is float32: what a model
 casts to it on the way is kept wide.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from headwise.budget.budget import DRAWS, FORWARD, REACH, Budget, Verdict
+from headwise.error_budget.budget import DRAWS, FORWARD, REACH, Budget, BudgetVerdict
 
 Outputs = dict[str, Tensor]
 WEIGHTS = ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")
@@ -56,7 +56,7 @@ def budgets(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Budget]:
 
 def verdict(
     allowed: dict[str, Budget], found: Outputs, *, without: Collection[str] = ()
-) -> Verdict | None:
+) -> BudgetVerdict | None:
     """Of the output that uses most of its allowance. None where there is nothing to compare."""
     wanted = {name for name in allowed if not name.startswith(WEIGHTS)}
     if wanted != {name for name in found if not name.startswith(WEIGHTS)}:

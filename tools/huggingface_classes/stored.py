@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headwise.diagnosis.behaviour import by_behaviour
 from headwise.diagnosis.detect import weights_of
-from headwise.diagnosis.detection import Detection
+from headwise.diagnosis.detect_by_running import by_behaviour
+from headwise.diagnosis.detection_result import Detection
 from headwise.errors import HeadwiseError
 
 BY_RUN, BY_CONFIG, REFUTED = "run", "config", "refuted"

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headwise.budget.budget import Budget
+from headwise.error_budget.budget import Budget
 from headwise.errors import HeadwiseError
 from headwise.huggingface import attention
 from headwise.scanning.head_scan import HeadScan

@@ -1,1 +1,1 @@
-"""The training of `headwise.models.tiny`: its text, its batches, its measures."""
+"""The training of `headwise.bundled_models.tiny`: its text, its batches, its measures."""

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from headwise.models.tiny.symbols import BEGIN
+from headwise.bundled_models.tiny.symbols import BEGIN
 
 IGNORED = -100  # what cross_entropy leaves out
 REPEATED_ONE_IN = 8

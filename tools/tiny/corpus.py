@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from headwise.bundled_models.tiny.symbols import encode
 from headwise.errors import OptionError
-from headwise.models.tiny.symbols import encode
 
 # Tests, other people's packages, tables of characters, generated files and the like.
 LEFT_OUT = frozenset(

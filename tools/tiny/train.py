@@ -22,16 +22,16 @@ import torch
 import typer
 from torch import Tensor
 
+from headwise.bundled_models.tiny import weights
+from headwise.bundled_models.tiny.model import Tiny, TinySizes, parameters_of
 from headwise.errors import OptionError
-from headwise.models.tiny import weights
-from headwise.models.tiny.model import Sizes, Tiny, parameters_of
 from tools.tiny import batches, corpus, measures
 from tools.tiny.batches import IGNORED
 from tools.tiny.corpus import Corpus
 
 CHECKPOINT = "checkpoint.pt"
 Point = dict[str, Any]
-log = logging.getLogger("headwise.models.tiny")
+log = logging.getLogger("headwise.bundled_models.tiny")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Plan:
     every: int = 100  # steps from one measurement, and one checkpoint, to the next
     windows: int = 64  # held-out ones that are measured on the way
     final_windows: int = 1024
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: TinySizes = field(default_factory=TinySizes)
 
     def progress(self, step: int, seconds: float) -> float:
         """How much of the training is done, from 0 to 1."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import OptionError
-from headwise.layouts.sizes import Sizes
+from headwise.layouts.axis_sizes import Sizes
 from headwise.support.axes import describe_value
 
 Config = Mapping[str, Any]
@@ -97,7 +97,7 @@ _LAYOUTS = {
 _KNOWN = {*_LAYOUTS, "falcon", "gpt_bigcode"}  # the last two differ by their switches
 
 
-class Fields(dict[str, Any]):
+class ConfigFields(dict[str, Any]):
     """A JSON object of a config, whose fields are read by their types.
 
     A field that is absent or null reads as None. A value of another type is an OptionError that
@@ -109,9 +109,9 @@ class Fields(dict[str, Any]):
         self.place = place
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Fields:
+    def of(cls, config: Mapping[str, Any]) -> ConfigFields:
         """Return the config with readers; one that has them keeps its place."""
-        return config if isinstance(config, Fields) else cls(config)
+        return config if isinstance(config, ConfigFields) else cls(config)
 
     def _checked(self, name: str, needed: str, is_it: Callable[[Any], bool]) -> Any:
         """The value of a field that is there, if it is what is needed."""
@@ -170,10 +170,10 @@ class Fields(dict[str, Any]):
         needed = "a list with a value for each layer"
         return list(self._checked(name, needed, lambda x: isinstance(x, list | tuple)) or ())
 
-    def inner(self, name: str) -> Fields | None:
+    def inner(self, name: str) -> ConfigFields | None:
         """A JSON object within this one."""
         value = self._checked(name, "a JSON object", lambda x: isinstance(x, dict))
-        return None if value is None else Fields(value, place=f"{name} of {self.place}")
+        return None if value is None else ConfigFields(value, place=f"{name} of {self.place}")
 
     def _refused(self, name: str, needed: str) -> OptionError:
         value = self.get(name)
@@ -190,7 +190,7 @@ def _is_number(value: Any) -> bool:
     return is_number and abs(value) <= sys.float_info.max
 
 
-def read_config(place: Path) -> Fields:
+def read_config(place: Path) -> ConfigFields:
     """The config.json in a folder, or beside a file; empty where there is none.
 
     Raises:
@@ -198,7 +198,7 @@ def read_config(place: Path) -> Fields:
     """
     path = (place if place.is_dir() else place.parent) / "config.json"
     if not path.is_file():
-        return Fields({}, place=str(path))
+        return ConfigFields({}, place=str(path))
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         seen = f"which holds a {type(found).__name__}"
@@ -213,7 +213,7 @@ def read_config(place: Path) -> Fields:
             do="mend or remove it, and give {heads} and {kv_heads}",
             parameter={"heads": (), "kv_heads": ()},
         )
-    return Fields(found, place=str(path))
+    return ConfigFields(found, place=str(path))
 
 
 def counts_of(config: Config) -> Sizes:
@@ -224,7 +224,7 @@ def counts_of(config: Config) -> Sizes:
     Raises:
         OptionError: a count that is no whole number from 1.
     """
-    fields = Fields.of(config)
+    fields = ConfigFields.of(config)
     towers = [name for name in fields if name.endswith("_config")]
     inner = (fields.inner(name) for name in towers if isinstance(fields[name], dict))
     others = [_counts(tower) for tower in inner if tower is not None]
@@ -258,12 +258,12 @@ def known_counts(config: Config, given: Mapping[str, int | None], *, place: Path
     return said | wanted
 
 
-def _counts(fields: Fields) -> Sizes:
+def _counts(fields: ConfigFields) -> Sizes:
     counts = {size: _first_count(fields, names) for size, names in _NAMES.items()}
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         counts["kv_heads"] = 1
     # attn_config.kv_n_heads and the like stand one level lower.
-    inner = fields.inner("attn_config") or Fields({})
+    inner = fields.inner("attn_config") or ConfigFields({})
     counts["kv_heads"] = inner.count("kv_n_heads", most=_MOST) or counts["kv_heads"]
     found = {size: count for size, count in counts.items() if count is not None}
     share = _share(fields)
@@ -274,22 +274,22 @@ def _counts(fields: Fields) -> Sizes:
     return found
 
 
-def _first_count(fields: Fields, names: Iterable[str]) -> int | None:
+def _first_count(fields: ConfigFields, names: Iterable[str]) -> int | None:
     counts = (fields.count(name, most=_MOST) for name in names)
     return next((count for count in counts if count is not None), None)
 
 
-def text_of(config: Config) -> Fields:
+def text_of(config: Config) -> ConfigFields:
     """The part that describes the language model, where there is one beside others."""
-    fields = Fields.of(config)
+    fields = ConfigFields.of(config)
     return fields.inner("text_config") or fields
 
 
-def rotation_of(config: Config, layer: int) -> Fields:
+def rotation_of(config: Config, layer: int) -> ConfigFields:
     """What is said of the rotation in one layer; empty where nothing is, or not in one place."""
     fields = text_of(config)
     found = (fields.inner(name) for name in ("rope_parameters", "rope_scaling"))
-    said = next((one for one in found if one is not None), Fields({}, place=fields.place))
+    said = next((one for one in found if one is not None), ConfigFields({}, place=fields.place))
     kind = _listed(fields, "layer_types", layer) or "full_attention"
     return said.inner(kind) or said if isinstance(said.get(kind), dict) else said
 
@@ -313,7 +313,7 @@ def turns(config: Config, layer: int) -> bool | None:
     return True if any(fields.get(name) for name in _ROTATIONS) else None
 
 
-def _listed(fields: Fields, name: str, layer: int) -> Any:
+def _listed(fields: ConfigFields, name: str, layer: int) -> Any:
     """What a list over the layers says of one; None for a layer that it does not reach."""
     said = fields.items_of(name)
     return said[layer] if layer < len(said) else None
@@ -321,7 +321,7 @@ def _listed(fields: Fields, name: str, layer: int) -> Any:
 
 def layout_of(config: Config) -> str | None:
     """The name of the layout that files of this model have; None where it is not known."""
-    fields = Fields.of(config)
+    fields = ConfigFields.of(config)
     while (kind := fields.text("model_type")) not in _KNOWN and "text_config" in fields:
         inner = text_of(fields)
         if inner is fields:
@@ -337,7 +337,7 @@ def layout_of(config: Config) -> str | None:
     return _LAYOUTS.get(kind or "")
 
 
-def _share(fields: Fields) -> float | None:
+def _share(fields: ConfigFields) -> float | None:
     rotation = rotation_of(fields, 0)
     for name in _SHARES:
         share = fields.number(name) if name in fields else rotation.number(name)
@@ -346,7 +346,7 @@ def _share(fields: Fields) -> float | None:
     return None
 
 
-def head_dim_of(fields: Fields, counts: Sizes) -> int | None:
+def head_dim_of(fields: ConfigFields, counts: Sizes) -> int | None:
     """As it is said, or the width over the heads."""
     width = _first_count(fields, ("hidden_size", "n_embd"))
     whole = width // counts["heads"] if width and "heads" in counts else None

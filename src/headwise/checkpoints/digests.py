@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.checkpoints.target import bytes_of
+from headwise.checkpoints.output_plan import bytes_of
 from headwise.errors import CheckpointError
-from headwise.support.whole_files import write_whole
+from headwise.support.atomic_write import write_whole
 
 KIND = "headwise digests"
 Digests = dict[str, dict[str, Any]]

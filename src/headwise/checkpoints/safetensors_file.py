@@ -51,7 +51,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """What a file says of a tensor.
 
     Attributes:
@@ -113,16 +113,16 @@ def _are_counts(found: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class TensorFile:
     """A file of tensors: what its head says, and the tensors on demand."""
 
     path: Path
-    headers: dict[str, Stored]
+    headers: dict[str, StoredTensor]
     metadata: dict[str, str]
     tensor: Callable[[str], Tensor]
 
 
-def read(path: Path) -> Shard:
+def read(path: Path) -> TensorFile:
     """Read the head of a file.
 
     Raises:
@@ -152,10 +152,10 @@ def read(path: Path) -> Shard:
         raise damaged(path, str(error)) from error
     if names != set(headers):
         raise damaged(path, "the safetensors library reads other names in it")
-    return Shard(path, headers, metadata, lambda name: _mapped(headers[name]))
+    return TensorFile(path, headers, metadata, lambda name: _mapped(headers[name]))
 
 
-def _headers(path: Path, found: dict[str, Any], begin: int, size: int) -> dict[str, Stored]:
+def _headers(path: Path, found: dict[str, Any], begin: int, size: int) -> dict[str, StoredTensor]:
     """The tensors in the order of their bytes, which leave no gap between ``begin`` and the end."""
     stored = {name: _stored(path, name, value, begin) for name, value in found.items()}
     end, ordered = begin, {}
@@ -171,7 +171,7 @@ def _headers(path: Path, found: dict[str, Any], begin: int, size: int) -> dict[s
     return ordered
 
 
-def _stored(path: Path, name: str, found: Any, begin: int) -> Stored:
+def _stored(path: Path, name: str, found: Any, begin: int) -> StoredTensor:
     if not isinstance(found, dict) or found.keys() != FIELDS:
         fields = ", ".join(sorted(found)) if isinstance(found, dict) else type(found).__name__
         said = f"{name!r} has {fields or 'nothing'}, not {', '.join(sorted(FIELDS))}"
@@ -183,7 +183,7 @@ def _stored(path: Path, name: str, found: Any, begin: int) -> Stored:
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise damaged(path, f"{name!r} has the shape {shape} and the offsets {offsets}")
     start, stop = offsets
-    stored = Stored(tuple(shape), DTYPES[dtype], path, begin + start)
+    stored = StoredTensor(tuple(shape), DTYPES[dtype], path, begin + start)
     if stop - start != stored.nbytes:
         sizes = f"{stop - start} bytes; {dtype} of shape {shape} has {stored.nbytes}"
         raise damaged(path, f"{name!r} has {sizes}")
@@ -199,7 +199,7 @@ def damaged(path: Path, why: str) -> CheckpointError:
     )
 
 
-def _mapped(stored: Stored) -> Tensor:
+def _mapped(stored: StoredTensor) -> Tensor:
     """A tensor in pages of the file; those that are not looked at are not read."""
     assert stored.offset is not None
     if not stored.nbytes:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.checkpoints import safetensors_file, torch_file
-from headwise.checkpoints.safetensors_file import Shard, Stored, is_utf8, once
+from headwise.checkpoints.safetensors_file import StoredTensor, TensorFile, is_utf8, once
 from headwise.errors import CheckpointError
 from headwise.support.axes import describe_value
 
@@ -127,7 +127,7 @@ def _not_whole(folder: Path, saw: str) -> CheckpointError:
 
 
 @dataclass(frozen=True, eq=False)
-class Index:
+class ShardIndex:
     """What the file says, checked as far as it can be without the others."""
 
     path: Path
@@ -140,7 +140,7 @@ class Index:
         return [self.path.parent / name for name in sorted(set(self.weight_map.values()))]
 
 
-def read_index(path: Path) -> Index:
+def read_index(path: Path) -> ShardIndex:
     """Read an index.
 
     Raises:
@@ -171,13 +171,13 @@ def read_index(path: Path) -> Index:
         encode_index(weight_map, metadata)
     except (ValueError, RecursionError) as error:
         raise _bad_index(path, f"whose metadata cannot be written on: {error}") from error
-    index = Index(path, weight_map, metadata)
+    index = ShardIndex(path, weight_map, metadata)
     for shard in index.files:
         require_inside(shard, path.parent)
     return index
 
 
-def require_agreement(index: Index, found: Mapping[str, str]) -> None:
+def require_agreement(index: ShardIndex, found: Mapping[str, str]) -> None:
     """Raise CheckpointError unless the files hold what the index says, and nothing else."""
     for name, file in index.weight_map.items():
         if found.get(name) != file:
@@ -213,7 +213,7 @@ State = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Source(Mapping[str, Tensor]):
+class CheckpointSource(Mapping[str, Tensor]):
     """Names, shapes and dtypes of a checkpoint; a tensor is mapped when it is asked for.
 
     Attributes:
@@ -225,9 +225,9 @@ class Source(Mapping[str, Tensor]):
     """
 
     path: Path
-    shards: tuple[Shard, ...]
-    headers: dict[str, Stored]
-    index: Index | None
+    shards: tuple[TensorFile, ...]
+    headers: dict[str, StoredTensor]
+    index: ShardIndex | None
     states: dict[Path, State]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -240,7 +240,7 @@ class Source(Mapping[str, Tensor]):
         return len(self.headers)
 
     @cached_property
-    def _shards(self) -> dict[Path, Shard]:
+    def _shards(self) -> dict[Path, TensorFile]:
         return {shard.path: shard for shard in self.shards}
 
     @property
@@ -273,7 +273,7 @@ class Source(Mapping[str, Tensor]):
         return found.hexdigest()
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> CheckpointSource:
     """Read the heads of a checkpoint's files, and no tensor.
 
     Raises:
@@ -295,7 +295,7 @@ def open_source(path: Path) -> Source:
             needed="files that you may read",
             do="look at their names and permissions",
         ) from error
-    headers: dict[str, Stored] = {}
+    headers: dict[str, StoredTensor] = {}
     for shard in shards:
         if twice := sorted(headers.keys() & shard.headers.keys()):
             raise CheckpointError(
@@ -307,10 +307,10 @@ def open_source(path: Path) -> Source:
         headers |= shard.headers
     if index is not None:
         require_agreement(index, {name: x.file.name for name, x in headers.items()})
-    return Source(path, shards, headers, index, states)
+    return CheckpointSource(path, shards, headers, index, states)
 
 
-def _read(file: Path) -> Shard:
+def _read(file: Path) -> TensorFile:
     if file.suffix == SAFETENSORS:
         return safetensors_file.read(file)
     if file.suffix in TORCH:

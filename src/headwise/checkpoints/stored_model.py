@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from headwise.checkpoints.config import read_config
 from headwise.checkpoints.torch_file import unread
 from headwise.errors import OptionError
-from headwise.support.extras import require
+from headwise.support.optional_imports import require
 
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.safetensors_file import METADATA, NAMES, Shard, Stored, is_utf8
+from headwise.checkpoints.safetensors_file import METADATA, NAMES, StoredTensor, TensorFile, is_utf8
 from headwise.errors import CheckpointError
 
 # What torch's reader raises at bytes that are none of its own.
@@ -35,7 +35,7 @@ _CALLS = ("GLOBAL", "INST", "STACK_GLOBAL")  # torch's reader knows the first al
 _CODE = re.compile(r"\bGLOBAL ([\w.]+)|unrecognized function|create new object|TorchScript")
 
 
-def read(path: Path) -> Shard:
+def read(path: Path) -> TensorFile:
     """Open a file; one in torch's format of before 2020 is read into memory.
 
     A tensor is as it was saved, which may be a view of another. A file may say that its numbers are
@@ -54,8 +54,8 @@ def read(path: Path) -> Shard:
         if not is_name or not _is_plain(value):
             part = name if isinstance(value, Mapping) and isinstance(name, str) else None
             raise _no_state(path, f"{name!r}, a {_kind(value)}", part=part)
-    headers = {name: Stored(tuple(x.shape), x.dtype, path) for name, x in found.items()}
-    return Shard(path, headers, {}, lambda n: found[n].detach().resolve_conj().resolve_neg())
+    headers = {name: StoredTensor(tuple(x.shape), x.dtype, path) for name, x in found.items()}
+    return TensorFile(path, headers, {}, lambda n: found[n].detach().resolve_conj().resolve_neg())
 
 
 def unread(path: Path, words: str) -> CheckpointError:

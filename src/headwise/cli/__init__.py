@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from headwise import __version__
-from headwise.cli import ending
+from headwise.cli import output
 from headwise.cli.convert import convert
 from headwise.cli.demo import demo
 from headwise.cli.detect import detect
@@ -26,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-told = ending.told
+told = output.told
 app.command(epilog=told(yes="done", no="a layer of the trained encoder is not the same"))(demo)
 app.command(
     epilog=told(yes="every claim is borne out", no="one is not", undecided="none could be asked")
@@ -61,6 +61,6 @@ def _headwise(
 
 
 def main() -> None:
-    """Run the command line; every error has its exit status (`headwise.cli.ending`)."""
-    with ending.Speaking():
+    """Run the command line; every error has its exit status (`headwise.cli.output`)."""
+    with output.PrintedErrors():
         app()

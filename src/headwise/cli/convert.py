@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.ending import aside, folders_to_make
+from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
+from headwise.cli.output import aside, folders_to_make
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import Console
 
-    from headwise.checkpoints.conversion import Converted
+    from headwise.checkpoints.stream_conversion import ConversionReport
 
 SHOWN = 4  # names that were kept
 From = Annotated[
@@ -81,24 +81,24 @@ def _convert(
     root: str | None,
     accept: tuple[str, ...],
 ) -> None:
-    from headwise.cli.progress import on_a_bar
+    from headwise.cli.progress_bar import on_a_bar
 
     start = time.perf_counter()
     with on_a_bar(aside(), "loading torch"):
         from rich.console import Console
 
-        from headwise.checkpoints.conversion import convert_checkpoint
-        from headwise.checkpoints.source import Source
-        from headwise.checkpoints.working import folder_of
+        from headwise.checkpoints.source import CheckpointSource
+        from headwise.checkpoints.staging import folder_of
+        from headwise.checkpoints.stream_conversion import convert_checkpoint
         from headwise.diagnosis.detect import weights_of
         from headwise.layouts.registry import layout
         from headwise.support.axes import human_bytes
-        from headwise.support.threads import one_thread
+        from headwise.support.thread_count import one_thread
 
         wanted = layout(named[1])
         found = weights_of(place, given)
         stored = found.layout(named[0], "from")
-        assert isinstance(found.tensors, Source)  # it was read from a path
+        assert isinstance(found.tensors, CheckpointSource)  # it was read from a path
     console, made_folder = aside(), folders_to_make(target)
     console.print(f"{place}: {stored.name} -> {wanted.name}", markup=False)
     try:  # moving bytes waits for memory and the disk: a second thread takes twice the time
@@ -151,7 +151,9 @@ def _bytes_on_a_bar(console: Console) -> Iterator[Callable[[str, int, int], None
         yield report
 
 
-def _lines(done: Converted, known: Counts, given: Counts, names: tuple[str, str]) -> Iterator[str]:
+def _lines(
+    done: ConversionReport, known: Counts, given: Counts, names: tuple[str, str]
+) -> Iterator[str]:
     """The answer, for layouts of these names."""
     if done.found == "its beginning":
         yield "An earlier run had begun it; what it had done was kept."

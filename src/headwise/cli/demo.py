@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.ending import NO
+from headwise.cli.output import NO
 from headwise.errors import MissingExtraError, OptionError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.reports.scan import ScanReport
+    from headwise.reports.scan_page import ScanReport
 
 PAGE = Path("headwise-demo/index.html")
 BESIDE = "scan.html"
@@ -38,14 +38,14 @@ def demo(
     """
     import time
 
-    from headwise.cli.ending import aside, end
-    from headwise.cli.scan.asked import Asked
+    from headwise.cli.output import aside, end
     from headwise.cli.scan.command import report_of
-    from headwise.reports.scan import save
+    from headwise.cli.scan.scan_options import ScanOptions
+    from headwise.reports.scan_page import save
 
     beside = _beside(out)
     start = time.perf_counter()
-    tiny = report_of(Asked(demo=True, page=beside))
+    tiny = report_of(ScanOptions(demo=True, page=beside))
     try:
         trained = _trained(out)
     except MissingExtraError as error:
@@ -72,7 +72,7 @@ def demo(
 
 def _beside(page: Path) -> Path:
     """Where the scan's page goes if it is not the main one; refused before any work."""
-    from headwise.support.whole_files import require_writable
+    from headwise.support.atomic_write import require_writable
 
     if page.name.casefold() == BESIDE:
         raise OptionError(
@@ -89,18 +89,18 @@ def _trained(page: Path) -> ScanReport:
     Raises:
         MissingExtraError: the encoder, or transformers, is not installed.
     """
-    from headwise.cli.ending import aside
-    from headwise.cli.progress import on_a_bar
-    from headwise.cli.scan.asked import Asked
+    from headwise.bundled_models import minilm
+    from headwise.cli.output import aside
+    from headwise.cli.progress_bar import on_a_bar
     from headwise.cli.scan.command import report_of
-    from headwise.models import minilm
-    from headwise.studies import encoder
-    from headwise.studies.experiments.same_weights import same_function
+    from headwise.cli.scan.scan_options import ScanOptions
+    from headwise.study import trained_encoder
+    from headwise.study.experiments.same_weights import same_function
 
     with on_a_bar(aside(), "loading the trained encoder") as progress:
-        reading = encoder.trained(progress)
+        reading = trained_encoder.trained(progress)
         same = same_function(reading)
-    report = report_of(Asked(model_dir=minilm.folder(), page=page))
+    report = report_of(ScanOptions(model_dir=minilm.folder(), page=page))
     return replace(report, title=reading.model, same_function=same)
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.ending import NO, UNDECIDED, YES, aside
+from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
+from headwise.cli.output import NO, UNDECIDED, YES, aside
 
 
 def detect(
@@ -46,13 +46,13 @@ def detect(
 def _detect(
     place: Path, reference: Path | None, against: Path | None, given: Counts, *, as_json: bool
 ) -> int:
-    from headwise.cli.progress import on_a_bar
+    from headwise.cli.progress_bar import on_a_bar
 
     with on_a_bar(aside(), "loading torch"):
         from rich.console import Console
 
         from headwise.diagnosis.detect import detect as ask
-        from headwise.diagnosis.detection import lines_of
+        from headwise.diagnosis.detection_result import lines_of
 
         found = ask(place, reference=reference, against=against, **given)
     if as_json:

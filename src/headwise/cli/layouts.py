@@ -107,7 +107,7 @@ def _show(layout: Layout, given: dict[str, int], console: Console) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from headwise.layouts.drawing import draw, function_lines, sizes_for
+    from headwise.layouts.layout_drawing import draw, function_lines, sizes_for
 
     drawn, sizes = draw(layout, **given), sizes_for(layout, given)
     checked = f"no: {layout.unchecked}" if layout.unchecked else "yes: a test runs the real thing"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.ending import NO, UNDECIDED
+from headwise.cli.output import NO, UNDECIDED
 
 PAGE = Path("headwise-study/index.html")
 
@@ -40,15 +40,15 @@ def study(
 def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
     import time
 
-    from headwise.cli.ending import aside, end
-    from headwise.cli.progress import on_a_bar
-    from headwise.support.whole_files import require_writable
+    from headwise.cli.output import aside, end
+    from headwise.cli.progress_bar import on_a_bar
+    from headwise.support.atomic_write import require_writable
 
     start = time.perf_counter()
     with on_a_bar(aside(), "loading torch") as progress:
-        from headwise.reports.study import require, save
-        from headwise.studies.study import chosen
-        from headwise.studies.study import study as ask
+        from headwise.reports.study_page import require, save
+        from headwise.study.run import chosen
+        from headwise.study.run import study as ask
 
         # What can be refused is refused before the work, and before a folder is made.
         chosen(questions)
@@ -71,7 +71,7 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
 
 
 def _print_list(questions: list[str]) -> None:
-    from headwise.studies.study import chosen, load
+    from headwise.study.run import chosen, load
 
     names = chosen(questions)
     wide = max(map(len, names))

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.checkpoints import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.ending import NO, YES, aside, folders_to_make
+from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
+from headwise.cli.output import NO, YES, aside, folders_to_make
 
 SHOWN = 8  # tensors, before the rest is counted
 DIGESTS = ".json"
@@ -72,8 +72,8 @@ def _is_digests(path: Path) -> bool:
 
 
 def _require_new(path: Path) -> None:
-    from headwise.checkpoints.working import require_free
-    from headwise.support.whole_files import require_writable
+    from headwise.checkpoints.staging import require_free
+    from headwise.support.atomic_write import require_writable
 
     if not _is_digests(path):
         raise typer.BadParameter(
@@ -120,7 +120,7 @@ def _verify(
     *,
     outputs: bool,
 ) -> int:
-    from headwise.cli.progress import on_a_bar
+    from headwise.cli.progress_bar import on_a_bar
 
     with on_a_bar(aside(), "loading torch") as progress:
         from rich.console import Console

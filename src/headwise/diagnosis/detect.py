@@ -13,18 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.checkpoints.config import Config, Fields, known_counts, read_config
-from headwise.checkpoints.source import Source, open_source
-from headwise.diagnosis.candidates import Candidate, heads_of
-from headwise.diagnosis.detection import Detection, decided
-from headwise.diagnosis.detection import detect as by_names
+from headwise.checkpoints.config import Config, ConfigFields, known_counts, read_config
+from headwise.checkpoints.source import CheckpointSource, open_source
+from headwise.diagnosis.candidate_layouts import CandidateLayout, heads_of
+from headwise.diagnosis.detection_result import Detection, decided
+from headwise.diagnosis.detection_result import detect as by_names
 from headwise.errors import OptionError
+from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import State
+from headwise.layouts.conversion_steps import TensorHeader
+from headwise.layouts.equality import differing, differing_part
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
-from headwise.layouts.sameness import differing, differing_part
-from headwise.layouts.sizes import Sizes
-from headwise.layouts.steps import Header
 from headwise.support.integers import as_count
 
 COUNTS = ("heads", "kv_heads", "head_dim", "rotary_width")
@@ -33,7 +33,7 @@ Counts = Mapping[str, int | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
+class GivenWeights:
     """Tensors by name, with what a config and a caller say of them.
 
     Attributes:
@@ -49,9 +49,9 @@ class Weights:
     known: dict[str, int]
 
     @property
-    def headers(self) -> Mapping[str, Header]:
+    def headers(self) -> Mapping[str, TensorHeader]:
         """Names, shapes and dtypes, without reading a tensor of a file."""
-        return self.tensors.headers if isinstance(self.tensors, Source) else self.tensors
+        return self.tensors.headers if isinstance(self.tensors, CheckpointSource) else self.tensors
 
     def detection(self, **also: int) -> Detection:
         """The layouts that the weights may be in; ``also`` is known of them, too."""
@@ -84,7 +84,9 @@ class Weights:
         """
         found = layout(name)
         if (why := self.detection().refuted.get(found.name)) is not None:
-            place = self.tensors.folder if isinstance(self.tensors, Source) else self.title
+            place = (
+                self.tensors.folder if isinstance(self.tensors, CheckpointSource) else self.title
+            )
             raise OptionError(
                 saw=f"{{{parameter}}} {found.name}, where in {place} {why}",
                 needed="one layout: read as another one, rows are moved to wrong places",
@@ -109,7 +111,7 @@ class Weights:
 
 def weights_of(
     given: Given, counts: Counts, *, config: Config | None = None, title: str = "the state dict"
-) -> Weights:
+) -> GivenWeights:
     """Weights with their config and counts; of a file, no tensor is read.
 
     Args:
@@ -132,8 +134,10 @@ def weights_of(
         )
     if isinstance(given, (str, Path)):
         source = open_source(Path(given))
-        said = read_config(source.folder) if config is None else Fields.of(config)
-        return Weights(str(given), source, said, known_counts(said, counts, place=source.folder))
+        said = read_config(source.folder) if config is None else ConfigFields.of(config)
+        return GivenWeights(
+            str(given), source, said, known_counts(said, counts, place=source.folder)
+        )
     if not isinstance(given, Mapping):
         raise OptionError(
             saw=f"weights of type {type(given).__name__}",
@@ -153,8 +157,8 @@ def weights_of(
             needed="names and tensors of a model",
             do="give model.state_dict(), or the path of a file or a folder",
         )
-    said = Fields.of(config or {})
-    return Weights(title, given, said, known_counts(said, counts, place=Path(title)))
+    said = ConfigFields.of(config or {})
+    return GivenWeights(title, given, said, known_counts(said, counts, place=Path(title)))
 
 
 def whole_numbers(counts: Counts) -> Counts:
@@ -191,7 +195,7 @@ def by_values(
     known = [one for group in reference.candidates for one in _one_by_one(group[0])]
     for group in detection.candidates:
         found = _agreeing(_one_by_one(group[0]), state, known, other, called)
-        if isinstance(found, Candidate):
+        if isinstance(found, CandidateLayout):
             kept.append(tuple(one.narrowed(found.fits[0]) for one in group))
         else:
             refuted |= {one.layout.name: found for one in group}
@@ -199,12 +203,12 @@ def by_values(
 
 
 def _agreeing(
-    read: list[Candidate],
+    read: list[CandidateLayout],
     state: Mapping[str, Tensor],
-    known: list[Candidate],
+    known: list[CandidateLayout],
     other: Mapping[str, Tensor],
     called: str,
-) -> Candidate | str:
+) -> CandidateLayout | str:
     """The first of the readings that one of the reference's agrees with; else why none does."""
     if not known:
         return f"{called} has no attention that is known"
@@ -223,7 +227,7 @@ def _agreeing(
     return why
 
 
-def _one_by_one(one: Candidate) -> list[Candidate]:
+def _one_by_one(one: CandidateLayout) -> list[CandidateLayout]:
     """A candidate for each of its sizes, and for every rotary_width that it may have.
 
     All of the head comes first. Of two channels both pairings are one, so two decide nothing.
@@ -240,9 +244,9 @@ def _one_by_one(one: Candidate) -> list[Candidate]:
 
 
 def _disagreement(
-    one: Candidate,
+    one: CandidateLayout,
     state: Mapping[str, Tensor],
-    known: Candidate,
+    known: CandidateLayout,
     other: Mapping[str, Tensor],
     called: str,
 ) -> str | None:
@@ -262,7 +266,7 @@ def _disagreement(
     return None
 
 
-def _canonical(one: Candidate, number: int, state: Mapping[str, Tensor]) -> State:
+def _canonical(one: CandidateLayout, number: int, state: Mapping[str, Tensor]) -> State:
     reading = one.reading(one.fits[0], module=number)
     return reading.read({name: state[name] for name in reading.names})
 
@@ -313,7 +317,7 @@ def detect(
 
 
 def _by_run(
-    given: Weights, other: Weights | None, against: str | Path, counts: Counts
+    given: GivenWeights, other: GivenWeights | None, against: str | Path, counts: Counts
 ) -> Detection:
     if not isinstance(against, (str, Path)):
         raise OptionError(
@@ -324,8 +328,8 @@ def _by_run(
     import torch
 
     from headwise.checkpoints.stored_model import load
-    from headwise.diagnosis.behaviour import INSTEAD, by_behaviour
-    from headwise.scanning.inputs import on_tokens
+    from headwise.diagnosis.detect_by_running import INSTEAD, by_behaviour
+    from headwise.scanning.model_inputs import on_tokens
 
     stored = load(Path(against))
     # The same weights have the same counts: what is known of one is known of all.
@@ -339,7 +343,7 @@ def _by_run(
     return by_behaviour(found, given.tensors, stored.model, inputs, stored.config)
 
 
-def _by_values(given: Weights, other: Weights | None, known: dict[str, int]) -> Detection:
+def _by_values(given: GivenWeights, other: GivenWeights | None, known: dict[str, int]) -> Detection:
     shared = known if other is None else known | other.known
     found = given.detection(**shared)
     given.require_fit(found, **shared)

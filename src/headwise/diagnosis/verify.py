@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from headwise.checkpoints.config import Config
-from headwise.diagnosis.candidates import Candidate
-from headwise.diagnosis.detect import Counts, Given, Weights, by_values, weights_of
-from headwise.diagnosis.detection import Detection
-from headwise.diagnosis.result import Diagnosis, Outputs, Verdict
-from headwise.diagnosis.tensors import UNREADABLE, compare_tensors, outputs_of_both
+from headwise.diagnosis.candidate_layouts import CandidateLayout
+from headwise.diagnosis.compare_tensors import UNREADABLE, compare_tensors, outputs_of_both
+from headwise.diagnosis.detect import Counts, Given, GivenWeights, by_values, weights_of
+from headwise.diagnosis.detection_result import Detection
+from headwise.diagnosis.diagnosis_result import Diagnosis, OutputComparison, Verdict
 from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
 from headwise.support.progress import Progress, no_progress
@@ -25,7 +25,7 @@ Named = tuple[str | Layout | None, str | Layout | None]
 
 
 @dataclass(frozen=True)
-class Readings:
+class LayoutPair:
     """The layouts in which two sets of weights are read.
 
     Attributes:
@@ -48,7 +48,7 @@ class _Side:
     ``is_apart``: whether the counts of the other fit none of its layouts, and its own do.
     """
 
-    weights: Weights
+    weights: GivenWeights
     detection: Detection
     layout: Layout | None
     is_apart: bool = False
@@ -89,7 +89,7 @@ Sides = tuple[_Side, _Side]
 Trial = tuple[tuple[Layout, Layout], dict[str, int]]  # layouts, and heads and so on
 
 
-def readings(one: Weights, other: Weights, named: Named) -> Readings:
+def readings(one: GivenWeights, other: GivenWeights, named: Named) -> LayoutPair:
     """Decide in which layouts the two are read.
 
     Where no layout of the one that is open agrees with the other, they are not the same; they are
@@ -105,7 +105,7 @@ def readings(one: Weights, other: Weights, named: Named) -> Readings:
         if other.known.get(name, count) != count
     ]
     if contradictions:
-        return Readings(None, {}, tuple(contradictions))
+        return LayoutPair(None, {}, tuple(contradictions))
     known = one.known | other.known  # one config may stand for both
     parameters = [f"{which}_layout" for which in SIDES]
     first, second = sides = (
@@ -119,7 +119,7 @@ def readings(one: Weights, other: Weights, named: Named) -> Readings:
         pairs = zip(SIDES, sides, strict=True) if are_apart else ()
         notes = tuple(f"the {which} is {side.description}" for which, side in pairs)
         notes += _faults(sides, (first.layout, second.layout))
-        return Readings((first.layout, second.layout), known, notes, can_run=not notes)
+        return LayoutPair((first.layout, second.layout), known, notes, can_run=not notes)
     is_damaged = any(side.layout is None and side.faults(None) for side in sides)
     if is_damaged and first.trials and second.trials:
         return _damaged(sides, known)
@@ -131,7 +131,7 @@ def readings(one: Weights, other: Weights, named: Named) -> Readings:
 
 
 def _side(
-    weights: Weights, name: str | Layout | None, parameter: str, known: dict[str, int]
+    weights: GivenWeights, name: str | Layout | None, parameter: str, known: dict[str, int]
 ) -> _Side:
     found = weights.detection(**known)
     if name is None:
@@ -152,7 +152,7 @@ def _new(sizes: dict[str, int], known: dict[str, int]) -> dict[str, int]:
     return {name: sizes[name] for name in FOUND if name in sizes and name not in known}
 
 
-def _damaged(sides: Sides, known: dict[str, int]) -> Readings:
+def _damaged(sides: Sides, known: dict[str, int]) -> LayoutPair:
     """The reading of two of which one is not whole: in one layout if it can be."""
     first, second = sides
     pairs = [(one, two) for one in first.trials for two in second.trials]
@@ -163,7 +163,7 @@ def _damaged(sides: Sides, known: dict[str, int]) -> Readings:
         both = sizes | others if first.faults(mine) else others | sizes
         trials.append(((mine, theirs), known | _new(both, known)))
     (layouts, counts), _ = _most_equal(sides, trials)
-    return Readings(layouts, counts, _faults(sides, layouts), can_run=False)
+    return LayoutPair(layouts, counts, _faults(sides, layouts), can_run=False)
 
 
 def _faults(sides: Sides, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def _faults(sides: Sides, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
     )
 
 
-def _by_values(sides: Sides, at: int, known: dict[str, int]) -> Readings:
+def _by_values(sides: Sides, at: int, known: dict[str, int]) -> LayoutPair:
     """The reading of two of which the side at ``at`` is open."""
     open_, other = sides[at], sides[1 - at]
     found = open_.agreeing(other, called=f"the {SIDES[1 - at]}")
@@ -190,10 +190,10 @@ def _by_values(sides: Sides, at: int, known: dict[str, int]) -> Readings:
     counts = "".join(f", {name} {count}" for name, count in new.items())
     layouts = (mine.layout, theirs) if at == 0 else (theirs, mine.layout)
     line = f"read as {layouts[0].name} and {layouts[1].name}{counts}: their values agree so"
-    return Readings(layouts, known | new, (line,))
+    return LayoutPair(layouts, known | new, (line,))
 
 
-def _nearest(sides: Sides, at: int, found: Detection, known: dict[str, int]) -> Readings:
+def _nearest(sides: Sides, at: int, found: Detection, known: dict[str, int]) -> LayoutPair:
     """The reading of weights that agree in none: each tensor is compared all the same."""
     open_, other = sides[at], sides[1 - at]
     theirs = other.layout or _likest(other.detection, None).layout
@@ -215,7 +215,7 @@ def _nearest(sides: Sides, at: int, found: Detection, known: dict[str, int]) -> 
             for one in _all(open_.detection)
         ),
     )
-    return Readings(layouts, counts, lines, can_run=not (open_.is_apart or other.is_apart))
+    return LayoutPair(layouts, counts, lines, can_run=not (open_.is_apart or other.is_apart))
 
 
 def _most_equal(sides: Sides, trials: list[Trial]) -> tuple[Trial, int]:
@@ -230,13 +230,13 @@ def _most_equal(sides: Sides, trials: list[Trial]) -> tuple[Trial, int]:
     return trials[counts.index(most)], most
 
 
-def _likest(found: Detection, other: Layout | None) -> Candidate:
+def _likest(found: Detection, other: Layout | None) -> CandidateLayout:
     """Of those that agree the one that the other is in, or else that knows the most names."""
     name = None if other is None else other.name
     return min(_all(found), key=lambda one: (one.layout.name != name, -one.around))
 
 
-def _all(found: Detection) -> Iterator[Candidate]:
+def _all(found: Detection) -> Iterator[CandidateLayout]:
     return (one for group in found.candidates for one in group)
 
 
@@ -292,7 +292,7 @@ def verify(
 
 
 def _diagnosis(
-    one: Weights, other: Weights, read: Readings, *, outputs: bool, progress: Progress
+    one: GivenWeights, other: GivenWeights, read: LayoutPair, *, outputs: bool, progress: Progress
 ) -> Diagnosis:
     if read.layouts is None:
         return Diagnosis(verdict=Verdict.DIFFERENT, layouts=None, notes=read.lines, tensors=None)
@@ -300,7 +300,7 @@ def _diagnosis(
     tensors = compare_tensors(
         one.tensors, other.tensors, mine, theirs, progress=progress, **read.known
     )
-    ran: list[Outputs] = []
+    ran: list[OutputComparison] = []
     if outputs and read.can_run and not tensors.unheld:
         stated = one.config or other.config
         ran = outputs_of_both(one.tensors, other.tensors, mine, theirs, stated, **read.known)

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
 from headwise.huggingface.lazy_mask import MEANING, LazyMask
 from headwise.huggingface.masks import is_made_for_eager
 from headwise.layers.hooks import shown
-from headwise.masks.casting import cast_bias
+from headwise.masks.additive_mask import taken_apart
+from headwise.masks.bias_dtype import cast_bias
 from headwise.masks.clauses.segments import Segments
-from headwise.masks.float_mask import taken_apart
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.matrix import AttentionMatrix
-from headwise.support.eager import as_autocast_has_it
+from headwise.support.tracing import as_autocast_has_it
 
 AXES = "batch heads queries keys"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.errors import MaskError
 from headwise.masks.mask import Mask
 from headwise.support import private_torch
-from headwise.support.nested import mapped
+from headwise.support.nested_tensors import mapped
 
 MEANING = "headwise_mask"  # the attribute by which a written mask may carry the lazy one
 

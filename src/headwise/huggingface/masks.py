@@ -28,18 +28,18 @@ from torch.nn.functional import pad
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel, masking_utils
 
 from headwise.errors import OptionError
-from headwise.huggingface import patterns
+from headwise.huggingface import mask_functions
 from headwise.huggingface.lazy_mask import MEANING, LazyMask
-from headwise.huggingface.patterns import Place
+from headwise.huggingface.mask_functions import TokenPositions
 from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
 from headwise.support import private_torch
-from headwise.support.eager import is_traced
+from headwise.support.tracing import is_traced
 
 
 def prepare() -> None:
     """Learn the installed version's mask functions now, not within some model's first call."""
-    patterns.known()
+    mask_functions.known()
 
 
 def from_transformers(**call: Any) -> Tensor | None:
@@ -119,7 +119,7 @@ def _is_causal_alone(call: dict[str, Any]) -> bool:
     )
 
 
-def _place(call: dict[str, Any]) -> Place | None:
+def _place(call: dict[str, Any]) -> TokenPositions | None:
     """Where the call stands; None where its mask has to be written."""
     positions = call.get("cache_position")
     queries = call["q_length"] if positions is None else positions.shape[0]
@@ -131,7 +131,7 @@ def _place(call: dict[str, Any]) -> Place | None:
         if (positions is None and queries == 1) or not _may_read(first):
             return None
         first = int(first)
-    return Place(queries, call["kv_length"], first, call.get("kv_offset", 0))
+    return TokenPositions(queries, call["kv_length"], first, call.get("kv_offset", 0))
 
 
 @cache
@@ -178,16 +178,16 @@ def _may_read(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and not capturing
 
 
-def _mask(call: dict[str, Any], place: Place) -> Mask | None:
+def _mask(call: dict[str, Any], place: TokenPositions) -> Mask | None:
     function = call.get("mask_function", masking_utils.causal_mask_function)
-    mask = patterns.read(function, place)
+    mask = mask_functions.read(function, place)
     padding = call.get("attention_mask")
     if mask is None or padding is None:
         return mask
     return mask & _real_keys(padding, mask, place) if padding.dim() == 2 else None
 
 
-def _real_keys(padding: Tensor, mask: Mask, place: Place) -> Mask:
+def _real_keys(padding: Tensor, mask: Mask, place: TokenPositions) -> Mask:
     """The keys that are no padding: as lengths, as starts, or else one bool for each key."""
     end = place.first_key + place.keys
     padding = pad(padding.bool(), (0, max(0, end - padding.shape[1])))
@@ -209,7 +209,7 @@ def _real_keys(padding: Tensor, mask: Mask, place: Place) -> Mask:
     return Mask.starts(keys=starts) if torch.equal(real[:, start:stop], after_start) else by_key
 
 
-def _hides_nothing(mask: Mask, place: Place, device: torch.device) -> bool:
+def _hides_nothing(mask: Mask, place: TokenPositions, device: torch.device) -> bool:
     bound = mask.bind(**_sizes(place), batch=1, device=device) if _is_bands(mask) else None
     return bound is not None and not bound.hiding
 
@@ -218,5 +218,5 @@ def _is_bands(mask: Mask) -> bool:
     return len(mask.of_kind(Band)) == len(mask.clauses)
 
 
-def _sizes(place: Place) -> dict[str, int]:
+def _sizes(place: TokenPositions) -> dict[str, int]:
     return {"heads": 1, "queries": place.queries, "keys": place.keys}

@@ -7,14 +7,14 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from headwise import reference
-from headwise.kernels import cells
+from headwise.kernels import block_map
+from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
-from headwise.kernels.problem import Problem
-from headwise.kernels.tiled import Readings, Wanted, empty_readings, log_floor, shift_of
-from headwise.support.eager import autocasts, is_recorded
+from headwise.kernels.tiled import KernelResult, Requested, empty_readings, log_floor, shift_of
+from headwise.support.tracing import autocasts, is_recorded
 
 
-class Dense(Kernel):
+class DenseKernel(Kernel):
     """The weights written down. It takes every task."""
 
     name = "dense"
@@ -23,7 +23,7 @@ class Dense(Kernel):
         """See `Kernel.refuses`."""
         return None
 
-    def run(self, task: Task) -> Readings:
+    def run(self, task: Task) -> KernelResult:
         """See `Kernel.run`."""
         if task.dropout_p == 0 or task.v is None:
             return read(task.problem, task.v, task.y, task.readings)
@@ -55,7 +55,9 @@ def one_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     return p @ v, p.mean(1)
 
 
-def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -> Readings:
+def read(
+    problem: BoundScores, v: Tensor | None, y: Tensor | None, wanted: Requested
+) -> KernelResult:
     """Every asked reading from the dense weights; queries x keys memory."""
     exact, (queries, keys) = problem.accumulate, (problem.q.shape[2], problem.k.shape[2])
     result = empty_readings(problem.q, problem.k, v, y, wanted)
@@ -69,7 +71,7 @@ def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -
     log_p = (s - (shift + log_sum)[..., None]).clamp(min=log_floor(exact))
     out = result.out if v is None else p @ reference.share_heads(v.to(exact), heads=p.shape[1])
     transposed = result.transposed if y is None else p.transpose(-2, -1) @ y.to(exact)
-    return Readings(
+    return KernelResult(
         out=out.to(problem.q.dtype),
         transposed=transposed.to(problem.q.dtype),
         peak=peak,
@@ -81,17 +83,21 @@ def read(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -
     )
 
 
-def _cells(p: Tensor, wanted: Wanted) -> Tensor:
-    in_query_block = cells.membership(p.shape[2], wanted.query_blocks, p)
-    return in_query_block.transpose(-2, -1) @ p @ cells.membership(p.shape[3], wanted.key_blocks, p)
+def _cells(p: Tensor, wanted: Requested) -> Tensor:
+    in_query_block = block_map.membership(p.shape[2], wanted.query_blocks, p)
+    return (
+        in_query_block.transpose(-2, -1)
+        @ p
+        @ block_map.membership(p.shape[3], wanted.key_blocks, p)
+    )
 
 
-def weights(problem: Problem) -> Tensor:
+def weights(problem: BoundScores) -> Tensor:
     """The attention matrix in the dtype of accumulation."""
     return reference.weights_of(_scores(problem), problem.sink)
 
 
-def _scores(problem: Problem) -> Tensor:
+def _scores(problem: BoundScores) -> Tensor:
     return reference.scores_at(
         problem.q.to(problem.accumulate),
         problem.k.to(problem.accumulate),

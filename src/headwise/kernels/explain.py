@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headwise.kernels.dense import Dense
+from headwise.kernels.bound_scores import BoundScores
+from headwise.kernels.dense import DenseKernel
 from headwise.kernels.dispatch import choose
 from headwise.kernels.kernel import Task
-from headwise.kernels.problem import Problem
-from headwise.kernels.tiled import Wanted
+from headwise.kernels.tiled import Requested
 from headwise.support.axes import human_bytes
 
 
 @dataclass(frozen=True)
-class Line:
+class ExplanationLine:
     """One reading: who computes it, why, its multiply-adds and its memory beside the result."""
 
     reading: str
@@ -33,7 +33,7 @@ class Line:
 class Explanation:
     """The answer of ``A.explain()``; print it."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[ExplanationLine, ...]
 
     def __str__(self) -> str:
         head = f"{'reading':<22} {'kernel':<7} {'cost beside result':<22} why"
@@ -42,19 +42,24 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(problem: Problem, v: Tensor) -> Explanation:
+def explain(problem: BoundScores, v: Tensor) -> Explanation:
     """What each reading of this matrix would run, for values shaped like ``v``."""
     y = v.new_zeros(()).expand(*problem.q.shape[:3], v.shape[3])
     tasks = {
         "A @ v": Task(problem, v=v),
         "A.mT @ y": Task(problem, y=y),
-        "statistics, diagonal": Task(problem, wanted=Wanted(entropy=True, received=True)),
-        "head_average": Task(problem, wanted=Wanted(average=True)),
+        "statistics, diagonal": Task(problem, wanted=Requested(entropy=True, received=True)),
+        "head_average": Task(problem, wanted=Requested(average=True)),
     }
-    rows = Line("rows, dense", Dense.name, "written down on request", *Dense().cost(Task(problem)))
+    rows = ExplanationLine(
+        "rows, dense",
+        DenseKernel.name,
+        "written down on request",
+        *DenseKernel().cost(Task(problem)),
+    )
     return Explanation((*(_line(reading, task) for reading, task in tasks.items()), rows))
 
 
-def _line(reading: str, task: Task) -> Line:
+def _line(reading: str, task: Task) -> ExplanationLine:
     kernel, why = choose(task)
-    return Line(reading, kernel.name, why, *kernel.cost(task))
+    return ExplanationLine(reading, kernel.name, why, *kernel.cost(task))

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from headwise.kernels.problem import Problem
-from headwise.kernels.tiled import Readings, Wanted
+from headwise.kernels.bound_scores import BoundScores
+from headwise.kernels.tiled import KernelResult, Requested
 from headwise.kernels.tiles import plan
 
 
@@ -30,10 +30,10 @@ class Task:
         notes: what a kernel found out of this task, and would find once more.
     """
 
-    problem: Problem
+    problem: BoundScores
     v: Tensor | None = None
     y: Tensor | None = None
-    wanted: Wanted | None = None
+    wanted: Requested | None = None
     dropout_p: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict, init=False)
 
@@ -43,9 +43,9 @@ class Task:
         return self.v if self.y is None and self.wanted is None else None
 
     @property
-    def readings(self) -> Wanted:
+    def readings(self) -> Requested:
         """``wanted``, or none."""
-        return self.wanted or Wanted()  # no default: a compiler cannot make one
+        return self.wanted or Requested()  # no default: a compiler cannot make one
 
     @cached_property
     def cells(self) -> int:
@@ -80,7 +80,7 @@ class Kernel(ABC):
         """Why it does not take this task, in one line; None where it takes it."""
 
     @abstractmethod
-    def run(self, task: Task) -> Readings:
+    def run(self, task: Task) -> KernelResult:
         """The readings that were asked for; others may be without elements."""
 
     @abstractmethod
@@ -92,6 +92,6 @@ class Kernel(ABC):
         return None
 
 
-def outputs_alone(out: Tensor) -> Readings:
+def outputs_alone(out: Tensor) -> KernelResult:
     """Head outputs, and no other reading."""
-    return Readings(out, *[out.new_empty(0)] * (len(Readings._fields) - 1))
+    return KernelResult(out, *[out.new_empty(0)] * (len(KernelResult._fields) - 1))

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from torch.overrides import has_torch_function
 
 from headwise.support import private_torch
-from headwise.support.eager import autocasts, is_recorded
+from headwise.support.tracing import autocasts, is_recorded
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Multiply-adds from which oneDNN's product pays: below, it takes 1.04 to 2.7 times F.linear's time

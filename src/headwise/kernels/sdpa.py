@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwise.kernels import tiles
+from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
-from headwise.kernels.problem import Problem
-from headwise.kernels.tiled import Readings
-from headwise.masks.casting import cast_bias, cast_biases
+from headwise.kernels.tiled import KernelResult
+from headwise.masks.bias_dtype import cast_bias, cast_biases
 from headwise.masks.clause import WHOLE
-from headwise.support.eager import is_recorded, may_check_values
-from headwise.support.own_calls import call_as_own
+from headwise.support.kernel_calls import call_as_own
+from headwise.support.tracing import is_recorded, may_check_values
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
-class Fused(Kernel):
+class FusedKernel(Kernel):
     """torch's scaled_dot_product_attention, for head outputs alone."""
 
     name = "sdpa"
@@ -48,7 +48,7 @@ class Fused(Kernel):
         copies = f", after a copy of {', '.join(strided)}: the last stride is not 1"
         return f"the fused kernel takes this mask{copies if strided else ''}"
 
-    def run(self, task: Task) -> Readings:
+    def run(self, task: Task) -> KernelResult:
         """See `Kernel.run`."""
         assert task.v is not None
         return outputs_alone(head_outputs(task.problem, task.v, dropout_p=task.dropout_p))
@@ -71,7 +71,7 @@ def _reasons(task: Task) -> Iterator[tuple[bool, str]]:
         yield from _costs_more(task.problem, task.values)
 
 
-def _cannot(problem: Problem) -> Iterator[tuple[bool, str]]:
+def _cannot(problem: BoundScores) -> Iterator[tuple[bool, str]]:
     """What the fused kernel computes otherwise."""
     bias, dtype = problem.bias, problem.q.dtype
     yield problem.softcap is not None, "softcap: the fused kernel has none"
@@ -87,7 +87,7 @@ def _cannot(problem: Problem) -> Iterator[tuple[bool, str]]:
     yield sum_overflows(problem), "float16 cannot hold the sum of these score biases"
 
 
-def _costs_more(problem: Problem, v: Tensor) -> Iterator[tuple[bool, str]]:
+def _costs_more(problem: BoundScores, v: Tensor) -> Iterator[tuple[bool, str]]:
     """What it computes by writing queries x keys, or not at all in this mode."""
     # A query that may attend to nothing gets the mean of v.
     yield torch.onnx.is_in_onnx_export(), "exported, torch's operator has no rows without keys"
@@ -106,7 +106,7 @@ def _costs_more(problem: Problem, v: Tensor) -> Iterator[tuple[bool, str]]:
     yield double, "the fused kernel takes no float64 on this device"
 
 
-def sum_overflows(problem: Problem) -> bool:
+def sum_overflows(problem: BoundScores) -> bool:
     """Whether the fused kernel, which takes one bias, would lose a number that the tiles hold.
 
     Values are read on the CPU alone; elsewhere such a sum becomes the largest or lowest number.
@@ -118,7 +118,7 @@ def sum_overflows(problem: Problem) -> bool:
     return sum(float(part.abs().amax()) for part in finite) > torch.finfo(torch.float16).max
 
 
-def _is_large_when_written(problem: Problem) -> bool:
+def _is_large_when_written(problem: BoundScores) -> bool:
     """Whether the fused kernel needs a mask that must be written, and is larger than a tile.
 
     None must be for a causal mask alone, one dense tensor alone, and clauses over keys alone.
@@ -136,7 +136,7 @@ def _is_large_when_written(problem: Problem) -> bool:
     return prod(max(shape[axis] for shape in shapes) for axis in range(4)) > tiles.TILE_ELEMENTS
 
 
-def _costs_more_to_copy(problem: Problem, v: Tensor) -> bool:
+def _costs_more_to_copy(problem: BoundScores, v: Tensor) -> bool:
     """Whether k or v must be copied for the fused kernel, and is larger than the weights."""
     if not (is_strided(problem.k) or is_strided(v)):
         return False
@@ -146,7 +146,7 @@ def _costs_more_to_copy(problem: Problem, v: Tensor) -> bool:
     return queries * problem.group <= problem.q.shape[3]
 
 
-def _shapes_written(problem: Problem) -> Iterator[tuple[int, ...]]:
+def _shapes_written(problem: BoundScores) -> Iterator[tuple[int, ...]]:
     """How far each clause that hides something, and each part of the bias, spans the four axes."""
     mask, bias = problem.mask, problem.bias
     for clause in mask.hiding:
@@ -160,7 +160,7 @@ def _shapes_written(problem: Problem) -> Iterator[tuple[int, ...]]:
 # ---- the call --------------------------------------------------------------------------------
 
 
-def head_outputs(problem: Problem, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
+def head_outputs(problem: BoundScores, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
     """(batch, heads, queries, value_dim) for values (batch, kv_heads, keys, value_dim).
 
     With dropout torch leaves its fused path, and writes queries x keys.
@@ -216,7 +216,7 @@ def with_unit_stride(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if is_strided(tensor) else tensor
 
 
-def copied_bytes(problem: Problem, v: Tensor) -> int:
+def copied_bytes(problem: BoundScores, v: Tensor) -> int:
     """Memory of the operands that `head_outputs` copies, and of the outputs' padding."""
     width, itemsize = max(problem.q.shape[-1], v.shape[-1]), v.element_size()
     entries = problem.q.shape[:-1].numel() * (width - v.shape[-1])
@@ -226,7 +226,7 @@ def copied_bytes(problem: Problem, v: Tensor) -> int:
     return entries * itemsize
 
 
-def combined_mask(problem: Problem) -> Tensor | None:
+def combined_mask(problem: BoundScores) -> Tensor | None:
     """Mask and bias as the one ``attn_mask`` that torch takes; None for a causal mask alone."""
     mask = problem.mask
     rows = torch.arange(mask.sizes.queries, device=problem.q.device)
@@ -241,6 +241,6 @@ def combined_mask(problem: Problem) -> Tensor | None:
     return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
 
 
-def is_causal_alone(problem: Problem) -> bool:
+def is_causal_alone(problem: BoundScores) -> bool:
     """Whether the causal flag says all there is to say."""
     return problem.mask.is_causal and problem.bias.is_zero

@@ -31,12 +31,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.kernels import cells, tiles
-from headwise.kernels.problem import Problem, accumulation_dtype
+from headwise.kernels import block_map, tiles
+from headwise.kernels.bound_scores import BoundScores, accumulation_dtype
 from headwise.kernels.tiles import KeysByColumn, Scratch, Tile, grouped, lanes, plan, tile_scores
 
 
-class Readings(NamedTuple):
+class KernelResult(NamedTuple):
     """What one pass returns; a reading that was not asked for has no elements."""
 
     out: Tensor  # (batch, heads, queries, value_dim)
@@ -49,7 +49,7 @@ class Readings(NamedTuple):
     cells: Tensor  # (batch, heads, blocks of queries, blocks of keys)
 
 
-class Wanted(NamedTuple):
+class Requested(NamedTuple):
     """Readings beyond the row's peak and log_sum, which always come along."""
 
     entropy: bool = False
@@ -79,7 +79,9 @@ def shift_of(peak: Tensor, sink: Tensor | None) -> Tensor:
 # ---- forward -----------------------------------------------------------------------------------
 
 
-def forward(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted) -> Readings:
+def forward(
+    problem: BoundScores, v: Tensor | None, y: Tensor | None, wanted: Requested
+) -> KernelResult:
     """All asked readings in one pass over the matrix."""
     result = empty_readings(problem.q, problem.k, v, y, wanted)
     # Sums over queries are kept in the accumulation dtype and cast once at the end.
@@ -103,7 +105,7 @@ def forward(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted
         if wanted.average or result.cells.numel():
             e.div_(total[..., None])
         if result.cells.numel():
-            cells.add_tile(result.cells, problem, tile, e)
+            block_map.add_tile(result.cells, problem, tile, e)
         if wanted.average:
             mean = e.sum(1).div_(e.shape[1])
             result.average[tile.batches, tile.rows, tile.columns] = mean.to(result.average.dtype)
@@ -111,8 +113,8 @@ def forward(problem: Problem, v: Tensor | None, y: Tensor | None, wanted: Wanted
 
 
 def empty_readings(
-    q: Tensor, k: Tensor, v: Tensor | None, y: Tensor | None, wanted: Wanted
-) -> Readings:
+    q: Tensor, k: Tensor, v: Tensor | None, y: Tensor | None, wanted: Requested
+) -> KernelResult:
     """The result before any tile: that of queries that may attend to nothing."""
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
@@ -123,7 +125,7 @@ def empty_readings(
     def zeros(shape: tuple[int, ...], dtype: torch.dtype, asked: bool) -> Tensor:
         return q.new_zeros(shape if asked else (0,), dtype=dtype)
 
-    return Readings(
+    return KernelResult(
         out=zeros((*rows, v.shape[-1] if v is not None else 0), q.dtype, v is not None),
         transposed=zeros((*columns, y.shape[-1] if y is not None else 0), q.dtype, y is not None),
         peak=q.new_full(rows, -torch.inf, dtype=exact),
@@ -135,12 +137,12 @@ def empty_readings(
     )
 
 
-def _cut_sink(problem: Problem, tile: Tile) -> Tensor | None:
+def _cut_sink(problem: BoundScores, tile: Tile) -> Tensor | None:
     return None if problem.sink is None else problem.sink[tile.heads]
 
 
 def exponentials(
-    problem: Problem, tile: Tile, s: Tensor, shift: Tensor, second: Scratch, with_entropy: bool
+    problem: BoundScores, tile: Tile, s: Tensor, shift: Tensor, second: Scratch, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """e (in scratch memory), Z (1 for rows without keys and sink), and the entropy if wanted."""
     s.sub_(shift[..., None])
@@ -161,7 +163,7 @@ def exponentials(
     return e, total, None if entropy is None else entropy / total + total.log()
 
 
-def _product(problem: Problem, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
+def _product(problem: BoundScores, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
     batches, kv_heads, group, rows, columns = tile.size(problem.group)
     values = lanes(v, tile, tile.columns, tile.kv_heads, e.dtype)
     out = torch.bmm(e.view(batches * kv_heads, group * rows, columns), values)
@@ -188,7 +190,7 @@ def _column_sums(
 
 
 @dataclass(frozen=True, eq=False)
-class Upstream:
+class UpstreamGradients:
     """Gradients of the readings; None where nothing flows back."""
 
     out: Tensor | None
@@ -215,11 +217,11 @@ class Gradients:
 
 
 def backward(
-    problem: Problem,
+    problem: BoundScores,
     v: Tensor | None,
     y: Tensor | None,
     readings: tuple[Tensor, Tensor],
-    upstream: Upstream,
+    upstream: UpstreamGradients,
     bias_needs: tuple[bool, list[bool]],
 ) -> Gradients:
     """One pass: recompute each tile's weights from ``readings`` (peak, log_sum), then dp and ds."""
@@ -252,7 +254,7 @@ def backward(
 
 
 def _zero_gradients(
-    problem: Problem, v: Tensor | None, y: Tensor | None, bias_needs: tuple[bool, list[bool]]
+    problem: BoundScores, v: Tensor | None, y: Tensor | None, bias_needs: tuple[bool, list[bool]]
 ) -> Gradients:
     def zeros(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -275,13 +277,13 @@ def _zero_gradients(
 
 
 def _gradient_of_weights(
-    problem: Problem,
+    problem: BoundScores,
     tile: Tile,
     log_p: Tensor,
     dp: Tensor,
     v: Tensor | None,
     y: Tensor | None,
-    upstream: Upstream,
+    upstream: UpstreamGradients,
 ) -> None:
     """Write dp; ``log_p`` is only clamped."""
     batches, heads, rows, columns = log_p.shape
@@ -302,7 +304,7 @@ def _gradient_of_weights(
         share = upstream.average[tile.batches, None, tile.rows, tile.columns].to(exact)
         dp.add_(share, alpha=1.0 / problem.q.shape[1])
     if upstream.cells is not None:
-        dp.add_(cells.of_tile(upstream.cells, problem, tile))
+        dp.add_(block_map.of_tile(upstream.cells, problem, tile))
     if upstream.entropy is not None:
         log_p.clamp_(min=log_floor(exact))
         own = upstream.entropy[tile.batches, tile.heads, tile.rows, None]
@@ -310,10 +312,10 @@ def _gradient_of_weights(
 
 
 def _gradient_of_factors(
-    problem: Problem,
+    problem: BoundScores,
     tile: Tile,
     p: Tensor,
-    upstream: Upstream,
+    upstream: UpstreamGradients,
     gradients: Gradients,
 ) -> None:
     """dv = p^T dout and dy = p dtransposed."""
@@ -331,13 +333,13 @@ def _gradient_of_factors(
 
 
 def _gradient_of_scores(
-    problem: Problem,
+    problem: BoundScores,
     tile: Tile,
     p: Tensor,
     dp: Tensor,
     log_sum: Tensor,
     shift: Tensor,
-    upstream: Upstream,
+    upstream: UpstreamGradients,
     gradients: Gradients,
 ) -> Tensor:
     """ds = p (dp - sum p dp + dlog_sum), in dp's memory, and the sink's own gradient."""
@@ -363,7 +365,7 @@ def _gradient_at_peak(tile: Tile, at_peak: Tensor, dpeak: Tensor) -> Tensor:
 
 
 def _add_query_key_gradients(
-    problem: Problem, tile: Tile, ds: Tensor, q: Tensor, k: Tensor, gradients: Gradients
+    problem: BoundScores, tile: Tile, ds: Tensor, q: Tensor, k: Tensor, gradients: Gradients
 ) -> None:
     """dq = scale ds k, dk = ds^T (scale q); ``q`` comes scaled."""
     batches, heads, rows, columns = ds.shape
@@ -375,7 +377,7 @@ def _add_query_key_gradients(
     gradients.k[tile.batches, tile.kv_heads, tile.columns] += dk
 
 
-def _add_bias_gradients(problem: Problem, tile: Tile, ds: Tensor, gradients: Gradients) -> None:
+def _add_bias_gradients(problem: BoundScores, tile: Tile, ds: Tensor, gradients: Gradients) -> None:
     for gradient in gradients.tensors:
         if gradient is not None:
             index = (tile.batches, tile.heads, tile.rows, tile.columns)

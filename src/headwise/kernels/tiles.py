@@ -14,9 +14,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from headwise.kernels.problem import Problem
+from headwise.kernels.bound_scores import BoundScores
+from headwise.masks.bias_dtype import cast_biases
 from headwise.masks.bound_mask import BoundMask
-from headwise.masks.casting import cast_biases
 from headwise.masks.clause import Clause, Span
 
 # 8 MB of float32. On two cores, half of it cost 13 % more and twice of it 10 % more (docs/log.md).
@@ -40,7 +40,7 @@ class Tile:
         return batches, kv_heads, group, rows, columns
 
 
-def plan(problem: Problem, *, all_heads: bool = False) -> Iterator[Tile]:
+def plan(problem: BoundScores, *, all_heads: bool = False) -> Iterator[Tile]:
     """Tiles that cover every row once; ``all_heads`` keeps the heads of a row together."""
     batch, heads, queries, _ = problem.q.shape
     kv_heads = problem.k.shape[1]
@@ -66,7 +66,7 @@ def plan(problem: Problem, *, all_heads: bool = False) -> Iterator[Tile]:
                 )
 
 
-def _rows(problem: Problem, heads: int) -> int:
+def _rows(problem: BoundScores, heads: int) -> int:
     """Queries per tile, so that ``heads`` of them fit; under a window, near its diagonal."""
     queries, span = problem.q.shape[2], _span(problem)
     rows = min(queries, max(128, span))
@@ -75,11 +75,11 @@ def _rows(problem: Problem, heads: int) -> int:
     )
 
 
-def _width(problem: Problem, rows: int) -> int:
+def _width(problem: BoundScores, rows: int) -> int:
     return min(problem.k.shape[2], _span(problem) + rows)
 
 
-def _span(problem: Problem) -> int:
+def _span(problem: BoundScores) -> int:
     """Keys that one query can see, as far as its distance to them goes."""
     return problem.mask.longest_run
 
@@ -87,7 +87,7 @@ def _span(problem: Problem) -> int:
 class Scratch:
     """A buffer that every tile reuses: fresh memory costs more than the arithmetic on it."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: BoundScores) -> None:
         self._memory = problem.q.new_empty(0, dtype=problem.accumulate)
 
     def view(self, *shape: int) -> Tensor:
@@ -104,7 +104,7 @@ class KeysByColumn:
     Tiles of the same heads come one after the other, so one copy is kept.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: BoundScores) -> None:
         self._problem = problem
         self._heads: tuple[slice, slice] | None = None
         self._columns = problem.k
@@ -132,7 +132,7 @@ def grouped(tensor: Tensor, tile: Tile, group: int, dtype: torch.dtype) -> Tenso
 
 
 def tile_scores(
-    problem: Problem,
+    problem: BoundScores,
     tile: Tile,
     keys: KeysByColumn,
     scratch: Scratch,
@@ -171,7 +171,7 @@ def sum_diagonals(block: Tensor) -> Tensor:
     return padded[:, : rows * (rows + columns - 1)].view(heads, rows, -1).sum(1)
 
 
-def _apply_mask(problem: Problem, tile: Tile, s: Tensor) -> None:
+def _apply_mask(problem: BoundScores, tile: Tile, s: Tensor) -> None:
     """Write -inf where the mask hides; a band touches only the columns at its edges."""
     mask, whole = problem.mask, tile.columns
     everywhere = []

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from headwise.matrix import AttentionMatrix
+from headwise.attention_matrix import AttentionMatrix
 
 # (matrix, values (batch, kv_heads, keys, value_dim), head outputs (batch, heads, queries,
 # value_dim)) -> the head outputs to go on with: the same, or others in their place.

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
+from headwise.layouts.conversion_plan import plan
+from headwise.layouts.conversion_steps import ConversionStep
+from headwise.layouts.equality import same_bytes
 from headwise.layouts.layout import Layout
-from headwise.layouts.places import Form
-from headwise.layouts.plan import plan
+from headwise.layouts.module_names import NameForm
 from headwise.layouts.registry import layout
-from headwise.layouts.sameness import same_bytes
-from headwise.layouts.steps import Step
 
 
 class RoundTripError(HeadwiseError, RuntimeError):
@@ -44,18 +44,18 @@ def convert(
         known: heads, and what else no shape tells: kv_heads, rotary_width.
 
     Raises:
-        OptionError, ShapeError, DTypeError: see `headwise.layouts.plan.plan`.
+        OptionError, ShapeError, DTypeError: see `headwise.layouts.conversion_plan.plan`.
         RoundTripError: the way back does not lead to the same bytes.
     """
     made: dict[str, Tensor] = {}
-    form = Form(root=root)
+    form = NameForm(root=root)
     for step in plan(state, layout(source), layout(target), accept=accept, form=form, **known):
         found = run(step, {name: state[name] for name in step.inputs})
         made |= {name: x.clone() for name, x in found.items()} if step.is_copy else found
     return made
 
 
-def run(step: Step, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def run(step: ConversionStep, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One step, and its way back, compared byte for byte.
 
     Raises:

@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from headwise.errors import OptionError, ShapeError
+from headwise.layouts.attention_spec import AttentionSpec
+from headwise.layouts.axis_sizes import Sizes, solve
 from headwise.layouts.canonical import AXES, BIASES, NORMS, OPTIONAL, State
-from headwise.layouts.function import Function
 from headwise.layouts.pattern import (
     GROUPED,
     Pattern,
@@ -23,7 +24,6 @@ from headwise.layouts.pattern import (
     parse,
     unpack,
 )
-from headwise.layouts.sizes import Sizes, solve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +68,7 @@ class Layout:
     optional: tuple[str, ...] = ()
     splits: Splits = field(default_factory=dict)
     fixed: Mapping[str, int] = field(default_factory=dict)
-    function: Function = field(default_factory=Function)
+    function: AttentionSpec = field(default_factory=AttentionSpec)
     unchecked: str = ""
     note: str = ""
 
@@ -113,7 +113,7 @@ class Layout:
         """What every axis measures, from the shapes of stored tensors and what is known.
 
         Raises:
-            ShapeError, OptionError: see `headwise.layouts.sizes.solve`; and where a known count
+            ShapeError, OptionError: see `layouts.axis_sizes.solve`; and where a known count
                 has no name here, or contradicts what an axis is written by.
         """
         patterns = self.patterns

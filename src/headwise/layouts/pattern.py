@@ -177,7 +177,7 @@ _TOKEN = re.compile(r"\s*(?:([A-Za-z_][\w.{}]*:?)|([()\[\]|])|(\S))")
 
 
 @dataclass(frozen=True)
-class Block:
+class PatternBlock:
     """One tensor's part of a fused axis; no names mean one entry."""
 
     tensor: str
@@ -185,14 +185,14 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Axis:
+class PatternAxis:
     """One axis of a stored tensor: ``before`` is slower than the blocks, ``after`` faster.
 
     Without blocks all names are in ``before``.
     """
 
     before: tuple[str, ...]
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[PatternBlock, ...] = ()
     after: tuple[str, ...] = ()
 
     def names_of(self, tensor: str) -> tuple[str, ...]:
@@ -218,7 +218,7 @@ class Pattern:
         fused: the number of the axis that is fused; None where it holds one tensor alone.
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[PatternAxis, ...]
     tensors: tuple[str, ...]
     fused: int | None
 
@@ -267,26 +267,26 @@ def _tokens(text: str) -> list[str]:
     return found
 
 
-def _axes(tokens: list[str], text: str) -> Iterator[Axis]:
+def _axes(tokens: list[str], text: str) -> Iterator[PatternAxis]:
     while tokens:
         token = tokens.pop(0)
         if token == "(":
             yield _product(tokens, text)
         elif token.isidentifier():
-            yield Axis((token,))
+            yield PatternAxis((token,))
         else:
             raise _refused(text, f"an axis where {token!r} stands")
 
 
-def _product(tokens: list[str], text: str) -> Axis:
+def _product(tokens: list[str], text: str) -> PatternAxis:
     """What stands between round brackets, of which the first is read."""
     before: list[str] = []
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[PatternBlock, ...] = ()
     after: list[str] = []
     while tokens:
         token = tokens.pop(0)
         if token == ")":
-            return Axis(tuple(before), blocks, tuple(after))
+            return PatternAxis(tuple(before), blocks, tuple(after))
         if token == "[" and not blocks:
             blocks = tuple(_blocks(tokens, text))
         elif token.isidentifier():
@@ -296,7 +296,7 @@ def _product(tokens: list[str], text: str) -> Axis:
     raise _refused(text, "a ) at the end")
 
 
-def _blocks(tokens: list[str], text: str) -> Iterator[Block]:
+def _blocks(tokens: list[str], text: str) -> Iterator[PatternBlock]:
     tensor = ""
     names: list[str] = []
     while tokens:
@@ -304,7 +304,7 @@ def _blocks(tokens: list[str], text: str) -> Iterator[Block]:
         if token in ("|", "]"):
             if not tensor:
                 raise _refused(text, "a tensor's name in every block: [wq: head_dim | ...]")
-            yield Block(tensor, tuple(names))
+            yield PatternBlock(tensor, tuple(names))
             tensor, names = "", []
             if token == "]":
                 return

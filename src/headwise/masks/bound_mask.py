@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from headwise.errors import DeviceError
-from headwise.masks.clause import WHOLE, Block, Clause, Index, Rectangle, Sizes, Span
+from headwise.masks.clause import WHOLE, Clause, Index, MaskBlock, MatrixSizes, Rectangle, Span
 from headwise.masks.clauses.band import Band
 
 
@@ -20,7 +20,7 @@ from headwise.masks.clauses.band import Band
 class BoundMask:
     """Bound clauses, all of which must allow a pair; like ones are merged."""
 
-    sizes: Sizes
+    sizes: MatrixSizes
     device: torch.device
     clauses: tuple[Clause, ...]
 
@@ -96,7 +96,7 @@ class BoundMask:
 
         Bool, broadcastable to (batches, heads, rows, columns).
         """
-        block = Block(batches, heads, rows, columns, self.device)
+        block = MaskBlock(batches, heads, rows, columns, self.device)
         chosen = self.clauses if clauses is None else clauses
         parts = [clause.block(block, self.sizes) for clause in chosen]
         return reduce(torch.logical_and, parts) if parts else None
@@ -119,7 +119,7 @@ class BoundMask:
 
     # ---- parts ------------------------------------------------------------------------------
 
-    def divided(self) -> Division | None:
+    def divided(self) -> BlockDiagonal | None:
         """The rectangles outside of which all is hidden; None where no clause tells."""
         told = [(clause, clause.rectangles(self.sizes)) for clause in self.clauses]
         lists = [rectangles for _, rectangles in told if rectangles is not None]
@@ -127,11 +127,11 @@ class BoundMask:
             return None
         found = tuple(r for rows in zip(*lists, strict=True) for r in reduce(_common, rows))
         rest = tuple(clause for clause, rectangles in told if rectangles is None)
-        return Division(tuple(r for r in found if r.cells), replace(self, clauses=rest))
+        return BlockDiagonal(tuple(r for r in found if r.cells), replace(self, clauses=rest))
 
     def within(self, place: Rectangle) -> BoundMask:
         """The mask of one rectangle, as a mask of that size."""
-        sizes = Sizes(1, self.sizes.heads, place.queries.size, place.keys.size)
+        sizes = MatrixSizes(1, self.sizes.heads, place.queries.size, place.keys.size)
         clauses = tuple(clause.cut(place, self.sizes) for clause in self.clauses)
         return BoundMask(sizes, self.device, clauses)
 
@@ -150,14 +150,14 @@ class BoundMask:
         return real
 
 
-class Division(NamedTuple):
+class BlockDiagonal(NamedTuple):
     """Rectangles outside of which a mask hides all, in order, and what else it says within."""
 
     rectangles: tuple[Rectangle, ...]
     rest: BoundMask
 
 
-def bind(clauses: Iterable[Clause], sizes: Sizes, device: torch.device) -> BoundMask:
+def bind(clauses: Iterable[Clause], sizes: MatrixSizes, device: torch.device) -> BoundMask:
     """Bind each clause, and merge those that are of one kind.
 
     Raises:

@@ -22,7 +22,7 @@ BOUNDLESS = 2**62  # keys: a distance that bounds nothing
 Index = slice | Tensor
 
 
-class Sizes(NamedTuple):
+class MatrixSizes(NamedTuple):
     """The sizes of an attention matrix."""
 
     batch: int
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     keys: int
 
 
-class Block(NamedTuple):
+class MaskBlock(NamedTuple):
     """A part of a matrix: batches, heads, rows (queries) and columns (keys)."""
 
     batches: slice
@@ -70,7 +70,7 @@ class Rectangle(NamedTuple):
         return self.queries.size * self.keys.size
 
 
-class Lowered(NamedTuple):
+class LoweredClause(NamedTuple):
     """A clause as an operator carries it."""
 
     kind: str
@@ -101,26 +101,26 @@ class Clause(ABC):
     # ---- at known sizes ---------------------------------------------------------------------
 
     @abstractmethod
-    def bind(self, sizes: Sizes) -> Clause:
+    def bind(self, sizes: MatrixSizes) -> Clause:
         """The clause at these sizes. Raise MaskError where it was made for others.
 
         What is bound may be bound again, at the same sizes, and stays what it is.
         """
 
     @abstractmethod
-    def block(self, block: Block, sizes: Sizes) -> Tensor:
+    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         """True = may attend, broadcastable to (batches, heads, rows, columns) of the block."""
 
     @abstractmethod
-    def pairs(self, rows: Tensor, columns: Tensor, sizes: Sizes) -> Tensor:
+    def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
         """True = may attend, at (query, key) pairs: broadcastable to (batch, heads, pairs)."""
 
     @abstractmethod
-    def cut(self, place: Rectangle, sizes: Sizes) -> Clause:
+    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Clause:
         """The clause of one rectangle, as a mask of that size sees it."""
 
     @abstractmethod
-    def extent(self, sizes: Sizes) -> Sizes:
+    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
         """How far it spans the four axes when it is written down; 1 where it is the same."""
 
     # ---- what it tells a kernel; each of these may be left as it is --------------------------
@@ -129,7 +129,7 @@ class Clause(ABC):
         """One bound clause for this and another bound one, or None."""
         return None
 
-    def hides(self, sizes: Sizes) -> bool:  # noqa: ARG002
+    def hides(self, sizes: MatrixSizes) -> bool:  # noqa: ARG002
         """False where it is known to allow everything at these sizes."""
         return True
 
@@ -141,18 +141,23 @@ class Clause(ABC):
         """Keys inside are allowed to every query in [first, stop); None: not known."""
         return None
 
-    def interval(self, rows: Tensor, batches: slice, sizes: Sizes) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+    def interval(
+        self,
+        rows: Tensor,  # noqa: ARG002
+        batches: slice,  # noqa: ARG002
+        sizes: MatrixSizes,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor] | None:
         """First key and stop of what each query may attend to, where that is one run of keys.
 
         Both broadcast to (batches, rows). They may lie beyond the keys, and stop before first.
         """
         return None
 
-    def rectangles(self, sizes: Sizes) -> list[list[Rectangle]] | None:  # noqa: ARG002
+    def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:  # noqa: ARG002
         """For each sequence disjoint rectangles that hold all allowed pairs, and no other."""
         return None
 
-    def real_keys(self, sizes: Sizes) -> Tensor | None:  # noqa: ARG002
+    def real_keys(self, sizes: MatrixSizes) -> Tensor | None:  # noqa: ARG002
         """(batch or 1, keys): False where a key is hidden from every query; None: not known."""
         return None
 
@@ -162,9 +167,9 @@ class Clause(ABC):
 
     # ---- as a value -------------------------------------------------------------------------
 
-    def known_sizes(self) -> Sizes:
+    def known_sizes(self) -> MatrixSizes:
         """The least sizes that it can be bound to; 1 where any will do."""
-        return Sizes(1, 1, 1, 1)
+        return MatrixSizes(1, 1, 1, 1)
 
     def aligned(self, align: str) -> Clause:  # noqa: ARG002
         """The clause with this alignment, where it needs one and names none."""
@@ -188,13 +193,13 @@ class Clause(ABC):
         changed = {name: function(getattr(self, name)) for name in self.tensor_fields}
         return replace(self, **changed)
 
-    def lower(self) -> Lowered:
+    def lower(self) -> LoweredClause:
         """What an operator can carry of a bound clause."""
         tensors, integers = (
             tuple(getattr(self, name) for name in names)
             for names in (self.tensor_fields, self.integer_fields)
         )
-        return Lowered(self.kind, tensors, integers)
+        return LoweredClause(self.kind, tensors, integers)
 
     @classmethod
     def lifted(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:
@@ -207,10 +212,10 @@ class IntervalClause(Clause):
     """A clause that leaves each query one run of keys; `interval` is all it has to say."""
 
     @abstractmethod
-    def interval(self, rows: Tensor, batches: slice, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:
         """First key and stop for each query; see `Clause.interval`."""
 
-    def block(self, block: Block, sizes: Sizes) -> Tensor:
+    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         """See `Clause.block`."""
         rows = positions(block.rows, sizes.queries, block.device)
         columns = positions(block.columns, sizes.keys, block.device)
@@ -218,7 +223,7 @@ class IntervalClause(Clause):
         allowed = (columns >= first[:, :, None]) & (columns < stop[:, :, None])
         return allowed[:, None]
 
-    def pairs(self, rows: Tensor, columns: Tensor, sizes: Sizes) -> Tensor:
+    def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
         """See `Clause.pairs`."""
         first, stop = self.interval(rows, WHOLE, sizes)
         return ((columns >= first) & (columns < stop))[:, None]

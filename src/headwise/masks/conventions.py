@@ -8,7 +8,7 @@ from torch import Tensor
 from headwise.errors import MaskError
 from headwise.masks.clauses.dense import with_matrix_axes
 from headwise.support.arguments import require_tensors
-from headwise.support.eager import may_check_values
+from headwise.support.tracing import may_check_values
 
 
 def require_bool(tensor: Tensor, where: str) -> None:

@@ -21,7 +21,7 @@ from headwise.errors import MaskError, OptionError
 from headwise.masks import bound_mask
 from headwise.masks.alignment import Align, require_align
 from headwise.masks.bound_mask import BoundMask
-from headwise.masks.clause import BOUNDLESS, Clause, Sizes
+from headwise.masks.clause import BOUNDLESS, Clause, MatrixSizes
 from headwise.masks.clauses.band import Band
 from headwise.masks.clauses.dense import Dense, with_matrix_axes
 from headwise.masks.clauses.lengths import (
@@ -254,7 +254,7 @@ class Mask:
             MaskError: made for other sizes, or an alignment that is needed and not named.
             DeviceError: a tensor on another device than the queries and keys.
         """
-        return bound_mask.bind(self.clauses, Sizes(batch, heads, queries, keys), device)
+        return bound_mask.bind(self.clauses, MatrixSizes(batch, heads, queries, keys), device)
 
     def draw(
         self,

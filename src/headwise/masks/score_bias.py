@@ -18,13 +18,13 @@ from torch import Tensor
 
 from headwise.errors import DeviceError, MaskError
 from headwise.masks.alignment import Align, require_align, resolve_align
-from headwise.masks.casting import cast_biases
-from headwise.masks.clause import WHOLE, Rectangle, Sizes, at_pairs, cut
+from headwise.masks.bias_dtype import cast_biases
+from headwise.masks.clause import WHOLE, MatrixSizes, Rectangle, at_pairs, cut
 from headwise.masks.clauses.dense import check_fits, with_matrix_axes
 from headwise.support.arguments import require_tensors
 from headwise.support.axes import broadcasts, describe_value
-from headwise.support.eager import may_check_values
 from headwise.support.integers import as_int64
+from headwise.support.tracing import may_check_values
 
 
 @runtime_checkable
@@ -216,7 +216,7 @@ class ScoreBias:
             # A slope of infinity would be NaN at distance 0.
             _check_values(numbers.abs() if part.name == "alibi" else numbers, device)
         for bias in self.tensors:
-            check_fits(bias, Sizes(batch, heads, queries, keys), "a score bias")
+            check_fits(bias, MatrixSizes(batch, heads, queries, keys), "a score bias")
             _check_values(bias, device)
 
     def bound(

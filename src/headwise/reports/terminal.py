@@ -14,15 +14,15 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from headwise.reports.pictures import css, ink
-from headwise.reports.scan import MAP, ScanReport
-from headwise.reports.telling import RULE, Shown, most_telling, standing_out
+from headwise.reports.png_images import css, ink
+from headwise.reports.scan_page import MAP, ScanReport
+from headwise.reports.wording import RULE, DrawnStatistic, most_telling, standing_out
 from headwise.support.axes import many
 
 if TYPE_CHECKING:
     from headwise.scanning.head_scan import HeadScan
-    from headwise.studies.question import Answer
-    from headwise.studies.study import Study
+    from headwise.study.question import Answer
+    from headwise.study.run import Study
 
 WIDTH = 80  # columns of what `print` shows
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -87,7 +87,7 @@ def _on_the_page_alone(report: ScanReport, pictures: int) -> str:
     return f"{chosen}On the page {verb} {' and '.join(left_out)}."
 
 
-def picture(one: Shown, width: int) -> Text:
+def picture(one: DrawnStatistic, width: int) -> Text:
     """Layers x heads: numbers where there is room for them, else a bar for each head."""
     heads = len(one.rows[0])
     left = len(str(len(one.rows) - 1)) + 1
@@ -109,7 +109,7 @@ def picture(one: Shown, width: int) -> Text:
     return drawn.append("\n")
 
 
-def _cell(one: Shown, value: float, width: int) -> Text:
+def _cell(one: DrawnStatistic, value: float, width: int) -> Text:
     if value != value:
         return Text(f"{NO_VALUE:>{width}}", "dim")
     colour = one.scale.colour(value)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from headwise.kernels.problem import accumulation_dtype
+from headwise.kernels.bound_scores import accumulation_dtype
 from headwise.scanning.captured_call import CapturedCall, known
-from headwise.scanning.modules import Running, as_floats
+from headwise.scanning.module_calls import ModuleCall, as_floats
 
 # ---- tokens -------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ class _Stream:
     """Tokens that were looked up in this pass."""
 
     part: str  # of the model: the beginning of its layers' names
-    within: Running | None  # the run that the embedding ran in, less modules of embeddings
+    within: ModuleCall | None  # the run that the embedding ran in, less modules of embeddings
     tokens: Tensor
 
 
@@ -68,7 +68,7 @@ class TokenStreams:
         self._given = given
         self._streams.clear()
 
-    def look_up(self, embedding: str, tokens: Tensor, around: list[Running]) -> bool:
+    def look_up(self, embedding: str, tokens: Tensor, around: list[ModuleCall]) -> bool:
         """An embedding of this name looks ``tokens`` up, (batch, length), ``around`` it run these.
 
         Return whether these are tokens that the model was given. The same tokens again, in the
@@ -95,7 +95,7 @@ class TokenStreams:
         self,
         layer: str,
         shape: tuple[int, int, int, int],
-        around: list[Running],
+        around: list[ModuleCall],
         *,
         own_key: int | None,
         windowed: bool,
@@ -125,7 +125,9 @@ class TokenStreams:
             return KeyTokens()  # the cache holds something else than what was seen to come in
         return KeyTokens(pad(past, (0, keys - seen), value=-1), seen=seen)
 
-    def _text_of(self, layer: str, shape: tuple[int, int], around: list[Running]) -> _Stream | None:
+    def _text_of(
+        self, layer: str, shape: tuple[int, int], around: list[ModuleCall]
+    ) -> _Stream | None:
         """The text (batch, length) of a layer: of its part, from the innermost run around it.
 
         An encoder that runs twice reads two texts. Where two of one shape were looked up in one
@@ -170,7 +172,7 @@ def _part_of(embedding: str) -> str:
 # ---- the output projection ----------------------------------------------------------------------
 
 
-class Pending:
+class PendingProjection:
     """A call whose output projection has not been seen yet.
 
     Args:
@@ -179,20 +181,21 @@ class Pending:
         version: of the head outputs when they were shown: it counts changes in place.
     """
 
-    def __init__(self, call: CapturedCall, block: Running | None, *, version: int) -> None:
+    def __init__(self, call: CapturedCall, block: ModuleCall | None, *, version: int) -> None:
         self.call, self.block, self.version = call, block, version
         self._outputs = known(call.outputs)
         self.is_settled = False
         self.was_read = False  # a module was given the head outputs, as they are
-        self._given: dict[Running, bool] = {}  # what runs on the outputs: whether inside the module
+        # A module that runs on the head outputs -> whether it stands inside the module.
+        self._given: dict[ModuleCall, bool] = {}
         self._inside: list[tuple[Tensor, Tensor]] = []  # projections there, and what they gave
 
-    def before(self, running: Running, around: list[nn.Module]) -> None:
+    def before(self, running: ModuleCall, around: list[nn.Module]) -> None:
         """A module is about to run; ``around`` are those that are running."""
         if running.state is not None and _is_merged(running.state, self._outputs):
             self._given[running], self.was_read = self.call.module in around, True
 
-    def after(self, running: Running, output: Any) -> None:
+    def after(self, running: ModuleCall, output: Any) -> None:
         """A module has run."""
         given = _first_tensor(output)
         if running.module is self.call.module:
@@ -232,7 +235,7 @@ def _matrix(module: nn.Module) -> Tensor | None:
     return weight if type(module).__name__.startswith("Conv1D") else weight.mT
 
 
-def _is_product(running: Running, given: Tensor) -> bool:
+def _is_product(running: ModuleCall, given: Tensor) -> bool:
     """Whether a module gave its first token times its matrix, plus its bias, up to rounding.
 
     Off by at most n u (|x| |W|) in the sum of n products, in the dtype of accumulation, and by two

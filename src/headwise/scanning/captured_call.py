@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
 from headwise import reference
+from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import ShapeError
-from headwise.kernels.problem import accumulation_dtype
-from headwise.matrix import AttentionMatrix
+from headwise.kernels.bound_scores import accumulation_dtype
 from headwise.support.axes import sizes
 from headwise.support.integers import as_int64
 
@@ -22,7 +22,7 @@ SAMPLES = 64  # rows that are kept of each sequence, at most
 Known = TypeVar("Known")
 
 
-class Samples:
+class SampledRows:
     """The rows of some queries of each sequence, out of all tiles.
 
     Which ones depends on the sequence alone, never on what else is in its batch or on padding.
@@ -64,7 +64,7 @@ def evenly_spaced(
     return in_order.gather(1, nth.clamp(max=max(0, real.shape[1] - 1))), nth < count
 
 
-class Repeats:
+class RepeatedTokens:
     """For each key, the earlier keys that hold the same token.
 
     Keys are sorted by token once, so the work grows with the number of repeats: no tile of
@@ -237,14 +237,14 @@ class CapturedCall:
         return self.matrix.seen_by(self.real_queries)
 
     @cached_property
-    def repeats(self) -> Repeats:
+    def repeats(self) -> RepeatedTokens:
         """Where tokens stand again."""
-        return Repeats(known(self.tokens), self.real_keys)
+        return RepeatedTokens(known(self.tokens), self.real_keys)
 
     @cached_property
-    def samples(self) -> Samples:
+    def samples(self) -> SampledRows:
         """Whole rows of some queries, which the tiles fill in."""
-        return Samples(self.matrix, self.real_queries)
+        return SampledRows(self.matrix, self.real_queries)
 
     @cached_property
     def out_proj_factors(self) -> Float[Tensor, "heads value_dim width"]:

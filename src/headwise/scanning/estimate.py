@@ -18,12 +18,12 @@ import psutil
 import torch
 from torch import nn
 
+from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
 from headwise.kernels.tiles import TILE_ELEMENTS
 from headwise.masks.mask import Mask
-from headwise.matrix import AttentionMatrix
+from headwise.scanning.capture import reached
 from headwise.scanning.captured_call import CELLS, CapturedCall
-from headwise.scanning.reaching import reached
 from headwise.scanning.statistics.statistic import TileStatistic, sweep
 from headwise.support.axes import human_bytes
 
@@ -35,7 +35,7 @@ ROOT = Path("/")
 
 
 @dataclass(frozen=True)
-class Call:
+class CallSizes:
     """The sizes of one attention call."""
 
     heads: int
@@ -64,9 +64,9 @@ class Estimate:
 
 
 @torch.no_grad()
-def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
+def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[CallSizes]:
     """The attention calls of a short run."""
-    found: list[Call] = []
+    found: list[CallSizes] = []
 
     def watch(call: CapturedCall) -> None:
         matrix, bound = call.matrix, call.matrix.bound_mask
@@ -74,7 +74,7 @@ def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
         left, right = bound.reach
         span = None if left is None or right is None else left + right + 1
         width = matrix.q.shape[-1] + call.values.shape[-1]
-        found.append(Call(matrix.shape[1], width, bound.is_causal, span))
+        found.append(CallSizes(matrix.shape[1], width, bound.is_causal, span))
 
     with reached(model, watch):
         run()
@@ -83,7 +83,7 @@ def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
 
 def estimate(
     model: nn.Module,
-    calls: Sequence[Call],
+    calls: Sequence[CallSizes],
     statistics: Iterable[TileStatistic],
     lengths: Sequence[int],
     *,
@@ -109,7 +109,7 @@ def estimate(
 
 
 def memory(
-    model: nn.Module, calls: Sequence[Call], statistics: Sequence[TileStatistic], length: int
+    model: nn.Module, calls: Sequence[CallSizes], statistics: Sequence[TileStatistic], length: int
 ) -> int:
     """Bytes that reading ``length`` tokens takes on top of the model."""
     heads = max(call.heads for call in calls)
@@ -140,7 +140,7 @@ def _logits(model: Any) -> int:
 
 
 def measured_speed(
-    calls: Sequence[Call], statistics: Sequence[TileStatistic]
+    calls: Sequence[CallSizes], statistics: Sequence[TileStatistic]
 ) -> tuple[float, float]:
     """Seconds for a multiply-add of a matrix product, and for one weight under all statistics.
 

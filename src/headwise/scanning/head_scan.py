@@ -8,16 +8,16 @@ from os import PathLike
 from pathlib import Path
 
 from headwise.errors import OptionError
-from headwise.scanning import files
-from headwise.scanning.difference import ScanDiff
-from headwise.scanning.readings import LayerScan, Readings
+from headwise.scanning import scan_file
+from headwise.scanning.layer_scan import LayerScan, ScanReadings
+from headwise.scanning.scan_diff import ScanDiff
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.support.axes import describe_value
 from headwise.support.display import Displayed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class HeadScan(Displayed, Readings):
+class HeadScan(Displayed, ScanReadings):
     """What every head of a model did while it read; ``headwise.scan`` makes one.
 
     ``scan["entropy"]`` is a tensor (layers, heads), ``scan.top("induction")`` names heads, and
@@ -100,7 +100,7 @@ class HeadScan(Displayed, Readings):
         Args:
             other: a scan with as many layers, of the same heads.
             match: first assign the heads of each layer to each other, by the least total distance;
-                `headwise.scanning.difference` says what the distance is.
+                `headwise.scanning.scan_diff` says what the distance is.
 
         Raises:
             OptionError: other layers or heads, or no statistic that both have.
@@ -120,7 +120,7 @@ class HeadScan(Displayed, Readings):
         Raises:
             OptionError: nothing can be written there, or the scan could not be loaded again.
         """
-        return files.write(self, Path(path))
+        return scan_file.write(self, Path(path))
 
     @classmethod
     def load(cls, path: str | PathLike[str], statistics: Iterable[Statistic] = ()) -> HeadScan:
@@ -137,7 +137,7 @@ class HeadScan(Displayed, Readings):
             OptionError: a file that is damaged or was edited, of another program or of a later
                 headwise, or with a statistic that is not known or has another `Definition.id`.
         """
-        fields, _ = files.read(Path(path), statistics)
+        fields, _ = scan_file.read(Path(path), statistics)
         return cls(**fields)
 
 

@@ -8,25 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
 from headwise.layers.hooks import shown
-from headwise.matrix import AttentionMatrix
+from headwise.scanning.capture import AttentionCapture, reached
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.inputs import Arguments, inputs_of, no_model, prepared, require_finite, run
-from headwise.scanning.modules import as_written, unembedding_of
-from headwise.scanning.reaching import Reach, reached
+from headwise.scanning.model_inputs import (
+    ModelInput,
+    inputs_of,
+    no_model,
+    prepared,
+    require_finite,
+    run,
+)
+from headwise.scanning.module_calls import as_written, unembedding_of
 from headwise.scanning.selection import (
     Layers,
     Numbers,
-    SeenLayers,
+    SelectedLayers,
     Statistics,
     select_statistics,
     select_tokens,
 )
 from headwise.scanning.statistics.statistic import TileStatistic, sweep
 from headwise.support.axes import describe_value
-from headwise.support.modes import evaluating
+from headwise.support.module_modes import evaluating
 from headwise.support.progress import Progress, no_progress
 
 Model = nn.Module | Callable[..., Any] | AttentionMatrix
@@ -78,14 +85,14 @@ def scan(
         specials=select_tokens("specials", specials),
         unembedding=unembedding_of(model),
         statistics=select_statistics(statistics),
-        layers=SeenLayers(layers, heads),
+        layers=SelectedLayers(layers, heads),
         progress=progress or no_progress,
     )
     return _scanned(model, inputs_of(inputs), collector, call)
 
 
 def _scanned(
-    model: Any, several: list[Arguments], collector: _Collector, call: Callable[..., Any] | None
+    model: Any, several: list[ModelInput], collector: _Collector, call: Callable[..., Any] | None
 ) -> HeadScan:
     """Run the model on each input, and return what was collected."""
     module = model if isinstance(model, nn.Module) else None
@@ -124,7 +131,7 @@ class _Collector:
         self,
         *,
         statistics: tuple[tuple[TileStatistic, ...], tuple[str, ...]],
-        layers: SeenLayers,
+        layers: SelectedLayers,
         separators: tuple[int, ...],
         specials: tuple[int, ...],
         unembedding: Tensor | None,
@@ -138,7 +145,7 @@ class _Collector:
         self._first: str | None = None
         self._is_new = True
 
-    def next_input(self, reach: Reach) -> None:
+    def next_input(self, reach: AttentionCapture) -> None:
         """Other sequences come now."""
         reach.begin()
         self._is_new = True
@@ -179,7 +186,7 @@ class _Collector:
         if table is not None and call.out_proj is not None:
             call.unembedding = table if table.shape[-1] == call.out_proj.shape[-1] else None
 
-    def result(self, model: str, reach: Reach) -> HeadScan:
+    def result(self, model: str, reach: AttentionCapture) -> HeadScan:
         """Return everything, in call order.
 
         Raises:

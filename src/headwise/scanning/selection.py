@@ -12,9 +12,9 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.readings import LayerScan
+from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.importance import Importance
+from headwise.scanning.statistics.importance_statistics import Importance
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.axes import describe_value
 from headwise.support.integers import is_integer
@@ -110,7 +110,7 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...]
     return tuple(by_name[one] if isinstance(one, str) else one for one in chosen), names
 
 
-class SeenLayers:
+class SelectedLayers:
     """The layers whose attention a model shows while it runs, and which of them are asked for.
 
     Args:

@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from headwise import reference
+from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.hooks import shown
 from headwise.layers.torch_api.functional_form import multi_head_attention_forward
-from headwise.masks.float_mask import taken_apart
+from headwise.masks.additive_mask import taken_apart
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.matrix import AttentionMatrix
-from headwise.support.eager import as_autocast_has_it
-from headwise.support.own_calls import is_own_call
+from headwise.support.kernel_calls import is_own_call
+from headwise.support.tracing import as_autocast_has_it
 
 AXES = "batch heads queries keys"
 

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Answer(NamedTuple):
+class ArgumentAdvice(NamedTuple):
     """What is meant here by another library's word.
 
     Attributes:
@@ -53,9 +53,9 @@ def is_number(value: object) -> bool:
 
 
 def explains(
-    answers: Mapping[str, Answer],
+    answers: Mapping[str, ArgumentAdvice],
     *,
-    beyond: Callable[[tuple[Any, ...]], Answer] | None = None,
+    beyond: Callable[[tuple[Any, ...]], ArgumentAdvice] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a method: arguments that it does not have get an answer.
 
@@ -90,13 +90,15 @@ def _refuse_name(
     owner: object,
     name: str,
     value: object,
-    answers: Mapping[str, Answer],
+    answers: Mapping[str, ArgumentAdvice],
 ) -> NoReturn:
     own = list(inspect.signature(function).parameters)[1:]
     answer = answers.get(name)
     if answer is None:
         near = difflib.get_close_matches(name, own, n=1)
-        answer = Answer(", ".join(own), f"{near[0]}={{value}}" if near else f"leave out {name}")
+        answer = ArgumentAdvice(
+            ", ".join(own), f"{near[0]}={{value}}" if near else f"leave out {name}"
+        )
     shown = describe_value(value)
     raise ArgumentError(
         saw=f"{_called(function, owner)} has no argument {name!r}, got {name}={shown}",
@@ -109,11 +111,11 @@ def _refuse_positions(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     most: int,
-    beyond: Callable[[tuple[Any, ...]], Answer] | None,
+    beyond: Callable[[tuple[Any, ...]], ArgumentAdvice] | None,
 ) -> NoReturn:
     own = list(inspect.signature(function).parameters.values())[1:]
     by_name = [p.name for p in own if p.kind is p.KEYWORD_ONLY]
-    answer = Answer(f"by name: {', '.join(by_name)}", f"{by_name[0]}=..., and so on")
+    answer = ArgumentAdvice(f"by name: {', '.join(by_name)}", f"{by_name[0]}=..., and so on")
     if beyond is not None:
         answer = beyond(args[1:])
     raise ArgumentError(

@@ -14,7 +14,7 @@ Form = Literal["text", "html"]
 # (class, form) -> the function that draws a result of this class
 DRAWN_BY: dict[tuple[str, Form], str] = {
     ("HeadScan", "text"): "headwise.reports.terminal.printed",
-    ("HeadScan", "html"): "headwise.reports.scan.framed",
+    ("HeadScan", "html"): "headwise.reports.scan_page.framed",
 }
 
 

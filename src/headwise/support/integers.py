@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.support.eager import may_check_values
+from headwise.support.tracing import may_check_values
 
 
 def as_int64(tensor: Tensor, name: str) -> Tensor:

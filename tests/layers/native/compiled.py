@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from headwise import Attention, Mask, Rotary
-from headwise.kernels import pieces
+from headwise.kernels import varlen
 from tests.layers.native import reference
 from tests.layers.native.ecosystem import (
     BATCH,
@@ -71,7 +71,7 @@ def test_inference() -> None:
 
 def test_lengths_are_packed_in_eager_mode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, the same mask is evaluated cell by cell; both are within one budget."""
-    monkeypatch.setattr(pieces, "CALL", 1)
+    monkeypatch.setattr(varlen, "CALL", 1)
     layer, x, lengths = layer_of(rotary=Rotary()), tokens(), torch.tensor([LENGTH, 0, 7])
     mask = real(lengths)
     allowed = budget_of(layer, partial(reference.output, mask=mask), x)

@@ -16,7 +16,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from headwise import Attention, Mask, Rotary
 from headwise.errors import OptionError
-from headwise.kernels import pieces
+from headwise.kernels import varlen
 from headwise.layers.native.qk_norm import QKNorm
 from tests.layers.native import reference
 from tests.layers.native.ecosystem import (
@@ -141,7 +141,7 @@ class Counted(nn.Module):
 def test_each_projection_is_called_once(
     way: str, mask: str, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "CALL", 1 if packs else 2**60)
+    monkeypatch.setattr(varlen, "CALL", 1 if packs else 2**60)
     calls: Counter[str] = Counter()
     hooked, replaced = layer_of(rotary=Rotary()), layer_of(rotary=Rotary())
     for name in PROJECTIONS:

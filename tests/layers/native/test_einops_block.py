@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise import Mask
-from headwise.budget.budget import BACKWARD, FORWARD
+from headwise.error_budget.budget import BACKWARD, FORWARD
 from headwise.errors import DTypeError, HeadwiseError, MaskError, OptionError, ShapeError
 from headwise.layers.native.einops_block import EinopsAttention
 from headwise.testing import Budget

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2Model, T5Config, T5EncoderModel
 
 from headwise import Attention, reference
 from headwise.errors import OptionError
-from headwise.layers.native.initialise import Source, initialise
+from headwise.layers.native.initialization import Source, initialise
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, PositionBias, T5Bias
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headwise import Attention
-from headwise.kernels import pieces
+from headwise.kernels import varlen
 from tests.layers.native import reference
 from tests.layers.native.cases import AXES, Case, inputs_of, layer_of, pairwise
 
@@ -25,11 +25,11 @@ def bound(layer: Attention, values: Tensor, dtype: torch.dtype) -> float:
     return sums * torch.finfo(dtype).eps * max(1.0, float(values.detach().abs().max()))
 
 
-@pytest.mark.parametrize("worth", [1, pieces.CALL], ids=["pieces", "whole"])
+@pytest.mark.parametrize("worth", [1, varlen.CALL], ids=["pieces", "whole"])
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_case_is_the_reference(case: Case, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # At these sizes packing is not worth it; it is still the same function.
-    monkeypatch.setattr(pieces, "CALL", worth)
+    monkeypatch.setattr(varlen, "CALL", worth)
     layer, (tensors, options) = layer_of(case), inputs_of(case)
     found, expected = layer(*tensors, **options), reference.output(layer, *tensors, **options)
     assert found.shape == expected.shape

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, Mask, Rotary, ScoreBias
-from headwise.kernels import dense, pieces
+from headwise.kernels import dense, varlen
 from headwise.layers.positions import Alibi
 from tests.layers.native.test_options import bound
 
@@ -69,7 +69,7 @@ SELF = {
 
 @pytest.fixture
 def packs_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "CALL", 1)
+    monkeypatch.setattr(varlen, "CALL", 1)
 
 
 @pytest.mark.parametrize("gate", [None, (4,), (BATCH, 4)], ids=str)
@@ -89,7 +89,7 @@ def test_packed_is_padded(
     leaves = [x, *layer.parameters(), *([call["gate"]] if gate is not None else [])]
     found = []
     for worth in (1, 2**60):
-        monkeypatch.setattr(pieces, "CALL", worth)
+        monkeypatch.setattr(varlen, "CALL", worth)
         out = layer(x, **call)
         found.append([out, *torch.autograd.grad(out, leaves, direction)])
         seen = tokens_seen(layer, x, **call)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from headwise import Attention, Mask, Rotary, convert
-from headwise.checkpoints.layer_options import options_of
+from headwise.checkpoints.config_check import options_of
 from headwise.errors import HeadwiseError, OptionError
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, LinearScaling, T5Bias

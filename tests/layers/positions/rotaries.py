@@ -15,7 +15,7 @@ from headwise.layers.positions import (
     Rotary,
     YarnScaling,
 )
-from headwise.layers.positions.scaling import Scaling
+from headwise.layers.positions.rotary_scaling import Scaling
 
 SCALINGS: dict[str, Scaling | None] = {
     "none": None,

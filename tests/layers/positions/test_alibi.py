@@ -15,7 +15,7 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 
-from headwise.budget.budget import Budget
+from headwise.error_budget.budget import Budget
 from headwise.errors import OptionError
 from headwise.layers.positions import Alibi, PositionBias, alibi_slopes
 from headwise.masks.mask import Mask

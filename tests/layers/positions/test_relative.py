@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from headwise.budget.budget import Budget
+from headwise.attention_matrix import AttentionMatrix
+from headwise.error_budget.budget import Budget
 from headwise.errors import OptionError
 from headwise.layers.positions import PositionBias, T5Bias
-from headwise.layers.positions.by_distance import RelativeBias
+from headwise.layers.positions.distance_bias import T5BucketTable
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.matrix import AttentionMatrix
 from tests.honest import normal
 from tests.memory import LargestTensor
 from tests.refusals import refusals
@@ -28,7 +28,7 @@ BATCH, HEADS, HEAD_DIM, LENGTH = 3, 6, 10, 24
 SIZES = [(32, 128), (8, 20), (12, 33), (4, 7)]
 
 
-def module_of(options: T5Bias, heads: int = HEADS) -> RelativeBias:
+def module_of(options: T5Bias, heads: int = HEADS) -> T5BucketTable:
     """A module that has learned something."""
     module = options.module(heads)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_it_is_a_table_by_distance_never_a_matrix() -> None:
     assert seen.bytes <= HEADS * 2 * length * 4
 
 
-CONVERSIONS: dict[str, Callable[[RelativeBias], RelativeBias]] = {
+CONVERSIONS: dict[str, Callable[[T5BucketTable], T5BucketTable]] = {
     "half": lambda m: m.half(),
     "double": lambda m: m.double(),
     "from nothing": lambda m: m.to("meta").to_empty(device="cpu"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from headwise.budget.budget import Budget
+from headwise.error_budget.budget import Budget
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.layers.positions import LinearScaling, Rotary, YarnScaling
 from tests.apart import assert_passed_apart

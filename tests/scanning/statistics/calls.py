@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from headwise import reference
-from headwise.budget.rounding import ELEMENTARY, Roundoff, growth
+from headwise.attention_matrix import AttentionMatrix
+from headwise.error_budget.rounding import ELEMENTARY, Roundoff, growth
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.matrix import AttentionMatrix
 from headwise.scanning.captured_call import CapturedCall
 from tests.honest import normal
 from tests.scanning.statistics.dense_statistics import Seen

@@ -9,7 +9,7 @@ How far they may be off is not chosen but derived (docs/budget.md; u and growth 
 The first two are `Budget.of`: what the errors of the scores, and of the outputs, do to the result.
 The third is the rounding after them. The weights of a row of n outcomes are off by u (2 f + 1 +
 growth(n)), relatively: two exp of error f u, the sum Z, a division
-(`headwise.budget.rounding.Rows.relative`). A statistic of a row is a sum of at most n of them, that
+(`RowRounding.relative`). A statistic of a row is a sum of at most n of them, that
 is growth(n) u more, and the mean over rows, in float64, one rounding. It is relative to the size of
 what was summed: that of the result where terms are never negative, and at least 1 for the rest (a
 logarithm of Z, differences of scores or shares, cosines).
@@ -27,9 +27,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.budget.budget import FORWARD, Budget, _family, _numbered
-from headwise.kernels import observe, tiles
-from headwise.kernels.problem import accumulation_dtype
+from headwise.error_budget.budget import FORWARD, Budget, _family, _numbered
+from headwise.kernels import observe_tiles, tiles
+from headwise.kernels.bound_scores import accumulation_dtype
 from headwise.scanning import captured_call
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Summary, sweep
@@ -61,7 +61,7 @@ def summaries(kind: str, elements: int) -> dict[str, Summary]:
     call = drawn(kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "TILE_ELEMENTS", elements)
-        patch.setattr(observe, "TILE_ELEMENTS", elements)
+        patch.setattr(observe_tiles, "TILE_ELEMENTS", elements)
         patch.setattr(captured_call, "SAMPLES", call.samples)
         observation = call.observation()
         chosen = [s for s in STANDARD if s.missing(observation) is None]

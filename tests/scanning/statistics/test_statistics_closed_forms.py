@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.attention_matrix import AttentionMatrix
 from headwise.masks.mask import Mask
-from headwise.matrix import AttentionMatrix
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.catalogue import named
 from headwise.scanning.statistics.statistic import sweep
-from headwise.scanning.statistics.views import pyramid
+from headwise.scanning.statistics.view_statistics import pyramid
 from tests.honest import normal
 from tests.scanning.statistics.calls import assert_is, roundoff
 

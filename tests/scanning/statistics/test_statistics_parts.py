@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError, ShapeError
-from headwise.kernels import observe, tiles
+from headwise.kernels import observe_tiles, tiles
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.matrix import AttentionMatrix
 from headwise.scanning import captured_call
-from headwise.scanning.captured_call import CapturedCall, Repeats, evenly_spaced
+from headwise.scanning.captured_call import CapturedCall, RepeatedTokens, evenly_spaced
 from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.catalogue import STANDARD, named
 from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, sweep
-from headwise.scanning.statistics.views import TopKeys, pyramid
+from headwise.scanning.statistics.view_statistics import TopKeys, pyramid
 from tests.honest import normal
 from tests.memory import LargestTensor
 from tests.scanning.statistics.calls import KINDS, assert_is
@@ -231,7 +231,7 @@ def test_who_sees_a_key(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = AttentionMatrix(normal(3, 6, 12, 4), normal(3, 2, 12, 4, seed=1), **options)
     queries = torch.arange(12) < torch.tensor([12, 7, 3])[:, None]
     allowed = (matrix.dense() > 0) & queries[:, None, :, None]
-    monkeypatch.setattr(observe, "TILE_ELEMENTS", 100)
+    monkeypatch.setattr(observe_tiles, "TILE_ELEMENTS", 100)
     found = matrix.seen_by(queries)
     assert torch.equal(found.expand(3, 6, 12), allowed.sum(2))
 
@@ -276,7 +276,7 @@ def test_padding_changes_no_sample(name: str, monkeypatch: pytest.MonkeyPatch) -
 def test_repeats_are_the_earlier_keys_with_the_same_token() -> None:
     tokens = torch.tensor([[7, 3, 7, 7, 3, 9], [1, 1, 1, 1, 1, 1]])
     real = torch.tensor([[True] * 6, [False, False, True, True, True, False]])
-    repeats = Repeats(tokens, real)
+    repeats = RepeatedTokens(tokens, real)
     assert repeats.earlier.tolist() == [[0, 0, 1, 2, 1, 0], [0, 0, 0, 1, 2, 0]]
     pairs = torch.stack(repeats.pairs(slice(0, 2), torch.arange(1, 6)), 1).tolist()
     first = [[0, 1, 0], [0, 2, 0], [0, 2, 2], [0, 3, 1]]
@@ -284,7 +284,7 @@ def test_repeats_are_the_earlier_keys_with_the_same_token() -> None:
 
 
 def test_tokens_that_are_not_known_are_no_repeats() -> None:
-    repeats = Repeats(torch.tensor([[-1, 3, -1, 3, -1]]), torch.ones(1, 5, dtype=torch.bool))
+    repeats = RepeatedTokens(torch.tensor([[-1, 3, -1, 3, -1]]), torch.ones(1, 5, dtype=torch.bool))
     assert repeats.earlier.tolist() == [[0, 0, 0, 1, 0]]
     assert torch.stack(repeats.pairs(slice(0, 1), torch.arange(5)), 1).tolist() == [[0, 3, 1]]
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.cli.ending import INTERRUPTED
-from headwise.cli.scan.asked import Asked
+from headwise.cli.output import INTERRUPTED
+from headwise.cli.scan.scan_options import ScanOptions
 
 if TYPE_CHECKING:
-    from headwise.reports.scan import ScanReport
+    from headwise.reports.scan_page import ScanReport
 
 PAGE = Path("headwise-scan/index.html")
 
@@ -95,23 +95,23 @@ def scan(
     Prints what stands out, and writes a page with everything. A corpus that was
     interrupted goes on where it was when it is asked for again.
     """
-    options = locals()  # by the names that they have in `Asked`, all but one
+    options = locals()  # by the names that they have in `ScanOptions`, all but one
     del options["as_json"]
-    _scan(Asked(**options), as_json=as_json)
+    _scan(ScanOptions(**options), as_json=as_json)
 
 
-def _scan(asked: Asked, *, as_json: bool) -> None:
+def _scan(asked: ScanOptions, *, as_json: bool) -> None:
     import time
 
-    from headwise.cli.ending import aside, end
+    from headwise.cli.output import aside, end
 
     asked.require_sense()
     start = time.perf_counter()
     report = report_of(asked)
     from rich.console import Console
 
-    from headwise.cli.scan.work import KEPT
-    from headwise.reports.scan import save
+    from headwise.cli.scan.run_scan import KEPT
+    from headwise.reports.scan_page import save
     from headwise.reports.terminal import show_scan
 
     end(
@@ -125,20 +125,20 @@ def _scan(asked: Asked, *, as_json: bool) -> None:
         console.print(KEPT, str(asked.out.absolute()), sep="\n", markup=False, soft_wrap=True)
 
 
-def report_of(asked: Asked) -> ScanReport:
+def report_of(asked: ScanOptions) -> ScanReport:
     """Do the scan; the estimate and how far it is are told beside standard output.
 
     Raises:
         typer.Exit: with status 130, after a line on what is kept, if the user interrupts.
     """
-    from headwise.cli.ending import aside
-    from headwise.cli.progress import on_a_bar
+    from headwise.cli.output import aside
+    from headwise.cli.progress_bar import on_a_bar
 
     console = aside()
     left = "Interrupted before anything was read."
     try:
         with on_a_bar(console, "loading the model"):
-            from headwise.cli.scan.work import prepare
+            from headwise.cli.scan.run_scan import prepare
 
             work = prepare(asked)
         console.print(work.begins_with, markup=False)

@@ -12,14 +12,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from headwise.layers.hooks import shown
-from headwise.layers.native import in_layouts, options, torch_words
+from headwise.layers.native import argument_aliases, layout_conversion, option_checks
 from headwise.layers.native.base import Projection
 from headwise.layers.native.cache import Cache
 from headwise.layers.native.call_checks import checked_gate, stored
-from headwise.layers.native.frames import choose_frame
-from headwise.layers.native.initialise import Source, initialise
+from headwise.layers.native.head_readings import HeadReadings
+from headwise.layers.native.initialization import Source, initialise
+from headwise.layers.native.padding import choose_frame
 from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.native.readings import HeadReadings
 from headwise.layers.positions import PositionBias, Rotary
 from headwise.layouts import registry
 from headwise.layouts.layout import Layout
@@ -49,13 +49,13 @@ class Attention(HeadReadings):
         softcap: scores become softcap * tanh(scores / softcap).
         sink: whether each head has a learned logit that takes weight and gives nothing.
         dropout: probability with which a weight is dropped, in training.
-        init: whose initialisation; see `headwise.layers.native.initialise`.
+        init: whose initialisation; see `headwise.layers.native.initialization`.
 
     Raises:
         OptionError: sizes or options that contradict each other, both named.
     """
 
-    @explains(torch_words.CONSTRUCTOR, beyond=torch_words.beyond_the_sizes)
+    @explains(argument_aliases.CONSTRUCTOR, beyond=argument_aliases.beyond_the_sizes)
     def __init__(
         self,
         embed_dim: int,
@@ -85,15 +85,17 @@ class Attention(HeadReadings):
         super().__init__()
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        options.check_counts(embed_dim=embed_dim, num_heads=num_heads)
-        self.head_dim = options.divided(embed_dim, num_heads) if head_dim is None else head_dim
+        option_checks.check_counts(embed_dim=embed_dim, num_heads=num_heads)
+        self.head_dim = (
+            option_checks.divided(embed_dim, num_heads) if head_dim is None else head_dim
+        )
         self.value_dim = self.head_dim if value_dim is None else value_dim
         self.out_dim = embed_dim if out_dim is None else out_dim
         self.source_dim = embed_dim if source_dim is None else source_dim
         self.rotary, self.qk_norm = rotary, qk_norm
         self.scale, self.softcap, self.dropout, self.init = scale, softcap, dropout, init
         self.window = window
-        options.check(self, score_bias, crosses=source_dim is not None, dtype=dtype)
+        option_checks.check(self, score_bias, crosses=source_dim is not None, dtype=dtype)
         heads, kv_heads = num_heads, self.num_kv_heads
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = Projection(embed_dim, heads * self.head_dim, q_bias, **place)
@@ -115,7 +117,7 @@ class Attention(HeadReadings):
             if reset := getattr(own, "reset_parameters", None):  # slopes, and None, have none
                 reset()
 
-    @explains(torch_words.CALL, beyond=torch_words.beyond_the_source)
+    @explains(argument_aliases.CALL, beyond=argument_aliases.beyond_the_source)
     def forward(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -181,13 +183,13 @@ class Attention(HeadReadings):
             ShapeError: shapes that do not fit the counts.
         """
         described = registry.layout(layout)
-        canonical = in_layouts.canonical_of(
+        canonical = layout_conversion.canonical_of(
             state, described, options, heads=num_heads, kv_heads=num_kv_heads
         )
-        layer = cls(**in_layouts.options_of(canonical, described.function, options))
-        in_layouts.require_function_of(described, layer, accept)
-        own = in_layouts.own_layout(layer)
-        layer.load_state_dict(own.pack(in_layouts.in_own_order(canonical, layer)))
+        layer = cls(**layout_conversion.options_of(canonical, described.function, options))
+        layout_conversion.require_function_of(described, layer, accept)
+        own = layout_conversion.own_layout(layer)
+        layer.load_state_dict(own.pack(layout_conversion.in_own_order(canonical, layer)))
         return layer
 
     def to_layout(self, target: str | Layout, *, accept: Iterable[str] = ()) -> dict[str, Tensor]:
@@ -206,8 +208,8 @@ class Attention(HeadReadings):
             ShapeError: heads that it cannot hold.
         """
         target = registry.layout(target)
-        in_layouts.require_function_for(target, self, accept)
-        canonical = in_layouts.canonical_state(self, self.state_dict())
+        layout_conversion.require_function_for(target, self, accept)
+        canonical = layout_conversion.canonical_state(self, self.state_dict())
         width = {} if self.rotary is None else {"rotary_width": self.rotary.width_in(self.head_dim)}
         return target.pack(canonical, **width)
 
@@ -218,7 +220,7 @@ class Attention(HeadReadings):
         slots that the window needs. A step is the full forward pass where no query sees a later
         token: with a causal mask, or a window of (left, 0).
         """
-        options.check_counts(batch=batch, length=length)
+        option_checks.check_counts(batch=batch, length=length)
         left = None if self.window is None else self.window[0]
         evicts = left is not None and left < length
         slots = min(length, 2 * left + 1) if left is not None and evicts else length
@@ -232,7 +234,7 @@ class Attention(HeadReadings):
 
     def extra_repr(self) -> str:
         """The sizes, and the options that are no modules."""
-        return options.described(self)
+        return option_checks.described(self)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Attention:
         """A layer of its own: caches of the original stay the original's, unless copied with it."""

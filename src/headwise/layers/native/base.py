@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from headwise.attention_matrix import AttentionMatrix
 from headwise.kernels.linear import project
 from headwise.layers.native import call_checks
 from headwise.layers.native.cache import Cache
-from headwise.layers.native.frames import Call, Whole
+from headwise.layers.native.padding import CallInputs, Unpacked
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Rotary
-from headwise.masks.checks import require_mask, require_score_bias
 from headwise.masks.mask import Mask
+from headwise.masks.operand_checks import require_mask, require_score_bias
 from headwise.masks.score_bias import ScoreBias
-from headwise.matrix import AttentionMatrix
 from headwise.reference import split_heads
 
 
@@ -63,7 +63,7 @@ class AttentionBase(nn.Module):
         mask: Mask | None,
         score_bias: ScoreBias | None,
         cache: Cache | None = None,
-    ) -> Call:
+    ) -> CallInputs:
         """Check the arguments of a call, and add the window and the score bias of the layer."""
         call_checks.check_tokens("x", x, self.embed_dim, call_checks.X_AXES, self.q_proj)
         if source is not None:
@@ -82,9 +82,9 @@ class AttentionBase(nn.Module):
             score_bias = score_bias + self.score_bias(align=None)
         if cache is not None:
             mask, score_bias = mask.aligned("bottom-right"), score_bias.aligned("bottom-right")
-        return Call(x, x if source is None else source, mask, score_bias, cache)
+        return CallInputs(x, x if source is None else source, mask, score_bias, cache)
 
-    def _operands(self, frame: Whole, call: Call) -> tuple[AttentionMatrix, Tensor]:
+    def _operands(self, frame: Unpacked, call: CallInputs) -> tuple[AttentionMatrix, Tensor]:
         """Project, split into heads, normalise, rotate, cache: the matrix and the values."""
         q, k, v = self.q_proj(frame.x), self.k_proj(frame.source), self.v_proj(frame.source)
         norm = None if self.qk_norm is None else (self.qk_norm.over, self.qk_norm.place)

@@ -19,7 +19,7 @@ from headwise.support.axes import human_bytes
 from headwise.support.integers import as_int64
 
 
-class Held(NamedTuple):
+class CachedKeys(NamedTuple):
     """The keys and values to attend to: those held before, and the new ones."""
 
     k: Float[Tensor, "batch kv_heads keys head_dim"]
@@ -77,7 +77,7 @@ class Cache:
         v: Float[Tensor, "batch kv_heads new value_dim"],
         *,
         lengths: Integer[Tensor, " batch"] | None = None,
-    ) -> Held:
+    ) -> CachedKeys:
         """Write new keys and values, and read all that a query may see.
 
         ``lengths``: how many of the new ones are real in each sequence, the last ones; the tokens
@@ -97,7 +97,7 @@ class Cache:
         )
         if lengths is not None:
             self._close_gaps(keys, values, k.shape[2] - as_int64(lengths, "lengths"))
-        held = Held(keys, values, self.starts)
+        held = CachedKeys(keys, values, self.starts)
         self.length = stop
         if not fits:
             self._keep_latest(held)
@@ -142,10 +142,10 @@ class Cache:
         """Move what the window still needs to the front, once the slots are used up."""
         if self.keys_with(new) < self.length + new:
             self._keep_latest(
-                Held(self._k[:, :, : self.length], self._v[:, :, : self.length], None)
+                CachedKeys(self._k[:, :, : self.length], self._v[:, :, : self.length], None)
             )
 
-    def _keep_latest(self, held: Held) -> None:
+    def _keep_latest(self, held: CachedKeys) -> None:
         """The last tokens of these, as many as the window needs, at the front of the buffers."""
         kept = min(self.window or 0, self.length)
         gone = self.length - kept

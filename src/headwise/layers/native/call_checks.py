@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.layers.native.cache import Cache
-from headwise.layers.native.frames import Call
-from headwise.masks.clauses.lengths import Padding
+from headwise.layers.native.padding import CallInputs
+from headwise.masks.clauses.lengths import PaddingClause
 from headwise.support.axes import describe_value, sizes
 
 X_AXES = ("batch", "queries", "embed_dim")
@@ -144,9 +144,9 @@ def checked_gate(gate: Tensor, x: Tensor, num_heads: int) -> Tensor:
     return gate
 
 
-def check_fits(call: Call, *, heads: int, keys: int) -> None:
+def check_fits(call: CallInputs, *, heads: int, keys: int) -> None:
     """Raise what mask and score bias do not fit, before a cache is changed."""
     batch, queries, _ = call.x.shape
     matrix = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
-    call.mask.without(Padding).bind(**matrix, device=call.x.device)
+    call.mask.without(PaddingClause).bind(**matrix, device=call.x.device)
     call.score_bias.check(**matrix, device=call.x.device)

@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.hooks import shown
 from headwise.layers.native.base import Projection
 from headwise.layers.native.call_checks import check_tokens
-from headwise.layers.native.initialise import einops
-from headwise.layers.native.options import check_counts
-from headwise.masks.checks import check_probability
+from headwise.layers.native.initialization import einops
+from headwise.layers.native.option_checks import check_counts
 from headwise.masks.mask import Mask
-from headwise.matrix import AttentionMatrix
+from headwise.masks.operand_checks import check_probability
 from headwise.reference import split_heads
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from headwise.errors import OptionError
 from headwise.support.axes import describe_value
-from headwise.support.eager import is_traced
+from headwise.support.tracing import is_traced
 
 Kind = Literal["rms", "layer"]
 Over = Literal["head", "width"]

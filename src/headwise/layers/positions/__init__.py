@@ -4,9 +4,9 @@ Each is a small value that a layer is given: `Rotary` rotates queries and keys, 
 makes a module that gives a `ScoreBias`.
 """
 
-from headwise.layers.positions.by_distance import Alibi, PositionBias, T5Bias, alibi_slopes
+from headwise.layers.positions.distance_bias import Alibi, PositionBias, T5Bias, alibi_slopes
 from headwise.layers.positions.rotary import Rotary
-from headwise.layers.positions.scaling import (
+from headwise.layers.positions.rotary_scaling import (
     LinearScaling,
     Llama3Scaling,
     NTKScaling,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headwise.layers.torch_api import checks
-from headwise.layers.torch_api.core import CallOptions, Parameters, attend
+from headwise.layers.torch_api import torch_checks
+from headwise.layers.torch_api.shared_forward import CallOptions, ProjectionParameters, attend
 from headwise.support.arguments import require_tensors
 
 
@@ -43,11 +43,11 @@ def multi_head_attention_forward(
     projected keys and values, (batch*heads, keys, head_dim); masks are then for their length.
     """
     require_tensors(query=query, key=key, value=value)
-    checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
-    checks.require_sizes(embed_dim_to_check, num_heads)
+    torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
+    torch_checks.require_sizes(embed_dim_to_check, num_heads)
     weights = (in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight)
     form = (embed_dim_to_check, num_heads, not use_separate_proj_weight)
-    parameters = Parameters(*form, *weights, bias_k, bias_v, add_zero_attn)
+    parameters = ProjectionParameters(*form, *weights, bias_k, bias_v, add_zero_attn)
     masks, wanted = (key_padding_mask, attn_mask, is_causal), (need_weights, average_attn_weights)
     dropout = dropout_p if training else 0.0
     options = CallOptions(*masks, *wanted, dropout, static_k=static_k, static_v=static_v)

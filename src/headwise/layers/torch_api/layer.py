@@ -18,11 +18,11 @@ from torch import Tensor
 
 from headwise.errors import OptionError, PolarityWarning
 from headwise.layers.explanation import LayerExplanation
-from headwise.layers.torch_api import checks, state_dict_forms
-from headwise.layers.torch_api.core import CallOptions, attend, explain
-from headwise.layers.torch_api.reading import hidden_sequences
+from headwise.layers.torch_api import state_dict_forms, torch_checks
+from headwise.layers.torch_api.shared_forward import CallOptions, attend, explain
+from headwise.layers.torch_api.torch_masks import hidden_sequences
 from headwise.support.arguments import require_tensors
-from headwise.support.eager import may_check_values
+from headwise.support.tracing import may_check_values
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -62,7 +62,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        checks.require_sizes(embed_dim, num_heads)
+        torch_checks.require_sizes(embed_dim, num_heads)
         super().__init__(
             embed_dim,
             num_heads,
@@ -97,7 +97,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         axis for unbatched inputs.
         """
         require_tensors(query=query, key=key, value=value)
-        checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
+        torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             # torch's own path for nested tensors, with its own conditions and messages.
             return super().forward(
@@ -139,7 +139,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             OptionError: nested tensors, which torch's own code computes.
         """
         require_tensors(query=query, key=key, value=value)
-        checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
+        torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             raise OptionError(
                 saw="explain of nested tensors",

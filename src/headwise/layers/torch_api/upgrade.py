@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.nn.functional import multi_head_attention_forward
 from torch.nn.utils.parametrize import is_parametrized
 
-from headwise.budget.budget import Budget, Verdict
+from headwise.error_budget.budget import Budget, BudgetVerdict
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.support.modes import evaluating
-from headwise.support.nested import leaves
+from headwise.support.module_modes import evaluating
+from headwise.support.nested_tensors import leaves
 
 SHOWN = 4  # entries of a list in print
 BATCH, LENGTH, SEED = 3, 17, 0  # of the input on which a layer is measured
 
 
 @dataclass(frozen=True)
-class Difference:
+class OutputDifference:
     """The largest absolute difference between two runs, where both are finite.
 
     Attributes:
@@ -60,13 +60,13 @@ class LayerChange:
         note: what else changes with the swap.
     """
 
-    difference: Difference | None
-    verdict: Verdict | None
+    difference: OutputDifference | None
+    verdict: BudgetVerdict | None
     note: str | None
 
 
 @dataclass(frozen=True)
-class Change:
+class UpgradeChange:
     """The measured change of the output.
 
     Attributes:
@@ -75,7 +75,7 @@ class Change:
     """
 
     layers: Mapping[str, LayerChange]
-    output: Difference | None
+    output: OutputDifference | None
 
     @property
     def largest(self) -> float:
@@ -119,7 +119,7 @@ class Upgrade:
     swapped: tuple[str, ...]
     kept: dict[str, str]
     switched_off: dict[str, str]
-    change: Change
+    change: UpgradeChange
 
     def __str__(self) -> str:
         head = f"Upgrade: {_count(len(self.swapped), 'layer')} swapped, {len(self.kept)} kept"
@@ -168,7 +168,7 @@ def upgrade(model: nn.Module, *inputs: Any, **options: Any) -> Upgrade:
         undo.pop_all()  # nothing failed: it stays
     output = None if before is None or after is None else _largest_difference(before, after)
     swapped = tuple(name for group in names.values() for name in group)
-    return Upgrade(swapped, kept, switched_off, Change(layers, output))
+    return Upgrade(swapped, kept, switched_off, UpgradeChange(layers, output))
 
 
 def _find(model: nn.Module) -> tuple[dict[nn.MultiheadAttention, list[str]], dict[str, str]]:
@@ -284,8 +284,8 @@ def _run(model: nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]) ->
     return [part.detach().clone() for part in parts if part.is_floating_point()]
 
 
-def _largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> Difference:
-    """Element by element; see `Difference`."""
+def _largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> OutputDifference:
+    """Element by element; see `OutputDifference`."""
     largest, scale, mended = 0.0, 0.0, 0
     for x, y in zip(before, after, strict=True):
         x, y = x.double(), y.double()
@@ -296,7 +296,7 @@ def _largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> Di
             largest = max(largest, float(gap.max()))
             scale = max(scale, float(x.abs().where(was, 0.0).max()))
         mended += int((~was & is_now).sum())
-    return Difference(largest, scale, mended)
+    return OutputDifference(largest, scale, mended)
 
 
 def _budget(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) -> Budget:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from headwise.layouts.forms import by_group, by_head, fused, head_norms, out, outside, stacked
-from headwise.layouts.function import Function
+from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
+from headwise.layouts.patterns_library import (
+    by_group,
+    by_head,
+    fused,
+    head_norms,
+    out,
+    outside,
+    stacked,
+)
 
-_HALVES = Function(rotary="half-split")
-_SHARE = Function(rotary="half-split", rotary_width=None)
+_HALVES = AttentionSpec(rotary="half-split")
+_SHARE = AttentionSpec(rotary="half-split", rotary_width=None)
 _TRANSFORMERS = "transformers, models/"
 _NO_CLASS = "transformers has no class for it: its code lies beside the weights"
 _MASKS = ("bias", "masked_bias")
@@ -53,7 +61,7 @@ _GPT = (
         tensors=stacked("c_attn", columns=True) | out("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
-        function=Function(scale=None, score_bias=None),
+        function=AttentionSpec(scale=None, score_bias=None),
         source="vllm, vllm/model_executor/models/jais.py",
         unchecked=_NO_CLASS,
         note="the names of GPT-2; 1/head_dim with mup_scale_qk_dot_by_d, and ALiBi with "
@@ -72,7 +80,7 @@ _GPT = (
         beside=("causal_mask", *_MASKS),
         splits={"heads": ("shard", "shard_heads")},
         fixed={"shard": 4},
-        function=Function(rotary_width=None, rotary="interleaved"),
+        function=AttentionSpec(rotary_width=None, rotary="interleaved"),
         source=f"{_TRANSFORMERS}codegen/modeling_codegen.py",
         note="four shards, as it was trained on; in each all queries, all values, all keys. The "
         "first rotary_dim channels of a head are rotated",
@@ -141,7 +149,7 @@ _NEOX = (
         name="bloom",
         tensors=by_head("query_key_value") | out("dense"),
         where={"self": "h.{layer}.self_attention."},
-        function=Function(score_bias="alibi"),
+        function=AttentionSpec(score_bias="alibi"),
         source=f"{_TRANSFORMERS}bloom/modeling_bloom.py",
         note="the module adds the residual to its output",
     ),
@@ -152,7 +160,7 @@ _NEOX = (
         | head_norms("q_layernorm", "k_layernorm", bias=True),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
-        function=Function(
+        function=AttentionSpec(
             rotary_width=None, rotary="half-split", qk_norm="layer over head, before rotary"
         ),
         source=f"{_TRANSFORMERS}persimmon/modeling_persimmon.py",
@@ -163,7 +171,9 @@ _NEOX = (
         tensors=by_head("query_key_value") | out("dense"),
         where={"self": "layers.{layer}.attention."},
         beside=_ANGLES,
-        function=Function(rotary="half-split in each half of the head", axes="length batch width"),
+        function=AttentionSpec(
+            rotary="half-split in each half of the head", axes="length batch width"
+        ),
         source="THUDM/ChatGLM-6B, modeling_chatglm.py",
         unchecked=_NO_CLASS,
         note="a head is two halves, the first rotated by the place in the text, the second by the "
@@ -176,7 +186,7 @@ _GROUPED = (
         name="falcon-rw",
         tensors=by_head("query_key_value") | out("dense"),
         where={"self": "h.{layer}.self_attention."},
-        function=Function(score_bias="alibi before the scale"),
+        function=AttentionSpec(score_bias="alibi before the scale"),
         source=f"{_TRANSFORMERS}falcon/modeling_falcon.py",
         note="with multi_query and new_decoder_architecture false. The scores are "
         "(q.k + bias) / sqrt(head_dim), the slopes in bfloat16",
@@ -213,7 +223,7 @@ _GROUPED = (
         name="mpt",
         tensors=stacked("Wqkv", bias=False) | out("out_proj", bias=False),
         where={"self": "blocks.{layer}.attn."},
-        function=Function(score_bias="alibi", clip=None),
+        function=AttentionSpec(score_bias="alibi", clip=None),
         source=f"{_TRANSFORMERS}mpt/modeling_mpt.py",
         note="clip_qkv, where the config has it, clamps queries, keys and values",
     ),
@@ -221,7 +231,7 @@ _GROUPED = (
         name="dbrx",
         tensors=stacked("Wqkv", kv_heads="kv_heads", bias=False) | out("out_proj", bias=False),
         where={"self": "blocks.{layer}.norm_attn_norm.attn."},
-        function=Function(rotary="half-split", clip=None),
+        function=AttentionSpec(rotary="half-split", clip=None),
         source=f"{_TRANSFORMERS}dbrx/modeling_dbrx.py",
         note="clip_qkv, where the config has it, clamps queries, keys and values",
     ),
@@ -230,7 +240,7 @@ _GROUPED = (
         tensors=stacked("qkv_proj", kv_heads="kv_heads", bias=False) | out("o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
-        function=Function(rotary_width=None, rotary="half-split", window=None),
+        function=AttentionSpec(rotary_width=None, rotary="half-split", window=None),
         source=f"{_TRANSFORMERS}phi3/modeling_phi3.py",
         note="Phi-4 too; a part of a head is rotated where partial_rotary_factor says so",
     ),
@@ -238,7 +248,7 @@ _GROUPED = (
         name="chatglm2",
         tensors=stacked("query_key_value", kv_heads="kv_heads") | out("dense"),
         where={"self": "encoder.layers.{layer}.self_attention."},
-        function=Function(rotary_width=None, rotary="interleaved"),
+        function=AttentionSpec(rotary_width=None, rotary="interleaved"),
         source="vllm, vllm/model_executor/models/chatglm.py",
         unchecked=_NO_CLASS,
         note="ChatGLM3, CodeGeeX2 and GLM-4's first files too. Half of a head is rotated; kv_heads "
@@ -249,7 +259,7 @@ _GROUPED = (
         tensors=stacked("W_pack", bias=False) | out("o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
-        function=Function(rotary=None, score_bias=None),
+        function=AttentionSpec(rotary=None, score_bias=None),
         source="vllm, vllm/model_executor/models/baichuan.py",
         unchecked=_NO_CLASS,
         note="the 7B models rotate, half-split; the 13B models have ALiBi",
@@ -259,7 +269,7 @@ _GROUPED = (
         tensors=stacked("att_proj", kv_heads="kv_heads") | out("attn_out"),
         where={"self": "blocks.{layer}."},
         beside=("attn_norm.*", "ff_norm.*", "ff_proj.*", "ff_out.*"),
-        function=Function(rotary="half-split", clip=None),
+        function=AttentionSpec(rotary="half-split", clip=None),
         source="allenai/OLMo, olmo/model.py",
         unchecked="its package is no dependency",
         note="clip_qkv, where the config has it, clamps queries, keys and values",

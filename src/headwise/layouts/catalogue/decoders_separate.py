@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headwise.layouts.forms import head_norms, out, outside, separate
-from headwise.layouts.function import Function
+from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
+from headwise.layouts.patterns_library import head_norms, out, outside, separate
 
 _TRANSFORMERS = "transformers, models/"
 _WHERE = {"self": "model.layers.{layer}.self_attn."}
@@ -15,7 +15,7 @@ _MASKS = ("bias", "masked_bias")
 _ANGLES = ("rotary_emb.inv_freq",)
 
 _LLAMA = separate("q_proj", "k_proj", "v_proj") | out("o_proj")
-_ROTATED = Function(rotary="half-split", window=None)
+_ROTATED = AttentionSpec(rotary="half-split", window=None)
 _HEAD_NORMS = _LLAMA | head_norms("q_norm", "k_norm")
 
 # The norms of queries and keys with a row for each head.
@@ -41,7 +41,7 @@ META = outside(
 
 
 def _llama(
-    name: str, function: Function, note: str = "", *, model: str = "", **others: Any
+    name: str, function: AttentionSpec, note: str = "", *, model: str = "", **others: Any
 ) -> Layout:
     """A layout with the tensors and places of Llama's, unless others are given.
 
@@ -60,7 +60,7 @@ _GPT = (
         | out("out_proj", bias=False),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
-        function=Function(rotary_width=None, rotary="interleaved"),
+        function=AttentionSpec(rotary_width=None, rotary="interleaved"),
         source=f"{_TRANSFORMERS}gptj/modeling_gptj.py",
         note="the first rotary_dim channels of a head are rotated, 64 of 256",
     ),
@@ -70,7 +70,7 @@ _GPT = (
         | out("out_proj"),
         where={"self": "h.{layer}.attn.attention."},
         beside=_MASKS,
-        function=Function(scale="1", window=None),
+        function=AttentionSpec(scale="1", window=None),
         source=f"{_TRANSFORMERS}gpt_neo/modeling_gpt_neo.py",
         note="every other layer sees the last 256 tokens only",
     ),
@@ -83,7 +83,7 @@ _GPT = (
     ),
     _llama(
         "phi",
-        Function(rotary_width=None, rotary="half-split"),
+        AttentionSpec(rotary_width=None, rotary="half-split"),
         "Phi-1 to Phi-2. A part of a head is rotated",
         tensors=separate("q_proj", "k_proj", "v_proj") | out("dense"),
     ),
@@ -112,7 +112,7 @@ _LLAMAS = (
         where={"self": "layers.{layer}.attention."},
         outside=META,
         beside=("inner_attention.rope.freqs",),
-        function=Function(rotary="interleaved", window=None),
+        function=AttentionSpec(rotary="interleaved", window=None),
         source="meta-llama/llama, llama/model.py",
         unchecked="its code is no package; a rotation by complex numbers, after its source, is run",
         note="Mistral's own files too. A model in several files is one to be joined first: wq, wk "
@@ -140,12 +140,12 @@ _LLAMAS = (
     ),
     _llama(
         "nemotron",
-        Function(rotary_width=None, rotary="half-split"),
+        AttentionSpec(rotary_width=None, rotary="half-split"),
         "Llama's attention; half of a head is rotated",
     ),
     _llama(
         "granite",
-        Function(rotary="half-split", scale=None),
+        AttentionSpec(rotary="half-split", scale=None),
         "the scale is attention_multiplier of its config",
     ),
     _llama(
@@ -158,7 +158,7 @@ _LLAMAS = (
     ),
     _llama(
         "gemma2",
-        Function(rotary="half-split", scale=None, softcap="tanh", window=None),
+        AttentionSpec(rotary="half-split", scale=None, softcap="tanh", window=None),
         "the scale is 1/sqrt(query_pre_attn_scalar) of its config, the softcap "
         "attn_logit_softcapping",
     ),
@@ -167,20 +167,22 @@ _LLAMAS = (
 _NEIGHBOURS = (
     _llama(
         "cohere",
-        Function(rotary="interleaved", window=None),
+        AttentionSpec(rotary="interleaved", window=None),
         "the names of Llama, another rotation: Command R, Helium, ERNIE 4.5. Cohere 2 does "
         "not rotate in its layers without a window",
     ),
     _llama(
         "cohere-qk-norm",
-        Function(rotary="interleaved", qk_norm="layer over head, rows for heads, before rotary"),
+        AttentionSpec(
+            rotary="interleaved", qk_norm="layer over head, rows for heads, before rotary"
+        ),
         "with use_qk_norm: Command R+",
         tensors=_LLAMA | _ROWS_OF_NORMS,
         model="cohere",
     ),
     _llama(
         "glm",
-        Function(rotary_width=None, rotary="interleaved"),
+        AttentionSpec(rotary_width=None, rotary="interleaved"),
         "the names of Llama, another rotation, of half of a head",
         tensors=separate("q_proj", "k_proj", "v_proj") | out("o_proj", bias=False),
     ),
@@ -189,14 +191,14 @@ _NEIGHBOURS = (
 _NORMED = (
     _llama(
         "qwen3",
-        Function(rotary="half-split", qk_norm="rms over head, before rotary", window=None),
+        AttentionSpec(rotary="half-split", qk_norm="rms over head, before rotary", window=None),
         "the experts' models too",
         tensors=_HEAD_NORMS,
         beside=(),
     ),
     _llama(
         "gemma3",
-        Function(
+        AttentionSpec(
             rotary="half-split",
             scale=None,
             qk_norm="rms over head, weight + 1, before rotary",
@@ -209,7 +211,7 @@ _NORMED = (
     ),
     _llama(
         "olmo2",
-        Function(rotary="half-split", qk_norm="rms over width, before rotary", window=None),
+        AttentionSpec(rotary="half-split", qk_norm="rms over width, before rotary", window=None),
         "OLMo 3 and OLMoE too",
         tensors=_LLAMA
         | {
@@ -220,7 +222,7 @@ _NORMED = (
     ),
     _llama(
         "hunyuan",
-        Function(rotary="half-split", qk_norm="rms over head, after rotary"),
+        AttentionSpec(rotary="half-split", qk_norm="rms over head, after rotary"),
         "the experts' model too",
         tensors=_LLAMA | head_norms("query_layernorm", "key_layernorm"),
         beside=(),
@@ -228,7 +230,7 @@ _NORMED = (
     ),
     _llama(
         "lfm2",
-        Function(rotary="half-split", qk_norm="rms over head, before rotary"),
+        AttentionSpec(rotary="half-split", qk_norm="rms over head, before rotary"),
         "only some of its layers are attention",
         tensors=separate("q_proj", "k_proj", "v_proj", biases="")
         | out("out_proj", bias=False)
@@ -237,7 +239,9 @@ _NORMED = (
     ),
     _llama(
         "chameleon",
-        Function(rotary="half-split", qk_norm="layer over head, rows for heads, before rotary"),
+        AttentionSpec(
+            rotary="half-split", qk_norm="layer over head, rows for heads, before rotary"
+        ),
         tensors=_LLAMA | _ROWS_OF_NORMS | _ROWS_OF_BIASES,
     ),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.layouts.forms import Tensors, out, separate
-from headwise.layouts.function import Function
+from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
+from headwise.layouts.patterns_library import Tensors, out, separate
 
 _T5 = {
     "q.weight": "wq: (heads head_dim) embed_dim",
@@ -18,7 +18,7 @@ _T5_WHERE = {
     "decoder": "decoder.block.{layer}.layer.0.SelfAttention.",
     "cross": "decoder.block.{layer}.layer.1.EncDecAttention.",
 }
-_T5_FUNCTION = Function(scale="1", score_bias="t5", mask="added")
+_T5_FUNCTION = AttentionSpec(scale="1", score_bias="t5", mask="added")
 _BART_WHERE = {
     "encoder": "encoder.layers.{layer}.self_attn.",
     "decoder": "decoder.layers.{layer}.self_attn.",
@@ -103,7 +103,7 @@ LAYOUTS = (
         tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("out_proj"),
         where=_BART_WHERE,
         outside=_BART_LAYERS,
-        function=Function(mask="added"),
+        function=AttentionSpec(mask="added"),
         source="transformers, models/bart/modeling_bart.py",
         note="mBART, Pegasus, M2M-100 and Marian as well",
     ),
@@ -114,7 +114,7 @@ LAYOUTS = (
         where=_BART_WHERE,
         outside=_BART_LAYERS
         | {theirs: text for text, (theirs, _) in _WHISPER_BESIDE_LAYERS.items()},
-        function=Function(mask="added"),
+        function=AttentionSpec(mask="added"),
         source="transformers, models/whisper/modeling_whisper.py",
         note="keys have no bias. Everything stands below `model.`, which OpenAI's files lack",
     ),
@@ -129,7 +129,7 @@ LAYOUTS = (
         outside=_layers("encoder", "encoder.blocks.{layer}.", _WHISPER_ENCODER)
         | _layers("decoder", "decoder.blocks.{layer}.", _WHISPER_DECODER)
         | {own: text for text, (_, own) in _WHISPER_BESIDE_LAYERS.items()},
-        function=Function(mask="added"),
+        function=AttentionSpec(mask="added"),
         source="openai/whisper, whisper/model.py",
         unchecked="openai-whisper is not among the packages of the tests; its 20250625 was run "
         "once, by hand, as a whole model",
@@ -143,7 +143,7 @@ LAYOUTS = (
             "ff_out.weight": "wo: out_dim (heads head_dim)",
         },
         where={"cross": "decoder.layers.{layer}.enc_attention."},
-        function=Function(mask="True hides", axes="length batch width"),
+        function=AttentionSpec(mask="True hides", axes="length batch width"),
         source="awslabs/sockeye, sockeye/layers.py",
         unchecked="sockeye is not among the packages of the tests; its 3.1.34 was run once, by "
         "hand",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.layouts.forms import head_norms, out, outside, separate, stacked
-from headwise.layouts.function import Function
+from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
+from headwise.layouts.patterns_library import head_norms, out, outside, separate, stacked
 
 _GATE_AND_UP = "([gate: hidden_dim | up: hidden_dim]) embed_dim"
 _BLOCK = "blk.{layer}."
@@ -35,7 +35,7 @@ LAYOUTS = (
         where={"self": _BLOCK},
         outside=_GGUF,
         beside=_BESIDE,
-        function=Function(rotary="interleaved"),
+        function=AttentionSpec(rotary="interleaved"),
         source=_LLAMA_CPP,
         note="GGUF of the architecture llama, and of those that llama.cpp turns as it does: rows "
         f"of queries and keys are not in Hugging Face's order; {_READ}",
@@ -49,7 +49,7 @@ LAYOUTS = (
         where={"self": _BLOCK},
         outside=_GGUF,
         beside=_BESIDE,
-        function=Function(rotary="half-split", qk_norm=None, softcap=None, window=None),
+        function=AttentionSpec(rotary="half-split", qk_norm=None, softcap=None, window=None),
         source=_LLAMA_CPP,
         note="GGUF of architectures whose rows are kept as Hugging Face has them: qwen2, qwen3, "
         "gemma, starcoder2, gpt-oss. Names and shapes are those of gguf-llama: the field "
@@ -61,7 +61,7 @@ LAYOUTS = (
         where={"self": _BLOCK},
         outside=_GGUF,
         beside=_BESIDE,
-        function=Function(rotary=None, score_bias=None, window=None),
+        function=AttentionSpec(rotary=None, score_bias=None, window=None),
         source=_LLAMA_CPP,
         note="GGUF of gpt2, phi3, bloom, falcon and gptneox: queries, keys and values one after "
         f"the other, whatever order they were fused in before; {_READ}",
@@ -79,7 +79,7 @@ LAYOUTS = (
             "encoder": "encoder/layer_{layer}/self_attention/",
         },
         beside=("*layer_norm/*", "*_norm/*"),
-        function=Function(scale=None, rotary=None, score_bias=None, qk_norm=None, window=None),
+        function=AttentionSpec(scale=None, rotary=None, score_bias=None, qk_norm=None, window=None),
         source="OpenNMT/CTranslate2, python/ctranslate2/specs/attention_spec.py",
         unchecked=_BY_HAND,
         note="self-attention of a model.bin; missing biases are filled with zeros. Rows of GPT-J, "
@@ -100,7 +100,7 @@ LAYOUTS = (
             unembedding="lm_head.weight",
         )
         | {"model.layers.{layer}.mlp.gate_up_proj.weight": _GATE_AND_UP},
-        function=Function(rotary=None, softcap=None, qk_norm=None, window=None),
+        function=AttentionSpec(rotary=None, softcap=None, qk_norm=None, window=None),
         source="vllm-project/vllm, vllm/model_executor/layers/linear.py, QKVParallelLinear",
         unchecked="its modules run on a GPU only",
         note="as vLLM and SGLang hold a Llama in memory, in one tensor-parallel rank; each of "
@@ -119,7 +119,7 @@ LAYOUTS = (
             "out_proj.bias": "bo: out_dim",
         },
         where={"self": "layers.{layer}.attention."},
-        function=Function(mask="added"),
+        function=AttentionSpec(mask="added"),
         source="ml-explore/mlx, python/mlx/nn/layers/transformer.py",
         note="mlx.nn.MultiHeadAttention; the language models of mlx-lm keep the names and the "
         "order of Hugging Face. Tested on request: pip install headwise[libraries]",

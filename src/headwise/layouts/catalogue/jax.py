@@ -6,11 +6,11 @@ exports do, or with slashes where the library itself names a tensor so.
 
 from __future__ import annotations
 
-from headwise.layouts.forms import outside
-from headwise.layouts.function import Function
+from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
+from headwise.layouts.patterns_library import outside
 
-_CALLED = Function(mask="True attends")
+_CALLED = AttentionSpec(mask="True attends")
 _ON_REQUEST = "tested on request: pip install headwise[jax]"
 _BERT = "encoder.layer.{layer}."
 _MAXTEXT = "decoder.layers_{layer}."
@@ -43,7 +43,7 @@ LAYOUTS = (
         name="flax",
         tensors=_heads_apart()
         | {"query_ln.scale": "q_norm: head_dim", "key_ln.scale": "k_norm: head_dim"},
-        function=Function(mask="True attends", qk_norm=None),
+        function=AttentionSpec(mask="True attends", qk_norm=None),
         source="google/flax, flax/linen/attention.py and flax/nnx/nn/attention.py",
         note="MultiHeadDotProductAttention of Linen, MultiHeadAttention of NNX; Big Vision and "
         f"Scenic use it. {_ON_REQUEST}",
@@ -79,7 +79,7 @@ LAYOUTS = (
             pooler_bias="pooler.dense.bias",
             columns=True,
         ),
-        function=Function(mask="True attends"),
+        function=AttentionSpec(mask="True attends"),
         source="transformers 4, models/bert/modeling_flax_bert.py",
         unchecked="transformers 5 has no models in Flax",
         note="RoBERTa, ELECTRA and other encoders too; flax_model.msgpack, flattened, or its "
@@ -109,7 +109,7 @@ LAYOUTS = (
             final_norm="ln_f.scale",
             final_norm_bias="ln_f.bias",
         ),
-        function=Function(mask="True attends"),
+        function=AttentionSpec(mask="True attends"),
         source="transformers 4, models/gpt2/modeling_flax_gpt2.py, FlaxConv1D",
         unchecked="transformers 5 has no models in Flax",
         note="kernels here are stored as torch stores a linear layer, against the habit of Flax "
@@ -145,7 +145,7 @@ LAYOUTS = (
             columns=True,
         )
         | {"decoder.logits_dense.kernel": "unembedding: embed_dim vocabulary"},
-        function=Function(scale="1", rotary="interleaved"),
+        function=AttentionSpec(scale="1", rotary="interleaved"),
         source="AI-Hypercomputer/maxtext, src/MaxText/utils/ckpt_conversion/utils/param_mapping.py",
         unchecked="its layers are built only within its own configuration and device mesh",
         note="Llama 3.1, layers not scanned; files of Llama 2 and of Mistral have another order of "
@@ -165,7 +165,7 @@ LAYOUTS = (
             "decoder": "decoder.layers_{layer}.self_attention.",
             "cross": "decoder.layers_{layer}.encoder_decoder_attention.",
         },
-        function=Function(scale="1", score_bias=None),
+        function=AttentionSpec(scale="1", score_bias=None),
         source="google-research/t5x, t5x/examples/t5/layers.py",
         unchecked="it is not released as a package",
         note="layers not scanned. One table of distances, relpos_bias.rel_embedding, of axes "
@@ -199,7 +199,7 @@ LAYOUTS = (
             "value_proj.bias": "bv: (heads value_dim)",
             "output_proj.bias": "bo: out_dim",
         },
-        function=Function(mask="True attends", axes="length width"),
+        function=AttentionSpec(mask="True attends", axes="length width"),
         source="patrick-kidger/equinox, equinox/nn/_attention.py",
         note=f"equinox.nn.MultiheadAttention, of one sequence at a time. {_ON_REQUEST}",
     ),
@@ -217,7 +217,7 @@ LAYOUTS = (
             "q_norm.weight": "q_norm: head_dim",
             "k_norm.weight": "k_norm: head_dim",
         },
-        function=Function(
+        function=AttentionSpec(
             scale=None, rotary="half-split", softcap=None, qk_norm=None, mask="True attends"
         ),
         source="stanford-crfm/levanter, src/levanter/layers/attention.py",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.catalogue.decoders_separate import META
-from headwise.layouts.forms import by_group, head_norms, out, outside, separate, stacked
-from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
+from headwise.layouts.patterns_library import by_group, head_norms, out, outside, separate, stacked
 
 _ON_REQUEST = "tested on request: pip install headwise[libraries]"
 _IN_ITS_OWN = "tested on request, in an environment of its own"
@@ -65,7 +65,7 @@ _LENS_ENCODER = _LENS_BLOCKS | outside(
     columns=True,
 )
 _LENS_SOURCE = "TransformerLens 3, transformer_lens/components/abstract_attention.py"
-_LENS_FUNCTION = Function(
+_LENS_FUNCTION = AttentionSpec(
     scale=None, rotary=None, score_bias=None, softcap=None, qk_norm=None, window=None
 )
 _AS_IT_WAS = (
@@ -100,7 +100,7 @@ _FLASH_ATTN = (
         where=_FLASH_GPT,
         outside=outside(_FLASH_DECODER, up=_FLASH_BLOCK + "mlp.fc1.*"),
         beside=("rotary_emb.*",),
-        function=Function(rotary=None, score_bias=None, softcap=None, window=None),
+        function=AttentionSpec(rotary=None, score_bias=None, softcap=None, window=None),
         source=f"{_FLASH_SOURCE} and flash_attn/models/gpt.py",
         note="MHA, in its GPT-2, GPT-NeoX and OPT; rotary is half-split unless "
         "rotary_emb_interleaved is set. " + _IN_ITS_OWN,
@@ -114,7 +114,7 @@ _FLASH_ATTN = (
             _FLASH_BLOCK + "mlp.fc1.weight": "([up: hidden_dim | gate: hidden_dim]) embed_dim",
         },
         beside=("rotary_emb.*",),
-        function=Function(rotary="interleaved", window=None),
+        function=AttentionSpec(rotary="interleaved", window=None),
         source=f"{_FLASH_SOURCE} and flash_attn/models/llama.py",
         note="MHA with rotary_emb_interleaved, in its Llama; the MLP fuses up before gate. "
         + _IN_ITS_OWN,
@@ -141,7 +141,7 @@ _FLASH_ATTN = (
         name="flash-attn-cross",
         tensors=_FLASH_CROSS | out("out_proj"),
         beside=("rotary_emb.*",),
-        function=Function(rotary=None, score_bias=None, softcap=None, window=None),
+        function=AttentionSpec(rotary=None, score_bias=None, softcap=None, window=None),
         source=_FLASH_SOURCE,
         note="MHA with cross_attn=True. " + _IN_ITS_OWN,
     ),
@@ -161,7 +161,7 @@ def _x_transformers(*, rotary: str) -> Layout:
             "attend.head_attn_sink": "sink: (group kv_heads)",
         },
         optional=("extra_k", "extra_v", "sink"),
-        function=Function(
+        function=AttentionSpec(
             rotary=rotary,
             rotary_width="head_dim" if rotary == "none" else None,
             mask="True attends",
@@ -192,7 +192,7 @@ def _torchtune(*, rotary: str) -> Layout:
             unembedding="output.weight",
         ),
         beside=("kv_cache.*", "pos_embeddings.*"),
-        function=Function(
+        function=AttentionSpec(
             scale=None, rotary=rotary, softcap=None, qk_norm=None, window=None, mask="True attends"
         ),
         source="pytorch/torchtune, torchtune/modules/attention.py",
@@ -223,7 +223,7 @@ def _litgpt(*, legacy: bool) -> Layout:
             unembedding="lm_head.weight",
         ),
         beside=("kv_cache.*",),
-        function=Function(
+        function=AttentionSpec(
             scale=None,
             rotary="half-split",
             rotary_width=None,
@@ -271,7 +271,7 @@ LAYOUTS = (
         outside=_LENS_ENCODER,
         beside=_LENS_BESIDE,
         optional=("sink",),
-        function=Function(scale=None, qk_norm=None),
+        function=AttentionSpec(scale=None, qk_norm=None),
         source="TransformerLens 3, transformer_lens/HookedEncoder.py",
         note="HookedEncoder, which is BERT: its norms stand behind attention and MLP. "
         + _IN_ITS_OWN,
@@ -295,7 +295,7 @@ LAYOUTS = (
             "self": "transformer_blocks.{layer}.attn1.",
             "cross": "transformer_blocks.{layer}.attn2.",
         },
-        function=Function(rotary=None, qk_norm=None, mask="added"),
+        function=AttentionSpec(rotary=None, qk_norm=None, mask="added"),
         source="huggingface/diffusers, src/diffusers/models/attention_processor.py",
         note=f"of U-Nets and of transformers with cross-attention. {_ON_REQUEST}",
     ),
@@ -305,7 +305,7 @@ LAYOUTS = (
             tensors=tensors | out("output"),
             where={"self": "layers.{layer}.mha."},
             beside=("rotary_embeds.*",),
-            function=Function(rotary=None, score_bias=None, mask="True attends"),
+            function=AttentionSpec(rotary=None, score_bias=None, mask="True attends"),
             source="explosion/curated-transformers, curated_transformers/layers/attention.py",
             note=f"SelfAttention with {spoken}; rotary is half-split. {_ON_REQUEST}",
         )
@@ -322,7 +322,7 @@ LAYOUTS = (
         tensors=separate("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv") | out("wo"),
         where={"self": "layers.{layer}.attention."},
         outside=META,
-        function=Function(rotary="interleaved"),
+        function=AttentionSpec(rotary="interleaved"),
         source="pytorch/torchtitan, torchtitan/models/common/attention.py",
         unchecked=_NOT_RELEASED,
         note="of Llama 3, as it is today; before, its files were in llama-meta's layout. Models "
@@ -334,7 +334,7 @@ LAYOUTS = (
         where={"self": "layers.{layer}.attention."},
         outside=META,
         beside=("kv_cache.*",),
-        function=Function(rotary="interleaved", mask="True attends"),
+        function=AttentionSpec(rotary="interleaved", mask="True attends"),
         source="pytorch-labs/gpt-fast, model.py",
         unchecked="it is a script, not a package",
     ),

@@ -6,7 +6,9 @@ tensor-parallel processes is a slice of rows, and is joined by the framework's o
 
 from __future__ import annotations
 
-from headwise.layouts.forms import (
+from headwise.layouts.attention_spec import AttentionSpec
+from headwise.layouts.layout import Layout
+from headwise.layouts.patterns_library import (
     by_group,
     by_head,
     fused,
@@ -16,15 +18,15 @@ from headwise.layouts.forms import (
     separate,
     stacked,
 )
-from headwise.layouts.function import Function
-from headwise.layouts.layout import Layout
 
-_MEGATRON = Function(
+_MEGATRON = AttentionSpec(
     rotary=None, qk_norm=None, window=None, mask="True hides", axes="length batch width"
 )
 # Megatron-LM 1 to 3: positions are learned, and nothing is normalised.
-_LEGACY = Function(mask="True hides", axes="length batch width")
-_TRANSFORMER_ENGINE = Function(rotary=None, qk_norm=None, window=None, mask="True hides", axes=None)
+_LEGACY = AttentionSpec(mask="True hides", axes="length batch width")
+_TRANSFORMER_ENGINE = AttentionSpec(
+    rotary=None, qk_norm=None, window=None, mask="True hides", axes=None
+)
 _GATE_AND_UP = "([gate: hidden_dim | up: hidden_dim]) embed_dim"
 _STATE = ("*_extra_state",)
 _NEEDS_A_GPU = "its modules run on a GPU of NVIDIA's only"
@@ -215,7 +217,7 @@ def _nanotron(pairing: str) -> Layout:
         )
         | {within + "mlp.gate_up_proj.weight": _GATE_AND_UP},
         beside=("*inv_freq", "*freqs_cis"),
-        function=Function(rotary=pairing),
+        function=AttentionSpec(rotary=pairing),
         source="huggingface/nanotron, src/nanotron/models/llama.py",
         unchecked=_NEEDS_A_CLUSTER,
         note=f"with rope_interleaved={interleaved} in its config; names and shapes do not tell",
@@ -230,7 +232,7 @@ LAYOUTS = (
         name="neox-gqa",
         tensors=stacked("query_key_value", kv_heads="kv_heads") | out("dense"),
         beside=("*inv_freq",),
-        function=Function(
+        function=AttentionSpec(
             rotary_width=None, rotary="half-split", axes="length batch width", mask="True hides"
         ),
         source="EleutherAI/gpt-neox, megatron/model/transformer.py, gqa_project",

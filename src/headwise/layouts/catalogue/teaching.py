@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.catalogue.decoders_fused import GPT2
-from headwise.layouts.forms import out, outside, separate, stacked
-from headwise.layouts.function import Function
 from headwise.layouts.layout import Layout
+from headwise.layouts.patterns_library import out, outside, separate, stacked
 
 LAYOUTS = (
     Layout(
@@ -37,7 +37,7 @@ LAYOUTS = (
             "decoder": "transformer/body/decoder/layer_{layer}/self_attention/multihead_attention/",
             "cross": "transformer/body/decoder/layer_{layer}/encdec_attention/multihead_attention/",
         },
-        function=Function(mask="added"),
+        function=AttentionSpec(mask="added"),
         source="tensorflow/tensor2tensor, tensor2tensor/layers/common_attention.py",
         note="the paper's own code; TensorFlow's kernels are (in, out), and there are no biases",
     ),
@@ -50,7 +50,7 @@ LAYOUTS = (
             "decoder": "decoder.layers.{layer}.self_attn.",
             "cross": "decoder.layers.{layer}.src_attn.",
         },
-        function=Function(mask="True attends"),
+        function=AttentionSpec(mask="True attends"),
         source="harvardnlp/annotated-transformer, the_annotated_transformer.py",
     ),
     Layout(

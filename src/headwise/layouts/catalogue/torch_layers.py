@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.layouts.forms import out, outside, separate, stacked
-from headwise.layouts.function import Function
+from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
+from headwise.layouts.patterns_library import out, outside, separate, stacked
 
 _OUT = out("out_proj")
 _PACKED = {
@@ -30,7 +30,7 @@ _LAYER = outside(
     up="layers.{layer}.linear1.*",
     down="layers.{layer}.linear2.*",
 )
-_CALLED = Function(mask="True hides", axes=None)
+_CALLED = AttentionSpec(mask="True hides", axes=None)
 _ABOUT_EXTRA = (
     "bias_k and bias_v, of add_bias_kv=True, are one more key and value behind the others"
 )
@@ -85,7 +85,7 @@ LAYOUTS = (
             "decoder": "decoder.layers.{layer}.self_attn.",
             "cross": "decoder.layers.{layer}.encoder_attn.",
         },
-        function=Function(mask="True hides", axes="length batch width"),
+        function=AttentionSpec(mask="True hides", axes="length batch width"),
         optional=("extra_k", "extra_v"),
         source="facebookresearch/fairseq, fairseq/modules/multihead_attention.py",
         unchecked="fairseq is not among the packages of the tests",
@@ -101,7 +101,7 @@ LAYOUTS = (
             up="transformer.resblocks.{layer}.mlp.c_fc.*",
             down="transformer.resblocks.{layer}.mlp.c_proj.*",
         ),
-        function=Function(mask="added", axes="length batch width"),
+        function=AttentionSpec(mask="added", axes="length batch width"),
         source="openai/CLIP, clip/model.py",
         note="nn.MultiheadAttention; open_clip has the same names",
     ),
@@ -110,7 +110,7 @@ LAYOUTS = (
         tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("c_proj"),
         where={"self": "attnpool."},
         beside=("positional_embedding",),
-        function=Function(axes="length batch width"),
+        function=AttentionSpec(axes="length batch width"),
         source="openai/CLIP, clip/model.py",
         note="the last layer of CLIP's ResNets: the mean is the only query, and the output has "
         "another width",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.layouts.forms import Tensors, out, outside, separate, stacked
-from headwise.layouts.function import Function
+from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
+from headwise.layouts.patterns_library import Tensors, out, outside, separate, stacked
 
 
 def _layer(prefix: str, norms: tuple[str, str], up: str, down: str) -> Tensors:
@@ -31,7 +31,7 @@ LAYOUTS = (
         where=_VIT_WHERE,
         outside=_VIT,
         beside=("attention.relative_position_bias.*",),
-        function=Function(score_bias=None),
+        function=AttentionSpec(score_bias=None),
         source="transformers, models/vit/modeling_vit.py and conversion_mapping.py",
         note="DeiT, DINOv2, BEiT and others, as their files are; since transformers 5 the modules "
         "say q_proj, k_proj, v_proj and o_proj. BEiT has no bias of keys",
@@ -52,7 +52,7 @@ LAYOUTS = (
         where=_VIT_WHERE,
         outside=_layer("encoder.layer.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"),
         beside=("rel_pos_h", "rel_pos_w"),
-        function=Function(score_bias=None),
+        function=AttentionSpec(score_bias=None),
         source="transformers, models/vitdet/modeling_vitdet.py",
     ),
     Layout(
@@ -66,7 +66,7 @@ LAYOUTS = (
         where={"self": "blocks.{layer}.attn."},
         outside=_TIMM,
         beside=("k_bias", "relative_position_bias_table", "relative_position_index"),
-        function=Function(score_bias=None),
+        function=AttentionSpec(score_bias=None),
         source="microsoft/unilm, beit/modeling_finetune.py",
         unchecked="timm is not among the packages of the tests; its 1.0.31 was run once, by hand",
         note="BEiT, EVA and VideoMAE as published, and timm's eva: no bias of keys, and those of "
@@ -99,7 +99,7 @@ LAYOUTS = (
             "output.dense",
         ),
         beside=("self.relative_position_index",),
-        function=Function(score_bias="by place in the window", mask="added"),
+        function=AttentionSpec(score_bias="by place in the window", mask="added"),
         source="transformers, models/swin/modeling_swin.py and conversion_mapping.py",
         note="stages have different numbers of heads: give head_dim, which they share",
     ),
@@ -111,7 +111,7 @@ LAYOUTS = (
         where={"self": "layers.{stage}.blocks.{layer}.attn."},
         outside=_layer("layers.{stage}.blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"),
         beside=("relative_position_index",),
-        function=Function(score_bias="by place in the window", mask="added"),
+        function=AttentionSpec(score_bias="by place in the window", mask="added"),
         source="microsoft/Swin-Transformer, models/swin_transformer.py; timm has the same",
         unchecked="timm is not among the packages of the tests; its 1.0.31 was run once, by hand",
         note="stages have different numbers of heads: give head_dim, which they share",
@@ -121,7 +121,7 @@ LAYOUTS = (
         tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("o_proj"),
         where={"self": "layer.{layer}.attention."},
         outside=_layer("layer.{layer}.", ("norm1", "norm2"), "mlp.up_proj", "mlp.down_proj"),
-        function=Function(rotary="half-split"),
+        function=AttentionSpec(rotary="half-split"),
         source="transformers, models/dinov3_vit/modeling_dinov3_vit.py",
         note="half of the angles are of a patch's row and half of its column, and the first tokens "
         "have none; the check rotates by place. Keys have no bias",
@@ -131,7 +131,7 @@ LAYOUTS = (
         tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("out_proj"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         outside=_CLIP,
-        function=Function(mask="added"),
+        function=AttentionSpec(mask="added"),
         source="transformers, models/clip/modeling_clip.py",
         note="SigLIP as well. The text and the image part are two models in one file, text_model "
         "and vision_model",

@@ -10,11 +10,11 @@ from torch import Tensor
 from headwise.masks.alignment import Align, resolve_align
 from headwise.masks.clause import (
     BOUNDLESS,
-    Block,
     Clause,
     IntervalClause,
+    MaskBlock,
+    MatrixSizes,
     Rectangle,
-    Sizes,
     Span,
     positions,
 )
@@ -35,7 +35,7 @@ class Band(IntervalClause):
     right: int = BOUNDLESS
     align: Align | None = "top-left"
 
-    def bind(self, sizes: Sizes) -> Band:
+    def bind(self, sizes: MatrixSizes) -> Band:
         """See `Clause.bind`."""
         offset = resolve_align(self.align, sizes.queries, sizes.keys, what=str(self))
         return Band(
@@ -49,7 +49,7 @@ class Band(IntervalClause):
             return None
         return Band(min(self.left, other.left), min(self.right, other.right))
 
-    def hides(self, sizes: Sizes) -> bool:
+    def hides(self, sizes: MatrixSizes) -> bool:
         """See `Clause.hides`."""
         hides_late = self.right < sizes.keys - 1
         return hides_late or self.left < sizes.queries - 1
@@ -67,11 +67,11 @@ class Band(IntervalClause):
         """See `Clause.open_range`."""
         return Span(stop - 1 - self.left, first + self.right + 1)
 
-    def interval(self, rows: Tensor, batches: slice, sizes: Sizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """See `Clause.interval`."""
         return rows[None] - self.left, rows[None] + (self.right + 1)
 
-    def block(self, block: Block, sizes: Sizes) -> Tensor:
+    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         """See `Clause.block`; a side that bounds nothing is not compared."""
         if self.left != BOUNDLESS and self.right != BOUNDLESS:
             return super().block(block, sizes)
@@ -80,7 +80,7 @@ class Band(IntervalClause):
         allowed = distance <= self.right if self.left == BOUNDLESS else distance >= -self.left
         return allowed[None, None]
 
-    def cut(self, place: Rectangle, sizes: Sizes) -> Band:  # noqa: ARG002
+    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Band:  # noqa: ARG002
         """See `Clause.cut`."""
         shift = place.keys.first - place.queries.first
         return Band(
@@ -88,9 +88,9 @@ class Band(IntervalClause):
             self.right if self.right == BOUNDLESS else self.right - shift,
         )
 
-    def extent(self, sizes: Sizes) -> Sizes:
+    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
         """See `Clause.extent`."""
-        return Sizes(1, 1, sizes.queries, sizes.keys)
+        return MatrixSizes(1, 1, sizes.queries, sizes.keys)
 
     @property
     def named_align(self) -> Align | None:

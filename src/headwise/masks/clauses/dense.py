@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headwise.errors import MaskError
-from headwise.masks.clause import WHOLE, Block, Clause, Rectangle, Sizes, at_pairs, cut
+from headwise.masks.clause import WHOLE, Clause, MaskBlock, MatrixSizes, Rectangle, at_pairs, cut
 from headwise.support.axes import MATRIX_AXES, broadcasts, describe_value, sizes
 
 
@@ -22,29 +22,29 @@ class Dense(Clause):
 
     allowed: Tensor
 
-    def bind(self, sizes: Sizes) -> Dense:
+    def bind(self, sizes: MatrixSizes) -> Dense:
         """See `Clause.bind`."""
         check_fits(self.allowed, sizes, "a mask")
         return self
 
-    def block(self, block: Block, sizes: Sizes) -> Tensor:  # noqa: ARG002
+    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
         """See `Clause.block`."""
         return cut(self.allowed, block.batches, block.heads, block.rows, block.columns)
 
-    def pairs(self, rows: Tensor, columns: Tensor, sizes: Sizes) -> Tensor:  # noqa: ARG002
+    def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
         """See `Clause.pairs`."""
         return at_pairs(self.allowed, rows, columns)
 
-    def cut(self, place: Rectangle, sizes: Sizes) -> Dense:  # noqa: ARG002
+    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Dense:  # noqa: ARG002
         """See `Clause.cut`."""
         sequence = slice(place.batch, place.batch + 1)
         return Dense(cut(self.allowed, sequence, WHOLE, slice(*place.queries), slice(*place.keys)))
 
-    def extent(self, sizes: Sizes) -> Sizes:  # noqa: ARG002
+    def extent(self, sizes: MatrixSizes) -> MatrixSizes:  # noqa: ARG002
         """See `Clause.extent`."""
-        return Sizes(*self.allowed.shape)
+        return MatrixSizes(*self.allowed.shape)
 
-    def real_keys(self, sizes: Sizes) -> Tensor:
+    def real_keys(self, sizes: MatrixSizes) -> Tensor:
         """See `Clause.real_keys`."""
         return self.allowed.amax((1, 2)).expand(-1, sizes.keys)
 
@@ -53,9 +53,9 @@ class Dense(Clause):
         shared = self.allowed.shape[1] == 1
         return self if shared else Dense(self.allowed.index_select(1, index))
 
-    def known_sizes(self) -> Sizes:
+    def known_sizes(self) -> MatrixSizes:
         """See `Clause.known_sizes`."""
-        return Sizes(*self.allowed.shape)
+        return MatrixSizes(*self.allowed.shape)
 
     def __str__(self) -> str:
         return f"may_attend{tuple(self.allowed.shape)}"
@@ -80,7 +80,7 @@ def with_matrix_axes(tensor: Tensor, axes: str) -> Tensor:
     return tensor.reshape([shape.get(a, 1) for a in MATRIX_AXES])
 
 
-def check_fits(tensor: Tensor, wanted: Sizes, what: str) -> None:
+def check_fits(tensor: Tensor, wanted: MatrixSizes, what: str) -> None:
     """Raise MaskError unless ``tensor`` broadcasts to (batch, heads, queries, keys)."""
     if not all(broadcasts(n, want) for n, want in zip(tensor.shape, wanted, strict=True)):
         raise MaskError(

@@ -12,24 +12,24 @@ from torch import Tensor
 from headwise.errors import MaskError
 from headwise.masks.clause import (
     BOUNDLESS,
-    Block,
     Clause,
     IntervalClause,
+    MaskBlock,
+    MatrixSizes,
     Rectangle,
-    Sizes,
     Span,
     positions,
 )
 from headwise.support.axes import MATRIX_AXES, describe_value
-from headwise.support.eager import may_check_values, may_read_values
 from headwise.support.integers import as_int64, is_integer
+from headwise.support.tracing import may_check_values, may_read_values
 
 QUERIES, KEYS = 2, 3  # of MATRIX_AXES
 Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True, eq=False)
-class Padding(IntervalClause):
+class PaddingClause(IntervalClause):
     """One number for each sequence, that says which positions of one axis are real."""
 
     tensor_fields = ("numbers",)
@@ -46,24 +46,28 @@ class Padding(IntervalClause):
     def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
         """Whether positions are real; both broadcast."""
 
-    def bind(self, sizes: Sizes) -> Padding:
+    def bind(self, sizes: MatrixSizes) -> PaddingClause:
         """See `Clause.bind`."""
         _check_numbers(self, sizes)
         return self
 
-    def cut(self, place: Rectangle, sizes: Sizes) -> Padding:  # noqa: ARG002
+    def cut(self, place: Rectangle, sizes: MatrixSizes) -> PaddingClause:  # noqa: ARG002
         """See `Clause.cut`."""
         first = (place.queries if self.axis == QUERIES else place.keys).first
         numbers = self.numbers[place.batch : place.batch + 1] - first
         return type(self)(numbers, self.axis)
 
-    def extent(self, sizes: Sizes) -> Sizes:
+    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
         """See `Clause.extent`."""
         keys = self.axis == KEYS
         batch = self.numbers.shape[0]
-        return Sizes(batch, 1, 1, sizes.keys) if keys else Sizes(batch, 1, sizes.queries, 1)
+        return (
+            MatrixSizes(batch, 1, 1, sizes.keys)
+            if keys
+            else MatrixSizes(batch, 1, sizes.queries, 1)
+        )
 
-    def block(self, block: Block, sizes: Sizes) -> Tensor:
+    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         """See `Clause.block`; only its own axis is written."""
         numbers = self.numbers[block.batches, None]
         if self.axis == KEYS:
@@ -72,7 +76,7 @@ class Padding(IntervalClause):
         place = positions(block.rows, sizes.queries, block.device)
         return self.is_real(place, numbers)[:, None, :, None]
 
-    def interval(self, rows: Tensor, batches: slice, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:
         """See `Clause.interval`."""
         numbers = self.numbers[batches, None]
         if self.axis == KEYS:
@@ -81,10 +85,10 @@ class Padding(IntervalClause):
         return none, torch.where(self.is_real(rows, numbers), every, none)
 
     @abstractmethod
-    def _run(self, numbers: Tensor, rows: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    def _run(self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:
         """First real key and stop."""
 
-    def rectangles(self, sizes: Sizes) -> list[list[Rectangle]] | None:
+    def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:
         """See `Clause.rectangles`."""
         if not may_read_values(self.numbers):
             return None
@@ -99,32 +103,32 @@ class Padding(IntervalClause):
             found.append([Rectangle(batch, queries, keys)])
         return found
 
-    def real_keys(self, sizes: Sizes) -> Tensor | None:
+    def real_keys(self, sizes: MatrixSizes) -> Tensor | None:
         """See `Clause.real_keys`."""
         if self.axis != KEYS:
             return None
         place = torch.arange(sizes.keys, device=self.numbers.device)
         return self.is_real(place, self.numbers[:, None])
 
-    def known_sizes(self) -> Sizes:
+    def known_sizes(self) -> MatrixSizes:
         """See `Clause.known_sizes`."""
         most = int(self.numbers.max()) if self.numbers.numel() else 0
         queries, keys = (most, 1) if self.axis == QUERIES else (1, most)
-        return Sizes(self.numbers.shape[0], 1, queries, keys)
+        return MatrixSizes(self.numbers.shape[0], 1, queries, keys)
 
     def __str__(self) -> str:
         return f"{self.kind}({MATRIX_AXES[self.axis]})"
 
 
 @dataclass(frozen=True, eq=False)
-class Lengths(Padding):
+class Lengths(PaddingClause):
     """``numbers[b]`` positions are real; bound, they are the first ones, or it is a `Starts`."""
 
     kind = "lengths"
 
     side: Side = "right"  # where the padding stands
 
-    def bind(self, sizes: Sizes) -> Padding:
+    def bind(self, sizes: MatrixSizes) -> PaddingClause:
         """See `Clause.bind`."""
         super().bind(sizes)
         if self.side == "right":
@@ -132,14 +136,14 @@ class Lengths(Padding):
         return Starts(sizes[self.axis] - self.numbers, self.axis)
 
     def span(self, number: int) -> Span:
-        """See `Padding.span`."""
+        """See `PaddingClause.span`."""
         return Span(0, number)
 
     def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
-        """See `Padding.is_real`."""
+        """See `PaddingClause.is_real`."""
         return position < numbers
 
-    def _run(self, numbers: Tensor, rows: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def _run(self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return torch.zeros_like(rows)[None], numbers
 
     def merged(self, other: Clause) -> Lengths | None:
@@ -154,20 +158,20 @@ class Lengths(Padding):
 
 
 @dataclass(frozen=True, eq=False)
-class Starts(Padding):
+class Starts(PaddingClause):
     """The positions from ``numbers[b]`` on are real: padding stands before."""
 
     kind = "starts"
 
     def span(self, number: int) -> Span:
-        """See `Padding.span`."""
+        """See `PaddingClause.span`."""
         return Span(number, BOUNDLESS)
 
     def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
-        """See `Padding.is_real`."""
+        """See `PaddingClause.is_real`."""
         return position >= numbers
 
-    def _run(self, numbers: Tensor, rows: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    def _run(self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:
         return numbers, torch.full_like(rows, sizes.keys)[None]
 
     def merged(self, other: Clause) -> Starts | None:
@@ -200,7 +204,7 @@ def lengths_of(lengths: object, axis: str, *, call: str = "lengths") -> Tensor:
     )
 
 
-def _check_numbers(clause: Padding, sizes: Sizes) -> None:
+def _check_numbers(clause: PaddingClause, sizes: MatrixSizes) -> None:
     """Raise MaskError unless there is one number for each sequence, within the axis."""
     numbers, axis, size = clause.numbers, MATRIX_AXES[clause.axis], sizes[clause.axis]
     if numbers.shape != (sizes.batch,):

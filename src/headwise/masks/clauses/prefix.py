@@ -10,10 +10,10 @@ from torch import Tensor
 
 from headwise.errors import MaskError, OptionError
 from headwise.masks.alignment import Align, resolve_align
-from headwise.masks.clause import BOUNDLESS, IntervalClause, Rectangle, Sizes, Span
+from headwise.masks.clause import BOUNDLESS, IntervalClause, MatrixSizes, Rectangle, Span
 from headwise.support.axes import describe_value
-from headwise.support.eager import may_check_values
 from headwise.support.integers import as_count, as_int64, is_integer
+from headwise.support.tracing import may_check_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Prefix(IntervalClause):
     right: int = 0  # bound: how far the query's own key stands behind the key of its number
     align: Align | None = "top-left"
 
-    def bind(self, sizes: Sizes) -> Prefix:
+    def bind(self, sizes: MatrixSizes) -> Prefix:
         """See `Clause.bind`."""
         if self.lengths.shape not in ((), (sizes.batch,)):
             raise MaskError(
@@ -51,13 +51,13 @@ class Prefix(IntervalClause):
         """See `Clause.open_range`."""
         return Span(0, first + self.right + 1)
 
-    def interval(self, rows: Tensor, batches: slice, sizes: Sizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """See `Clause.interval`."""
         lengths = self.lengths if self.lengths.dim() == 0 else self.lengths[batches, None]
         stop = torch.maximum(lengths, rows[None] + (self.right + 1))
         return torch.zeros_like(stop), stop
 
-    def cut(self, place: Rectangle, sizes: Sizes) -> Prefix:  # noqa: ARG002
+    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Prefix:  # noqa: ARG002
         """See `Clause.cut`."""
         lengths = self.lengths
         if lengths.dim():
@@ -66,13 +66,13 @@ class Prefix(IntervalClause):
         most = self.most if self.most == BOUNDLESS else self.most - first
         return Prefix(lengths - first, most, self.right + place.queries.first - first)
 
-    def extent(self, sizes: Sizes) -> Sizes:
+    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
         """See `Clause.extent`."""
-        return Sizes(self._batch, 1, sizes.queries, sizes.keys)
+        return MatrixSizes(self._batch, 1, sizes.queries, sizes.keys)
 
-    def known_sizes(self) -> Sizes:
+    def known_sizes(self) -> MatrixSizes:
         """See `Clause.known_sizes`."""
-        return Sizes(self._batch, 1, 1, 1)
+        return MatrixSizes(self._batch, 1, 1, 1)
 
     @property
     def named_align(self) -> Align | None:

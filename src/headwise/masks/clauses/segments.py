@@ -11,17 +11,17 @@ from torch import Tensor
 from headwise.errors import MaskError
 from headwise.masks.clause import (
     WHOLE,
-    Block,
     Clause,
     IntervalClause,
+    MaskBlock,
+    MatrixSizes,
     Rectangle,
-    Sizes,
     Span,
     cut,
 )
 from headwise.support.axes import broadcasts
-from headwise.support.eager import may_check_values, may_read_values
 from headwise.support.integers import as_int64, is_integer
+from headwise.support.tracing import may_check_values, may_read_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Segments(Clause):
     query_ids: Tensor  # (batch or 1, queries)
     key_ids: Tensor  # (batch or 1, keys)
 
-    def bind(self, sizes: Sizes) -> Segments:
+    def bind(self, sizes: MatrixSizes) -> Segments:
         """See `Clause.bind`."""
         axes = (("queries", sizes.queries), ("keys", sizes.keys))
         for (axis, size), ids in zip(axes, self.tensors(), strict=True):
@@ -48,19 +48,19 @@ class Segments(Clause):
                 )
         return self
 
-    def block(self, block: Block, sizes: Sizes) -> Tensor:  # noqa: ARG002
+    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
         """See `Clause.block`."""
         # One row of ids serves every sequence; cut leaves such an axis as it is.
         own = cut(self.query_ids[:, None, :, None], block.batches, WHOLE, block.rows, WHOLE)
         other = cut(self.key_ids[:, None, None, :], block.batches, WHOLE, WHOLE, block.columns)
         return (own == other) & (other >= 0)
 
-    def pairs(self, rows: Tensor, columns: Tensor, sizes: Sizes) -> Tensor:  # noqa: ARG002
+    def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
         """See `Clause.pairs`."""
         own, other = self.query_ids[:, None, rows], self.key_ids[:, None, columns]
         return (own == other) & (other >= 0)
 
-    def cut(self, place: Rectangle, sizes: Sizes) -> Segments:  # noqa: ARG002
+    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Segments:  # noqa: ARG002
         """See `Clause.cut`."""
         sequence = slice(place.batch, place.batch + 1)
         return Segments(
@@ -68,11 +68,11 @@ class Segments(Clause):
             cut(self.key_ids, sequence, slice(*place.keys)),
         )
 
-    def extent(self, sizes: Sizes) -> Sizes:
+    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
         """See `Clause.extent`."""
-        return Sizes(self.query_ids.shape[0], 1, sizes.queries, sizes.keys)
+        return MatrixSizes(self.query_ids.shape[0], 1, sizes.queries, sizes.keys)
 
-    def rectangles(self, sizes: Sizes) -> list[list[Rectangle]] | None:
+    def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:
         """See `Clause.rectangles`; None where a segment is not one stretch."""
         if not all(map(may_read_values, self.tensors())):
             return None
@@ -88,13 +88,15 @@ class Segments(Clause):
             for batch, (own_queries, own_keys) in enumerate(zip(query_runs, key_runs, strict=True))
         ]
 
-    def real_keys(self, sizes: Sizes) -> Tensor:  # noqa: ARG002
+    def real_keys(self, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
         """See `Clause.real_keys`."""
         return self.key_ids >= 0
 
-    def known_sizes(self) -> Sizes:
+    def known_sizes(self) -> MatrixSizes:
         """See `Clause.known_sizes`."""
-        return Sizes(self.query_ids.shape[0], 1, self.query_ids.shape[1], self.key_ids.shape[1])
+        return MatrixSizes(
+            self.query_ids.shape[0], 1, self.query_ids.shape[1], self.key_ids.shape[1]
+        )
 
     def __str__(self) -> str:
         return "segments"
@@ -111,7 +113,7 @@ class PackedRow(IntervalClause):
     query_offsets: Tensor  # (sequences + 1,)
     key_offsets: Tensor  # (sequences + 1,)
 
-    def bind(self, sizes: Sizes) -> PackedRow:
+    def bind(self, sizes: MatrixSizes) -> PackedRow:
         """See `Clause.bind`."""
         if sizes.batch != 1:
             raise MaskError(
@@ -125,7 +127,7 @@ class PackedRow(IntervalClause):
                 _check_offsets(offsets.tolist(), axis, size)
         return self
 
-    def interval(self, rows: Tensor, batches: slice, sizes: Sizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """See `Clause.interval`."""
         count = self.query_offsets.shape[0] - 1
         if count == 0:
@@ -136,7 +138,7 @@ class PackedRow(IntervalClause):
         first, stop = self.key_offsets[found], self.key_offsets[found + 1]
         return first[None], torch.where(inside, stop, first)[None]
 
-    def cut(self, place: Rectangle, sizes: Sizes) -> PackedRow:  # noqa: ARG002
+    def cut(self, place: Rectangle, sizes: MatrixSizes) -> PackedRow:  # noqa: ARG002
         """See `Clause.cut`."""
         spans = (place.queries, place.keys)
         return PackedRow(
@@ -146,25 +148,25 @@ class PackedRow(IntervalClause):
             )
         )
 
-    def extent(self, sizes: Sizes) -> Sizes:
+    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
         """See `Clause.extent`."""
-        return Sizes(1, 1, sizes.queries, sizes.keys)
+        return MatrixSizes(1, 1, sizes.queries, sizes.keys)
 
-    def rectangles(self, sizes: Sizes) -> list[list[Rectangle]] | None:  # noqa: ARG002
+    def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:  # noqa: ARG002
         """See `Clause.rectangles`."""
         if not all(map(may_read_values, self.tensors())):
             return None
         queries, keys = (pairwise(offsets.tolist()) for offsets in self.tensors())
         return [[Rectangle(0, Span(*q), Span(*k)) for q, k in zip(queries, keys, strict=True)]]
 
-    def real_keys(self, sizes: Sizes) -> Tensor:
+    def real_keys(self, sizes: MatrixSizes) -> Tensor:
         """See `Clause.real_keys`."""
         place = torch.arange(sizes.keys, device=self.key_offsets.device)
         return ((place >= self.key_offsets[0]) & (place < self.key_offsets[-1]))[None]
 
-    def known_sizes(self) -> Sizes:
+    def known_sizes(self) -> MatrixSizes:
         """See `Clause.known_sizes`."""
-        return Sizes(1, 1, *(int(offsets[-1]) for offsets in self.tensors()))
+        return MatrixSizes(1, 1, *(int(offsets[-1]) for offsets in self.tensors()))
 
     def __str__(self) -> str:
         return f"packed({self.query_offsets.shape[0] - 1})"

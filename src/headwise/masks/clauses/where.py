@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError
-from headwise.masks.clause import WHOLE, Block, Clause, Lowered, Rectangle, Sizes, positions
+from headwise.masks.clause import (
+    WHOLE,
+    Clause,
+    LoweredClause,
+    MaskBlock,
+    MatrixSizes,
+    Rectangle,
+    positions,
+)
 from headwise.support import private_torch
-from headwise.support.eager import is_traced
+from headwise.support.tracing import is_traced
 
 WAY_ON = 'Mask.may_attend(allowed, axes="queries keys") with the tensor written down'
 
@@ -33,7 +41,7 @@ class Where(Clause):
     heads: tuple[int, ...] | None = None  # chosen heads; None: all of them
     first: tuple[int, int, int] = (0, 0, 0)  # batch, query, key
 
-    def bind(self, sizes: Sizes) -> Where:  # noqa: ARG002
+    def bind(self, sizes: MatrixSizes) -> Where:  # noqa: ARG002
         """See `Clause.bind`."""
         if torch.compiler.is_compiling() or is_traced() or torch.onnx.is_in_onnx_export():
             # A compiler does not show the error, but why it could not go on.
@@ -45,7 +53,7 @@ class Where(Clause):
             )
         return self
 
-    def block(self, block: Block, sizes: Sizes) -> Tensor:
+    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         """See `Clause.block`."""
         indices = (
             self._heads(block, sizes) if axis == 1 else positions(index, size, block.device)
@@ -54,14 +62,14 @@ class Where(Clause):
         shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
         return self._ask(*(i.reshape(s) for i, s in zip(indices, shapes, strict=True)))
 
-    def pairs(self, rows: Tensor, columns: Tensor, sizes: Sizes) -> Tensor:
+    def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
         """See `Clause.pairs`."""
-        block = Block(WHOLE, WHOLE, rows, WHOLE, rows.device)
+        block = MaskBlock(WHOLE, WHOLE, rows, WHOLE, rows.device)
         batches = positions(WHOLE, sizes.batch, rows.device)
         heads = self._heads(block, sizes)
         return self._ask(batches[:, None, None], heads[:, None], rows, columns)
 
-    def _heads(self, block: Block, sizes: Sizes) -> Tensor:
+    def _heads(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         if self.heads is None:
             return positions(block.heads, sizes.heads, block.device)
         return torch.tensor(self.heads[block.heads], device=block.device)
@@ -81,13 +89,13 @@ class Where(Clause):
             )
         return allowed.expand(shape)
 
-    def cut(self, place: Rectangle, sizes: Sizes) -> Where:  # noqa: ARG002
+    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Where:  # noqa: ARG002
         """See `Clause.cut`."""
         moved = (place.batch, place.queries.first, place.keys.first)
         batch, query, key = (a + b for a, b in zip(self.first, moved, strict=True))
         return replace(self, first=(batch, query, key))
 
-    def extent(self, sizes: Sizes) -> Sizes:
+    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
         """See `Clause.extent`."""
         return sizes
 
@@ -105,11 +113,11 @@ class Where(Clause):
         """See `Clause.mapped`."""
         return self
 
-    def lower(self) -> Lowered:
+    def lower(self) -> LoweredClause:
         """A tensor that carries the clause: an operator hands the same object on, and keeps it."""
         carrier = torch.empty(0)
         carrier.clause = self  # type: ignore[attr-defined]
-        return Lowered(self.kind, (carrier,), ())
+        return LoweredClause(self.kind, (carrier,), ())
 
     @classmethod
     def lifted(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:  # noqa: ARG003

@@ -10,7 +10,7 @@ parts of the data merge into the scan of all of it. The loss is one number for e
     scan = gradients(model, {"input_ids": ids, "attention_mask": mask})
     scan = gradients(model, inputs, loss=lambda output, given: loss_of(output).mean(-1))
 
-    headwise.scanning.statistics.importance   what each measure means, and its source
+    headwise.scanning.statistics.importance_statistics   what each measure means, and its source
     losses.py        the default loss, and what a loss must be
 """
 

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.scanning import selection
+from headwise.scanning.capture import AttentionCapture, reached
 from headwise.scanning.captured_call import CapturedCall, known
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
-from headwise.scanning.inputs import Arguments, inputs_of, prepared, require_module, run
-from headwise.scanning.reaching import Reach, reached
-from headwise.scanning.readings import LayerScan
-from headwise.scanning.selection import SeenLayers
-from headwise.scanning.statistics.importance import ABLATIONS, Importance
+from headwise.scanning.layer_scan import LayerScan
+from headwise.scanning.model_inputs import ModelInput, inputs_of, prepared, require_module, run
+from headwise.scanning.selection import SelectedLayers
+from headwise.scanning.statistics.importance_statistics import ABLATIONS, Importance
 from headwise.scanning.statistics.statistic import Summary
 from headwise.support.axes import describe_value
-from headwise.support.modes import evaluating
+from headwise.support.module_modes import evaluating
 from headwise.support.progress import Progress, no_progress
 
 # (heads, value_dim) of each layer, by its name
@@ -74,7 +74,7 @@ def ablations(
     several, before = prepared(model, inputs_of(inputs), with_logits=True), 0
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(several)
-    chosen = SeenLayers(layers, heads)
+    chosen = SelectedLayers(layers, heads)
     replacement = _replacement(by, seed)
     statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
     ablation = _HeadAblation(chosen, replacement, statistic, causal=loss is None)
@@ -101,7 +101,7 @@ def mean_outputs(
         OptionError: layers that do not exist, or no attention that was seen.
     """
     model = require_module(model)
-    chosen = SeenLayers(layers)
+    chosen = SelectedLayers(layers)
     sums: dict[str, Tensor] = {}
     counts: Counter[str] = Counter()
 
@@ -133,7 +133,9 @@ def _replacement(by: str | Means, seed: int) -> Replacement:
     return Replacement() if by == "zero" else Resample(seed)
 
 
-def _losses(model: nn.Module, one: Arguments, reach: Reach, loss: Loss | None) -> Tensor:
+def _losses(
+    model: nn.Module, one: ModelInput, reach: AttentionCapture, loss: Loss | None
+) -> Tensor:
     reach.begin()
     return losses.of_run(model, reach, run(model, one), one.given, loss)
 
@@ -156,7 +158,12 @@ class _HeadAblation:
     """
 
     def __init__(
-        self, layers: SeenLayers, replacement: Replacement, statistic: Importance, *, causal: bool
+        self,
+        layers: SelectedLayers,
+        replacement: Replacement,
+        statistic: Importance,
+        *,
+        causal: bool,
     ) -> None:
         self._layers, self._replacement = layers, replacement
         self._statistic, self._causal = statistic, causal

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError, ShapeError
 from headwise.scanning import selection
+from headwise.scanning.capture import reached
 from headwise.scanning.captured_call import CapturedCall, known
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
-from headwise.scanning.inputs import inputs_of, prepared, require_module, run
-from headwise.scanning.reaching import reached
-from headwise.scanning.readings import LayerScan
-from headwise.scanning.selection import SeenLayers
-from headwise.scanning.statistics.importance import GRADIENTS
-from headwise.support.modes import evaluating
+from headwise.scanning.layer_scan import LayerScan
+from headwise.scanning.model_inputs import inputs_of, prepared, require_module, run
+from headwise.scanning.selection import SelectedLayers
+from headwise.scanning.statistics.importance_statistics import GRADIENTS
+from headwise.support.module_modes import evaluating
 
 UNRECORDED = "computed without a gradient: under torch.no_grad, or a reentrant checkpoint"
 
@@ -60,7 +60,7 @@ def gradients(
         ShapeError, DTypeError: a loss that is not one number for each sequence.
     """
     model = require_module(model)
-    gates = Gates(SeenLayers(layers), causal=loss is None)
+    gates = Gates(SelectedLayers(layers), causal=loss is None)
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),
@@ -90,7 +90,7 @@ class Gates:
         causal: whether every call must be causal, as the default loss needs.
     """
 
-    def __init__(self, layers: SeenLayers, *, causal: bool) -> None:
+    def __init__(self, layers: SelectedLayers, *, causal: bool) -> None:
         self.layers, self._causal = layers, causal
         self.ignored: dict[str, None] = {}  # layers on which the loss does not depend
         self.sequences, self.tokens = 0, 0

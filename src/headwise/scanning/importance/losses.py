@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.errors import DTypeError, OptionError, ShapeError
+from headwise.scanning.capture import AttentionCapture
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.modules import unembedding_of
-from headwise.scanning.reaching import Reach
+from headwise.scanning.module_calls import unembedding_of
 from headwise.support.axes import describe_value
 
 # (what the model returned, the inputs it was given) -> (batch,)
@@ -90,7 +90,7 @@ def _require_logits_of(targets: Tensor, logits: Tensor) -> None:
 
 
 def of_run(
-    model: nn.Module, reach: Reach, output: Any, inputs: Any, loss: Loss | None
+    model: nn.Module, reach: AttentionCapture, output: Any, inputs: Any, loss: Loss | None
 ) -> Float[Tensor, " batch"]:
     """Return what the loss, or the default one, says of one run of a model.
 

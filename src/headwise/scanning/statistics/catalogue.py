@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from headwise.errors import OptionError
-from headwise.scanning.statistics import rows
-from headwise.scanning.statistics.outputs import (
+from headwise.scanning.statistics import row_statistics
+from headwise.scanning.statistics.output_statistics import (
     CKA,
     CONTRIBUTED,
     Copying,
@@ -16,19 +16,19 @@ from headwise.scanning.statistics.outputs import (
     TotalVariation,
 )
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.scanning.statistics.views import Map, MostReceived, OffsetProfile, TopKeys
+from headwise.scanning.statistics.view_statistics import Map, MostReceived, OffsetProfile, TopKeys
 from headwise.support.axes import describe_value
 
 STANDARD: tuple[TileStatistic, ...] = (
-    *rows.SPREAD,
-    *rows.ONE_KEY,
+    *row_statistics.SPREAD,
+    *row_statistics.ONE_KEY,
     MostReceived(),
-    rows.PREVIOUS_TOKEN,
+    row_statistics.PREVIOUS_TOKEN,
     OffsetProfile(),
-    *rows.NEAR,
-    *rows.REPEATED,
+    *row_statistics.NEAR,
+    *row_statistics.REPEATED,
     Copying(),
-    *rows.MARKED,
+    *row_statistics.MARKED,
     *CONTRIBUTED,
     EffectiveRank(),
     OutputCosine(),

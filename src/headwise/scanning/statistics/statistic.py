@@ -35,9 +35,9 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.statistics.meanings import MEANINGS
-from headwise.scanning.statistics.tile import WeightTile
-from headwise.support.eager import without_autocast
+from headwise.scanning.statistics.statistic_ids import MEANINGS
+from headwise.scanning.statistics.weight_tile import WeightTile
+from headwise.support.tracing import without_autocast
 
 Need = Literal[
     "own_key",
@@ -150,7 +150,7 @@ HEADS = "heads"  # an axis with one entry for each head that was looked at
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class SummaryPart:
     """One tensor of a summary.
 
     Attributes:
@@ -198,13 +198,13 @@ class Part:
         return None
 
 
-Parts = Mapping[str, Part]
-COUNT = Part(values="count")
+Parts = Mapping[str, SummaryPart]
+COUNT = SummaryPart(values="count")
 
 
 def mean_over(*axes: int | str) -> Parts:
     """Return the parts of a mean for each head and each entry of these axes."""
-    return {"sum": Part(axes=axes), "count": Part(axes=axes, values="count")}
+    return {"sum": SummaryPart(axes=axes), "count": SummaryPart(axes=axes, values="count")}
 
 
 MEAN = mean_over()  # one number for each head

@@ -1,0 +1,16 @@
+"""The text that the demo reads: it ships with the package."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+TITLE = "Alice’s Adventures in Wonderland"
+SOURCE = "Lewis Carroll, 1865, in the public domain"
+
+
+def paragraphs() -> tuple[str, ...]:
+    """The opening of the book, paragraph by paragraph."""
+    text = (
+        resources.files("headwise.bundled_models").joinpath("alice.txt").read_text(encoding="utf-8")
+    )
+    return tuple(text.strip().split("\n\n"))

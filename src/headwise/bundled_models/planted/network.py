@@ -1,0 +1,172 @@
+"""The model: codes in, two layers of hand-written attention, logits from what induction found."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int, Integer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwise.attention_matrix import AttentionMatrix
+from headwise.bundled_models.causal_mask import mask_of
+from headwise.bundled_models.planted.plan import (
+    EMBED_DIM,
+    LAYERS,
+    POSITION_BITS,
+    SECTIONS,
+    TOKEN_BITS,
+    WIDTHS,
+    PlantedHead,
+)
+from headwise.errors import OptionError
+from headwise.layers.native.attention import Attention
+from headwise.support.tracing import may_check_values
+
+BEGIN, SEPARATOR = 0, 1
+VOCABULARY, LONGEST = 2**TOKEN_BITS, 2**POSITION_BITS
+SHARPNESS = 4.0  # nats for each bit of a token's code
+
+
+class Planted(nn.Module):
+    """The planted model; ``layers[i]`` is a `headwise.Attention`, and its output is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_layer(heads) for heads in LAYERS)
+        unembedding = torch.zeros(VOCABULARY, EMBED_DIM)
+        unembedding[:, SECTIONS["induced"]] = code(torch.arange(VOCABULARY), bits=TOKEN_BITS)
+        self.unembedding = nn.Parameter(SHARPNESS * unembedding)
+        self.requires_grad_(False)
+
+    def forward(
+        self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length vocabulary"]:
+        """The logits of each next token: the one that followed the present one before.
+
+        Args:
+            ids: tokens below 64, at most 16,384 of them in a row.
+            lengths: how many ids of each sequence are real; the rest is padding, and its logits
+                mean nothing.
+
+        Raises:
+            OptionError: ids out of their range, or too many of them.
+        """
+        return F.linear(self._states(ids, lengths)[-1], self.unembedding)
+
+    def matrices(
+        self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
+    ) -> list[AttentionMatrix]:
+        """The attention matrix of each layer, while reading ``ids``."""
+        mask = mask_of(lengths)
+        return [
+            layer.matrix(x, mask=mask)
+            for layer, x in zip(self.each_layer(), self._states(ids, lengths), strict=False)
+        ]
+
+    def contributions(
+        self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
+    ) -> list[Float[Tensor, "batch heads length embed_dim"]]:
+        """What each head of each layer adds to the state, while reading ``ids``."""
+        mask = mask_of(lengths)
+        return [
+            layer.contributions(x, mask=mask)
+            for layer, x in zip(self.each_layer(), self._states(ids, lengths), strict=False)
+        ]
+
+    def embed(self, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length embed_dim"]:
+        """The state before the first layer, section by section.
+
+        Raises:
+            OptionError: ids out of their range, or too many of them.
+        """
+        _check(ids)
+        place = torch.arange(ids.shape[1], device=ids.device)
+        token, is_first = code(ids, bits=TOKEN_BITS), (place == 0)[:, None]
+        separator = (place * (ids == SEPARATOR))[..., None] / LONGEST
+        parts = {
+            "token": token,
+            "position": code(place, bits=POSITION_BITS),
+            "one before": code((place - 1).clamp(min=0), bits=POSITION_BITS),
+            "two before": code((place - 2).clamp(min=0), bits=POSITION_BITS),
+            "constant": torch.ones_like(separator),
+            "is first": is_first.to(token.dtype),
+            "separator": separator,
+            "previous": -token * is_first,
+        }
+        x = token.new_zeros(*ids.shape, EMBED_DIM)
+        for name, part in parts.items():
+            x[..., SECTIONS[name]] = part
+        return x.to(self.unembedding.dtype)
+
+    def each_layer(self) -> list[Attention]:
+        """``layers``, with their type."""
+        return [layer for layer in self.layers if isinstance(layer, Attention)]
+
+    def _states(self, ids: Tensor, lengths: Tensor | None) -> list[Tensor]:
+        """The state before each layer, and after the last."""
+        mask, states = mask_of(lengths), [self.embed(ids)]
+        for layer in self.layers:
+            states.append(states[-1] + layer(states[-1], mask=mask))
+        return states
+
+
+def model() -> Planted:
+    """The planted model, in float32 and ready to read."""
+    return Planted().eval()
+
+
+def code(numbers: Int[Tensor, "*shape"], *, bits: int) -> Float[Tensor, "*shape bits"]:
+    """The bits of each number, the lowest first, as -1 and 1."""
+    ones = (numbers[..., None] >> torch.arange(bits, device=numbers.device)) & 1
+    return 2.0 * ones - 1.0
+
+
+@torch.no_grad()
+def _layer(heads: tuple[PlantedHead, ...]) -> Attention:
+    """A layer whose heads compare, copy and write what the plan says."""
+    layer = Attention(
+        EMBED_DIM,
+        len(heads),
+        head_dim=POSITION_BITS,
+        value_dim=TOKEN_BITS,
+        q_bias=False,
+        k_bias=False,
+        v_bias=False,
+        out_bias=False,
+        scale=1.0,
+    )
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    # One matrix for each head: (heads, head_dim, embed_dim), and (heads, embed_dim, value_dim).
+    wq, wk, wv = (
+        projection.weight.unflatten(0, (len(heads), -1))
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    wo = layer.out_proj.weight.unflatten(1, (len(heads), -1)).transpose(0, 1)
+    for number, head in enumerate(heads):
+        row = 0
+        for of_query, of_key, factor in head.comparisons:
+            width = WIDTHS[of_query]
+            rows, same = slice(row, row + width), torch.eye(width)
+            wq[number, rows, SECTIONS[of_query]] = factor * same
+            wk[number, rows, SECTIONS[of_key]] = same
+            row += width
+        if head.writes is not None:
+            wv[number, :, SECTIONS["token"]] = torch.eye(TOKEN_BITS)
+            wo[number, SECTIONS[head.writes]] = torch.eye(TOKEN_BITS)
+    return layer
+
+
+def _check(ids: Tensor) -> None:
+    if ids.shape[1] > LONGEST:
+        raise OptionError(
+            saw=f"{ids.shape[1]} tokens in a row",
+            needed=f"at most {LONGEST}: a position is written in {POSITION_BITS} bits",
+            do=f"cut them, e.g. ids[:, :{LONGEST}]",
+        )
+    if may_check_values(ids) and bool(((ids < 0) | (ids >= VOCABULARY)).any()):
+        raise OptionError(
+            saw=f"ids from {int(ids.min())} to {int(ids.max())}",
+            needed=f"0 to {VOCABULARY - 1}: a token is written in {TOKEN_BITS} bits",
+            do=f"e.g. torch.randint({VOCABULARY}, (batch, length))",
+        )

@@ -1,0 +1,182 @@
+"""A small encoder trained on the spot, for when the trained one cannot be had.
+
+It reads letters. Its task is to name, at every letter, the letter before and the letter after it.
+A position cannot know its neighbours but by attending to them, so within 300 steps (some seconds)
+heads of the first layer become previous-letter and next-letter heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwise.bundled_models.recorded_run import AttentionCall, Projections, RecordedRun
+from headwise.support.progress import Progress, no_progress
+from headwise.support.thread_count import one_thread
+
+EMBED_DIM, NUM_HEADS, NUM_LAYERS = 64, 4, 2
+LENGTH, SHORTER = 256, 90  # letters that are read; the second is padded to the first
+STEPS, WINDOW, BATCH = 300, 64, 16
+NEIGHBOURS = (-1, 1)
+
+
+class EncoderBlock(nn.Module):
+    """Attention and a two-layer network, each after a LayerNorm and added to its input."""
+
+    def __init__(self, attention: type[nn.MultiheadAttention]) -> None:
+        super().__init__()
+        self.norm, self.second_norm = nn.LayerNorm(EMBED_DIM), nn.LayerNorm(EMBED_DIM)
+        self.attention = attention(EMBED_DIM, NUM_HEADS, batch_first=True)
+        self.wide = nn.Linear(EMBED_DIM, 2 * EMBED_DIM)
+        self.narrow = nn.Linear(2 * EMBED_DIM, EMBED_DIM)
+
+    def attend(
+        self, x: Float[Tensor, "batch queries embed_dim"], padding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What the attention layer is given, and what it gives."""
+        x = self.norm(x)
+        output, _ = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)
+        return x, output
+
+    def forward(
+        self, x: Float[Tensor, "batch queries embed_dim"], padding: Tensor | None = None
+    ) -> Float[Tensor, "batch queries embed_dim"]:
+        """One block; ``padding`` (batch, keys) is True where a key is ignored."""
+        x = x + self.attend(x, padding)[1]
+        y: Tensor = self.narrow(F.gelu(self.wide(self.second_norm(x))))
+        return x + y
+
+
+class SmallEncoder(nn.Module):
+    """Letters and positions in, one guess for each neighbour out."""
+
+    def __init__(self, letters: int, attention: type[nn.MultiheadAttention]) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(letters, EMBED_DIM)
+        nn.init.normal_(self.letters.weight, std=0.5)
+        self.blocks = nn.ModuleList(EncoderBlock(attention) for _ in range(NUM_LAYERS))
+        self.norm = nn.LayerNorm(EMBED_DIM)
+        self.guess = nn.Linear(EMBED_DIM, len(NEIGHBOURS) * letters)
+
+    def embed(
+        self, ids: Int[Tensor, "batch queries"], start: Int[Tensor, "batch 1"] | None = None
+    ) -> Float[Tensor, "batch queries embed_dim"]:
+        """Letters with their places, counted from ``start``."""
+        place = torch.arange(ids.shape[1]) if start is None else start + torch.arange(ids.shape[1])
+        letters: Tensor = self.letters(ids)
+        return letters + _waves(place)
+
+    def forward(
+        self, ids: Int[Tensor, "batch queries"], start: Int[Tensor, "batch 1"] | None = None
+    ) -> Float[Tensor, "batch queries neighbours letters"]:
+        """Scores of each letter of the alphabet for each neighbour."""
+        x = self.embed(ids, start)
+        for block in self.blocks:
+            x = block(x)
+        scores: Tensor = self.guess(self.norm(x)).unflatten(-1, (len(NEIGHBOURS), -1))
+        return scores
+
+
+def read(
+    text: str,
+    *,
+    attention: type[nn.MultiheadAttention] = nn.MultiheadAttention,
+    progress: Progress = no_progress,
+) -> RecordedRun:
+    """Train on a text, then read its beginning.
+
+    The model is trained with ``attention`` as its layers. It is then read with torch's own layer
+    holding the same weights, so that there is something to compare with. The random numbers are
+    its own: the weights come out the same every time on one machine.
+
+    Args:
+        text: at least 256 letters.
+        attention: torch.nn.MultiheadAttention, or a class that stands in for it.
+        progress: told of each tenth of the training.
+    """
+    alphabet = sorted(set(text))
+    ids = torch.tensor([alphabet.index(letter) for letter in text])
+    with torch.random.fork_rng(devices=[]), one_thread():
+        torch.manual_seed(0)
+        trained = _train(ids, len(alphabet), attention, progress)
+        model = SmallEncoder(len(alphabet), nn.MultiheadAttention).eval()
+    model.load_state_dict(trained.state_dict())
+    batch = ids[:LENGTH].repeat(2, 1)
+    real = torch.arange(LENGTH) < torch.tensor([[LENGTH], [SHORTER]])
+    return RecordedRun(
+        model="an encoder trained on the spot",
+        num_heads=NUM_HEADS,
+        tokens=tuple(text[:LENGTH]),
+        real=real,
+        calls=_calls(model, batch, real),
+    )
+
+
+def _train(
+    ids: Int[Tensor, " length"],
+    letters: int,
+    attention: type[nn.MultiheadAttention],
+    progress: Progress,
+) -> SmallEncoder:
+    model = SmallEncoder(letters, attention)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98))
+    for step in range(STEPS):
+        if step % (STEPS // 10) == 0:
+            progress("training a small encoder", step, STEPS)
+        offset = torch.randint(len(ids) - WINDOW, (BATCH, 1))
+        # Windows are put at random places, so that every place of the reading is practised.
+        start = torch.randint(LENGTH - WINDOW + 1, (BATCH, 1))
+        loss = _loss(model, ids[offset + torch.arange(WINDOW)], start)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    progress("training a small encoder", STEPS, STEPS)
+    return model
+
+
+def _loss(model: SmallEncoder, window: Tensor, start: Tensor) -> Tensor:
+    """Cross-entropy of both neighbours, at the letters that have two."""
+    guesses = model(window, start)[:, 1:-1]
+    losses = [
+        F.cross_entropy(
+            guesses[:, :, which].flatten(0, 1),
+            window[:, 1 + neighbour : WINDOW - 1 + neighbour].flatten(),
+        )
+        for which, neighbour in enumerate(NEIGHBOURS)
+    ]
+    return torch.stack(losses).mean()
+
+
+@torch.no_grad()
+def _calls(model: SmallEncoder, batch: Tensor, real: Tensor) -> tuple[AttentionCall, ...]:
+    state, calls = model.embed(batch), []
+    for block in model.blocks:
+        assert isinstance(block, EncoderBlock)  # nn.ModuleList forgets its type
+        x, output = block.attend(state, ~real)
+        calls.append(AttentionCall(x, output, _projections(block.attention)))
+        state = block(state, ~real)
+    return tuple(calls)
+
+
+def _projections(layer: nn.MultiheadAttention) -> Projections:
+    return Projections(
+        in_proj_weight=layer.in_proj_weight.detach(),
+        in_proj_bias=layer.in_proj_bias.detach(),
+        out_proj_weight=layer.out_proj.weight.detach(),
+        out_proj_bias=layer.out_proj.bias.detach(),
+    )
+
+
+def _waves(place: Int[Tensor, "*places"]) -> Float[Tensor, "*places embed_dim"]:
+    """Sines and cosines of each place, as in Attention Is All You Need section 3.5.
+
+    The longest wave is 100 places instead of 10,000, and their size is doubled: neighbours
+    differ more, and the heads find them in fewer steps.
+    """
+    rate = torch.exp(torch.arange(0, EMBED_DIM, 2) * (-math.log(100.0) / EMBED_DIM))
+    angle = place[..., None] * rate
+    return 2 * torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)

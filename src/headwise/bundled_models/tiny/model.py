@@ -1,0 +1,121 @@
+"""The model: embeddings, blocks of attention and a two-layer network, the embeddings again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Float, Int, Integer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwise.attention_matrix import AttentionMatrix
+from headwise.bundled_models.causal_mask import mask_of
+from headwise.bundled_models.tiny.symbols import VOCABULARY
+from headwise.layers.native.attention import Attention
+from headwise.layers.positions import Rotary
+from headwise.masks.mask import Mask
+
+
+class TinySizes(NamedTuple):
+    """Everything that fixes the parameters' shapes, and the rotation."""
+
+    embed_dim: int = 256
+    num_layers: int = 4
+    num_heads: int = 8
+    wide: int = 768  # between the two layers of a block's network
+    theta: float = 1_000.0  # it reads some hundred bytes at once: faster waves tell more of them
+
+
+class Block(nn.Module):
+    """Attention, then a network for each token alone; each normalised before, and added."""
+
+    def __init__(self, sizes: TinySizes) -> None:
+        super().__init__()
+        width = sizes.embed_dim
+        self.attention_norm = nn.LayerNorm(width, bias=False)
+        self.attention = Attention(
+            width,
+            sizes.num_heads,
+            q_bias=False,
+            k_bias=False,
+            v_bias=False,
+            out_bias=False,
+            rotary=Rotary(theta=sizes.theta),
+        )
+        self.network_norm = nn.LayerNorm(width, bias=False)
+        self.wide = nn.Linear(width, sizes.wide, bias=False)
+        self.narrow = nn.Linear(sizes.wide, width, bias=False)
+
+    def forward(
+        self, x: Float[Tensor, "batch length embed_dim"], *, mask: Mask
+    ) -> Float[Tensor, "batch length embed_dim"]:
+        """One block."""
+        x = x + self.attention(self.attention_norm(x), mask=mask)
+        y: Tensor = self.narrow(F.gelu(self.wide(self.network_norm(x)), approximate="tanh"))
+        return x + y
+
+
+class Tiny(nn.Module):
+    """A causal language model of bytes.
+
+    ``blocks[i].attention`` is a `headwise.Attention`. The embedding is also the unembedding: the
+    logit of a symbol is the product of its embedding and the normalised state.
+    """
+
+    def __init__(self, sizes: TinySizes = TinySizes()) -> None:  # noqa: B008 (a tuple of numbers)
+        super().__init__()
+        self.sizes = sizes
+        self.embedding = nn.Embedding(VOCABULARY, sizes.embed_dim)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_layers))
+        self.norm = nn.LayerNorm(sizes.embed_dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all matrices anew: every block begins as the identity."""
+        nn.init.normal_(self.embedding.weight, std=0.05)
+        for block in self.each_block():
+            for linear in (block.attention.q_proj, block.attention.k_proj, block.wide):
+                nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+            nn.init.normal_(block.attention.v_proj.weight, std=self.sizes.embed_dim**-0.5)
+            for linear in (block.attention.out_proj, block.narrow):
+                nn.init.zeros_(linear.weight)
+
+    def each_block(self) -> list[Block]:
+        """``blocks``, with their type."""
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    @property
+    def unembedding(self) -> Float[Tensor, "vocabulary embed_dim"]:
+        """What the normalised state is multiplied by: the embedding."""
+        return self.embedding.weight
+
+    def forward(
+        self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length vocabulary"]:
+        """The logits of each next symbol.
+
+        Args:
+            ids: bytes and begin symbols, see `encode`.
+            lengths: how many ids of each sequence are real; the rest is padding, and its logits
+                mean nothing.
+        """
+        mask = mask_of(lengths)
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return F.linear(self.norm(x), self.unembedding)
+
+    def matrices(
+        self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
+    ) -> list[AttentionMatrix]:
+        """The attention matrix of each layer, while reading ``ids``."""
+        mask, x, found = mask_of(lengths), self.embedding(ids), []
+        for block in self.each_block():
+            found.append(block.attention.matrix(block.attention_norm(x), mask=mask))
+            x = block(x, mask=mask)
+        return found
+
+
+def parameters_of(model: nn.Module) -> int:
+    """How many numbers a model has, shared ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,48 @@
+"""The weights that ship with the package, and what is known of their training."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as tensors_in
+from safetensors.torch import save as bytes_of
+
+from headwise.bundled_models.tiny.model import Tiny, TinySizes
+
+WEIGHTS, TRAINING = "weights.safetensors", "training.json"
+
+
+def load() -> Tiny:
+    """The trained model, in float32 and ready to read; its file holds float16.
+
+    Its parameters ask for no gradient; to train it on, ``load().requires_grad_().train()``.
+    """
+    return read_weights(
+        resources.files("headwise.bundled_models.tiny").joinpath(WEIGHTS).read_bytes()
+    )
+
+
+def training() -> dict[str, Any]:
+    """What was measured while the shipped weights were trained."""
+    file = resources.files("headwise.bundled_models.tiny").joinpath(TRAINING)
+    found: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    return found
+
+
+def read_weights(raw: bytes, sizes: TinySizes | None = None) -> Tiny:
+    """A model in float32 from the bytes of a file of `write_weights`."""
+    with torch.device("meta"):
+        model = Tiny(sizes or TinySizes())
+    state = {name: tensor.float() for name, tensor in tensors_in(raw).items()}
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def write_weights(model: Tiny, path: Path) -> None:
+    """Save a model in float16."""
+    half = {name: t.detach().half().contiguous() for name, t in model.state_dict().items()}
+    path.write_bytes(bytes_of(half))

@@ -1,0 +1,398 @@
+"""The error budget: how far from the float64 result an honest implementation may be.
+
+Clause 4 of the contract. Element by element,
+
+    allowed = factor * (largest error of plain torch over a family of inputs)  +  floor
+
+with factor 2, and 3 for gradients. Plain torch is `headwise.reference` run in the dtype of the
+inputs; the floor is what rounding must be granted (`headwise.error_budget.rounding`, derived in
+docs/budget.md). ``factor=0`` leaves the floor alone: then the half dtypes must compute in float32
+and round only what they store.
+
+    Budget.for_head_outputs(q, k, v, mask=mask).assert_holds(A @ v)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Unpack
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headwise import reference
+from headwise.error_budget import rounding
+from headwise.error_budget.rounding import AttentionOptions, Read, Roundoff
+from headwise.errors import ShapeError
+from headwise.masks.score_bias import ScoreBias
+from headwise.support.axes import MATRIX_AXES
+
+FORWARD, BACKWARD = 2.0, 3.0
+DRAWS, REACH = 3, 4
+
+
+@dataclass(frozen=True)
+class BudgetVerdict:
+    """What a check found: the element that uses most of its allowance, and how many exceed it."""
+
+    name: str
+    dtype: torch.dtype
+    outside: int
+    elements: int
+    place: str
+    actual: float
+    exact: float
+    error: float
+    allowed: float
+
+    @property
+    def within(self) -> bool:
+        """Whether every element is within its allowance."""
+        return self.outside == 0
+
+    @property
+    def ratio(self) -> float:
+        """Error over allowance at the worst element; at most 1 within the budget."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.allowed if self.allowed else math.inf
+
+    def __bool__(self) -> bool:
+        return self.within
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        head = f"{self.name} ({dtype}): {self.elements - self.outside} of {self.elements} elements"
+        return (
+            f"{head} are within the error budget\n"
+            f"  largest share of the allowance: {self.ratio:.3g} at {self.place}\n"
+            f"  error {self.error:.3g}, allowed {self.allowed:.3g}: "
+            f"got {self.actual:.9g}, the float64 reference is {self.exact:.9g}"
+        )
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Budget:
+    """An exact result in float64 and the error allowed at each of its elements.
+
+    ``allowed`` is that of the arithmetic; ``check`` adds one rounding to the dtype in which the
+    result is handed over.
+    """
+
+    name: str
+    dtype: torch.dtype
+    exact: Float[Tensor, "*shape"]
+    allowed: Float[Tensor, "*shape"]
+    axes: tuple[str, ...] = ()
+
+    # ---- construction -----------------------------------------------------------------------
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Tensor],
+        *inputs: Tensor,
+        floor: Tensor | None = None,
+        factor: float = FORWARD,
+        name: str = "result",
+        axes: tuple[str, ...] = (),
+    ) -> Budget:
+        """The budget of any function written on the reference, in the dtype of the first input.
+
+        Where no floor is derived, it is how far the exact result moves when the inputs move by
+        one unit in the last place.
+        """
+        (exact,), (plain,), (moved,) = _family(lambda *x: (function(*x),), inputs)
+        floor = torch.full_like(exact, moved) if floor is None else floor.double()
+        return cls(name, inputs[0].dtype, exact, factor * plain + floor, axes or _numbered(exact))
+
+    @classmethod
+    def for_head_outputs(
+        cls,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys head_dim"],
+        v: Float[Tensor, "#batch heads_of_v keys value_dim"],
+        *,
+        factor: float = FORWARD,
+        **options: Unpack[AttentionOptions],
+    ) -> Budget:
+        """``A @ v``."""
+        floor = rounding.product_floor(_rows(q, k, options), _all_heads(v, q))
+        axes = (*MATRIX_AXES[:3], "value_dim")
+        f = partial(_product, options=options)
+        return cls.of(f, q, k, v, floor=floor, factor=factor, name="head outputs", axes=axes)
+
+    @classmethod
+    def for_transposed(
+        cls,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys head_dim"],
+        y: Float[Tensor, "#batch heads_of_y queries y_dim"],
+        *,
+        factor: float = FORWARD,
+        **options: Unpack[AttentionOptions],
+    ) -> Budget:
+        """``A.mT @ y``: what the keys receive."""
+        floor = rounding.product_floor(_rows(q, k, options), _all_heads(y, q), transposed=True)
+        axes = ("batch", "heads", "keys", "y_dim")
+
+        def f(q: Tensor, k: Tensor, y: Tensor) -> Tensor:
+            return reference.weights(q, k, **options).mT @ y
+
+        return cls.of(f, q, k, y, floor=floor, factor=factor, name="A.mT @ y", axes=axes)
+
+    @classmethod
+    def for_weights(
+        cls,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys head_dim"],
+        *,
+        read: Read | None = None,
+        factor: float = FORWARD,
+        **options: Unpack[AttentionOptions],
+    ) -> Budget:
+        """The weights, or what ``read`` makes of them.
+
+        ``read`` adds weights up, picks some, or takes a maximum: rows, a diagonal, a pooled map,
+        what a key receives, the average over heads.
+        """
+        taken = read or (lambda w: w)
+        floor = rounding.reading_floor(_rows(q, k, options), taken)
+        axes = MATRIX_AXES if read is None else ()
+
+        def f(q: Tensor, k: Tensor) -> Tensor:
+            return taken(reference.weights(q, k, **options))
+
+        return cls.of(f, q, k, floor=floor, factor=factor, name="weights", axes=axes)
+
+    @classmethod
+    def for_logsumexp(
+        cls,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys head_dim"],
+        *,
+        factor: float = FORWARD,
+        **options: Unpack[AttentionOptions],
+    ) -> Budget:
+        """log of the sum of exp(score) over the keys and the sink; -inf in an empty row."""
+        floor = rounding.logsumexp_floor(_rows(q, k, options))
+        f = partial(_logsumexp, options=options)
+        return cls.of(f, q, k, floor=floor, factor=factor, name="logsumexp", axes=MATRIX_AXES[:3])
+
+    @classmethod
+    def for_entropy(
+        cls,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys head_dim"],
+        *,
+        factor: float = FORWARD,
+        **options: Unpack[AttentionOptions],
+    ) -> Budget:
+        """Entropy, in nats, of the distribution over the keys and the sink; 0 in an empty row."""
+        floor = rounding.entropy_floor(_rows(q, k, options))
+        f = partial(_entropy, options=options)
+        return cls.of(f, q, k, floor=floor, factor=factor, name="entropy", axes=MATRIX_AXES[:3])
+
+    @classmethod
+    def for_gradients(
+        cls,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys head_dim"],
+        v: Float[Tensor, "batch heads_of_v keys value_dim"],
+        *,
+        grad_output: Float[Tensor, "batch heads queries value_dim"],
+        bias_gradient: Read | None = None,
+        factor: float = BACKWARD,
+        **options: Unpack[AttentionOptions],
+    ) -> dict[str, Budget]:
+        """The gradients of ``A @ v``: "q", "k", "v", and "sink" where there is one.
+
+        "score_bias" where ``bias_gradient`` says how the gradient of the scores adds up to that
+        of the bias, e.g. ``lambda g: g.sum(0)`` for a dense bias of (heads, queries, keys).
+        """
+        scale = options.get("scale")
+        scale = reference.default_scale(q) if scale is None else scale
+        floors = rounding.gradient_floors(
+            _rows(q, k, options), q, k, v, grad_output, scale=scale, bias_gradient=bias_gradient
+        )
+        leaves = {"q": q, "k": k, "v": v}
+        if (sink := options.get("sink")) is not None:
+            leaves["sink"] = sink
+        backward = partial(_backward, options=options, read=bias_gradient)
+        exact, plain, _ = _family(backward, (grad_output, *leaves.values()))
+        names = [*leaves, "score_bias"][: len(exact)]
+        return {
+            name: cls(f"gradient of {name}", q.dtype, e, factor * p + floors[name], _numbered(e))
+            for name, e, p in zip(names, exact, plain, strict=True)
+        }
+
+    # ---- use --------------------------------------------------------------------------------
+
+    def check(self, actual: Tensor) -> BudgetVerdict:
+        """Compare a result with the reference, element by element. NaN is never within.
+
+        Raises:
+            ShapeError: the result has another shape than the reference.
+        """
+        if actual.shape != self.exact.shape:
+            raise ShapeError(
+                saw=f"{self.name} of shape {tuple(actual.shape)}",
+                needed=f"{tuple(self.exact.shape)}, the shape of the reference",
+                do="pass the whole result, without a squeezed or transposed axis",
+            )
+        allowed = self._allowed_in(actual.dtype)
+        actual = actual.detach().to(self.exact.device, torch.float64)
+        error = (actual - self.exact).abs().where(actual != self.exact, 0.0).nan_to_num(torch.inf)
+        share = (error / allowed).where(error > 0, 0.0)
+        if share.numel() == 0:
+            return BudgetVerdict(self.name, self.dtype, 0, 0, "no element", 0.0, 0.0, 0.0, 0.0)
+        worst = int(share.argmax())
+        index = torch.unravel_index(torch.tensor(worst), share.shape)
+        return BudgetVerdict(
+            name=self.name,
+            dtype=self.dtype,
+            outside=int((share > 1).sum()),
+            elements=share.numel(),
+            place=", ".join(f"{a} {int(n)}" for a, n in zip(self.axes, index, strict=True)),
+            actual=float(actual.flatten()[worst]),
+            exact=float(self.exact.flatten()[worst]),
+            error=float(error.flatten()[worst]),
+            allowed=float(allowed.flatten()[worst]),
+        )
+
+    def _allowed_in(self, dtype: torch.dtype) -> Tensor:
+        """``allowed``, and one rounding to the dtype in which the result is handed over."""
+        info = torch.finfo(dtype)
+        rounding = (self.exact.abs() + info.tiny) * info.eps / 2
+        # An infinite result, such as the logsumexp of an empty row, is met exactly or not at all.
+        return (self.allowed + rounding).where(self.exact.isfinite(), 0.0)
+
+    def assert_holds(self, actual: Tensor) -> None:
+        """Raise AssertionError, with the verdict as its message, unless the result is within."""
+        verdict = self.check(actual)
+        if not verdict.within:
+            raise AssertionError(str(verdict))
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        largest = float(self.allowed.max()) if self.allowed.numel() else 0.0
+        return f"Budget({self.name}, {dtype}, {tuple(self.exact.shape)}; at most {largest:.2g})"
+
+
+# ---- the family ------------------------------------------------------------------------------
+
+
+class _Family(NamedTuple):
+    exact: tuple[Tensor, ...]  # the results for the inputs themselves, in float64
+    plain: tuple[float, ...]  # the largest error of plain torch over the family, for each result
+    moved: tuple[float, ...]  # how far the exact results move when the inputs move one last place
+
+
+def _family(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> _Family:
+    """Plain torch over a family of inputs: the same problem, with its luck drawn again.
+
+    The family holds the inputs themselves and DRAWS - 1 neighbours, every element of which is
+    moved by up to REACH units in the last place.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first: list[Tensor] = []
+    plain: list[float] = []
+    moved: list[float] = []
+    for draw in range(DRAWS):
+        near = [_neighbour(x, generator) if draw else x.detach() for x in inputs]
+        wide = [x.double() if x.is_floating_point() else x for x in near]
+        exact = [x.detach() for x in function(*wide)]
+        rounded = [x.detach().double() for x in function(*near)]
+        first = first or exact
+        plain = _largest(plain, rounded, exact)
+        moved = _largest(moved, exact, first)
+    return _Family(tuple(first), tuple(plain), tuple(x / REACH for x in moved))
+
+
+def _largest(so_far: list[float], some: list[Tensor], others: list[Tensor]) -> list[float]:
+    # Where plain torch overflows it grants nothing: the floor alone is left.
+    errors = [(a - b).abs().nan_to_num(0.0, posinf=0.0) for a, b in zip(some, others, strict=True)]
+    largest = [float(error.max()) if error.numel() else 0.0 for error in errors]
+    return [max(pair) for pair in zip(so_far or largest, largest, strict=True)]
+
+
+def _neighbour(x: Tensor, generator: torch.Generator) -> Tensor:
+    if not x.is_floating_point():
+        return x
+    steps = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return (x.detach().double() * (1 + REACH * steps.to(x.device) * torch.finfo(x.dtype).eps)).to(
+        x.dtype
+    )
+
+
+# ---- the reference arithmetic of other readings ----------------------------------------------
+
+
+def _product(q: Tensor, k: Tensor, v: Tensor, *, options: AttentionOptions) -> Tensor:
+    # Like functional.head_outputs, for values of any number of heads that divides that of q.
+    return reference.weights(q, k, **options) @ reference.share_heads(v, heads=q.shape[1])
+
+
+def _outcomes(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
+    """The scores with the sink's logit as one more key; -inf where there is no sink."""
+    s = reference.scores(
+        q,
+        k,
+        mask=options.get("mask"),
+        score_bias=options.get("score_bias"),
+        scale=options.get("scale"),
+        softcap=options.get("softcap"),
+    )
+    sink = options.get("sink")
+    logit = s.new_tensor(-torch.inf) if sink is None else sink.to(s.dtype)[:, None, None]
+    return torch.cat([s, logit.expand(*s.shape[:-1], 1)], dim=-1)
+
+
+def _logsumexp(q: Tensor, k: Tensor, *, options: AttentionOptions) -> Tensor:
+    return torch.logsumexp(_outcomes(q, k, options), dim=-1)
+
+
+def _entropy(q: Tensor, k: Tensor, *, options: AttentionOptions) -> Tensor:
+    s = _outcomes(q, k, options)
+    below = s.amax(-1, keepdim=True) - s  # NaN in an empty row
+    e = torch.exp(-below).nan_to_num(0.0)
+    total = e.sum(-1).clamp(min=1.0)
+    return total.log() + (e * below.where(e > 0, 0.0)).sum(-1) / total
+
+
+def _backward(
+    grad_output: Tensor, *leaves: Tensor, options: AttentionOptions, read: Read | None
+) -> tuple[Tensor, ...]:
+    leaves = tuple(x.detach().requires_grad_() for x in leaves)
+    q, k, v, *sink = leaves
+    options = {**options, "sink": sink[0] if sink else None}
+    extra: list[Tensor] = []
+    if read is not None:
+        # A bias of zeros: its gradient is that of the scores.
+        zeros = q.new_zeros(*q.shape[:3], k.shape[2]).requires_grad_()
+        probe = ScoreBias.dense(zeros, axes=" ".join(MATRIX_AXES))
+        given = options.get("score_bias")
+        options = {**options, "score_bias": probe if given is None else given + probe}
+        extra = [zeros]
+    with torch.enable_grad():
+        out = _product(q, k, v, options=options)
+    grads = torch.autograd.grad(out, [*leaves, *extra], grad_output)
+    return grads if read is None else (*grads[:-1], read(grads[-1]))
+
+
+def _rows(q: Tensor, k: Tensor, options: AttentionOptions) -> rounding.RowRounding:
+    return rounding.rows(q, k, Roundoff.of(q.dtype), **options)
+
+
+def _all_heads(x: Tensor, q: Tensor) -> Tensor:
+    return reference.share_heads(x.detach().double(), heads=q.shape[1])
+
+
+def _numbered(x: Tensor) -> tuple[str, ...]:
+    return tuple(f"axis {n}:" for n in range(x.dim()))

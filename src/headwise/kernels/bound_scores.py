@@ -1,0 +1,44 @@
+"""What every kernel is given: queries, keys, and everything that shapes the scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.masks.bound_mask import BoundMask
+from headwise.masks.score_bias import BoundBias
+
+
+@dataclass(frozen=True, eq=False)
+class BoundScores:
+    """One attention matrix at known sizes; shapes as in `headwise.AttentionMatrix`."""
+
+    q: Tensor
+    k: Tensor
+    mask: BoundMask
+    bias: BoundBias
+    scale: float
+    softcap: float | None
+    sink: Tensor | None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one kv head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """The dtype scores and sums are held in: float32 for half types, else their own."""
+        return accumulation_dtype(self.q.dtype)
+
+    @property
+    def has_positive_scale(self) -> bool:
+        """Whether the scale is above 0, and stays so in the dtype of the scores."""
+        return bool(self.scale >= torch.finfo(self.accumulate).tiny)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float32 for bfloat16 and float16, else the dtype itself."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

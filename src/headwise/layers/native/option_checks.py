@@ -1,0 +1,114 @@
+"""Checks of a layer's options: what contradicts itself is refused, with both values."""
+
+from __future__ import annotations
+
+import torch
+
+from headwise.errors import OptionError
+from headwise.layers.native.base import AttentionBase
+from headwise.layers.native.call_checks import refuse_across
+from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.positions import PositionBias, Rotary
+from headwise.masks.clauses.band import Band
+from headwise.masks.mask import Mask
+from headwise.masks.operand_checks import check_probability, check_score_numbers
+from headwise.support.axes import describe_value
+
+
+def divided(embed_dim: int, num_heads: int) -> int:
+    """The head_dim where none is given."""
+    if num_heads < 1 or embed_dim % num_heads:
+        raise OptionError(
+            saw=f"embed_dim={embed_dim}, num_heads={num_heads} and no head_dim",
+            needed="embed_dim divisible by num_heads, or a head_dim of its own",
+            do=f"e.g. head_dim={max(1, embed_dim // max(1, num_heads))}",
+        )
+    return embed_dim // num_heads
+
+
+def check_counts(**counts: int) -> None:
+    """Raise OptionError where a size or a number is no whole number from 1."""
+    for name, count in counts.items():
+        if not isinstance(count, (int, torch.SymInt)) or count < 1:
+            raise OptionError(
+                saw=f"{name}={describe_value(count)}",
+                needed="a whole number from 1",
+                do=f"set {name}",
+            )
+
+
+def check(
+    layer: AttentionBase,
+    score_bias: PositionBias | None,
+    *,
+    crosses: bool,
+    dtype: torch.dtype | None,
+) -> None:
+    """Raise OptionError where sizes or options contradict each other."""
+    counts = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "out_dim")
+    check_counts(**{name: getattr(layer, name) for name in (*counts, "source_dim")})
+    if layer.num_heads % layer.num_kv_heads:
+        raise OptionError(
+            saw=f"num_heads={layer.num_heads} and num_kv_heads={layer.num_kv_heads}",
+            needed="num_heads divisible by num_kv_heads: each kv head serves a group of heads",
+            do=f"num_kv_heads={_divisors(layer.num_heads)}",
+        )
+    _check_kinds(layer, score_bias)
+    named = {"rotary": layer.rotary, "window": layer.window, "score_bias": score_bias}
+    for name, option in named.items():
+        if crosses and option is not None:
+            refuse_across(name, option, f"source_dim={layer.source_dim}")
+    if layer.rotary is not None:
+        layer.rotary.width_in(layer.head_dim)
+    check_score_numbers(layer.scale, layer.softcap, dtype=dtype or torch.get_default_dtype())
+    check_probability(layer.dropout)
+
+
+def _check_kinds(layer: AttentionBase, score_bias: object) -> None:
+    kinds = (
+        ("rotary", layer.rotary, Rotary, "a Rotary", "rotary=Rotary()"),
+        ("qk_norm", layer.qk_norm, QKNorm, "a QKNorm", "qk_norm=QKNorm()"),
+        (
+            "score_bias",
+            score_bias,
+            PositionBias,
+            "an Alibi or a T5Bias; a ScoreBias is an argument of the call",
+            "score_bias=Alibi()",
+        ),
+    )
+    for name, option, kind, needed, do in kinds:
+        if option is not None and (isinstance(option, type) or not isinstance(option, kind)):
+            raise OptionError(saw=f"{name}={describe_value(option)}", needed=needed, do=do)
+    window = layer.window
+    if window is not None and (not isinstance(window, tuple) or len(window) != 2):
+        raise OptionError(
+            saw=f"window={describe_value(window)}",
+            needed="(left, right): how many keys before and after its own place a query sees",
+            do="window=(W - 1, 0) for a causal window of W keys that counts the query's own",
+        )
+    if window is not None:
+        (band,) = Mask.window(*window).of_kind(Band)  # refuses a side that is no number from 0
+        layer.window = band.sides  # Python's integers: those of NumPy may wrap
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def described(layer: AttentionBase) -> str:
+    """The sizes, and what is not as it is by default, but for what is a module."""
+    parts = [f"{layer.embed_dim} to {layer.num_heads} heads of {layer.head_dim}"]
+    if layer.num_kv_heads != layer.num_heads:
+        parts.append(f"{layer.num_kv_heads} kv_heads")
+    if layer.value_dim != layer.head_dim:
+        parts.append(f"value_dim={layer.value_dim}")
+    if layer.source_dim != layer.embed_dim:
+        parts.append(f"source_dim={layer.source_dim}")
+    for name in ("rotary", "window", "scale", "softcap"):
+        if getattr(layer, name) is not None:
+            parts.append(f"{name}={getattr(layer, name)}")
+    if layer.sink is not None:
+        parts.append("sink")
+    if layer.dropout:
+        parts.append(f"dropout={layer.dropout}")
+    return ", ".join(parts)

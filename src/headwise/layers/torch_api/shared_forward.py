@@ -1,0 +1,272 @@
+"""What the layer and its functional form share: project, attend, put the heads side by side.
+
+Queries, keys and values are strided views of their projection, never copies. Head outputs and
+weights are read from one `AttentionMatrix`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.attention_matrix import AttentionMatrix
+from headwise.kernels.linear import project
+from headwise.layers.explanation import LayerExplanation, product, products
+from headwise.layers.hooks import shown
+from headwise.layers.torch_api import torch_checks
+from headwise.layers.torch_api.torch_masks import read_masks
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectionParameters:
+    """The parameters before the output projection, by the names that torch's layer has for them."""
+
+    embed_dim: int
+    num_heads: int
+    _qkv_same_embed_dim: bool
+    in_proj_weight: Tensor | None
+    in_proj_bias: Tensor | None
+    q_proj_weight: Tensor | None
+    k_proj_weight: Tensor | None
+    v_proj_weight: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+    add_zero_attn: bool
+
+
+# A layer's own are read once in each call: they may be replaced, pruned or parametrized.
+Layer = ProjectionParameters | nn.MultiheadAttention
+
+
+class CallOptions(NamedTuple):
+    """The arguments of one call beside the inputs."""
+
+    padding: Tensor | None
+    attn_mask: Tensor | None
+    is_causal: bool
+    need_weights: bool
+    average: bool
+    dropout_p: float
+    batch_first: bool = False
+    static_k: Tensor | None = None
+    static_v: Tensor | None = None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
+) -> tuple[Tensor, Tensor | None]:
+    """The heads side by side, ready for the output projection, and the weights where asked for.
+
+    Shapes:
+        query: (batch, queries, embed_dim) with ``batch_first``, (queries, batch, embed_dim)
+            without; key and value likewise. Unbatched: (queries, embed_dim).
+        returns: like query; weights (batch, queries, keys) or (batch, heads, queries, keys).
+    """
+    matrix, v = matrix_and_values(query, key, value, layer, options)
+    outputs, weights = _outputs(matrix, v, options)
+    if query.dim() == 2:
+        weights = None if weights is None else weights.squeeze(0)
+    if query.dim() == 2 or options.batch_first:
+        return outputs.transpose(1, 2).reshape(query.shape), weights
+    return outputs.permute(2, 0, 1, 3).reshape(query.shape), weights
+
+
+def matrix_and_values(
+    query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
+) -> tuple[AttentionMatrix, Tensor]:
+    """The attention matrix of a call, and its values (batch, heads, keys, head_dim)."""
+    batched = torch_checks.require_ranks(query, key, value, options.padding, options.attn_mask)
+    padding = options.padding
+    if not batched:
+        padding = None if padding is None else padding.unsqueeze(0)
+        same = (query is key, key is value)
+        query = query.unsqueeze(0)
+        key = query if same[0] else key.unsqueeze(0)
+        value = key if same[1] else value.unsqueeze(0)
+        options = options._replace(batch_first=True)
+    q, k, v = _heads(query, key, value, layer, options)
+    bias_k, bias_v = layer.bias_k, layer.bias_v
+    slots = int(bias_k is not None or bias_v is not None) + int(layer.add_zero_attn)
+    mask, score_bias = None, None
+    if padding is not None or options.attn_mask is not None:
+        torch_checks.require_masks(padding, options.attn_mask, q, k, batched=batched)
+        mask, score_bias = read_masks(
+            padding,
+            options.attn_mask,
+            num_heads=layer.num_heads,
+            slots=slots,
+            hinted=options.is_causal,
+            dtype=q.dtype,
+        )
+    if slots:
+        torch_checks.require_both_slots(bias_k, bias_v, options.static_k, options.static_v)
+        k, v = _with_slots(k, v, bias_k, bias_v, zeros=layer.add_zero_attn)
+    return AttentionMatrix(q, k, mask=mask, score_bias=score_bias), v
+
+
+# ---- projections -----------------------------------------------------------------------------
+
+
+def _heads(
+    query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as (batch, heads, length, head_dim), static ones as given."""
+    embed_dim, packed = layer.embed_dim, layer._qkv_same_embed_dim
+    torch_checks.require_inputs(
+        query, key, value, embed_dim=embed_dim, packed=packed, batch_first=options.batch_first
+    )
+    bias = layer.in_proj_bias
+    torch_checks.require_bias(bias, embed_dim)
+    if packed:
+        projected = _projected_packed(query, key, value, layer, bias)
+    else:
+        projected = _projected_separately(query, key, value, layer, bias)
+    if options.batch_first:
+        q, k, v = (x.transpose(1, 2) for x in projected)
+    else:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in projected)
+    if options.static_k is not None:
+        k = torch_checks.static_heads("static_k", options.static_k, like=q)
+    if options.static_v is not None:
+        v = torch_checks.static_heads("static_v", options.static_v, like=q)
+    if k.shape[2] != v.shape[2]:
+        torch_checks.refuse_lengths(k, v)
+    return q, torch_checks.settled("keys", k, q), torch_checks.settled("values", v, q)
+
+
+def _projected_packed(
+    query: Tensor, key: Tensor, value: Tensor, layer: Layer, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """As few products as the identities allow: one for self-attention, two where key is value.
+
+    Each result is (its first axes, heads, head_dim).
+    """
+    embed_dim, heads = layer.embed_dim, layer.num_heads
+    weight = torch_checks.require_present("in_proj_weight", layer.in_proj_weight, separate=False)
+    torch_checks.require_weight("query", query, weight, 3 * embed_dim, packed=True)
+    if key is value and query is key:
+        return _split(project(query, weight, bias), 3, heads)
+    torch_checks.require_weight("key", key, weight, 3 * embed_dim, packed=True)
+    if key is value:
+        sizes = [embed_dim, 2 * embed_dim]
+        w_q, w_kv = weight.split(sizes)
+        b_q, b_kv = (None, None) if bias is None else bias.split(sizes)
+        queries = _split(project(query, w_q, b_q), 1, heads)
+        return *queries, *_split(project(key, w_kv, b_kv), 2, heads)
+    torch_checks.require_weight("value", value, weight, 3 * embed_dim, packed=True)
+    return _each_projected((query, key, value), weight.chunk(3), bias, heads)
+
+
+def _projected_separately(
+    query: Tensor, key: Tensor, value: Tensor, layer: Layer, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The same by a weight for each."""
+    weights = []
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        own = f"{name[0]}_proj_weight"
+        weights.append(torch_checks.require_present(own, getattr(layer, own), separate=True))
+        torch_checks.require_weight(name, x, weights[-1], layer.embed_dim, packed=False)
+    return _each_projected((query, key, value), weights, bias, layer.num_heads)
+
+
+def _each_projected(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, heads: int
+) -> tuple[Tensor, ...]:
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    projected = zip(inputs, weights, biases, strict=True)
+    return tuple(_split(project(*operands), 1, heads)[0] for operands in projected)
+
+
+def _split(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+    """Views of a projection, (its first axes, heads, head_dim), for each of its parts."""
+    first, second, width = x.shape
+    return x.view(first, second, parts, heads, width // (parts * heads)).unbind(2)
+
+
+def _with_slots(
+    k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, *, zeros: bool
+) -> tuple[Tensor, Tensor]:
+    """Keys and values with the slots of bias_k and add_zero_attn, which all may attend to."""
+    keys, values = [k], [v]
+    batch, heads, _, head_dim = k.shape
+    for rows, slot, name in ((keys, bias_k, "bias_k"), (values, bias_v, "bias_v")):
+        if slot is not None:
+            if torch.promote_types(slot.dtype, k.dtype) == k.dtype:
+                slot = slot.to(k.dtype)  # as torch.cat does
+            slot = torch_checks.settled(name, slot, k)
+            rows.append(slot.view(1, heads, 1, head_dim).expand(batch, heads, 1, head_dim))
+        if zeros:
+            rows.append(k.new_zeros(batch, heads, 1, head_dim))
+    return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+
+def _outputs(
+    matrix: AttentionMatrix, v: Tensor, options: CallOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Head outputs (batch, heads, queries, head_dim), and the weights before dropout."""
+    if options.need_weights and options.average and options.dropout_p == 0:
+        # Equal to ``matrix @ v`` within the error budget; in inference one pass serves both.
+        outputs, average = matrix.outputs_and_average(v)
+        return shown(matrix, v, outputs), average
+    torch_checks.require_probability(options.dropout_p)
+    dropout_p = options.dropout_p
+    outputs = matrix @ v if dropout_p == 0 else matrix.dropped(v, dropout_p=dropout_p)
+    outputs = shown(matrix, v, outputs)
+    if not options.need_weights:
+        return outputs, None
+    return outputs, matrix.head_average() if options.average else matrix.dense(limit=None)
+
+
+# ---- explanation -----------------------------------------------------------------------------
+
+
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, layer: nn.MultiheadAttention, options: CallOptions
+) -> LayerExplanation:
+    """What `attend` computes of these inputs, and what the output projection takes."""
+    matrix, v = matrix_and_values(query, key, value, layer, options)
+    tokens = f"{query.shape[:-1].numel():,}, as they were given"
+    if options.padding is not None:
+        tokens += ": torch's padding hides keys, and their queries are computed"
+    if options.dropout_p > 0:
+        tokens += "; while training, dropout writes the weights of A @ v down"
+    lines = tuple(
+        product(name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], rows))
+        for name, x, rows in _products(query, key, value, layer)
+    )
+    lines += products(layer, {"out_proj": query.shape[:-1].numel()})
+    return LayerExplanation(tokens, lines, matrix.explain(v), _weights(matrix, v, options))
+
+
+def _products(
+    query: Tensor, key: Tensor, value: Tensor, layer: nn.MultiheadAttention
+) -> list[tuple[str, Tensor, int]]:
+    """Each product of the input projection: its name, what it is of, and how wide it becomes."""
+    width = layer.embed_dim
+    if not layer._qkv_same_embed_dim:
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return [(name, x, width) for name, x in zip(names, (query, key, value), strict=True)]
+    if query is key and key is value:
+        return [("in_proj q, k, v", query, 3 * width)]
+    if key is value:
+        return [("in_proj q", query, width), ("in_proj k, v", key, 2 * width)]
+    return [(f"in_proj {n}", x, width) for n, x in zip("qkv", (query, key, value), strict=True)]
+
+
+def _weights(matrix: AttentionMatrix, v: Tensor, options: CallOptions) -> str:
+    if not options.need_weights:
+        return "none are returned"
+    if not options.average:
+        return "of every head, written down; need_weights=False leaves them out"
+    if options.dropout_p > 0 or matrix._needs_gradient(v):
+        return "their mean over heads, in a pass of its own; need_weights=False leaves it out"
+    if matrix._one_row(v):
+        return "their mean over heads, from the one row of each, in the place of the kernel below"
+    return (
+        "their mean over heads, in one pass of tiles that computes A @ v too, in the place of the "
+        "kernel below; need_weights=False leaves it out"
+    )

@@ -1,0 +1,366 @@
+"""What the drop-in refuses, in the order and with the types of torch's own layer.
+
+Everything here compares sizes, dtypes and devices; nothing reads a value or breaks a compiled
+graph. Where all is well it costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from headwise.errors import OptionError
+from headwise.layers.torch_api.torch_errors import (
+    AssertedMaskDTypeError,
+    AssertedMaskError,
+    AssertedOptionError,
+    AssertedShapeError,
+    RuntimeDeviceError,
+    RuntimeDTypeError,
+    RuntimeMaskError,
+    RuntimeOptionError,
+    RuntimeShapeError,
+)
+from headwise.support.arguments import is_number
+from headwise.support.axes import describe_value
+from headwise.support.tracing import autocasts
+
+
+def require_sizes(embed_dim: int, num_heads: int) -> None:
+    """The constructor's own conditions: positive, and divisible."""
+    if embed_dim <= 0 or num_heads <= 0:
+        raise OptionError(
+            saw="embed_dim and num_heads must be greater than 0,"
+            f" got embed_dim={embed_dim} and num_heads={num_heads} instead",
+            needed="at least one head, of at least one number",
+            do="e.g. MultiheadAttention(embed_dim=512, num_heads=8)",
+        )
+    if embed_dim % num_heads:
+        fitting = [n for n in range(1, embed_dim + 1) if embed_dim % n == 0]
+        near = {
+            *[n for n in fitting if n < num_heads][-1:],
+            *[n for n in fitting if n > num_heads][:1],
+        }
+        raise AssertedOptionError(
+            saw="embed_dim must be divisible by num_heads:"
+            f" embed_dim {embed_dim} not divisible by num_heads {num_heads}",
+            needed="every head is embed_dim / num_heads wide",
+            do=f"for embed_dim={embed_dim}, num_heads={' or '.join(map(str, sorted(near)))}",
+        )
+
+
+def require_mask_for_hint(*, is_causal: bool, attn_mask: Tensor | None) -> None:
+    """``is_causal`` alone is no mask: refused on every path, also where torch ignores it."""
+    if is_causal and attn_mask is None:
+        raise RuntimeOptionError(
+            saw="is_causal=True without attn_mask. Need attn_mask if specifying the is_causal hint."
+            " You may use the Transformer module method `generate_square_subsequent_mask`"
+            " to create this mask.",
+            needed="a mask: is_causal is only a hint that attn_mask is the causal one",
+            do="attn_mask=torch.nn.Transformer.generate_square_subsequent_mask(length)",
+        )
+
+
+def require_ranks(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, attn_mask: Tensor | None
+) -> bool:
+    """Masks are bool or float, inputs 3-D or all 2-D; True where they have a batch axis."""
+    if padding is None and attn_mask is None and query.dim() == key.dim() == value.dim() == 3:
+        return True
+    for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
+        _require_mask_kind(name, mask)
+    rank = query.dim()
+    if rank not in (2, 3):
+        raise AssertedShapeError(
+            saw="query should be unbatched 2D or batched 3D tensor but received"
+            f" {rank}-D query tensor of shape {tuple(query.shape)}",
+            needed="(queries, embed_dim), or three axes with batch",
+            do="fold further axes into the batch",
+        )
+    kind = "For batched (3-D) `query`" if rank == 3 else "For unbatched (2-D) `query`"
+    if key.dim() != rank or value.dim() != rank:
+        raise AssertedShapeError(
+            saw=f"{kind}, expected `key` and `value` to be {rank}-D but found {key.dim()}-D and"
+            f" {value.dim()}-D tensors respectively",
+            needed="query, key and value all with a batch axis, or all without",
+            do="tensor.unsqueeze(batch axis), or expand it to the batch",
+        )
+    if padding is not None and padding.dim() != rank - 1:
+        raise AssertedMaskError(
+            saw=f"{kind}, expected `key_padding_mask` to be `None` or {rank - 1}-D but found"
+            f" {padding.dim()}-D tensor instead, of shape {tuple(padding.shape)}",
+            needed="(batch, keys)" if rank == 3 else "(keys,)",
+            do="a mask over queries and keys is attn_mask",
+        )
+    if attn_mask is not None and attn_mask.dim() not in (2, 3):
+        raise AssertedMaskError(
+            saw=f"{kind}, expected `attn_mask` to be `None`, 2-D or 3-D but found"
+            f" {attn_mask.dim()}-D tensor instead, of shape {tuple(attn_mask.shape)}",
+            needed="(queries, keys) or (batch*heads, queries, keys)",
+            do="a (batch, heads, queries, keys) mask is attn_mask.flatten(0, 1) here",
+        )
+    return rank == 3
+
+
+def _require_mask_kind(name: str, mask: Tensor | None) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise AssertedMaskError(
+            saw=f"{name}={describe_value(mask)}",
+            needed="a tensor in torch's convention: bool (True = may not attend) or float",
+            do="a Mask goes to AttentionMatrix; the causal mask in torch's convention is"
+            " torch.nn.Transformer.generate_square_subsequent_mask(length)",
+        )
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AssertedMaskDTypeError(
+            saw=f"only bool and floating types of {name} are supported, but got {mask.dtype}",
+            needed="bool (True = may not attend) or float (added to the scores);"
+            " an integer mask may mean either polarity",
+            do="mask.bool() if nonzero means blocked, mask == 0 if nonzero means may attend",
+        )
+
+
+def require_inputs(
+    query: Tensor, key: Tensor, value: Tensor, *, embed_dim: int, packed: bool, batch_first: bool
+) -> None:
+    """Widths, lengths and batch of 3-D inputs agree."""
+    if query.shape[2] != embed_dim:
+        raise AssertedShapeError(
+            saw=f"was expecting embedding dimension of {embed_dim}, but got {query.shape[2]}:"
+            f" query has shape {tuple(query.shape)}",
+            needed=f"{_axes('queries', batch_first)} with embed_dim {embed_dim}",
+            do="give the layer its own width, or build it with embed_dim="
+            f"{query.shape[2]} and other weights",
+        )
+    if (key.shape != value.shape) if packed else (key.shape[:2] != value.shape[:2]):
+        torch_wording = (
+            f"key shape {key.shape} does not match value shape {value.shape}"
+            if packed
+            else f"key's sequence and batch dims {key.shape[:2]} do not match value's"
+            f" {value.shape[:2]}"
+        )
+        raise AssertedShapeError(
+            saw=torch_wording,
+            needed=f"one value for each key, both {_axes('keys', batch_first)}",
+            do="project or cut them to one length; widths may differ with kdim and vdim",
+        )
+    batch, keys = (0, 1) if batch_first else (1, 0)
+    if key.shape[batch] != query.shape[batch]:
+        raise RuntimeShapeError(
+            saw=f"batch {query.shape[batch]} of query {tuple(query.shape)} but batch"
+            f" {key.shape[batch]} of key {tuple(key.shape)}, read as"
+            f" {_axes('length', batch_first)}: shape '[{key.shape[keys]}, ...]' is invalid for"
+            f" input of size {key.numel()}",
+            needed="one batch for query, key and value",
+            do="key.expand to the batch; or check batch_first, which is"
+            f" {batch_first} here: it says which axis is the batch",
+        )
+
+
+def require_weight(name: str, x: Tensor, weight: Tensor, expected: int, *, packed: bool) -> None:
+    """One input fits the weight that projects it: width, rows, dtype, device."""
+    if x.shape[-1] != weight.shape[1] or weight.shape[0] != expected:
+        _refuse_weight(name, x, weight, expected, packed=packed)
+    if x.dtype != weight.dtype or x.device != weight.device:
+        _refuse_mix(name, x, weight)
+
+
+def require_masks(
+    padding: Tensor | None, attn_mask: Tensor | None, q: Tensor, k: Tensor, *, batched: bool
+) -> None:
+    """The masks are for these queries and keys; ``padding`` has its batch axis already."""
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
+        if mask is not None and mask.device != q.device:
+            _refuse_device(name, mask, q, "query")
+    if attn_mask is not None:
+        expected = (queries, keys) if attn_mask.dim() == 2 else (batch * heads, queries, keys)
+        if attn_mask.shape != expected:
+            _refuse_attn_mask(attn_mask, expected, batch, heads, batched=batched)
+    if padding is not None:
+        for axis, (name, size) in enumerate((("batch", batch), ("keys", keys))):
+            if padding.shape[axis] != size:
+                raise AssertedMaskError(
+                    saw=f"Expected key_padded_mask.shape[{axis}] to be {size}, but got"
+                    f" {padding.shape[axis]}: {name} of key_padding_mask {tuple(padding.shape)}",
+                    needed=f"(batch {batch}, keys {keys})",
+                    do="build it for these keys: one row for each sequence, True = ignored",
+                )
+
+
+def require_present(name: str, weight: Tensor | None, *, separate: bool) -> Tensor:
+    """The weight that this form of the parameters needs."""
+    if weight is None:
+        raise AssertedOptionError(
+            saw=f"use_separate_proj_weight is {separate} but {name} is None",
+            needed="q_proj_weight, k_proj_weight and v_proj_weight, or in_proj_weight",
+            do=f"give {name}, or use_separate_proj_weight={not separate}",
+        )
+    return weight
+
+
+def require_bias(bias: Tensor | None, embed_dim: int) -> None:
+    """One bias for queries, keys and values, packed in this order."""
+    if bias is not None and bias.shape != (3 * embed_dim,):
+        raise AssertedShapeError(
+            saw=f"expecting query bias shape of {(embed_dim,)}, but got in_proj_bias of shape"
+            f" {tuple(bias.shape)}",
+            needed=f"(3 * embed_dim,) = ({3 * embed_dim},)",
+            do="torch.cat([bias of queries, of keys, of values]), zeros where there is none",
+        )
+
+
+def require_probability(dropout_p: float) -> None:
+    """A dropout probability is one."""
+    if type(dropout_p) is float and 0.0 <= dropout_p <= 1.0:
+        return
+    if not (is_number(dropout_p) and 0 <= dropout_p <= 1):
+        raise RuntimeOptionError(
+            saw="dropout probability has to be between 0 and 1, but got"
+            f" {describe_value(dropout_p)}",
+            needed="0 <= dropout <= 1",
+            do="set layer.dropout, e.g. 0.1",
+        )
+
+
+def static_heads(name: str, static: Tensor, *, like: Tensor) -> Tensor:
+    """``static_k`` or ``static_v`` (batch*heads, keys, head_dim), with an axis of heads."""
+    batch, heads, _, head_dim = like.shape
+    for axis, size in ((0, batch * heads), (2, head_dim)):
+        if static.dim() != 3 or static.shape[axis] != size:
+            found = static.shape[axis] if static.dim() == 3 else tuple(static.shape)
+            raise AssertedShapeError(
+                saw=f"expecting {name}.size({axis}) of {size}, but got {found}",
+                needed=f"(batch*heads {batch * heads}, keys, head_dim {head_dim})",
+                do="heads are the faster axis: (batch, heads, keys, head_dim).flatten(0, 1)",
+            )
+    return static.view(batch, heads, *static.shape[1:])
+
+
+def refuse_lengths(k: Tensor, v: Tensor) -> NoReturn:
+    """Raise for another number of values than of keys; only static ones can still differ."""
+    raise RuntimeShapeError(
+        saw=f"static_k and static_v: Expected size for first two dimensions of batch2 tensor"
+        f" to be: [{k.shape[0] * k.shape[1]}, {k.shape[2]}] but got:"
+        f" [{k.shape[0] * k.shape[1]}, {v.shape[2]}]",
+        needed=f"one value for each of {k.shape[2]} keys",
+        do="give static_k and static_v of one length, or both",
+    )
+
+
+def require_both_slots(
+    bias_k: Tensor | None, bias_v: Tensor | None, static_k: Tensor | None, static_v: Tensor | None
+) -> None:
+    """``bias_k`` and ``bias_v`` come together, and not with static keys or values."""
+    for one, other, name in ((bias_k, bias_v, "k"), (bias_v, bias_k, "v")):
+        if one is not None and other is None:
+            missing = "v" if name == "k" else "k"
+            raise AssertedOptionError(
+                saw=f"bias_{name} is set but bias_{missing} is None",
+                needed="a key and a value for the slot that is appended",
+                do="set both, or neither",
+            )
+    for static, name in ((static_k, "key"), (static_v, "value")):
+        if bias_k is not None and static is not None:
+            raise AssertedOptionError(
+                saw=f"bias cannot be added to static {name}.",
+                needed="bias_k and bias_v, or static_k and static_v",
+                do=f"append the bias to the static {name} yourself",
+            )
+
+
+def _axes(length: str, batch_first: bool) -> str:
+    return f"(batch, {length}, width)" if batch_first else f"({length}, batch, width)"
+
+
+def _refuse_weight(name: str, x: Tensor, weight: Tensor, rows: int, *, packed: bool) -> NoReturn:
+    needed = f"{name}s of width {weight.shape[1]}, and a weight with {rows} rows"
+    do = f"give {name} its own width: kdim and vdim are options of the layer"
+    if packed:
+        raise RuntimeShapeError(
+            saw=f"{name} {tuple(x.shape)} and a packed weight of shape {tuple(weight.shape)}:"
+            f" mat1 and mat2 shapes cannot be multiplied"
+            f" ({x.shape[:-1].numel()}x{x.shape[-1]} and {weight.shape[1]}x{rows})",
+            needed=needed,
+            do=do,
+        )
+    raise AssertedShapeError(
+        saw=f"expecting {name} weights shape of {(rows, x.shape[-1])}, but got {weight.shape}",
+        needed=needed,
+        do=do,
+    )
+
+
+def settled(name: str, x: Tensor, like: Tensor) -> Tensor:
+    """``x`` in the dtype of ``like``: as it is, or cast where autocast is on.
+
+    Raises:
+        RuntimeDTypeError: another dtype without autocast.
+        RuntimeDeviceError: another device.
+    """
+    if x.device != like.device:
+        _refuse_device(name, x, like, "the queries")
+    if x.dtype == like.dtype:
+        return x
+    if not autocasts(x.device.type):
+        raise RuntimeDTypeError(
+            saw=f"expected scalar type {like.dtype} but found {x.dtype} for the {name}",
+            needed="queries, keys and values of one dtype, or torch.autocast",
+            do=f"cast what the {name} come from: .to({like.dtype})",
+        )
+    return x.to(like.dtype)
+
+
+def _refuse_device(name: str, x: Tensor, like: Tensor, other: str) -> NoReturn:
+    raise RuntimeDeviceError(
+        saw=f"Expected all tensors to be on the same device, but {name} is on {x.device}"
+        f" and {other} on {like.device}",
+        needed="one device",
+        do=f"{name}.to({str(like.device)!r}), or the layer and its inputs to {str(x.device)!r}",
+    )
+
+
+def _refuse_mix(name: str, x: Tensor, weight: Tensor) -> None:
+    """A mix of devices or dtypes, unless autocast or a subclass will settle it."""
+    if not {type(x), type(weight)} <= {Tensor, torch.nn.Parameter}:
+        return
+    if x.device != weight.device:
+        _refuse_device(name, x, weight, "its weight")
+    if not autocasts(x.device.type):
+        raise RuntimeDTypeError(
+            saw=f"mat1 and mat2 must have the same dtype, but got {x.dtype} for {name}"
+            f" and {weight.dtype} for its weight",
+            needed="one dtype, or torch.autocast",
+            do=f"{name}.to({weight.dtype}), or layer.to({x.dtype})"
+            if x.is_floating_point()
+            else f"{name}.to({weight.dtype}); token ids go through an nn.Embedding first",
+        )
+
+
+def _refuse_attn_mask(
+    mask: Tensor, expected: tuple[int, ...], batch: int, heads: int, *, batched: bool
+) -> NoReturn:
+    queries, keys = expected[-2:]
+    readings = {
+        (keys, queries): "its two axes look swapped: attn_mask.mT",
+        (batch, keys): "(batch, keys) is key_padding_mask",
+        (1, queries, keys): "one mask for all is attn_mask[0]",
+        (batch, queries, keys): "one mask for each sequence is"
+        f" attn_mask.repeat_interleave({heads}, dim=0)",
+        (heads, queries, keys): f"one mask for each head is attn_mask.repeat({batch}, 1, 1)",
+    }
+    do = readings.get(tuple(mask.shape), "build it for these queries and keys")
+    if batched or mask.dim() == 2:
+        raise RuntimeMaskError(
+            saw=f"The shape of the {mask.dim()}D attn_mask is {mask.shape},"
+            f" but should be {expected}.",
+            needed=f"(queries {queries}, keys {keys}) or"
+            f" (batch*heads {batch * heads}, queries {queries}, keys {keys})",
+            do=do,
+        )
+    raise AssertedMaskError(
+        saw=f"Expected `attn_mask` shape to be {expected} but got {mask.shape}",
+        needed=f"(queries {queries}, keys {keys}) or (heads {heads}, queries, keys)",
+        do=do,
+    )

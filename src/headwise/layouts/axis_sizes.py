@@ -1,0 +1,146 @@
+"""What the axes measure: solved from the shapes of tensors and the counts that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+from headwise.errors import OptionError, ShapeError
+from headwise.layouts.pattern import Pattern, PatternAxis, product
+
+Sizes = dict[str, int]
+Shape = tuple[int, ...]
+
+
+def solve(
+    shapes: Mapping[str, tuple[Pattern, Shape]],
+    known: Mapping[str, int],
+    splits: Mapping[str, tuple[str, ...]],
+) -> Sizes:
+    """Every size that the shapes determine, with those that are known.
+
+    Args:
+        shapes: tensor name -> its pattern and its shape.
+        known: counts such as heads, which no shape tells.
+        splits: axis -> the names that it is also written by, whose product it is.
+
+    Raises:
+        ShapeError: a shape does not fit its pattern, or a count does not divide.
+        OptionError: something stays undetermined; what to give is said.
+    """
+    if any(size < 1 for size in known.values()):
+        raise OptionError(
+            saw=_listed(known),
+            needed="counts of at least 1",
+            do="give the counts that the model has; leave out what it has not",
+        )
+    sizes = with_products(dict(known), splits)
+    equations = []
+    for name, (pattern, shape) in shapes.items():
+        if len(shape) != len(pattern.axes):
+            raise ShapeError(
+                saw=f"{name} of shape {shape}",
+                needed=f"{len(pattern.axes)} axes",
+                do="name the layout that the file is really in",
+            )
+        equations += [(name, axis, n) for axis, n in zip(pattern.axes, shape, strict=True)]
+    progress = True
+    while progress:
+        progress = False
+        for name, axis, length in equations:
+            unknown = sorted(_names(axis) - sizes.keys())
+            found = _solved(name, axis, length, sizes, unknown[0]) if len(unknown) == 1 else None
+            if found is not None:
+                sizes[unknown[0]] = found
+                sizes = with_products(sizes, splits)
+                progress = True
+    _check(equations, sizes)
+    return sizes
+
+
+def _solved(name: str, axis: PatternAxis, length: int, sizes: Sizes, unknown: str) -> int | None:
+    """The one unknown of an axis, whose length grows in equal steps with it."""
+    one, two = (axis.size(sizes | {unknown: n}) for n in (1, 2))
+    step = two - one
+    if not step:
+        return None
+    found, rest = divmod(length - one + step, step)
+    if rest or found < 1:
+        given = {key: sizes[key] for key in sorted(_names(axis) & sizes.keys())}
+        raise ShapeError(
+            saw=f"{name} has an axis of {length}, with {_listed(given)}",
+            needed=f"a whole number of {unknown}",
+            do="give the counts that the model has, or the layout that the file is really in",
+        )
+    return found
+
+
+def with_products(sizes: Sizes, splits: Mapping[str, tuple[str, ...]]) -> Sizes:
+    """With what follows where an axis is a product of names, and all but one of them are known.
+
+    Raises:
+        ShapeError: a count that does not divide, or counts that contradict each other.
+    """
+    sizes = dict(sizes)
+    for whole, parts in splits.items():
+        unknown = [name for name in parts if name not in sizes]
+        others = product((name for name in parts if name in sizes), sizes)
+        if whole in sizes and len(unknown) == 1:
+            found, rest = divmod(sizes[whole], others)
+            if rest:
+                given = {name: sizes[name] for name in (whole, *parts) if name in sizes}
+                raise ShapeError(
+                    saw=_listed(given),
+                    needed=f"{whole} that {' times '.join(given.keys() - {whole})} divides",
+                    do="give the counts that the model has",
+                )
+            sizes[unknown[0]] = found
+        elif not unknown and sizes.setdefault(whole, others) != others:
+            times = f"which is {' times '.join(parts)}" if parts else "whatever the model"
+            raise ShapeError(
+                saw=_listed({name: sizes[name] for name in (whole, *parts)}),
+                needed=f"{whole} {others}, {times}",
+                do="give the counts that the model has, or the layout that the file is really in",
+            )
+    return sizes
+
+
+def _check(equations: Iterable[tuple[str, PatternAxis, int]], sizes: Sizes) -> None:
+    for name, axis, length in equations:
+        missing = sorted(_names(axis) - sizes.keys())
+        if missing:
+            # A model's config says heads and kv_heads, and never how many of one share the other.
+            counts = {
+                "heads": ("num_attention_heads", {"heads", "group"}),
+                "kv_heads": ("num_key_value_heads", {"kv_heads"}),
+            }
+            wanted = [name for name, (_, of) in counts.items() if of & {*missing}]
+            raise OptionError(
+                saw=f"{name}, an axis of {length}; known are {_listed(sizes)}",
+                needed=f"the sizes of {', '.join(missing)}",
+                do=f"give {_and(f'{{{name}}}' for name in wanted)}, which config.json calls "
+                f"{_and(counts[name][0] for name in wanted)}"
+                if wanted
+                else f"give {missing[0]}, as the model has it",
+                parameter=dict.fromkeys(wanted, ()),
+            )
+        if axis.size(sizes) != length:
+            raise ShapeError(
+                saw=f"{name} has an axis of {length}",
+                needed=f"{axis.size(sizes)}, with {_listed(sizes)}",
+                do="give the counts that the model has, or the layout that the file is really in",
+            )
+
+
+def _and(names: Iterable[str]) -> str:
+    return " and ".join(names)
+
+
+@cache
+def _names(axis: PatternAxis) -> frozenset[str]:
+    inner = {name for block in axis.blocks for name in block.names}
+    return frozenset({*axis.before, *inner, *axis.after})
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "nothing"

@@ -1,0 +1,54 @@
+"""The layout of `headwise.Attention`."""
+
+from __future__ import annotations
+
+from headwise.layouts.attention_spec import AttentionSpec
+from headwise.layouts.layout import Layout
+
+_TENSORS = {
+    "q_proj.weight": "wq: (heads head_dim) embed_dim",
+    "k_proj.weight": "wk: (kv_heads head_dim) source_dim",
+    "v_proj.weight": "wv: (kv_heads value_dim) source_dim",
+    "out_proj.weight": "wo: out_dim (heads value_dim)",
+    "q_proj.bias": "bq: (heads head_dim)",
+    "k_proj.bias": "bk: (kv_heads head_dim)",
+    "v_proj.bias": "bv: (kv_heads value_dim)",
+    "out_proj.bias": "bo: out_dim",
+    "sink": "sink: heads",
+    "score_bias.relative_attention_bias.weight": "distances: buckets heads",
+}
+_FUNCTION = AttentionSpec(
+    scale=None, rotary=None, score_bias=None, softcap=None, qk_norm=None, window=None
+)
+_SOURCE = "headwise, src/headwise/layers/native/attention.py"
+
+LAYOUTS = (
+    Layout(
+        name="headwise",
+        tensors=_TENSORS
+        | {
+            "q_norm.weight": "q_norm: head_dim",
+            "k_norm.weight": "k_norm: head_dim",
+            "q_norm.bias": "q_norm_bias: head_dim",
+            "k_norm.bias": "k_norm_bias: head_dim",
+        },
+        function=_FUNCTION,
+        optional=("sink",),
+        source=_SOURCE,
+        note="rotary layers hold rows in the order of their Rotary's pairing; this is half-split",
+    ),
+    Layout(
+        name="headwise-width-norm",
+        tensors=_TENSORS
+        | {
+            "q_norm.weight": "q_norms: (heads head_dim)",
+            "k_norm.weight": "k_norms: (kv_heads head_dim)",
+            "q_norm.bias": "q_norms_bias: (heads head_dim)",
+            "k_norm.bias": "k_norms_bias: (kv_heads head_dim)",
+        },
+        function=_FUNCTION,
+        optional=("sink",),
+        source=_SOURCE,
+        note='with QKNorm(over="width")',
+    ),
+)

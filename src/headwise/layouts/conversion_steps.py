@@ -1,0 +1,208 @@
+"""The steps of a conversion: some tensors of the target, made of some of the source.
+
+Those of what stands around attention are made here: norms, the MLP, embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from headwise.layouts.axis_sizes import Sizes, solve
+from headwise.layouts.canonical import State
+from headwise.layouts.layout import Layout
+from headwise.layouts.module_names import NameForm, NamePlace, outside, slots
+from headwise.layouts.pattern import Pattern, pack, parse, require_one_dtype, unpack
+
+PARTS = ("weight", "kernel", "W", "w", "bias", "b")  # of a linear layer, or of a norm
+
+
+@runtime_checkable
+class TensorHeader(Protocol):
+    """What is known of a tensor before it is read; a tensor is one."""
+
+    @property
+    def shape(self) -> Iterable[int]:
+        """How long its axes are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its numbers."""
+
+
+@dataclass(frozen=True)
+class ConversionStep:
+    """Some tensors of the target, made of some of the source.
+
+    Attributes:
+        inputs: names in the source.
+        outputs: name in the target -> shape; none for biases that must be +0 to be left out.
+        sides: stored tensors -> canonical ones, by names of their own, and these -> tensors of the
+            target; None where the one output is the one input, byte for byte.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: Mapping[str, tuple[int, ...]]
+    sides: tuple[ModuleTensors | OtherTensors, ModuleTensors | OtherTensors] | None = None
+
+    @property
+    def is_copy(self) -> bool:
+        """True if the bytes are kept."""
+        return self.sides is None
+
+    def run(self, stored: Mapping[str, Tensor]) -> State:
+        """The tensors of the target."""
+        if self.sides is None:
+            return dict(zip(self.outputs, (stored[name] for name in self.inputs), strict=True))
+        reader, writer = self.sides
+        return writer.write(reader.read(stored))
+
+
+@dataclass(frozen=True)
+class ModuleTensors:
+    """The tensors of one module in one layout. ``names``: full name -> name within the module."""
+
+    layout: Layout
+    names: Mapping[str, str]
+    sizes: Sizes
+
+    def read(self, stored: Mapping[str, Tensor]) -> State:
+        """Canonical tensors of stored ones."""
+        local = {self.names[name]: x for name, x in stored.items()}
+        return self.layout.read(local, sizes=self.sizes)
+
+    def write(self, canonical: Mapping[str, Tensor]) -> State:
+        """Stored tensors of canonical ones; only those that have a name here."""
+        full = {local: name for name, local in self.names.items()}
+        made = self.layout.write(canonical, sizes=self.sizes)
+        return {full[local]: x for local, x in made.items() if local in full}
+
+
+@dataclass(frozen=True)
+class OtherTensors:
+    """Tensors outside of attention: full name -> pattern."""
+
+    patterns: Mapping[str, Pattern]
+    sizes: Sizes
+
+    def read(self, stored: Mapping[str, Tensor]) -> State:
+        """The tensors by their names in the patterns."""
+        found: State = {}
+        for name, tensor in stored.items():
+            found |= unpack(self.patterns[name], tensor, self.sizes)
+        return found
+
+    def write(self, canonical: Mapping[str, Tensor]) -> State:
+        """Stored tensors."""
+        return {
+            name: pack(pattern, canonical, self.sizes)
+            for name, pattern in self.patterns.items()
+            if set(pattern.tensors) <= canonical.keys()
+        }
+
+
+def copy(name: str, new: str, header: TensorHeader) -> ConversionStep:
+    """A tensor that keeps its bytes."""
+    return ConversionStep((name,), {new: tuple(header.shape)})
+
+
+def components(
+    stored: Mapping[str, Pattern], written: Mapping[str, Pattern]
+) -> list[tuple[list[str], list[str]]]:
+    """The stored tensors and the written ones that share canonical tensors, group by group."""
+    groups: list[tuple[set[str], list[str], list[str]]] = [
+        (set(pattern.tensors), [name], []) for name, pattern in stored.items()
+    ] + [(set(pattern.tensors), [], [name]) for name, pattern in written.items()]
+    merged: list[tuple[set[str], list[str], list[str]]] = []
+    for group in groups:
+        joined = [other for other in merged if other[0] & group[0]]
+        merged = [other for other in merged if not other[0] & group[0]]
+        for other in joined:
+            group = (group[0] | other[0], other[1] + group[1], other[2] + group[2])
+        merged.append(group)
+    return [(inputs, outputs) for _, inputs, outputs in merged]
+
+
+def around(
+    names: Iterable[str],
+    source: Layout,
+    target: Layout,
+    headers: Mapping[str, TensorHeader],
+    roots: set[str],
+    *,
+    form: NameForm,
+) -> list[ConversionStep]:
+    """Steps for what is not attention; what either layout does not know keeps its name.
+
+    So do parts of a module that holds something unknown, such as scales or an adapter: these would
+    be lost from their side.
+    """
+    kept, places = [], dict[NamePlace, dict[str, Pattern]]()
+    for name in names:
+        found = outside(source, name, roots)
+        if found is None:
+            kept.append(name)
+            continue
+        template, place = found
+        same = places.setdefault(replace(place, role=""), {})
+        same[name] = parse(source.outside[template])
+    steps = []
+    for place, stored in places.items():
+        written = _counterparts(stored.values(), target, {slot for slot, _ in place.numbers})
+        for inputs, templates in components(stored, written):
+            # A module that holds more keeps its name: scales, an adapter, or a bias.
+            parts = (name.rpartition(".") for name in inputs)
+            above = tuple(f"{module}." for module, _, leaf in parts if leaf in PARTS)
+            if any(other.startswith(above) for other in kept):
+                kept += inputs
+                continue
+            held = {name: stored[name] for name in inputs}
+            made = {place.formed(form).within(name): written[name] for name in templates}
+            mine, theirs = (
+                {tensor for pattern in some.values() for tensor in pattern.tensors}
+                for some in (held, made)
+            )
+            if mine != theirs:  # the target does not hold all of it
+                kept += inputs
+                continue
+            steps += _moved(held, made, headers)
+    return steps + [copy(name, _under(form.root, name, roots), headers[name]) for name in kept]
+
+
+def _under(root: str | None, name: str, roots: Iterable[str]) -> str:
+    """A name under another root, if it stands under one."""
+    above = [old for old in roots if name.startswith(old)]
+    return name if root is None or not above else root + name.removeprefix(max(above, key=len))
+
+
+def _counterparts(
+    stored: Iterable[Pattern], target: Layout, numbered: set[str]
+) -> dict[str, Pattern]:
+    """The tensors of the target that can be made of these: template -> pattern, each thing once."""
+    held = {tensor for pattern in stored for tensor in pattern.tensors}
+    found: dict[str, Pattern] = {}
+    for template, text in target.outside.items():
+        pattern = parse(text)
+        if held.issuperset(pattern.tensors) and slots(template) == numbered:
+            held -= set(pattern.tensors)
+            found[template] = pattern
+    return found
+
+
+def _moved(
+    held: Mapping[str, Pattern], made: Mapping[str, Pattern], headers: Mapping[str, TensorHeader]
+) -> list[ConversionStep]:
+    """The step between tensors of one content."""
+    if list(held.values()) == list(made.values()):
+        return [copy(name, new, headers[name]) for name, new in zip(held, made, strict=True)]
+    shapes = {name: (pattern, tuple(headers[name].shape)) for name, pattern in held.items()}
+    sizes = solve(shapes, {}, {})
+    require_one_dtype({name: headers[name].dtype for name in held})
+    outputs = {name: pattern.shape(sizes) for name, pattern in made.items()}
+    return [
+        ConversionStep(tuple(held), outputs, (OtherTensors(held, sizes), OtherTensors(made, sizes)))
+    ]

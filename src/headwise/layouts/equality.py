@@ -1,0 +1,122 @@
+"""Whether two layouts are the same, and whether two sets of canonical tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from headwise.layouts.axis_sizes import Sizes
+from headwise.layouts.canonical import AXES, State
+from headwise.layouts.layout import Layout, is_positive_zero
+
+# Compared as whole numbers: NaNs are then equal to themselves, and -0 is not 0.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+LISTED = 6  # heads that are named
+# Of the canonical tensors: what a user calls them.
+PARTS = {
+    "wq": "queries",
+    "wk": "keys",
+    "wv": "values",
+    "wo": "output projection",
+    "bq": "query bias",
+    "bk": "key bias",
+    "bv": "value bias",
+    "bo": "output bias",
+    "q_norms": "query norms",
+    "k_norms": "key norms",
+    "wg": "gate",
+    "bg": "gate bias",
+}
+_NARROW = {"embed_dim": 2, "source_dim": 2, "out_dim": 3}
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and the same bits."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a, b))
+    x, y = (t.contiguous().view(_BITS[t.element_size()]) for t in (x, y))
+    return torch.equal(x, y)
+
+
+def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+    """The canonical tensors that two modules do not share; a bias of +0 may be absent."""
+    found = []
+    for name in AXES:
+        x, y = a.get(name), b.get(name)
+        if x is not None and y is not None:
+            if not same_bytes(x, y):
+                found.append(name)
+        elif (alone := y if x is None else x) is not None and not is_positive_zero(alone):
+            found.append(name)
+    return found
+
+
+def differing_part(name: str, x: Tensor | None, y: Tensor | None) -> str:
+    """The part of a module where two canonical tensors differ: "values of kv head 3".
+
+    Heads are numbered from 0; of keys and values they are kv heads. They are not named where the
+    two tensors have no heads, other shapes or dtypes, or where one is missing.
+    """
+    axis = next((a for a, axis in enumerate(AXES[name]) if axis in ("heads", "kv_heads")), None)
+    part = PARTS.get(name, name)
+    if axis is None or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
+        return part
+    heads = [
+        head
+        for head in range(x.shape[axis])
+        if not same_bytes(x.select(axis, head), y.select(axis, head))
+    ]
+    word = "kv head" if AXES[name][axis] == "kv_heads" else "head"
+    return f"{part} of {_numbered(heads, word, of=x.shape[axis])}"
+
+
+def _numbered(heads: list[int], word: str, *, of: int) -> str:
+    if len(heads) == 1:
+        return f"{word} {heads[0]}"
+    if len(heads) == of:
+        return f"all {of} {word}s"
+    *most, last = map(str, heads[:LISTED])
+    if len(heads) > LISTED:
+        return f"{word}s {', '.join([*most, last])} and {len(heads) - LISTED} more"
+    return f"{word}s {', '.join(most)} and {last}"
+
+
+@dataclass(frozen=True)
+class LayoutReading:
+    """Some tensors read as those of one layout. ``names``: full name -> name within the module."""
+
+    layout: Layout
+    names: Mapping[str, str]
+    sizes: Sizes
+
+    def numbered(self) -> State:
+        """Tensors of a narrower model, each with its entries numbered from 1."""
+        narrow = self.sizes | {name: n for name, n in _NARROW.items() if name in self.sizes}
+        patterns = self.layout.patterns
+        shapes = {name: patterns[local].shape(narrow) for name, local in self.names.items()}
+        return {name: torch.arange(1, prod(n) + 1).reshape(n) for name, n in shapes.items()}
+
+    def read(self, stored: State) -> State:
+        """Their canonical form."""
+        known = {k: self.sizes[k] for k in ("heads", "kv_heads", "rotary_width") if k in self.sizes}
+        return self.layout.unpack({self.names[name]: x for name, x in stored.items()}, **known)
+
+
+def is_same_map(one: LayoutReading, other: LayoutReading) -> bool:
+    """Whether two readings of the same tensors give the same matrices.
+
+    With one kv head, or as many as heads, many layouts are the same. The entries of a small
+    example are numbered, and read as both.
+    """
+    first, second = one.numbered(), other.numbered()
+    if {name: x.shape for name, x in first.items()} != {n: x.shape for n, x in second.items()}:
+        return False
+    # Heads turn whole where nothing is said of how much of them does.
+    whole = ({"rotary_width": x.sizes["head_dim"], **x.sizes} for x in (one, other))
+    pairs = zip((one, other), whole, strict=True)
+    return not differing(*(replace(x, sizes=sizes).read(first) for x, sizes in pairs))

@@ -1,0 +1,299 @@
+"""A layout drawn: which rows or columns of each stored tensor are whose.
+
+Nothing is read from the patterns here: entries that say what they are, are stored by the layout
+itself, and looked up. A drawing shows what a conversion does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from math import prod
+from textwrap import wrap
+
+import torch
+from torch import Tensor
+
+from headwise.errors import ShapeError
+from headwise.layouts.attention_spec import CALLING, PAIRINGS
+from headwise.layouts.axis_sizes import Sizes
+from headwise.layouts.canonical import AXES, WIDER
+from headwise.layouts.layout import Layout
+from headwise.layouts.pattern import atoms
+
+EXAMPLE: Sizes = {
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 4,
+    "value_dim": 4,
+    "embed_dim": 12,
+    "source_dim": 12,
+    "out_dim": 12,
+    "buckets": 5,
+}
+WIDTH = 76  # of the text
+MOST_LINES = 12  # for one axis
+_SHORT = {"wq": "q", "wk": "k", "wv": "v", "wo": "o", "bq": "q", "bk": "k", "bv": "v"}
+_WORDS = {
+    "rotary_width": "rotary width",
+    "score_bias": "score bias",
+    "qk_norm": "norm of q and k",
+    "mask": "its own mask",
+}
+_PER_HEAD, _WITHIN = {"heads", "kv_heads"}, {"head_dim", "value_dim"}
+_MOST = 1 << 20  # heads of a tensor, and channels of a head
+
+Owners = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class DrawnCell:
+    """Some rows, or columns, that lie side by side and belong together.
+
+    Attributes:
+        owners: each canonical tensor that stands in them, with its heads.
+        start: the first.
+        length: how many.
+        channel: which channel of the head, where the channels of a head lie apart.
+    """
+
+    owners: Owners
+    start: int
+    length: int
+    channel: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Such as "q0", "k0-3", or "q0.7" for a channel."""
+        channel = "" if self.channel is None else f".{self.channel}"
+        return (
+            " ".join(f"{short(tensor)}{_listed(heads)}" for tensor, heads in self.owners) + channel
+        )
+
+
+@dataclass(frozen=True)
+class DrawnStrip:
+    """One axis of a stored tensor; no cells where it is the same for all heads."""
+
+    axis: int
+    length: int
+    cells: tuple[DrawnCell, ...]
+
+
+def short(tensor: str) -> str:
+    """A canonical tensor's name in a drawing."""
+    return _SHORT.get(tensor, tensor)
+
+
+def fitted(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
+    """``sizes``, with axes made equal that the layout cannot tell apart."""
+    found = {**sizes, **layout.fixed}
+    for pattern in layout.patterns.values():
+        for tensor in pattern.tensors:
+            groups = atoms(tensor, pattern.names_of(tensor), layout.all_splits)
+            for axis, group in zip(AXES[tensor], groups, strict=True):
+                wider = WIDER.get(axis)
+                if wider and group in ((wider,), layout.splits.get(wider)):
+                    found[axis] = found[wider]
+                if not group:
+                    found[axis] = 1
+    return found
+
+
+def sizes_for(layout: Layout, given: Mapping[str, int]) -> Sizes:
+    """The sizes of a drawing: `EXAMPLE`, and what is given.
+
+    Raises:
+        ShapeError: the layout cannot have them.
+    """
+    base = dict(EXAMPLE)
+    if "heads" in layout.splits:  # two in each of its parts
+        base["heads"] = 2 * prod(layout.fixed.values())
+    # What is not said is as wide as what is.
+    said = dict(given)
+    if "embed_dim" not in given and {"heads", "head_dim"} & given.keys():
+        said["embed_dim"] = said.get("heads", base["heads"]) * said.get(
+            "head_dim", base["head_dim"]
+        )
+    base |= {axis: said[wider] for axis, wider in WIDER.items() if wider in said}
+    base |= said
+    found = fitted(layout, base)
+    for name, size in given.items():
+        if found.get(name, size) != size:
+            raise ShapeError(
+                saw=f"{name} {size}",
+                needed=f"{name} {found[name]}, with {layout.name} and what else was given",
+                do=f"leave {{{name}}} out, or choose another layout: headwise layouts lists them",
+                parameter=name,
+            )
+    return layout.canonical_sizes(_shapes(layout, found), _width(found))
+
+
+def strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
+    """Every axis of every stored tensor."""
+    patterns = layout.patterns
+    shapes = {name: pattern.shape(sizes) for name, pattern in patterns.items()}
+    # What is not of a head is drawn as a whole, so that two entries of it are enough.
+    narrow = {
+        name: 2 if name not in _PER_HEAD | _WITHIN else n
+        for name, n in sizes.items()
+        if name in EXAMPLE
+    }
+    stored = layout.write(
+        {tensor: _said(tensor, narrow) for tensor in layout.holds},
+        sizes=layout.canonical_sizes(_shapes(layout, narrow), _width(sizes)),
+    )
+    return {
+        name: tuple(_strip(stored[name], axis, length) for axis, length in enumerate(shape))
+        for name, shape in shapes.items()
+    }
+
+
+def draw(layout: Layout, **given: int) -> str:
+    """Every stored tensor with its pattern and its shape, and whose its rows or columns are.
+
+    Args:
+        layout: which.
+        given: heads, kv_heads, head_dim, embed_dim and so on; small ones where nothing is said.
+
+    Raises:
+        ShapeError, OptionError: the layout cannot have these sizes.
+    """
+    sizes = sizes_for(layout, given)
+    found = strips(layout, sizes)
+    lines: list[str] = []
+    required = layout.required
+    for name, pattern in layout.patterns.items():
+        lines += ["", f"{name}  {pattern.shape(sizes)}{'' if name in required else ', if any'}"]
+        lines += wrap(layout.tensors[name], WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += [f"  {line}" for strip in found[name] for line in _lines(strip, len(found[name]))]
+    return "\n".join(lines[1:])
+
+
+def function_lines(layout: Layout, sizes: Sizes) -> list[str]:
+    """What is in no tensor, a line for each thing that is said, or left to the config."""
+    said = {field.name: getattr(layout.function, field.name) for field in fields(layout.function)}
+    if layout.function.rotary not in PAIRINGS or said["rotary_width"]:
+        del said["rotary_width"]  # heads turn whole, or not at all
+    lines = [
+        f"{_WORDS.get(name, name)}: {value}"
+        for name, value in said.items()
+        if value not in (None, "none")
+    ]
+    if layout.function.rotary in PAIRINGS:
+        width = sizes.get("rotary_width", sizes["head_dim"])
+        shown = pairs(layout.function.rotary, width)
+        listed = ", ".join(f"{a} and {b}" for a, b in shown[:3]) + ", ..." * (len(shown) > 3)
+        lines.append(f"rotated together in q and k: channels {listed}")
+    left = [_WORDS.get(n, n) for n, value in said.items() if value is None and n not in CALLING]
+    return lines + ([f"left to the model's config: {', '.join(left)}"] if left else [])
+
+
+def pairs(rotary: str, width: int) -> list[tuple[int, int]]:
+    """The channels of a stored head that turn together."""
+    half = width // 2
+    return [(2 * i, 2 * i + 1) if rotary == "interleaved" else (i, i + half) for i in range(half)]
+
+
+def _shapes(layout: Layout, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    return {tensor: tuple(sizes[axis] for axis in AXES[tensor]) for tensor in layout.holds}
+
+
+def _width(sizes: Mapping[str, int]) -> Sizes:
+    """As it is known; as if heads turned whole where it is not."""
+    return {"rotary_width": sizes.get("rotary_width", sizes["head_dim"])}
+
+
+_NAMES = tuple(AXES)
+
+
+def _said(tensor: str, sizes: Mapping[str, int]) -> Tensor:
+    """A canonical tensor whose entries say whose they are: the tensor, the head, the channel."""
+    axes = AXES[tensor]
+    found = torch.full([sizes[axis] for axis in axes], _NAMES.index(tensor))
+    for names in (_PER_HEAD, _WITHIN):
+        found = found * _MOST
+        for at, axis in enumerate(axes):
+            if axis in names:
+                place = [-1 if n == at else 1 for n in range(len(axes))]
+                found = found + torch.arange(sizes[axis]).view(place)
+    return found
+
+
+def _strip(stored: Tensor, axis: int, length: int) -> DrawnStrip:
+    rows = stored.movedim(axis, 0).flatten(1) if stored.dim() > 1 else stored[:, None]
+    owners = [_owners(row) for row in rows // _MOST]
+    if len(set(owners)) == 1:
+        return DrawnStrip(axis, length, ())
+    runs = [(whose, len(list(run))) for whose, run in groupby(owners)]
+    apart = len({whose for whose, _ in runs}) < len(runs)
+    if apart:  # the channels of a head are not side by side
+        channels = (rows[:, 0] % _MOST).tolist()
+        cells = [DrawnCell(whose, at, 1, channels[at]) for at, whose in enumerate(owners)]
+        return DrawnStrip(axis, length, tuple(cells))
+    cells, start = [], 0
+    for whose, size in runs:
+        cells.append(DrawnCell(whose, start, size))
+        start += size
+    return DrawnStrip(axis, length, tuple(cells))
+
+
+def _owners(row: Tensor) -> Owners:
+    found = [divmod(int(said), _MOST) for said in row.unique()]
+    return tuple(
+        (_NAMES[tensor], tuple(head for _, head in heads))
+        for tensor, heads in groupby(found, key=lambda whose: whose[0])
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Such as 3, or 0-3, or 0,2,4."""
+    if len(numbers) > 2 and [*numbers] == [*range(numbers[0], numbers[-1] + 1)]:
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers))
+
+
+def _lines(strip: DrawnStrip, axes: int) -> Iterator[str]:
+    if not strip.cells:
+        return
+    known = {1: ("entries",), 2: ("rows", "columns")}
+    word = known[axes][strip.axis] if axes in known else f"axis {strip.axis}"
+    yield f"{word}: {_lengths(strip.cells)}"
+    found = list(_in_lines(strip.cells))
+    left = len(str(found[-1][0].start))
+    lines = [f"  {cells[0].start:>{left}}  {_row(cells)}" for cells in found]
+    if len(lines) > MOST_LINES:
+        cut = len(lines) - MOST_LINES + 1
+        lines[MOST_LINES - 3 : -2] = [f"  {'':>{left}}  ... {cut} lines of the same kind"]
+    yield from lines
+
+
+def _lengths(cells: Sequence[DrawnCell]) -> str:
+    by_length: dict[int, list[str]] = {}
+    for cell in cells:
+        names = by_length.setdefault(cell.length, [])
+        names += [n for n in (short(tensor) for tensor, _ in cell.owners) if n not in names]
+    if len(by_length) == 1:
+        return f"{cells[0].length} for each name"
+    return ", ".join(f"{n} for each {' and '.join(names)}" for n, names in by_length.items())
+
+
+def _row(cells: Iterable[DrawnCell]) -> str:
+    return "  ".join(cell.name for cell in cells)
+
+
+def _in_lines(cells: Sequence[DrawnCell]) -> Iterator[list[DrawnCell]]:
+    """A line for each part that comes again, or for each tensor; wrapped where it is too long."""
+    kinds = [cell.owners[0][0] for cell in cells]
+    runs = [kind for kind, _ in groupby(kinds)]
+    comes_again = len(set(runs)) < len(runs)
+    line: list[DrawnCell] = []
+    for at, cell in enumerate(cells):
+        changes = at > 0 and kinds[at] != kinds[at - 1]
+        begins = changes and (kinds[at] == kinds[0] if comes_again else True)
+        if line and (begins or len(_row([*line, cell])) > WIDTH - 12):
+            yield line
+            line = []
+        line.append(cell)
+    yield line

@@ -1,0 +1,116 @@
+"""The page of the study: question, verdict, picture, facts.
+
+A picture is SVG that takes its colours from the page around it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from headwise.reports.page_templates import templates
+from headwise.study import charts
+from headwise.study.charts import Figure
+from headwise.study.question import Answer
+from headwise.study.run import Study
+from headwise.support import optional_imports
+from headwise.support.atomic_write import write_whole
+
+HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
+
+# A page that defines these names has its own shades; elsewhere the colours stay what they are.
+NAMES = {
+    charts.INK: "--ink",
+    charts.SOFT: "--soft",
+    charts.LINE: "--line",
+    charts.CARD: "--card",
+    charts.BAD: "--bad",
+    **{colour: f"--series-{n}" for n, colour in enumerate(charts.SERIES)},
+}
+
+STYLE = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "svg.fonttype": "none",  # text stays text
+    "text.color": charts.INK,
+    "axes.facecolor": "none",
+    "axes.edgecolor": charts.LINE,
+    "axes.labelcolor": charts.SOFT,
+    "axes.titlecolor": charts.INK,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": charts.SOFT,
+    "ytick.color": charts.SOFT,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 2,
+    "legend.frameon": False,
+}
+
+
+def save(result: Study, path: Path) -> Path:
+    """Write the page, whole or not at all. Returns its absolute path.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    return write_whole(path, render(result))
+
+
+def render(result: Study) -> str:
+    """The page as HTML."""
+    # The pictures are drawn by matplotlib, which escapes the text in them.
+    pictures = {answer.question.id: Markup(svg(answer)) for answer in result.answers}
+    template = templates().get_template("study.html")
+    return template.render(study=result, pictures=pictures, version=result.setting["headwise"])
+
+
+def require() -> None:
+    """Make sure that pictures can be drawn.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    optional_imports.require("matplotlib", purpose="which draws the pictures of the page")
+
+
+def svg(answer: Answer) -> str:
+    """The picture as an ``svg`` element for a page, with its caption for those who do not see it.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    require()
+    import matplotlib as mpl
+    from cycler import cycler
+    from matplotlib.figure import Figure
+
+    # The salt keeps the ids of two pictures on one page apart, and the same from run to run.
+    settings: dict[Any, Any] = STYLE | {
+        "axes.prop_cycle": cycler(color=charts.SERIES),
+        "svg.hashsalt": answer.question.id,
+    }
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=(charts.WIDTH, HEIGHT), layout="constrained")
+        answer.question.draw(figure, answer.numbers)
+        return _element(figure, answer.say(answer.question.caption))
+
+
+def _element(figure: Figure, caption: str) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", facecolor="none", metadata={"Date": None})
+    drawn = file.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
+    for colour, name in NAMES.items():
+        drawn = re.sub(rf"{colour}\b", f"var({name}, {colour})", drawn)
+    return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(caption)}" ', 1)

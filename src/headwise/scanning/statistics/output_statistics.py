@@ -1,0 +1,370 @@
+"""Statistics of head outputs and of sampled rows, each for a head or for two heads of a layer.
+
+How much a head writes, in how many directions, whether it writes what it reads, and how alike two
+heads are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headwise.error_budget.rounding import LAMBDA, Roundoff
+from headwise.kernels.bound_scores import accumulation_dtype
+from headwise.scanning.captured_call import CapturedCall, known
+from headwise.scanning.statistics.row_statistics import EXCLUDED, RowStatistic
+from headwise.scanning.statistics.statistic import (
+    COUNT,
+    HEADS,
+    MEAN,
+    Definition,
+    Parts,
+    Summary,
+    SummaryPart,
+    TileStatistic,
+    mean_over,
+)
+from headwise.scanning.statistics.weight_tile import WeightTile
+
+AT_ONCE = 2**20  # numbers that are looked at together
+FEWEST = 4  # rows of which an unbiased CKA can be had
+PAIRS = mean_over(HEADS)
+# None of it is one head's own: a norm acts on the sum of all heads.
+BEHIND = (
+    "; what stands between the output projection and the residual: its bias, a norm (as in OLMo 2) "
+    "and a factor (as in Granite)"
+)
+
+
+# ---- how much it writes -------------------------------------------------------------------------
+
+
+def _residual(tile: WeightTile) -> Tensor:
+    """(batches, 1, rows): the norm of what the layer's output is added to."""
+    cut = known(tile.call.residual)[tile.batches, tile.rows].to(tile.weights.dtype)
+    norms: Tensor = torch.linalg.vector_norm(cut, dim=-1)
+    return norms[:, None]
+
+
+def _relative_contribution(tile: WeightTile) -> Tensor:
+    norms = _residual(tile)
+    return tile.contribution_norms / norms.where(norms > 0, 1.0)
+
+
+CONTRIBUTED = (
+    RowStatistic(
+        lambda tile: tile.contribution_norms,
+        name="contribution_norm",
+        formula="mean over queries i of ‖zᵢ W_O‖, for the head's output zᵢ and its part of the "
+        "output projection",
+        unit="of the residual, before any norm or factor",
+        excluded=EXCLUDED + BEHIND,
+        source="Kobayashi et al. 2021, arXiv:2109.07152, of one head",
+        title="Length of what it adds",
+        most="adds most: {}",
+        needs=("outputs", "out_proj"),
+    ),
+    RowStatistic(
+        _relative_contribution,
+        name="relative_contribution",
+        formula="mean over queries i of ‖zᵢ W_O‖ / ‖xᵢ‖, for the residual xᵢ that the layer's "
+        "output is added to",
+        unit="ratio, from 0",
+        excluded=EXCLUDED + "; queries with a residual of 0" + BEHIND,
+        source="mixing against preserving: Kobayashi et al. 2021, arXiv:2109.07152, of one head",
+        title="How much it adds",
+        most="adds most: {} times the length of what was there",
+        counts=lambda tile: tile.counted & (_residual(tile) > 0),
+        needs=("outputs", "out_proj", "residual"),
+    ),
+    RowStatistic(
+        lambda tile: tile.on(tile.call.value_norms),
+        name="value_weighted",
+        formula="mean over queries i of Σⱼ A[i, j] ‖vⱼ W_O‖",
+        unit="of the residual; at least contribution_norm",
+        excluded=EXCLUDED + "; biases of the projections; a sink, which has no value",
+        source="Kobayashi et al. 2020, arXiv:2004.10102, summed over the keys",
+        title="Length of what it moves, before it cancels",
+        most="moves most: {}",
+        needs=("values", "out_proj"),
+    ),
+)
+
+
+class EffectiveRank(TileStatistic):
+    """In how many directions a head's outputs spread."""
+
+    definition = Definition(
+        name="effective_rank",
+        formula="exp(−Σₖ p[k] ln p[k]), p[k] = σ[k] / Σ σ, for the singular values σ of the head's "
+        "outputs z less their mean over all queries; those that rounding cannot tell from 0 are 0",
+        unit="directions, from 1 to the width of the head's values",
+        excluded=EXCLUDED + "; no value where all outputs are equal",
+        source="Roy and Vetterli 2007, The effective rank, EUSIPCO; from centred second moments",
+        title="Directions it writes in",
+        most="writes in most directions: {}",
+    )
+    needs = ("outputs",)
+    parts: ClassVar[Parts] = {
+        "count": COUNT,
+        "sum": SummaryPart(axes=("value_dim",)),
+        "outer": SummaryPart(axes=("value_dim", "value_dim")),
+    }
+
+    def start(self, call: CapturedCall) -> Tensor:
+        """Which queries count."""
+        shape, device = call.matrix.shape[:3], call.matrix.q.device
+        return torch.zeros(shape, dtype=torch.bool, device=device)
+
+    def update(self, gathered: Tensor, tile: WeightTile) -> None:
+        gathered[tile.batches, tile.heads, tile.rows] = tile.counted
+
+    def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
+        """Count, sum, and sum of outer products, in float64: singular values are their roots."""
+        outputs = known(call.outputs)
+        _, heads, _, width = outputs.shape
+        rows = outputs.transpose(1, 2).flatten(0, 1)
+        counted = gathered.transpose(1, 2).flatten(0, 1)
+        total = rows.new_zeros(heads, width, dtype=torch.float64)
+        outer = rows.new_zeros(heads, width, width, dtype=torch.float64)
+        step = max(1, AT_ONCE // (heads * width))
+        for z, real in zip(rows.split(step), counted.split(step), strict=True):
+            part = z.double().masked_fill(~real[..., None], 0.0).transpose(0, 1)
+            total += part.sum(1)
+            outer.baddbmm_(part.mT, part)
+        count = gathered.sum((0, 2)).double()
+        return {"count": count.cpu(), "sum": total.cpu(), "outer": outer.cpu()}
+
+    def result(self, summary: Summary) -> Tensor:
+        """(heads,)."""
+        outer, count = summary["outer"], summary["count"].clamp(min=1)
+        mean = summary["sum"] / count[:, None]
+        centred = outer - count[:, None, None] * mean[:, :, None] * mean[:, None, :]
+        squares = torch.linalg.eigvalsh(centred)
+        sigma = squares.where(squares > _noise(outer, count)[:, None], 0.0).sqrt()
+        p = sigma / sigma.sum(-1, keepdim=True)  # NaN where nothing is left
+        rank: Tensor = torch.special.entr(p).sum(-1).exp()
+        return rank
+
+
+def _noise(outer: Tensor, count: Tensor) -> Tensor:
+    """(heads,): what rounding may leave of a square that is 0, from the raw second moments.
+
+    Sums of n terms for the outer product and for each mean, and the eigenvalues of its width.
+    """
+    terms = torch.minimum(count, LAMBDA * count.sqrt())  # headwise.error_budget.rounding.growth
+    u = Roundoff.of(torch.float64).u
+    size: Tensor = outer.diagonal(dim1=1, dim2=2).sum(-1)
+    return u * (3 * terms + outer.shape[-1]) * size
+
+
+class Copying(TileStatistic):
+    """How far a head raises the tokens it looks at above the others that it could look at."""
+
+    definition = Definition(
+        name="copying",
+        formula="l[t] = (zᵢ W_O) · U[t], the head's direct part of the logit of t, for the "
+        "different tokens t of the keys with any weight; r[t] = max(0, l[t] − mean of l); mean "
+        "over queries i of Σₜ w[t] r[t] / Σₜ r[t], w[t] being the weight of i on all keys "
+        "that hold t. At most 64 queries of each sequence, evenly spaced",
+        unit="share, 0 (raises only others) to 1 (all weight on one token, which alone is raised)",
+        excluded="keys whose token is not known or has no row in the unembedding; queries that see "
+        "fewer than two different tokens, or raise none; what stands behind the output projection "
+        "(its bias, a norm, a factor), and the normalisation before the unembedding",
+        source="Olsson et al. 2022, arXiv:2209.11895, copying score: logits centred over the "
+        "tokens of the context, cut off at 0, the share of the token attended to (there rescaled "
+        "to [−1, 1]); here on any text, and each token attended to counts by its weight",
+        title="Copying: raises what it looks at",
+        most="raises the tokens it looks at: {} of all that it raises among those it sees",
+    )
+    needs = ("tokens", "outputs", "out_proj", "unembedding")
+    parts = MEAN
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
+        tile.keep_samples()
+
+    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
+        """One sequence after the other, each with its own tokens, and one head after the other."""
+        samples = call.samples
+        for sequence in range(call.matrix.shape[0]):
+            tokens, written = _tokens(call, sequence), _written(call, sequence)
+            pairs = zip(samples.weights[sequence], written, strict=True)
+            found = [tokens.shares(weights, z) for weights, z in pairs]
+            share, raises = (torch.stack(part) for part in zip(*found, strict=True))
+            counted = samples.counted[sequence] & samples.real[sequence] & raises
+            gathered["sum"] += share.masked_fill(~counted, 0.0).sum(1)
+            gathered["count"] += counted.sum(1)
+        return super().finish(gathered, call)
+
+
+@dataclass(frozen=True)
+class _TokenRows:
+    """The different tokens of a sequence.
+
+    Attributes:
+        keys: those that hold them.
+        kind: which of them each of these keys holds.
+        directions: the row of the unembedding of each of them.
+    """
+
+    keys: Tensor
+    kind: Tensor
+    directions: Tensor
+
+    def shares(self, weights: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
+        """(samples,) twice: the score of each row of a head, and whether it raises anything."""
+        rows = weights[:, self.keys].double()
+        on_token = rows.new_zeros(len(rows), len(self.directions)).index_add_(1, self.kind, rows)
+        unseen = on_token <= 0
+        raised = torch.matmul(written, self.directions.mT).double().masked_fill_(unseen, 0.0)
+        mean = raised.sum(-1) / (~unseen).sum(-1).clamp(min=1)
+        raised = raised.sub_(mean[:, None]).clamp_(min=0.0).masked_fill_(unseen, 0.0)
+        total = raised.sum(-1)
+        share = torch.linalg.vecdot(on_token, raised) / total.where(total > 0, 1.0)
+        # A token alone is not above the mean: total is 0 there too.
+        return share, total > 0
+
+
+def _tokens(call: CapturedCall, sequence: int) -> _TokenRows:
+    """Those that are known, and that the unembedding has a row for."""
+    unembedding, own = known(call.unembedding), known(call.tokens)[sequence]
+    has_row = (own >= 0) & (own < len(unembedding))
+    keys = (call.real_keys[sequence] & has_row).nonzero().squeeze(1)
+    kinds, kind = torch.unique(own[keys], return_inverse=True)
+    exact = accumulation_dtype(known(call.outputs).dtype)
+    return _TokenRows(keys, kind, unembedding[kinds].to(exact))
+
+
+def _written(call: CapturedCall, sequence: int) -> Tensor:
+    """(heads, samples, embed_dim): what each head adds to the residual at the sampled queries."""
+    outputs, out_proj = known(call.outputs), known(call.out_proj)
+    exact = accumulation_dtype(outputs.dtype)
+    z = outputs[sequence][:, call.samples.places[sequence]].to(exact)
+    return torch.bmm(z, out_proj.to(exact))
+
+
+# ---- how alike two heads are --------------------------------------------------------------------
+
+
+class TotalVariation(TileStatistic):
+    """How alike two heads look."""
+
+    definition = Definition(
+        name="total_variation",
+        formula="1 − ½ · mean over queries i of Σⱼ |A[i, j] − B[i, j]| for two heads A and B; a "
+        "sink counts as one more key. At most 64 queries of each sequence, evenly spaced",
+        unit="similarity, 0 (no key in common) to 1 (the same weights)",
+        excluded="padded queries, and those for which either head may attend to nothing",
+        source="Bhojanapalli et al. 2021, arXiv:2110.06821",
+        axes=("other_head",),
+    )
+    parts = PAIRS
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
+        tile.keep_samples()
+
+    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
+        """Sums of similarities over rows, and the number of rows."""
+        samples = call.samples
+        heads, keys = samples.weights.shape[1], samples.weights.shape[3]
+        step = max(1, AT_ONCE // max(1, heads * keys))
+        for weights, sink, counted in zip(
+            samples.weights, samples.sink, samples.counted, strict=True
+        ):
+            both = counted[:, None] & counted[None]
+            gathered["count"] += both.sum(-1)
+            parts = (weights.split(step, 1), sink.split(step, 1), both.split(step, -1))
+            for some, share, real in zip(*parts, strict=True):
+                rows = torch.cat([some, share[..., None]], -1).transpose(0, 1).double()
+                alike = (1 - torch.cdist(rows, rows, p=1.0) / 2).permute(1, 2, 0)
+                gathered["sum"] += alike.masked_fill(~real, 0.0).sum(-1)
+        return super().finish(gathered, call)
+
+
+class OutputCosine(TileStatistic):
+    """How alike the directions are that two heads write."""
+
+    definition = Definition(
+        name="output_cosine",
+        formula="mean over queries i of cos(zᵢ W_O of the one head, zᵢ W_O of the other)",
+        unit="cosine, −1 to 1",
+        excluded="padded queries, and those for which either head writes nothing; a bias of the "
+        "output projection",
+        source="output disagreement, with the sign turned: Li et al. 2018, arXiv:1810.10183",
+        axes=("other_head",),
+    )
+    parts = PAIRS
+    needs = ("outputs", "out_proj")
+
+    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
+        """Sums of cosines over rows, and the number of rows."""
+        outputs, out_proj = known(call.outputs), known(call.out_proj)
+        exact = accumulation_dtype(outputs.dtype)
+        rows = outputs.transpose(1, 2)[call.real_queries]
+        step = max(1, AT_ONCE // (out_proj.shape[0] * out_proj.shape[2]))
+        for z in rows.split(step):
+            written = torch.bmm(z.to(exact).transpose(0, 1), out_proj.to(exact)).transpose(0, 1)
+            norm = torch.linalg.vector_norm(written, dim=-1, keepdim=True)
+            some = (norm > 0).double().squeeze(-1)
+            written = written / norm.where(norm > 0, 1.0)
+            gathered["sum"] += torch.bmm(written, written.mT).double().sum(0)
+            gathered["count"] += some.mT @ some
+        return super().finish(gathered, call)
+
+
+class CKA(TileStatistic):
+    """How alike the outputs of two heads are, up to rotation and scale."""
+
+    definition = Definition(
+        name="cka",
+        formula="Σ HSIC(Z, Y) / √(Σ HSIC(Z, Z) · Σ HSIC(Y, Y)), the sums over sequences, for the "
+        "outputs Z and Y of two heads at the same queries; HSIC is the unbiased linear one, which "
+        "centres within the sequence. At most 64 queries of each, evenly spaced",
+        unit="similarity: 1 for the same up to rotation and scale, about 0 for unrelated ones "
+        "(noise may take it below 0)",
+        excluded="padded queries, those for which any head may attend to nothing, and sequences "
+        "with fewer than 4 queries that count",
+        source="Kornblith et al. 2019, arXiv:1905.00414; over minibatches, unbiased: Nguyen et al. "
+        "2021, arXiv:2010.15327, section 3",
+        axes=("other_head",),
+    )
+    parts = PAIRS
+    needs = ("outputs",)
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
+        tile.keep_samples()
+
+    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
+        """Sums of HSIC over sequences: small whatever the heads' width, and exact to merge."""
+        samples = call.samples
+        for outputs, places, counted in zip(
+            known(call.outputs), samples.places, samples.counted.all(1), strict=True
+        ):
+            rows = places[counted]
+            if len(rows) >= FEWEST:
+                gathered["sum"] += _hsic(outputs[:, rows].double())
+                gathered["count"] += 1
+        return super().finish(gathered, call)
+
+    def result(self, summary: Summary) -> Tensor:
+        """(heads, other_head); NaN where a head's outputs do not vary."""
+        own = summary["sum"].diagonal()
+        own = own.where(own > 0, torch.nan).sqrt()
+        return summary["sum"] / (own[:, None] * own)
+
+
+def _hsic(z: Tensor) -> Tensor:
+    """(heads, heads): the unbiased estimate from (heads, rows, width) outputs.
+
+    HSIC₁ of Song et al. 2012 (JMLR 13), with kernels K = Z Zᵀ whose diagonal is set to 0.
+    """
+    z = z - z.mean(1, keepdim=True)  # changes nothing but the rounding
+    kernel = torch.bmm(z, z.mT)
+    kernel.diagonal(dim1=1, dim2=2).zero_()
+    n, sums = z.shape[1], kernel.sum(-1)
+    flat, total = kernel.flatten(1), sums.sum(-1)
+    product = flat @ flat.T + total[:, None] * total / ((n - 1) * (n - 2))
+    return (product - 2 / (n - 2) * (sums @ sums.T)) / (n * (n - 3))

@@ -1,0 +1,276 @@
+"""What a page shows of one head beside numbers: weights by offset, a map, the largest weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headwise.scanning.captured_call import CELLS, CapturedCall
+from headwise.scanning.statistics.row_statistics import EXCLUDED, SHARE
+from headwise.scanning.statistics.statistic import (
+    COUNT,
+    Definition,
+    Parts,
+    Summary,
+    SummaryPart,
+    TileStatistic,
+    mean_over,
+)
+from headwise.scanning.statistics.weight_tile import WeightTile
+
+RANKS = 8  # how many keys are kept
+NOTHING = -1.0  # the weight of a rank that no key has
+
+
+class OffsetProfile(TileStatistic):
+    """The weight on each of the places around the query's own."""
+
+    OFFSETS = 16
+    definition = Definition(
+        name="offset_profile",
+        formula="for each offset o from −16 to +16: mean over queries i of A[i, i + o]",
+        unit=SHARE,
+        excluded="padded queries, and those for which no key stands at the offset",
+        source="diagonals: Kovaleva et al. 2019, arXiv:1908.08593; positional heads: Voita et al. "
+        "2019, arXiv:1905.09418",
+        axes=("offset",),
+    )
+    needs = ("own_key",)
+    reach = OFFSETS
+    parts = mean_over(2 * OFFSETS + 1)
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:
+        offsets = torch.arange(-self.OFFSETS, self.OFFSETS + 1, device=tile.weights.device)
+        place = tile.own[:, None] + offsets
+        real = tile.call.real_keys[tile.batches]
+        exists = (place >= 0) & (place < real.shape[1])
+        stands = real[:, place.clamp(0, real.shape[1] - 1)] & exists
+        counted = tile.counted[..., None] & stands[:, None]
+        found = tile.band(self.OFFSETS).double().masked_fill(~counted, 0.0)
+        gathered["sum"][tile.heads] += found.sum((0, 2))
+        gathered["count"][tile.heads] += counted.sum((0, 2))
+
+
+class Map(TileStatistic):
+    """The weight from each block of queries to each block of keys."""
+
+    definition = Definition(
+        name="map",
+        formula=f"cell (a, b): mean over the queries of block a of Σⱼ A[i, j] over the keys of "
+        f"block b; the i-th of n real tokens is in block ⌊{CELLS} i / n⌋",
+        unit="share of the weight, 0 to 1; a row of cells sums to 1, less a sink's share",
+        excluded=EXCLUDED + "; blocks that no query is in have no value. A sequence shorter than "
+        "the map leaves gaps: a coarser one (pyramid) has none",
+        source="headwise.AttentionMatrix.pool",
+        axes=("query_block", "key_block"),
+    )
+    parts: ClassVar[Parts] = {
+        "sum": SummaryPart(axes=(CELLS, CELLS)),
+        "count": SummaryPart(axes=(CELLS,), values="count"),
+    }
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:
+        blocks, weights = tile.by_cell
+        key_cells = tile.call.key_cells[tile.batches, tile.columns].to(weights.dtype)
+        found = torch.matmul(weights, key_cells[:, None])
+        gathered["sum"][tile.heads, blocks] += found.double().sum(0)
+        cells = tile.call.query_cells[tile.batches, tile.rows]
+        inside = torch.arange(blocks.start, blocks.stop, device=cells.device)
+        member = (cells[..., None] == inside).to(weights.dtype)
+        counted = torch.matmul(tile.counted.to(weights.dtype), member)
+        gathered["count"][tile.heads, blocks] += counted.double().sum(0)
+
+    def result(self, summary: Summary) -> Tensor:
+        """(heads, query_block, key_block)."""
+        return summary["sum"] / summary["count"][..., None]
+
+
+def pyramid(summary: Summary) -> dict[int, Tensor]:
+    """The map of a summary at every size: 64 x 64, 32 x 32, ..., 1 x 1, as (heads, size, size).
+
+    Each is exact, as if the sequences had been cut into so many blocks: blocks of half as many
+    cells are made of two whole ones.
+    """
+    total, count = summary["sum"], summary["count"]
+    maps = {}
+    while True:
+        size = total.shape[-1]
+        maps[size] = total / count[..., None]
+        if size == 1:
+            return maps
+        total = total.unflatten(1, (size // 2, 2)).unflatten(3, (size // 2, 2)).sum((2, 4))
+        count = count.unflatten(1, (size // 2, 2)).sum(2)
+
+
+# ---- the keys with the largest weights ----------------------------------------------------------
+
+
+class MostReceived(TileStatistic):
+    """The keys that receive most from all queries together."""
+
+    # A sum, not a mean over the queries that see the key: under a causal mask the last key is seen
+    # by one query alone, and any weight of that one would be the largest mean.
+    definition = Definition(
+        name="most_received",
+        formula="α[k] = Σᵢ A[i, k] over all queries i of the sequence; the 8 largest of all keys "
+        "of all sequences. Fields: k, counted from the first key that is no padding; its token, "
+        "−1 where it is not known; α[k]",
+        unit="queries that give all of their weight, from 0 to the number of queries",
+        excluded="padded queries and keys, and keys that no query may attend to; a key that few "
+        "queries see receives at most 1 from each of them",
+        source="accumulated attention of a key: Zhang et al. 2023, arXiv:2306.14048; over the "
+        "number of queries that see it: Gu et al. 2024, arXiv:2410.10781, section 3",
+        axes=("rank", "field"),
+    )
+    parts: ClassVar[Parts] = {
+        "received": SummaryPart(axes=(RANKS,), values="weight"),
+        "key": SummaryPart(axes=(RANKS,), values="integer"),
+        "token": SummaryPart(axes=(RANKS,), values="integer"),
+    }
+
+    def start(self, call: CapturedCall) -> Tensor:
+        """What each key receives."""
+        batch, heads, _, keys = call.matrix.shape
+        device = call.matrix.q.device
+        return torch.zeros(batch, heads, keys, dtype=torch.float64, device=device)
+
+    def update(self, gathered: Tensor, tile: WeightTile) -> None:
+        gathered[tile.batches, tile.heads, tile.columns] += tile.by_cell[1].double().sum(2)
+
+    def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
+        """The largest sums of this call."""
+        received = gathered.masked_fill(call.seen_by == 0, NOTHING)
+        received = received.masked_fill(~call.real_keys[:, None], NOTHING)
+        batch, heads, keys = received.shape
+        index = torch.arange(keys, device=received.device) - call.first_key[:, None]
+        token = torch.full_like(index, -1) if call.tokens is None else call.tokens
+        return _largest(
+            received.transpose(0, 1).reshape(heads, batch * keys).cpu(),
+            index.reshape(1, -1).expand(heads, -1).cpu(),
+            token.long().reshape(1, -1).expand(heads, -1).cpu(),
+        )
+
+    def merge(self, summaries: Sequence[Summary]) -> Summary:
+        """The largest of all, whatever the order."""
+        together = [torch.cat([s[name] for s in summaries], 1) for name in summaries[0]]
+        return _largest(*together)
+
+    def result(self, summary: Summary) -> Tensor:
+        """(heads, rank, field): key, token, what it receives; NaN where there are fewer keys."""
+        return fields(summary["received"], summary["key"], summary["token"])
+
+
+def _largest(received: Tensor, key: Tensor, token: Tensor) -> Summary:
+    """The first by weight; of equal ones the earlier key, then the smaller token."""
+    parts = {"received": received, "key": key, "token": token}
+    for name, descending in (("token", False), ("key", False), ("received", True)):
+        order = parts[name].argsort(dim=1, stable=True, descending=descending)
+        parts = {name: part.gather(1, order) for name, part in parts.items()}
+    short = max(0, RANKS - received.shape[1])
+    nothing = {"received": NOTHING, "key": -1, "token": -1}
+    return {
+        name: torch.nn.functional.pad(part[:, :RANKS], (0, short), value=nothing[name])
+        for name, part in parts.items()
+    }
+
+
+def fields(weight: Tensor, key: Tensor, token: Tensor) -> Tensor:
+    """(..., rank, field) of key, token and weight; NaN where there is no such key."""
+    found = torch.stack([key.double(), token.double(), weight], -1)
+    return found.masked_fill((weight < 0)[..., None], torch.nan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chosen:
+    """Which rows of which sequence, and what was found of them."""
+
+    sequence: int
+    rows: list[int | None]
+    found: Summary
+
+
+class TopKeys(TileStatistic):
+    """The keys with the largest weight, of chosen queries of the first sequence.
+
+    ``queries`` counts the queries that are no padding, from the end where it is negative.
+    """
+
+    definition = Definition(
+        name="top_keys",
+        formula="the 8 keys j with the largest A[i, j], for the last query i (or those chosen) of "
+        "the first sequence that was scanned. Fields: j, counted from the first key that is no "
+        "padding; its token, −1 where it is not known; A[i, j]",
+        unit="share of the weight, 0 to 1",
+        excluded="keys without weight; all sequences but the first: an example, no mean",
+        source="headwise.AttentionMatrix.topk",
+        axes=("query", "rank", "field"),
+    )
+    parts: ClassVar[Parts] = {
+        "share": SummaryPart(axes=("queries", RANKS), values="weight"),
+        "key": SummaryPart(axes=("queries", RANKS), values="integer"),
+        "token": SummaryPart(axes=("queries", RANKS), values="integer"),
+        "seen": COUNT,
+    }
+
+    def __init__(self, queries: int | tuple[int, ...] = (-1,)) -> None:
+        self.queries = (queries,) if isinstance(queries, int) else tuple(queries)
+
+    def start(self, call: CapturedCall) -> _Chosen:
+        """Where the queries are; nothing found yet."""
+        real = call.real_queries
+        sequence = int(torch.nn.functional.pad(real.any(-1).int(), (0, 1)).argmax())
+        some = bool(real.any())
+        places = real[sequence].nonzero().squeeze(1).tolist() if some else []
+        size = call.matrix.shape[1], len(self.queries), RANKS
+        return _Chosen(
+            sequence=sequence,
+            rows=[
+                places[query] if -len(places) <= query < len(places) else None
+                for query in self.queries
+            ],
+            found={
+                "share": torch.full(size, NOTHING, dtype=torch.float64),
+                "key": torch.full(size, -1),
+                "token": torch.full(size, -1),
+                "seen": torch.full(size[:1], float(some), dtype=torch.float64),
+            },
+        )
+
+    def update(self, gathered: _Chosen, tile: WeightTile) -> None:
+        if not tile.batches.start <= gathered.sequence < tile.batches.stop:
+            return
+        for nth, row in enumerate(gathered.rows):
+            if row is not None and tile.rows.start <= row < tile.rows.stop:
+                _keep(gathered, tile, nth=nth, row=row)
+
+    def finish(self, gathered: _Chosen, call: CapturedCall) -> Summary:  # noqa: ARG002
+        """What was found, and whether there was a sequence."""
+        return gathered.found
+
+    def merge(self, summaries: Sequence[Summary]) -> Summary:
+        """Those of the first call that had a sequence."""
+        chosen = next((s for s in summaries if s["seen"].any()), summaries[0])
+        return {name: value.clone() for name, value in chosen.items()}
+
+    def result(self, summary: Summary) -> Tensor:
+        """(heads, query, rank, field): key, token, weight; NaN where there are fewer."""
+        return fields(summary["share"], summary["key"], summary["token"])
+
+
+def _keep(chosen: _Chosen, tile: WeightTile, *, nth: int, row: int) -> None:
+    """Write the largest weights of one query; of equal ones the earlier key is first."""
+    tokens, found = tile.call.tokens, chosen.found
+    weights = tile.weights[chosen.sequence - tile.batches.start, :, row - tile.rows.start]
+    share, place = weights.sort(dim=-1, descending=True, stable=True)
+    share, place = share[:, :RANKS].cpu(), place[:, :RANKS].cpu() + tile.columns.start
+    some, at = share > 0, (tile.heads, nth, slice(0, share.shape[1]))
+    first = int(tile.call.first_key[chosen.sequence])
+    found["share"][at] = share.double().masked_fill(~some, NOTHING)
+    found["key"][at] = (place - first).masked_fill(~some, -1)
+    if tokens is not None:
+        token = tokens[chosen.sequence].long().cpu()[place]
+        found["token"][at] = token.masked_fill(~some, -1)

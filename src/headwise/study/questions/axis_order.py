@@ -1,0 +1,375 @@
+"""Is it (length, batch, embed_dim) or (batch, length, embed_dim), and what if it is the other?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.functional import jacobian
+
+from headwise.errors import HeadwiseError
+from headwise.layers.native.attention import Attention
+from headwise.layers.torch_api.layer import MultiheadAttention
+from headwise.masks.mask import Mask
+from headwise.study.charts import SERIES, SOFT, Axes, Figure
+from headwise.study.experiments.measures import difference, layer_budget, times_of
+from headwise.study.implementation import SharedWeights
+from headwise.study.question import Fact, FactTable, Numbers, Question
+from headwise.support.progress import Progress
+
+BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
+EMBED_DIM, HEADS = 32, 4
+TIMED = {"batch": 8, "length": 128, "embed_dim": 512, "heads": 8}
+ROUNDS = 21
+MASKED = ("padding", "causal", "source")
+REFUSED = {"torch": MASKED, "headwise": MASKED, "native": ("padding",)}  # for their sizes
+Layer = type[nn.MultiheadAttention]
+LAYERS: dict[str, Layer] = {"torch": nn.MultiheadAttention, "headwise": MultiheadAttention}
+
+
+def measure(progress: Progress) -> dict[str, Any]:
+    """Give one batch-first tensor to a batch-first and to a length-first layer."""
+    x = torch.randn(BATCH, LENGTH, EMBED_DIM)
+    right = {name: kind(EMBED_DIM, HEADS, batch_first=True) for name, kind in LAYERS.items()}
+    wrong = {name: kind(EMBED_DIM, HEADS) for name, kind in LAYERS.items()}
+    for name, layer in wrong.items():
+        layer.load_state_dict(right[name].state_dict())
+    orders = {"right": right, "wrong": wrong}
+    maps = {
+        order: {name: influence(layer, x) for name, layer in layers.items()}
+        for order, layers in orders.items()
+    }
+    outcomes = given_to(wrong, x)
+    return {
+        "x": list(x.shape),
+        "batch": BATCH,
+        "length": LENGTH,
+        "others": BATCH - 1,
+        "own_order": max(own_order(layer, x) for layer in (*right.values(), *wrong.values())),
+        "output": {name: shapes(layer, x)[0] for name, layer in wrong.items()},
+        "weights": {order: shapes(layers["torch"], x)[1] for order, layers in orders.items()},
+        "apart": apart(wrong["torch"], right["torch"], x),
+        "reach": {
+            order: {name: reach(found) for name, found in by_layer.items()}
+            for order, by_layer in maps.items()
+        },
+        "told": {
+            name: {call: outcome.told for call, outcome in by_call.items()}
+            for name, by_call in outcomes.items()
+        },
+        "messages": {
+            name: {call: outcome.message for call, outcome in by_call.items()}
+            for name, by_call in outcomes.items()
+        },
+        "square": {name: square(layer).told for name, layer in wrong.items()},
+        "timed": TIMED,
+        "times": {name: times(kind) for name, kind in LAYERS.items()},
+        # Which output token (row) depends on which input token (column) at all.
+        "maps": {order: (by_layer["torch"] > 0).int().tolist() for order, by_layer in maps.items()},
+    }
+
+
+# ---- a call, which may be refused --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call returned, or what it was refused with."""
+
+    result: Any = None
+    message: str = "–"
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Whether it was refused, for the facts and for the table."""
+        refused = self.result is None
+        return {"refused": refused, "answer": "error" if refused else "accepted"}
+
+
+def outcome_of(call: Callable[[], object]) -> Outcome:
+    """Call, and take an error for an answer."""
+    try:
+        return Outcome(call())
+    except (AssertionError, RuntimeError, HeadwiseError) as error:
+        *_, last = str(error).splitlines()[:2]  # headwise says what it saw, then what it needs
+        return Outcome(message=last.strip())
+
+
+def shapes(layer: nn.Module, x: Tensor) -> list[list[int]]:
+    """The shapes of the output and of the attention weights; empty where x is refused."""
+    found = outcome_of(lambda: layer(x, x, x)).result or (torch.empty(0), torch.empty(0))
+    return [list(each.shape) for each in found]
+
+
+# ---- who reaches whom --------------------------------------------------------------------------
+
+
+def influence(layer: nn.Module, x: Tensor) -> Tensor:
+    """The size of the derivative of each output token by each input token, (tokens, tokens).
+
+    Tokens in the order of the tensor's first two axes, which are batch and length here. Nothing
+    depends on anything where x is refused.
+    """
+
+    def output(x: Tensor) -> Tensor:
+        result: Tensor = layer(x, x, x, need_weights=False)[0]
+        return result
+
+    found = outcome_of(lambda: jacobian(output, x, vectorize=True)).result
+    if found is None:
+        return torch.zeros(2 * (x.shape[:2].numel(),))
+    sizes: Tensor = torch.linalg.vector_norm(found, dim=(2, 5))
+    return sizes.flatten(2, 3).flatten(0, 1)
+
+
+def reach(found: Tensor) -> dict[str, list[int]]:
+    """How many tokens reach an output token, (least, most).
+
+    Of its own sequence, of others, and at its own position in any.
+    """
+    batch = torch.arange(BATCH).repeat_interleave(LENGTH)
+    position = torch.arange(LENGTH).repeat(BATCH)
+    own = batch[:, None] == batch
+    among = {"own": own, "others": ~own, "position": position[:, None] == position}
+    counts = {name: ((found > 0) & where).sum(1) for name, where in among.items()}
+    return {name: [int(count.min()), int(count.max())] for name, count in counts.items()}
+
+
+def apart(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
+    """The relative difference of the output from that of the right order; all if refused."""
+    reference = right(x, x, x)[0]
+    actual, _ = outcome_of(lambda: wrong(x, x, x)).result or (torch.zeros_like(reference), None)
+    return float(difference(actual[None], reference[None])[0])
+
+
+def own_order(layer: nn.MultiheadAttention, x: Tensor) -> float:
+    """The error of a layer that is given batch-first tokens in its own order, in budgets."""
+    tokens = x if layer.batch_first else x.transpose(0, 1)
+    output = layer(tokens, tokens, tokens)[0]
+    out = layer.out_proj
+    weights = SharedWeights.packed(layer.in_proj_weight, layer.in_proj_bias, out.weight, out.bias)
+    budget = layer_budget(x, x, x, weights, num_heads=layer.num_heads)
+    return budget.check(output if layer.batch_first else output.transpose(0, 1)).ratio
+
+
+# ---- what tells --------------------------------------------------------------------------------
+
+
+def given_to(wrong: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, Outcome]]:
+    """A batch-first tensor in length-first layers, with and without what knows the sizes.
+
+    The native layer, whose one order is batch first, is given a length-first tensor.
+    """
+    batch, length, embed_dim = x.shape
+    source = torch.randn(batch, OTHER_LENGTH, embed_dim)
+    padding = torch.arange(length) >= torch.full((batch, 1), length - 1)
+    calls: dict[str, Callable[[nn.Module], object]] = {
+        "alone": lambda layer: layer(x, x, x),
+        "padding": lambda layer: layer(x, x, x, key_padding_mask=padding),
+        "causal": lambda layer: layer(x, x, x, attn_mask=torch.ones(length, length).triu(1) > 0),
+        "source": lambda layer: layer(x, source, source),
+    }
+    found = {
+        name: {call: outcome_of(partial(give, layer)) for call, give in calls.items()}
+        for name, layer in wrong.items()
+    }
+    native, turned = Attention(EMBED_DIM, HEADS), x.transpose(0, 1)
+    lengths = Mask.lengths(keys=torch.full((batch,), length - 1))
+    masks = {"alone": None, "padding": lengths, "causal": Mask.causal()}
+    found["native"] = {
+        call: outcome_of(partial(native, turned, mask=mask)) for call, mask in masks.items()
+    }
+    return found
+
+
+def square(layer: nn.Module) -> Outcome:
+    """The same where the batch has as many sequences as each has tokens: every mask fits."""
+    x = torch.randn(LENGTH, LENGTH, EMBED_DIM)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return outcome_of(lambda: layer(x, x, x, key_padding_mask=mask & False, attn_mask=mask))
+
+
+# ---- time --------------------------------------------------------------------------------------
+
+
+def times(kind: Layer) -> dict[str, float]:
+    """The time of a length-first layer over that of a batch-first one: inference, training."""
+    batch, length, embed_dim, heads = TIMED.values()
+    layers = {first: kind(embed_dim, heads, batch_first=first) for first in (True, False)}
+    x = torch.randn(batch, length, embed_dim)
+    tokens = {True: x, False: x.transpose(0, 1).contiguous()}
+
+    def infer(first: bool) -> None:
+        with torch.no_grad():
+            layers[first].eval()(*[tokens[first]] * 3, need_weights=False)
+
+    def train(first: bool) -> None:
+        layers[first].train()(*[tokens[first]] * 3, need_weights=False)[0].sum().backward()
+
+    return {
+        work.__name__: times_of(
+            {"batch": partial(work, True), "length": partial(work, False)},
+            against="batch",
+            rounds=ROUNDS,
+        )["length"]
+        for work in (infer, train)
+    }
+
+
+# ---- the picture -------------------------------------------------------------------------------
+
+EXAMPLE = 8  # the token that the picture marks: one in the middle
+
+
+def draw(figure: Figure, n: Numbers) -> None:
+    """Which token depends on which, in the order that the layer was built for and in the other."""
+    figure.set_figheight(4.2)
+    titles = {
+        "right": "batch_first=True matches this tensor:\neach token attends to its own sequence",
+        "wrong": "the default misreads it: each token\nattends to its position in every sequence",
+    }
+    for axes, (order, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        draw_map(axes, n["maps"][order], n)
+        axes.set_title(title, loc="left")
+
+
+def draw_map(axes: Axes, rows: list[list[int]], n: Numbers) -> None:
+    """A cell wherever an output token depends on an input token; one token's in another colour."""
+    from matplotlib.patches import Rectangle
+
+    tokens, length = len(rows), n["length"]
+    for row, column in product(range(tokens), range(tokens)):
+        if rows[row][column]:
+            colour = SERIES[1] if row == EXAMPLE else SERIES[0]
+            cell = Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, facecolor=colour)
+            axes.add_patch(cell)
+    axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal")
+    for edge in range(0, tokens + 1, length):
+        axes.axhline(edge, color=SOFT, linewidth=0.8, clip_on=False)
+        axes.axvline(edge, color=SOFT, linewidth=0.8, clip_on=False)
+    axes.spines[:].set_visible(False)
+    centres = [length * (count + 0.5) for count in range(n["batch"])]
+    names = [f"sequence {count}" for count in range(n["batch"])]
+    axes.set_xticks(centres, names)
+    axes.set_yticks(centres, names, rotation=90, va="center")
+    axes.set(xlabel="input tokens", ylabel="output tokens")
+
+
+QUESTION = Question(
+    id="axis-order",
+    asks="Is it (length, batch, embed_dim) or (batch, length, embed_dim), what if I mix them up, "
+    "and which is faster?",
+    claim="It is what the layer was built for, and either gives the same output. In the other "
+    "order the output has the right shape and the wrong numbers: tokens attend across the batch. "
+    "No error is raised, unless a mask or a source has other sizes.",
+    measure=measure,
+    facts=(
+        Fact(
+            "given tokens in its own order, a layer returns the same output length first as batch "
+            "first, PyTorch's and headwise.MultiheadAttention: the largest error is "
+            "{own_order:.2f} of the error budget",
+            lambda n: n["own_order"] <= 1,
+        ),
+        Fact(
+            "a batch-first tensor {x:shape} passes through a length-first layer, PyTorch's or "
+            "headwise.MultiheadAttention, without an error, and the output has the same shape; so "
+            "does a length-first tensor through headwise.Attention, which is batch-first",
+            lambda n: (
+                not any(by_call["alone"]["refused"] for by_call in n["told"].values())
+                and all(shape == n["x"] for shape in n["output"].values())
+            ),
+        ),
+        Fact(
+            "in the right order every output token depends on the {length} tokens of its own "
+            "sequence and on {reach[right][torch][others][1]} of others",
+            lambda n: all(
+                found["own"] == [n["length"]] * 2 and found["others"] == [0, 0]
+                for found in n["reach"]["right"].values()
+            ),
+        ),
+        Fact(
+            "in the wrong order it depends on its own input and on "
+            "{reach[wrong][torch][others][0]} tokens of other sequences, those at its position, "
+            "and on no other of its own sequence",
+            lambda n: all(
+                found == {"own": [1, 1], "others": [n["others"]] * 2, "position": [n["batch"]] * 2}
+                for found in n["reach"]["wrong"].values()
+            ),
+        ),
+        Fact(
+            "PyTorch's layer and headwise.MultiheadAttention then refuse a padding mask, a causal "
+            "mask and a source of another length, and headwise.Attention refuses lengths",
+            lambda n: all(
+                n["told"][name][call]["refused"]
+                for name, calls in REFUSED.items()
+                for call in calls
+            ),
+        ),
+        Fact(
+            "a causal mask without sizes of its own (Mask.causal() of headwise.Attention) passes, "
+            "and where batch and length are the same number every mask does",
+            lambda n: (
+                not n["told"]["native"]["causal"]["refused"]
+                and not any(found["refused"] for found in n["square"].values())
+            ),
+        ),
+        Fact(
+            "the attention weights that the layer returns show it: they are "
+            "{weights[wrong]:shape} in place of {weights[right]:shape}",
+            lambda n: (
+                n["weights"]["right"] == [n["batch"], n["length"], n["length"]]
+                and n["weights"]["wrong"] == [n["length"], n["batch"], n["batch"]]
+            ),
+        ),
+    ),
+    verdict="It is a convention about the order of the axes: PyTorch's default is (length, batch, "
+    "embed_dim), and batch_first=True swaps the first two; in the wrong order a call without "
+    "masks raises no error, but each token attends to its position in every sequence instead of "
+    "to its own sequence.",
+    why="A layer sees only two counts and cannot know which is the batch; in the wrong order the "
+    "relative difference of the outputs is {apart:percent}. What can reveal it is a mask of the "
+    "right sizes, or the shape of the attention weights. Length first took "
+    "{times[torch][infer]:.2f} of the time of batch first in inference and "
+    "{times[torch][train]:.2f} in training (PyTorch's layer, {timed[batch]} sequences of "
+    "{timed[length]} tokens, {timed[embed_dim]} wide, on the machine of this run), and in "
+    "headwise.MultiheadAttention {times[headwise][infer]:.2f} and {times[headwise][train]:.2f}.",
+    caption="The same tensor, {batch} sequences of {length} tokens stored as (batch, length, "
+    "embed_dim), in two PyTorch layers. A cell is filled where an output token (row) depends on "
+    "an input token (column); the second colour marks one output token. Left: each depends on all "
+    "tokens of its own sequence. Right: on the tokens at its own position in all sequences. The "
+    "running time is not drawn: length first took {times[torch][infer]:.2f} of the time of batch "
+    "first (inference, on the machine of this run).",
+    draw=draw,
+    table=FactTable(
+        columns=("wrong order, with", "PyTorch", "headwise", "headwise's message"),
+        rows=(
+            *(
+                (
+                    title,
+                    f"{{told[torch][{call}][answer]}}",
+                    f"{{told[headwise][{call}][answer]}}",
+                    f"{{messages[headwise][{call}]}}",
+                )
+                for call, title in (
+                    ("alone", "no mask"),
+                    ("padding", "padding mask (batch, length)"),
+                    ("causal", "causal mask (length, length)"),
+                    ("source", "source of another length"),
+                )
+            ),
+            *(
+                (title, "–", f"{{told[native][{call}][answer]}}", f"{{messages[native][{call}]}}")
+                for call, title in (
+                    ("padding", "Mask.lengths, headwise.Attention"),
+                    ("causal", "Mask.causal, headwise.Attention"),
+                )
+            ),
+        ),
+    ),
+    varies=frozenset({"messages", "times", "own_order"}),
+)

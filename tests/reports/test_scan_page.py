@@ -1,0 +1,364 @@
+"""The page of a scan: complete in itself, and its numbers are the scan's."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwise.reports import png_images, wording
+from headwise.reports.scan_page import ScanReport, cards, render, save
+from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.statistics.view_statistics import pyramid
+from tests.reports.html import Element, Tree, everything, outside
+from tests.reports.scans import HEADS, LAYERS, LENGTH, made_up, report
+
+
+@pytest.fixture(scope="module")
+def scan() -> HeadScan:
+    return made_up()
+
+
+@pytest.fixture(scope="module")
+def shown(scan: HeadScan) -> ScanReport:
+    return report(scan)
+
+
+@pytest.fixture(scope="module")
+def page(shown: ScanReport) -> Element:
+    return Tree(render(shown)).root
+
+
+# ---- what is in it ------------------------------------------------------------------------------
+
+
+def test_the_check_for_loading_can_fail() -> None:
+    assert outside('<p><img src="map.png"></p>') == ["map.png"]
+    assert outside("<p><script>1</script></p>") == ["script"]
+    style = "<style>@import 'a'; p { background: url(b.png) } /* https://c.org */</style>"
+    assert outside(style) == ["@import", "url(b.png)", "https://c.org"]
+
+
+def test_nothing_is_loaded_from_outside(shown: ScanReport) -> None:
+    html = render(shown)
+    assert outside(html) == []
+    assert "a &lt;text&gt; &amp; more" in html
+
+
+def test_every_number_of_every_picture(page: Element, scan: HeadScan) -> None:
+    tables = {t.attributes["data-statistic"]: t for t in page.all("table", class_="grid")}
+    assert set(tables) == set(scan.scalars) - {"within_64", "within_256"}  # of 37 tokens
+    for name, table in tables.items():
+        titles = [cell.attributes["title"] for cell in table.all("td")]
+        values = scan[name].flatten().tolist()
+        assert titles == [
+            f"layer {n // HEADS}, head {n % HEADS}: {value:.4g}" for n, value in enumerate(values)
+        ]
+
+
+def test_every_statistic_is_explained_beside_its_picture(page: Element, scan: HeadScan) -> None:
+    (section,) = page.all("section", id="numbers")
+    explained = section.all("details")
+    assert len(explained) == len(scan.scalars) - 2
+    for details in explained:
+        definition = scan.definition(details.all("code")[0].text)
+        said = [part.text for part in details.all("dd")]
+        assert said == [definition.formula, definition.unit, definition.excluded, definition.source]
+
+
+def test_the_table_has_every_head(page: Element, scan: HeadScan) -> None:
+    (table,) = page.all("table", id="table")
+    rows = [[cell.text for cell in row.all("td")] for row in table.all("tr")[1:]]
+    names = [one.name for one in wording.in_order(scan)]
+    assert rows == [
+        [f"{row['layer_index']}, {row['head']}", *(f"{row[name]:.4g}" for name in names)]
+        for row in scan.table()
+    ]
+
+
+def test_every_head_has_its_map(page: Element, scan: HeadScan) -> None:
+    figures = page.all("figure", class_="map")
+    assert [figure.attributes["id"] for figure in figures] == [
+        f"head-{layer}-{head}" for layer in range(LAYERS) for head in range(HEADS)
+    ]
+    for place, figure in enumerate(figures):
+        # 37 tokens leave gaps in a map of 64 x 64 cells; 32 is the finest that has none.
+        layer, head = divmod(place, HEADS)
+        values = pyramid(scan.layer_scans[layer].summaries["map"])[32][head]
+        expected = (values.sqrt() * 254).round().int().tolist()
+        assert indices_of(figure.all("img")[0].attributes["src"]) == expected
+
+
+def test_every_link_leads_somewhere(page: Element) -> None:
+    places = {e.attributes["id"] for e in everything(page) if "id" in e.attributes}
+    links = {a.attributes["href"].removeprefix("#") for a in page.all("a")}
+    assert links
+    assert links <= places
+
+
+def test_a_page_needs_its_words(page: Element) -> None:
+    for image in page.all("img") + page.all("svg"):
+        assert image.attributes.get("alt") or image.attributes.get("aria-label")
+    assert page.all("html")[0].attributes["lang"] == "en"
+    assert page.all("h1")[0].text == "What 15 attention heads of made-up look at"
+
+
+# ---- heads that stand out -----------------------------------------------------------------------
+
+
+def test_a_card_says_the_most_of_a_statistic(shown: ScanReport, scan: HeadScan) -> None:
+    values = scan["previous_token"]
+    place = int(values.argmax())
+    said = {
+        (card.layer, card.head): [reason.says for reason in card.reasons] for card in cards(shown)
+    }
+    assert (
+        f"puts {100 * float(values.max()):.0f} % of its weight on the token before"
+        in said[divmod(place, HEADS)]
+    )
+
+
+def test_a_card_shows_the_neighbours_and_what_receives_most(
+    shown: ScanReport, scan: HeadScan
+) -> None:
+    for card in cards(shown):
+        profile = scan["offset_profile"][card.layer, card.head]
+        assert card.offsets == [
+            (place - 16, value) for place, value in enumerate(profile.tolist()) if value == value
+        ]
+        key, token, share = scan["most_received"][card.layer, card.head, 0].tolist()
+        assert card.received[0] == (f"<{int(token)}>", int(key), share)
+
+
+def test_what_all_heads_have_alike_is_not_told() -> None:
+    alone = made_up(layers=1, heads=1)
+    assert wording.standing_out(alone) == []
+    assert "Heads that stand out" not in render(report(alone))
+    assert "What 1 attention head of made-up looks at" in Tree(render(report(alone))).root.text
+
+
+def with_values(name: str, values: list[float], **changes: Any) -> HeadScan:
+    """A layer of heads that differ in one number alone."""
+    scan = made_up(layers=1, heads=len(values), names=[name])
+    sums = {"sum": torch.tensor(values).double(), "count": torch.ones(len(values)).double()}
+    layer = replace(scan.layer_scans[0], summaries={name: sums})
+    return replace(scan, layer_scans=(layer,), **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        # A model that was never trained: one head has the most, and it says nothing.
+        ("effective_keys", [26.0, 29.3, 33.0, 28.8, 29.2], []),
+        ("previous_token", [0.45, 0.46, 0.44, 0.45, 0.47], []),
+        # Twice the middle head's, though of next to no weight; and 5 points more, though not twice.
+        ("previous_token", [0.02, 0.021, 0.02, 0.02, 0.06], []),
+        ("previous_token", [0.80, 0.81, 0.82, 0.83, 0.90], []),
+        (
+            "previous_token",
+            [0.03, 0.03, 0.03, 0.03, 0.09],
+            ["puts 9 % of its weight on the token before"],
+        ),
+        ("distance", [10.0, 10.0, 11.0, 11.0, 21.9], []),
+        (
+            "distance",
+            [10.0, 10.0, 11.0, 11.0, 22.0],
+            ["looks furthest: 22.0 tokens away on average"],
+        ),
+        (
+            "effective_keys",
+            [1.04, 10.0, 10.0, 12.0, 24.0],
+            [
+                "looks most widely: at about 24 of 37 tokens",
+                "looks most narrowly: at about 1.0 of 37 tokens",
+            ],
+        ),
+        ("logsumexp", [-8.0, -8.0, -8.0, -7.0, -6.0], []),
+    ],
+)
+def test_only_what_is_clearly_apart_from_the_middle_head_is_told(
+    name: str, values: list[float], told: list[str]
+) -> None:
+    scan = with_values(name, values)
+    assert [one.says for one in wording.standing_out(scan)] == told
+    html = render(report(scan))
+    assert ("No head stands out." in html) == (told == [])
+    assert wording.RULE in Tree(html).root.text
+
+
+def test_of_several_texts_no_one_length_is_named() -> None:
+    several = with_values("effective_keys", [2.0, 2.0, 2.0, 12.0], sequences=3)
+    (one,) = wording.standing_out(several)
+    assert one.says == "looks most widely: at about 12 tokens"
+    assert one.middle == "about 2.0 tokens"
+
+
+def test_what_a_token_receives_is_a_sum(page: Element, shown: ScanReport) -> None:
+    rows = [row.text for table in page.all("table", class_="received") for row in table.all("tr")]
+    given = [one for card in cards(shown) for one in card.received]
+    assert rows == [f"{weight:.1f}{name}, token {place}" for name, place, weight in given]
+
+
+def test_a_token_that_cannot_be_printed_is_escaped(scan: HeadScan) -> None:
+    html = render(report(scan, name_of=lambda token: f"\x17\x1b[{token}\u202e\n"))
+    assert "\\x17\\x1b[" in html
+    assert {char for char in html if not char.isprintable()} == {"\n"}
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("\x17", "\\x17"),
+        ("\n\t", "\\n\\t"),
+        ("\x85\u202e\U000e0001", "\\x85\\u202e\\U000e0001"),
+        (" ", "␣"),
+        (" the", " the"),
+        ("é “ü” \\", "é “ü” \\"),
+        ("", ""),
+    ],
+)
+def test_everything_is_visible(text: str, seen: str) -> None:
+    assert wording.visible(text) == seen
+
+
+def test_what_has_nothing_to_show_has_no_picture_but_a_reason(scan: HeadScan) -> None:
+    assert wording.unpictured(scan) == {
+        "nothing is further away in 37 tokens": ["within_64", "within_256"]
+    }
+    at_most = with_values("within_16", [0.9, 0.5, 0.1], tokens=17)
+    assert wording.pictured(at_most) == []  # the first and the last are 16 apart
+    assert [one.name for one in wording.pictured(replace(at_most, tokens=18))] == ["within_16"]
+    same = with_values("first_token", [0.301, 0.3, 0.2999])
+    assert wording.unpictured(same) == {"every head has 30 %": ["first_token"]}
+    root = Tree(render(report(same))).root
+    assert root.all("table", class_="grid") == []
+    assert "first_token (every head has 30 %)" in root.text
+    assert len(root.all("table", id="table")[0].all("th")) == 2  # the table still has it
+
+
+# ---- other scans --------------------------------------------------------------------------------
+
+
+def test_what_was_not_reached_is_said_in_red(scan: HeadScan) -> None:
+    noted = report(replace(scan, notes=("2 layers were not seen",)), notes=("random <weights>",))
+    (status,) = Tree(render(noted)).root.all("div", class_="status bad")
+    assert [item.text for item in status.all("li")] == [
+        "random <weights>",
+        "2 layers were not seen",
+    ]
+    assert "status bad" not in render(report(scan))
+
+
+def test_what_no_layer_has_is_said_with_the_reason(page: Element) -> None:
+    assert "sink (the layer has no learned sink)" in page.text
+
+
+def test_one_statistic_is_a_page_too() -> None:
+    html = render(report(made_up(names=["entropy"])))
+    assert Tree(html).root.all("figure", class_="map") == []
+    assert len(Tree(html).root.all("table", class_="grid")) == 1
+
+
+def test_many_heads_are_a_picture() -> None:
+    wide = made_up(layers=2, heads=17, names=["entropy", "first_token"])
+    root = Tree(render(report(wide))).root
+    assert root.all("table", class_="grid") == []
+    images = root.all("img", class_="picture")
+    assert len(images) == 2
+    first = next(i for i in images if i.attributes["alt"].startswith("Weight on the first"))
+    expected = (wide["first_token"].sqrt() * 254).round().int().tolist()
+    assert indices_of(first.attributes["src"]) == expected
+
+
+def test_a_head_that_was_not_looked_at(scan: HeadScan) -> None:
+    last = scan.layer_scans[-1]
+    part = replace(
+        last,
+        heads=(1, 3),
+        summaries={
+            name: {key: value[[1, 3]] for key, value in summary.items()}
+            for name, summary in last.summaries.items()
+            if name in ("entropy", "map")
+        },
+        missing={
+            **last.missing,
+            **{n: "left out" for n in last.summaries if n not in ("entropy", "map")},
+        },
+    )
+    fewer = replace(scan, layer_scans=(*scan.layer_scans[:-1], part))
+    root = Tree(render(report(fewer))).root
+    (table,) = root.all("table", **{"class": "grid", "data-statistic": "entropy"})
+    row = [cell.text for cell in table.all("tr")[-1].all("td")]
+    assert [place for place, text in enumerate(row) if text == "·"] == [0, 2, 4]
+    assert len(root.all("figure", class_="map")) == 2 * HEADS + 2
+
+
+@pytest.mark.slow
+def test_the_largest_page_that_is_promised_fits() -> None:
+    # Maps of noise, which nothing can compress, in place of a reading of 16,384 tokens.
+    one = made_up(layers=1, heads=12, length=70)
+    layer = one.layer_scans[0]
+    cells = {"sum": torch.rand(12, 64, 64, dtype=torch.float64), "count": torch.ones(12, 64)}
+    noisy = replace(layer, summaries={**layer.summaries, "map": cells})
+    whole = replace(one, layer_scans=tuple(replace(noisy, name=f"layer.{n}") for n in range(12)))
+    html = render(report(whole))
+    assert len(Tree(html).root.all("figure", class_="map")) == 144
+    assert len(html.encode()) <= 6_000_000
+
+
+def test_json_is_plain_and_complete(shown: ScanReport, scan: HeadScan) -> None:
+    record = json.loads(json.dumps(shown.as_json(), allow_nan=False))
+    assert [head["entropy"] for head in record["heads"]] == scan["entropy"].flatten().tolist()
+    assert [one["name"] for one in record["statistics"]] == list(scan.scalars)
+    assert record["read"]["tokens"] == LENGTH
+
+
+def test_save_writes_what_render_gives(shown: ScanReport, tmp_path: Path) -> None:
+    written = save(shown, tmp_path / "new" / "page.html")
+    assert written.read_text("utf-8") == render(shown)
+
+
+# ---- numbers as few digits ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale", "value", "text"),
+    [
+        (wording.Scale("weight", 0.0, 1.0), 0.784, "78"),
+        (wording.Scale("range", -0.5, 0.4), -0.5, "−.50"),
+        (wording.Scale("range", 0.0, 0.4), 0.123, ".12"),
+        (wording.Scale("range", 0.0, 9.9), 5.44, "5.4"),
+        (wording.Scale("range", 0.0, 800.0), 5.44, "5"),
+        (wording.Scale("range", 0.0, 9000.0), 8765.0, "9k"),
+    ],
+)
+def test_short_numbers(scale: wording.Scale, value: float, text: str) -> None:
+    assert scale.short(value) == text
+
+
+def test_scales() -> None:
+    weight = wording.Scale("weight", 0.0, 1.0)
+    assert weight.colour(0.25) == png_images.viridis(0.5)
+    assert wording.Scale("range", 2.0, 4.0).position(3.0) == 0.5
+    assert wording.Scale("range", 2.0, 2.0).position(2.0) == 0.5
+
+
+def indices_of(address: str) -> list[list[int]]:
+    """The palette indices of a PNG that was written without filters."""
+    raw = base64.b64decode(address.removeprefix("data:image/png;base64,"))
+    wide, high = struct.unpack(">II", raw[16:24])
+    at, packed = 8, b""
+    while at < len(raw):
+        (size,) = struct.unpack(">I", raw[at : at + 4])
+        if raw[at + 4 : at + 8] == b"IDAT":
+            packed += raw[at + 8 : at + 8 + size]
+        at += 12 + size
+    rows = zlib.decompress(packed)
+    return [list(rows[n * (wide + 1) + 1 : (n + 1) * (wide + 1)]) for n in range(high)]

@@ -1,0 +1,19 @@
+"""Asking a question again after something was broken."""
+
+from __future__ import annotations
+
+from headwise.study.question import Answer, Question
+from headwise.study.run import ask
+
+
+def failed_facts(question: Question) -> list[str]:
+    """The facts that do not hold, each of which the verdict names."""
+    return failing(ask(question))
+
+
+def failing(answer: Answer) -> list[str]:
+    """The same of an answer."""
+    found = [words for held, words in answer.facts if not held]
+    assert answer.holds == (not found)
+    assert all(words in answer.verdict for words in found)
+    return found

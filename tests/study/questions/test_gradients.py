@@ -1,0 +1,130 @@
+"""Gradients: the verdict turns when heads mix, when ranks or gradients agree, or nothing moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.attention_matrix import AttentionMatrix
+from headwise.layers.native.attention import Attention
+from headwise.study.questions import gradients
+from headwise.study.questions.gradients import QUESTION
+from tests.study.asking import failed_facts
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"EMBED_DIM": 32, "LENGTH": 40, "STEPS": (0, 1, 5), "LEARNING_RATE": 0.02}
+    for name, value in small.items():
+        monkeypatch.setattr(gradients, name, value)
+
+
+def test_small_sizes_hold() -> None:
+    assert failed_facts(QUESTION) == []
+
+
+def test_a_layer_with_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output is right, and what comes back to the values is a little too large."""
+    product = AttentionMatrix.__matmul__
+
+    def loud(matrix: AttentionMatrix, v: Tensor) -> Tensor:
+        return product(matrix, v + 1e-6 * (v - v.detach()))
+
+    monkeypatch.setattr(AttentionMatrix, "__matmul__", loud)
+    (words,) = failed_facts(QUESTION)
+    assert words.startswith("the closed formulas")
+
+
+def test_heads_whose_queries_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = Attention._operands
+
+    def mixed(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
+        matrix, v = operands(self, *call)
+        if self.num_heads > 1:
+            matrix.q = matrix.q + 0.01 * matrix.q.roll(1, dims=1)
+        return matrix, v
+
+    monkeypatch.setattr(Attention, "_operands", mixed)
+    found = failed_facts(QUESTION)
+    assert any("exactly zero in all other weights" in words for words in found)
+
+
+def test_scores_that_values_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are a little of the values too, as where both share one projection."""
+    operands = Attention._operands
+
+    def shared(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
+        matrix, v = operands(self, *call)
+        matrix.k = matrix.k + 1e-3 * self.v_proj.weight.sum()
+        return matrix, v
+
+    monkeypatch.setattr(Attention, "_operands", shared)
+    assert any("exactly zero in all other weights" in words for words in failed_facts(QUESTION))
+
+
+def test_a_text_of_fewer_tokens_than_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "LENGTH", 20)
+    assert any(
+        "have rank 20 with one head, 16, 16 with two" in words for words in failed_facts(QUESTION)
+    )
+
+
+def test_tokens_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every head reads the mean of equal values: the gradients of values and output agree."""
+    draw, calls = gradients.tokens, iter(range(4))
+
+    def same() -> Tensor:
+        drawn = draw()
+        return drawn[:, :1].expand_as(drawn) if next(calls) == 0 else drawn
+
+    monkeypatch.setattr(gradients, "tokens", same)
+    assert any("are least alike in wq and wk" in words for words in failed_facts(QUESTION))
+
+
+def test_a_layer_that_has_eight_heads_whatever_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eight(embed_dim: int, num_heads: int, **options: Any) -> Attention:
+        return Attention(embed_dim, 8, **options)
+
+    monkeypatch.setattr(gradients, "Attention", eight)
+    found = failed_facts(QUESTION)
+    assert any("are least alike" in words for words in found)
+    assert any("difference of 0\u00a0% after one step" in words for words in found)
+
+
+def test_training_that_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "LEARNING_RATE", 0.0)
+    trained, moved = failed_facts(QUESTION)
+    assert trained.startswith("trained from the same weights")
+    assert moved.startswith("in the end wo differs most")
+
+
+def test_an_output_projection_that_starts_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = gradients.start
+
+    def large() -> dict[str, Tensor]:
+        state = start()
+        return state | {"out_proj.weight": 3 * state["out_proj.weight"]}
+
+    monkeypatch.setattr(gradients, "start", large)
+    (words,) = failed_facts(QUESTION)
+    assert words.startswith("in the end wo differs most")
+
+
+def test_whose_rows_are_its_own() -> None:
+    two = [[1, 0, 1, 0, 0, 0, 0, 0], [0, 1, 0, 1, 0, 0, 0, 0]]
+    assert gradients.own_rows_alone(two, 2)
+    assert gradients.own_rows_alone([[1, 1, 1, 1, 0, 0, 0, 0]], 2)
+    assert not gradients.own_rows_alone(two[::-1], 2)
+    assert not gradients.own_rows_alone([[1, 1, 1, 0, 0, 0, 0, 0]], 2)
+    assert not gradients.own_rows_alone([[1, 1, 1, 1, 1, 0, 0, 0]], 2)
+
+
+def test_the_heads_gradients_in_the_shapes_of_the_layer() -> None:
+    torch.manual_seed(0)
+    layer, x, upstream = gradients.layer_of(4, gradients.start()), *(gradients.tokens(),) * 2
+    by_hand = gradients.whole(gradients.weight_gradients(gradients.passed(layer, x, upstream)))
+    for name, weight in gradients.weights_of(layer).items():
+        assert by_hand[name].shape == weight.shape

@@ -1,0 +1,337 @@
+"""Implementations: the verdict turns when one is filled wrongly, or all have one convention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwise.study import trained_encoder
+from headwise.study.experiments import conventions, same_weights
+from headwise.study.implementation import Implementation, SharedWeights
+from headwise.study.implementations import (
+    GPT2,
+    IMPLEMENTATIONS,
+    Annotated,
+    Bert,
+    DropIn,
+    EinopsPage,
+    Native,
+    Paper,
+    Tensor2Tensor,
+    TorchLayer,
+    XTransformers,
+)
+from headwise.study.questions.implementations import QUESTION, fills, size
+from headwise.study.run import ask
+from tests.study.readings import small_reading
+
+pytest.importorskip("transformers")
+pytest.importorskip("x_transformers")
+
+FACTS = {
+    "random": 0,
+    "biased": 1,
+    "misread": 2,
+    "float64": 3,
+    "masks": 4,
+    "dropout": 5,
+    "blocks": 6,
+    "one class": 7,
+}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = small_reading()
+    monkeypatch.setattr(trained_encoder, "reading", lambda *_: reading)
+
+
+def failed() -> set[str]:
+    """The facts that do not hold, after asking again."""
+    answer = ask(QUESTION)
+    assert len(answer.facts) == len(FACTS)
+    found = {name for name, place in FACTS.items() if not answer.facts[place][0]}
+    assert answer.holds == (not found)
+    assert all(answer.facts[FACTS[name]][1] in answer.verdict for name in found)
+    assert answer.rows
+    return found
+
+
+# ---- filled wrongly ----------------------------------------------------------------------------
+
+
+def held_as(
+    change: Callable[[SharedWeights], SharedWeights],
+) -> Callable[[type[Implementation]], Any]:
+    """A ``held`` that takes the parameters for others."""
+
+    def wrap(layer: type[Implementation]) -> Any:
+        right = layer.held
+        return lambda self: change(right(self))
+
+    return wrap
+
+
+@pytest.mark.parametrize(
+    ("layer", "change"),
+    [
+        (GPT2, lambda w: replace(w, out=w.out.mT)),
+        (Tensor2Tensor, lambda w: replace(w, v=w.v.mT)),
+        (TorchLayer, lambda w: replace(w, q=w.k, k=w.q)),
+        (Paper, lambda w: replace(w, out=w.out.flip(1))),
+    ],
+)
+def test_an_implementation_that_is_filled_wrongly(
+    layer: type[Implementation],
+    change: Callable[[SharedWeights], SharedWeights],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer, "held", held_as(change)(layer))
+    assert "random" in failed()
+
+
+@pytest.mark.parametrize("layer", [Annotated, XTransformers, Native])
+def test_an_implementation_of_another_scale(
+    layer: type[Implementation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = layer.fill
+
+    def colder(self: Implementation, given: SharedWeights) -> Implementation:
+        scale = self.num_heads**-0.5  # that of one head as wide as all
+        biases = given.biases and (scale * given.biases[0], *given.biases[1:])
+        return fill(self, replace(given, q=scale * given.q, biases=biases))
+
+    monkeypatch.setattr(layer, "fill", colder)
+    assert "random" in failed()
+
+
+def test_a_mask_of_the_other_polarity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Annotated, "spell", lambda self, may_attend: ~may_attend)
+    answer = ask(QUESTION)
+    assert answer.numbers["largest_share"]["plain"] <= 1
+    assert answer.numbers["largest_share"]["masked"] > 1
+    assert not answer.facts[0][0]
+
+
+def test_biases_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(w: SharedWeights) -> SharedWeights:
+        assert w.biases is not None
+        q, k, v, out = w.biases
+        return replace(w, biases=(q, v, k, out))
+
+    monkeypatch.setattr(Bert, "held", held_as(swapped)(Bert))
+    assert failed() == {"biased"}
+
+
+def test_an_encoder_that_gave_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = small_reading()
+    call = replace(reading.calls[0], output=reading.calls[0].output * (1 + 1e-4))
+    monkeypatch.setattr(trained_encoder, "reading", lambda *_: replace(reading, calls=(call,)))
+    assert failed() == {"biased"}
+
+
+def test_a_check_that_lets_anything_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    loose = same_weights.Budget.of
+
+    def of(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Any:
+        found = loose(function, *inputs, **options)
+        return replace(found, allowed=found.allowed * 1e7)
+
+    monkeypatch.setattr(same_weights.Budget, "of", of)
+    assert "misread" in failed()
+
+
+def test_weights_that_cannot_be_misread(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = torch.eye(same_weights.EMBED_DIM)
+    monkeypatch.setattr(
+        SharedWeights, "random", lambda _, *, biased=False: SharedWeights(one, one, one, one)
+    )
+    monkeypatch.setattr(same_weights, "made", lambda **_: {"torch": made("torch")})
+    found = same_weights.of_random_weights()
+    assert found["misread_share"]["transposed"] <= 1
+    assert not QUESTION.facts[FACTS["misread"]].holds(found)
+
+
+def made(key: str) -> Implementation:
+    return IMPLEMENTATIONS[key](same_weights.EMBED_DIM, same_weights.NUM_HEADS).eval()
+
+
+def test_a_layer_that_rounds_what_is_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = TorchLayer.forward
+
+    def rounded(self: TorchLayer, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return forward(self, x, mask).float().to(x.dtype)
+
+    monkeypatch.setattr(TorchLayer, "forward", rounded)
+    assert failed() == {"float64"}
+
+
+def test_two_that_are_off_to_either_side() -> None:
+    allowed = same_weights.budget(torch.randn(3, 4, 12), SharedWeights.random(12), num_heads=3)
+    off = {"a": allowed.exact + 0.9 * allowed.allowed, "b": allowed.exact - 0.9 * allowed.allowed}
+    assert same_weights.each_pair_within(allowed, off)
+    off["b"] -= 0.3 * allowed.allowed
+    assert not same_weights.each_pair_within(allowed, off)
+
+
+# ---- one convention for all --------------------------------------------------------------------
+
+
+def test_all_read_masks_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def agree(layer: type[Implementation]) -> None:
+        forward, spell = layer.forward, layer.spell
+        monkeypatch.setattr(
+            layer,
+            "forward",
+            lambda self, x, mask=None: forward(
+                self, x, None if mask is None else spell(self, mask.bool())
+            ),
+        )
+        monkeypatch.setattr(layer, "spell", lambda self, may_attend: may_attend)
+
+    for layer in (*set(IMPLEMENTATIONS.values()) - {DropIn},):
+        agree(layer)
+    assert failed() == {"masks", "one class"}
+
+
+def test_nothing_is_dropped_but_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "dropout", lambda x, *_, **__: x)
+    assert failed() == {"dropout"}
+
+
+def test_no_dropout_module_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layer in (Bert, GPT2):
+        forward = layer.forward
+
+        def busy(self: Any, x: Tensor, mask: Any = None, forward: Any = forward) -> Tensor:
+            for module in self.modules():
+                if isinstance(module, nn.Dropout):
+                    module(x)
+            result: Tensor = forward(self, x, mask)
+            return result
+
+        monkeypatch.setattr(layer, "forward", busy)
+    assert failed() == {"dropout"}
+
+
+def test_a_block_that_forgets_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EinopsPage, "block", lambda self, x: self.layer_norm(self(x)))
+    assert failed() == {"blocks"}
+
+
+def test_weights_with_the_same_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_each_head(self: TorchLayer, x: Tensor) -> Tensor:
+        weights: Tensor = self.inner(x, x, x, average_attn_weights=False)[1]
+        return weights
+
+    heads_first = EinopsPage.attention_weights
+    monkeypatch.setattr(TorchLayer, "attention_weights", of_each_head)
+    monkeypatch.setattr(
+        EinopsPage, "attention_weights", lambda self, x: heads_first(self, x).transpose(0, 1)
+    )
+    assert failed() == {"blocks"}
+
+
+@pytest.fixture
+def _no_fast_path() -> Iterator[None]:
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.usefixtures("_no_fast_path")
+def test_torch_without_its_fast_path() -> None:
+    assert failed() == {"one class"}
+
+
+def test_kernels_that_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = GPT2.__init__
+    monkeypatch.setattr(
+        GPT2,
+        "__init__",
+        lambda self, *sizes, implementation="eager", **options: make(self, *sizes, **options),
+    )
+    assert failed() == {"one class"}
+
+
+HIDES, KEEPS, ADDS, _ = conventions.KINDS["boolean"]
+MEAN, WEIGHTS = "mean of all values", "attention weights"
+
+# ---- the experiments ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("annotated", (KEEPS, "−1.0 × 10⁹", MEAN, WEIGHTS, 1, 1, "nothing")),
+        ("torch", (HIDES, "−∞", "NaN", WEIGHTS, 0, 0, "nothing")),
+        ("einops", (HIDES, "−∞", "NaN", "output", 1, 1, "residual, norm")),
+        ("bert", (ADDS, "−3.4 × 10³⁸", MEAN, "both", 2, 1, "residual, norm")),
+        ("x_transformers", (KEEPS, "−3.4 × 10³⁸", "zeros", WEIGHTS, 1, 1, "nothing")),
+        ("native", ("is refused", "–", "zeros", WEIGHTS, 0, 0, "nothing")),
+    ],
+)
+def test_what_is_known_of_them_is_found(key: str, expected: tuple[Any, ...]) -> None:
+    found = conventions.conventions(IMPLEMENTATIONS[key])
+    asked = ("boolean", "fill", "empty_row", "dropped", "dropout_modules", "dropout_modules_called")
+    said = (found[what] for what in (*asked, "block"))
+    plain = (what.replace("\u00a0", " ") if isinstance(what, str) else what for what in said)
+    assert tuple(plain) == expected
+    assert found["softmax_narrows"] == (key == "x_transformers")
+
+
+class Odd(Annotated):
+    """Adds its input, drops nothing, returns transposed weights, hides with a small number."""
+
+    def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0) -> None:
+        super().__init__(embed_dim, num_heads, dropout=0.0)
+
+    def block(self, x: Tensor) -> Tensor:
+        return x + self(x)
+
+    def attention_weights(self, x: Tensor) -> Tensor | None:
+        weights = super().attention_weights(x)
+        return None if weights is None else weights.mT
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None and not mask.any(-1).all():
+            return x
+        return super().forward(x, None)
+
+
+def test_what_is_odd_is_found() -> None:
+    found = conventions.conventions(Odd)
+    assert found["block"] == "residual"
+    assert found["dropped"] == "nothing"
+    assert found["weights"] == "batch, heads, keys, queries"
+    assert found["empty_row"] == "something else"
+    assert found["boolean"] == ADDS  # the mask is not looked at
+    peer = Odd(conventions.EMBED_DIM, conventions.NUM_HEADS)
+    assert conventions.sees_ahead(peer)
+
+
+def test_how_weights_are_initialised() -> None:
+    start = conventions.start(Annotated, embed_dim=96, num_heads=6)
+    assert start == {"out": pytest.approx(96**-0.5, rel=0.02), "copies": True}  # Xavier's
+    start = conventions.start(GPT2, embed_dim=96, num_heads=6)
+    assert start == {"out": pytest.approx(0.02 / 24**0.5, rel=0.02), "copies": False}
+
+
+def test_sizes_are_written_shortly() -> None:
+    assert [size(x) for x in (5.44e-7, 0.09, 0.69, 1.0)] == [
+        "5.4\u00a0×\u00a010⁻⁷",
+        "9.0\u00a0×\u00a010⁻²",
+        "0.7",
+        "1.0",
+    ]
+
+
+def test_hidden_scores_are_listed_with_who_uses_them() -> None:
+    found = {"annotated": "−∞", "native": "–", "torch": "−1", "bert": "−∞"}
+    assert fills(found) == "−∞ (Annotated Transformer, BERT), −1 (PyTorch's layer)"

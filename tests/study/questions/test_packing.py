@@ -1,0 +1,135 @@
+"""Packing: the verdict turns when numbers or order are lost, or when objects matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import activation
+
+from headwise.attention_matrix import AttentionMatrix
+from headwise.layers.native.attention import Attention
+from headwise.layers.torch_api import shared_forward
+from headwise.layers.torch_api.layer import MultiheadAttention
+from headwise.study.implementation import Implementation, SharedWeights
+from headwise.study.implementations import GPT2, DropIn, Native
+from headwise.study.questions import packing
+from headwise.study.questions.packing import QUESTION, PackingForm
+from headwise.study.run import ask
+from tests.study.asking import failed_facts
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"EMBED_DIM": 36, "HEADS": 6, "QUERIES": 9, "KEYS": 11}.items():
+        monkeypatch.setattr(packing, name, value)
+    monkeypatch.setattr(packing, "TOKENS", 5)
+    monkeypatch.setattr(packing, "ROUNDS", 1)
+
+
+def test_small_sizes_hold() -> None:
+    assert failed_facts(QUESTION) == []
+
+
+@pytest.mark.parametrize("kind", [DropIn, Native, GPT2])
+def test_a_layer_that_stores_rounded_weights(
+    kind: type[Implementation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = kind.fill
+
+    def rounded(self: Implementation, given: SharedWeights) -> Implementation:
+        matrices = (matrix.bfloat16().float() for matrix in given.matrices)
+        return fill(self, SharedWeights.of(matrices, given.biases or ()))
+
+    monkeypatch.setattr(kind, "fill", rounded)
+    found = failed_facts(QUESTION)
+    assert "with no bit changed" in found[0]
+    assert "in self-attention the outputs" in found[1]
+
+
+def test_a_gpt2_that_does_not_transpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matrix filled as torch's would be: the form matters, and so does which one it is."""
+
+    def by_rows(self: GPT2) -> SharedWeights:
+        fused, out = self.inner.c_attn, self.inner.c_proj
+        packed = fused.weight.view(fused.weight.shape[::-1])
+        biases = (*fused.bias.chunk(3), out.bias)
+        return SharedWeights(*packed.chunk(3), out.weight.mT, biases)
+
+    monkeypatch.setattr(GPT2, "held", by_rows)
+    kept, output = failed_facts(QUESTION)
+    assert "GPT-2's layer" in kept
+    assert "in self-attention the outputs" in output
+
+
+@pytest.mark.parametrize("lost", ["last number", "order"])
+def test_a_form_that_loses_something(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = PackingForm.pack
+
+    def careless(self: PackingForm, small: Tensor) -> list[Tensor]:
+        matrices = pack(self, small)
+        if lost == "order":
+            return [matrix.flip(0) for matrix in matrices]
+        matrices[-1][-1, -1] = -0.0
+        return matrices
+
+    monkeypatch.setattr(PackingForm, "pack", careless)
+    assert "with no bit changed" in failed_facts(QUESTION)[0]
+
+
+def test_a_product_that_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = AttentionMatrix.__matmul__
+    monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
+    found = failed_facts(QUESTION)
+    assert "in self-attention the outputs" in found[0]
+    assert "from another text" in found[1]
+
+
+def test_keys_and_values_taken_from_the_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Attention.forward
+
+    def stubborn(self: Attention, x: Tensor, source: Tensor | None = None, **call: Any) -> Tensor:
+        output: Tensor = forward(self, x, None, **call)
+        return output
+
+    monkeypatch.setattr(Attention, "forward", stubborn)
+    (words,) = failed_facts(QUESTION)
+    assert "from another text" in words
+
+
+def test_heads_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights of zero and biases of one, no order of the packed matrix is wrong."""
+    monkeypatch.setattr(activation, "xavier_uniform_", nn.init.zeros_)
+    monkeypatch.setattr(nn.init, "normal_", lambda x, **sizes: nn.init.ones_(x))
+    (words,) = failed_facts(QUESTION)
+    assert words.startswith("the order matters")
+
+
+def test_a_layer_that_asks_which_objects_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    projected = shared_forward._projected_packed
+
+    def peeking(query: Tensor, key: Tensor, value: Tensor, *layer: Any) -> Any:
+        q, k, v = projected(query, key, value, *layer)
+        return (q, k, v) if query is key or key is value else (q, k, 1.001 * v)
+
+    monkeypatch.setattr(shared_forward, "_projected_packed", peeking)
+    (words,) = failed_facts(QUESTION)
+    assert "one object or as equal copies" in words
+
+
+def test_torchs_layer_in_the_place_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison is for: its NaN with one object are seen."""
+    monkeypatch.setattr(MultiheadAttention, "forward", nn.MultiheadAttention.forward)
+    answer = ask(QUESTION)
+    assert answer.numbers["nan"] == answer.numbers["torch_nan"]["one"] > 0
+    assert not answer.holds
+    assert "one object or as equal copies" in answer.verdict
+
+
+def test_bits_tell_zero_from_minus_zero() -> None:
+    assert packing.same_bits(torch.zeros(2), torch.zeros(2))
+    assert not packing.same_bits(torch.zeros(2), -torch.zeros(2))

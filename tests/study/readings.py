@@ -1,0 +1,66 @@
+"""What encoders with random weights read, at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from headwise.bundled_models.recorded_run import AttentionCall, Projections, RecordedRun
+from headwise.masks.mask import Mask
+from headwise.study.experiments.measures import layer_output
+from headwise.study.implementation import SharedWeights
+
+LAYERS, HEADS, HEAD_DIM, LENGTH = 3, 5, 6, 37
+
+
+def random_reading(tokens: tuple[str, ...] | None = None) -> RecordedRun:
+    """Three layers of five heads, torch's own; the second sequence has 11 tokens."""
+    tokens = tokens or ("[CLS]", *(f"w{n}" for n in range(LENGTH - 2)), "[SEP]")
+    real = torch.arange(len(tokens)) < torch.tensor([[len(tokens)], [11]])
+    calls = []
+    for _ in range(LAYERS):
+        layer = nn.MultiheadAttention(HEADS * HEAD_DIM, HEADS, batch_first=True)
+        nn.init.normal_(layer.in_proj_weight, std=0.4)
+        x = torch.randn(2, len(tokens), HEADS * HEAD_DIM)
+        output, _ = layer(x, x, x, key_padding_mask=~real, need_weights=False)
+        projections = Projections(
+            layer.in_proj_weight.detach(),
+            layer.in_proj_bias.detach(),
+            layer.out_proj.weight.detach(),
+            layer.out_proj.bias.detach(),
+        )
+        calls.append(AttentionCall(x, output.detach(), projections))
+    return RecordedRun(
+        model="a model with random weights",
+        num_heads=HEADS,
+        tokens=tokens,
+        real=real,
+        calls=tuple(calls),
+    )
+
+
+def small_reading(*, exchanged: bool = False) -> RecordedRun:
+    """What one layer of two heads gave for two texts, of seven tokens and of four.
+
+    With ``exchanged`` the weights that are told are not those it computed with: wq and wk stand
+    in each other's place.
+    """
+    given = SharedWeights.random(8, biased=True)
+    assert given.biases is not None
+    x, real = torch.randn(2, 7, 8), torch.ones(2, 7, dtype=torch.bool)
+    real[1, 4:] = False
+    may_attend = real[:, None].expand(-1, 7, -1)
+    mask = Mask.may_attend(may_attend, axes="batch queries keys")
+    output = layer_output(x, x, x, *given.tensors, num_heads=2, mask=mask)
+    q, k, v = given.matrices[:3]
+    rows = (k, q, v) if exchanged else (q, k, v)
+    projections = Projections(
+        torch.cat(rows), torch.cat(given.biases[:3]), given.out, given.biases[3]
+    )
+    return RecordedRun(
+        model="a layer",
+        num_heads=2,
+        tokens=tuple("abcdefg"),
+        real=real,
+        calls=(AttentionCall(x, output, projections),),
+    )

@@ -1,0 +1,149 @@
+"""Every question of the catalogue: it is borne out, its numbers are those of the documentation.
+
+Each question's own tests, in questions/, see its verdict turn.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from functools import cache
+from typing import Any
+
+import pytest
+
+from headwise.reports import study_page as charts
+from headwise.study import run as catalogue
+from headwise.study.question import Answer, Question
+from headwise.study.run import ask
+from tests.reports.html import Tree
+from tools import study as documentation
+
+# Names with digits in them, which no experiment measures.
+NAMES = re.compile(r"GPT-2|MiniLM-L6-v2|q?u?int8|b?float(16|32|64)|LLM\.int8|tensor2tensor|Conv1D")
+
+
+@cache
+def documented() -> dict[str, dict[str, Any]]:
+    return {record["id"]: record for record in documentation.read()["questions"]}
+
+
+def templates(question: Question) -> list[str]:
+    rows = question.table.rows if question.table else ()
+    facts = (fact.says for fact in question.facts)
+    return [question.verdict, question.why, question.caption, *facts, *(c for r in rows for c in r)]
+
+
+def apart(ours: Any, theirs: Any, where: str = "") -> list[str]:
+    """Where two records differ by more than a thousandth."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        found = (
+            [f"{where}: {sorted(ours)} against {sorted(theirs)}"]
+            if ours.keys() != theirs.keys()
+            else []
+        )
+        return found + [
+            x
+            for k in ours.keys() & theirs.keys()
+            for x in apart(ours[k], theirs[k], f"{where}[{k}]")
+        ]
+    if isinstance(ours, list) and isinstance(theirs, list):
+        if len(ours) != len(theirs):
+            return [f"{where}: {len(ours)} values against {len(theirs)}"]
+        return [
+            x
+            for n, (a, b) in enumerate(zip(ours, theirs, strict=True))
+            for x in apart(a, b, f"{where}[{n}]")
+        ]
+    if isinstance(ours, float) and isinstance(theirs, int | float):
+        return (
+            []
+            if ours == pytest.approx(theirs, rel=1e-3, abs=2e-4)
+            else [f"{where}: {ours} against {theirs}"]
+        )
+    return [] if ours == theirs else [f"{where}: {ours} against {theirs}"]
+
+
+# Those that train or time for long.
+SLOW = ("learning", "axis-order", "must-divide", "implementations", "same-function")
+QUESTIONS = [
+    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in catalogue.IDS
+]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_it_is_borne_out_and_the_documentation_has_its_numbers(name: str) -> None:
+    question = catalogue.load(name)
+    answer = ask(question)
+    assert answer.holds, answer.verdict
+    recorded = documented()[name]["numbers"]
+    assert answer.numbers.keys() == recorded.keys()
+    assert question.varies <= recorded.keys()
+    fixed = recorded.keys() - question.varies
+    assert not apart({k: answer.numbers[k] for k in fixed}, {k: recorded[k] for k in fixed})
+
+
+@pytest.mark.parametrize("name", catalogue.IDS)
+def test_the_documentation_was_written_from_answers_that_hold(name: str) -> None:
+    record = documented()[name]
+    answer = Answer(catalogue.load(name), record["numbers"])
+    assert answer.holds, answer.verdict
+    assert answer.as_json() == record
+
+
+@pytest.mark.parametrize("name", catalogue.IDS)
+def test_every_number_that_is_said_was_measured(name: str) -> None:
+    for template in templates(catalogue.load(name)):
+        words = "".join(text for text, *_ in string.Formatter().parse(template))
+        assert not re.search(r"\d", NAMES.sub("", words)), template
+
+
+@pytest.mark.parametrize("name", catalogue.IDS)
+def test_a_question_is_short_and_in_its_place(name: str) -> None:
+    question = catalogue.load(name)
+    answer = Answer(question, documented()[name]["numbers"])
+    assert question.id == name
+    assert question.asks.endswith("?")
+    assert question.claim.endswith(".")
+    assert answer.verdict.endswith(".")
+    assert len(answer.verdict.split()) <= 60
+    assert len(question.facts) >= 2
+
+
+def test_every_file_is_in_the_catalogue() -> None:
+    folder = documentation.ROOT / "src" / "headwise" / "studies" / "questions"
+    files = {path.stem.replace("_", "-") for path in folder.glob("*.py")} - {"--init--"}
+    assert files == set(catalogue.IDS)
+
+
+def test_the_comparison_can_fail() -> None:
+    same = {"a": [1, 2.0, {"b": True}], "c": "x"}
+    assert not apart(same, {"a": [1, 2.0001, {"b": True}], "c": "x"})
+    assert apart(same, {"a": [1, 2.01, {"b": True}], "c": "x"}) == ["[a][1]: 2.0 against 2.01"]
+    assert apart(same, {"a": [1, 2.0, {"b": False}], "c": "x"})
+    assert apart(same, {"a": [1, 2.0], "c": "x"})
+    assert apart(same, {"a": [1, 2.0, {"b": True}]})
+
+
+# ---- the documentation -----------------------------------------------------------------------
+
+
+def test_the_page_is_written_from_the_record() -> None:
+    assert documentation.PAGE.read_text("utf-8") == documentation.page(documentation.read())
+
+
+def test_the_readme_is_written_from_the_record() -> None:
+    text = documentation.README.read_text("utf-8")
+    assert len(documentation.BLOCK.findall(text)) == 1
+    assert text == documentation.readme(text, documentation.read())
+
+
+@pytest.mark.parametrize("name", catalogue.IDS)
+def test_the_picture_is_that_of_the_record(name: str) -> None:
+    answer = Answer(catalogue.load(name), documented()[name]["numbers"])
+    drawn = Tree((documentation.PICTURES / f"{name}.svg").read_text("utf-8")).root
+    anew = Tree(charts.svg(answer)).root
+    (element,) = drawn.all("svg")
+    assert element.attributes["aria-label"] == answer.say(answer.question.caption)
+    # Places of lines may differ in the last digit from machine to machine; what is said may not.
+    assert [text.text for text in drawn.all("text")] == [text.text for text in anew.all("text")]

@@ -1,0 +1,75 @@
+"""The study: which questions are asked, with which random numbers, and what is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headwise.errors import MissingExtraError, OptionError
+from headwise.study import run as catalogue
+from headwise.study.question import Question
+from headwise.study.run import ask, study
+from tests.study.answers import QUESTION
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A catalogue of two questions, the second of which needs what is not there."""
+
+    def missing(progress: object) -> dict[str, int]:
+        raise MissingExtraError(saw="no such thing", needed="a thing", do="pip install thing")
+
+    questions = {"made-up": QUESTION, "needy": replace(QUESTION, id="needy", measure=missing)}
+    monkeypatch.setattr(catalogue, "IDS", tuple(questions))
+    monkeypatch.setattr(catalogue, "load", questions.__getitem__)
+    return SimpleNamespace(**{name.replace("-", "_"): q for name, q in questions.items()})
+
+
+def test_ids_come_in_the_order_of_the_catalogue_and_once() -> None:
+    assert catalogue.chosen() == catalogue.IDS
+    assert catalogue.chosen(["parameters", "split", "parameters"]) == ("split", "parameters")
+
+
+def test_an_unknown_id_is_refused_with_those_there_are() -> None:
+    with pytest.raises(OptionError, match="the question 'heads'") as refused:
+        catalogue.chosen(["parameters", "heads"])
+    assert "picture, split, parameters" in str(refused.value)
+
+
+def test_what_needs_an_extra_is_left_out_of_the_whole_study(two: SimpleNamespace) -> None:
+    result = study()
+    assert [a.question.id for a in result.answers] == ["made-up"]
+    (left,) = result.left_out
+    assert (left.id, left.reason, left.remedy) == ("needy", "no such thing", "pip install thing")
+    record = result.as_json()
+    assert list(record) == ["questions", "left_out", "setting", "fallback"]
+    assert record["left_out"][0]["id"] == "needy"
+    assert record["setting"]["torch"] == torch.__version__
+
+
+def test_what_was_named_and_needs_an_extra_is_an_error(two: SimpleNamespace) -> None:
+    with pytest.raises(MissingExtraError, match="no such thing"):
+        study(["needy"])
+
+
+def test_progress_rises_to_the_end(two: SimpleNamespace) -> None:
+    seen: list[tuple[str, int, int]] = []
+    study(progress=lambda *step: seen.append(step))
+    assert [step[1] for step in seen] == sorted(step[1] for step in seen)
+    assert seen[0] == ("made-up", 0, 200)
+    assert seen[-1] == ("done", 200, 200)
+
+
+def test_random_numbers_are_the_same_every_time_and_nobody_elses() -> None:
+    def drawn(progress: object) -> dict[str, float]:
+        return {"sum": torch.rand(()).item(), "bars": 0}
+
+    question: Question = replace(QUESTION, measure=drawn)
+    before = torch.get_rng_state()
+    first = ask(question).numbers
+    torch.testing.assert_close(torch.get_rng_state(), before)
+    torch.rand(3)
+    assert ask(question).numbers == first

@@ -1,0 +1,27 @@
+"""Values in nested containers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque, namedtuple
+from dataclasses import dataclass
+
+from headwise.support.nested_tensors import leaves, mapped
+
+
+@dataclass
+class Output:
+    first: object
+    second: object
+
+
+def test_leaves_come_in_order() -> None:
+    pair = namedtuple("pair", "left right")(3, [4])
+    value = [1, (2, pair), OrderedDict(b=5, a=[6]), Output(7, {"x": None}), deque([8])]
+    assert list(leaves(value)) == [1, 2, 3, 4, 5, 6, 7, None, 8]
+    assert list(leaves("text")) == ["text"]
+    assert list(leaves(Output)) == [Output]
+
+
+def test_mapped_keeps_the_form() -> None:
+    assert mapped(str, (1, [2, (None,)], {"a": 3})) == ("1", ["2", ("None",)], {"a": "3"})
+    assert mapped(str, 1) == "1"
