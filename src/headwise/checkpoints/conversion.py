@@ -12,6 +12,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from headwise.checkpoints.description import (
+    KEY,
+    as_described,
+    config_of,
+    describe,
+    description_of,
+)
 from headwise.checkpoints.source import SAFETENSORS, Source
 from headwise.checkpoints.target import Outline, bytes_of, copy, outline, write_all
 from headwise.checkpoints.working import Working, require_free
@@ -88,9 +95,12 @@ def convert_checkpoint(
         HeadwiseError: see `headwise.layouts.plan.plan`.
     """
     target, accept = _place(source, target), tuple(accept)
-    stored, wanted = layout(source_layout), layout(target_layout)
+    description = description_of(source)
+    stored, wanted = as_described(source_layout, description), layout(target_layout)
     steps = plan(source.headers, stored, wanted, accept=accept, form=Form(root=root), **known)
-    made = outline(source, steps)
+    shapes = {name: shape for step in steps for name, shape in step.outputs.items()}
+    about = describe(shapes, stored, wanted, known, config_of(source, description))
+    made = outline(source, steps, {KEY: about.encode()})
     asked = (metadata.version("headwise"), stored, wanted, accept, root, sorted(known.items()))
     found = _written(source, target, steps, made, _identity(source, made, asked), progress)
     beside = sorted(source.folder.iterdir()) if source.is_folder else []

@@ -52,11 +52,12 @@ class Outline:
         return sum(file.size for file in self.files) + len(self.index[1] if self.index else b"")
 
 
-def outline(source: Source, steps: Iterable[Step]) -> Outline:
+def outline(source: Source, steps: Iterable[Step], metadata: Mapping[str, str]) -> Outline:
     """The files of the source once more, with the tensors that the steps make.
 
     A tensor goes into the file of the first that it is made of, and stands there in its order,
-    the widest numbers first, so that each stands at a multiple of its width.
+    the widest numbers first, so that each stands at a multiple of its width. Every file carries
+    ``metadata`` beside that of its source.
 
     Raises:
         CheckpointError: two files of the source would become one.
@@ -74,7 +75,7 @@ def outline(source: Source, steps: Iterable[Step]) -> Outline:
     for shard in source.shards:
         if shard.path in made:
             tensors = {name: (shape, dtype) for *_, name, shape, dtype in sorted(made[shard.path])}
-            head = encode(tensors, {"format": "pt", **shard.metadata})
+            head = encode(tensors, {"format": "pt", **shard.metadata, **metadata})
             files.append(File(_name(shard.path), *head))
     if len({file.name for file in files}) < len(files):
         raise CheckpointError(

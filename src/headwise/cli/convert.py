@@ -118,7 +118,16 @@ def _convert(
         console.print(begun, markup=False)
         raise
     took = f"{time.perf_counter() - start:.1f} s, {human_bytes(done.nbytes)}. The weights:"
-    lines = _lines(done, found.known, given, (stored.name, wanted.name))
+    counts = {} if found.description is None else found.description.counts
+    origins = {
+        name: "given"
+        if given[name] is not None
+        else "metadata"
+        if name in counts
+        else "config.json"
+        for name in found.known
+    }
+    lines = _lines(done, found.known, origins, (stored.name, wanted.name))
     for line in filter(None, [*lines, made_folder, took, str(done.target)]):
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
 
@@ -151,8 +160,10 @@ def _bytes_on_a_bar(console: Console) -> Iterator[Callable[[str, int, int], None
         yield report
 
 
-def _lines(done: Converted, known: Counts, given: Counts, names: tuple[str, str]) -> Iterator[str]:
-    """The answer, for layouts of these names."""
+def _lines(
+    done: Converted, known: Counts, origins: dict[str, str], names: tuple[str, str]
+) -> Iterator[str]:
+    """The answer, for layouts of these names; ``origins`` says where each count was read."""
     if done.found == "its beginning":
         yield "An earlier run had begun it; what it had done was kept."
     if done.found == "other work":
@@ -170,12 +181,10 @@ def _lines(done: Converted, known: Counts, given: Counts, names: tuple[str, str]
             f"Names that were kept, since {names[1]} has no others ({len(done.kept)}): "
             f"{', '.join(kinds[:SHOWN])}{more}"
         )
-    by: dict[str, list[str]] = {"config.json": [], "given": []}
-    for name, count in known.items():
-        by["config.json" if given.get(name) is None else "given"].append(f"{name} {count}")
+    by = {origin: [n for n in known if origins[n] == origin] for origin in origins.values()}
     if known:
-        said = (f"{', '.join(counts)} ({who})" for who, counts in by.items() if counts)
-        yield f"Read with {', '.join(said)}."
+        read = (f"{', '.join(f'{n} {known[n]}' for n in by[who])} ({who})" for who in sorted(by))
+        yield f"Read with {', '.join(read)}."
     for name, (mine, theirs) in done.accepted.items():
         yield f"Accepted: {name}, {mine} in {names[0]}, {theirs} in {names[1]}."
     if done.left:

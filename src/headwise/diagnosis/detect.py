@@ -13,7 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.checkpoints.config import Config, Fields, known_counts, read_config
+from headwise.checkpoints.config import Config, Fields, known_counts
+from headwise.checkpoints.description import (
+    COUNTS,
+    Description,
+    as_described,
+    config_of,
+    description_of,
+)
 from headwise.checkpoints.source import Source, open_source
 from headwise.diagnosis.candidates import Candidate, heads_of
 from headwise.diagnosis.detection import Detection, decided
@@ -21,13 +28,11 @@ from headwise.diagnosis.detection import detect as by_names
 from headwise.errors import OptionError
 from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
-from headwise.layouts.registry import layout
 from headwise.layouts.sameness import differing, differing_part
 from headwise.layouts.sizes import Sizes
 from headwise.layouts.steps import Header
 from headwise.support.integers import as_count
 
-COUNTS = ("heads", "kv_heads", "head_dim", "rotary_width")
 Given = str | Path | Mapping[str, Tensor]
 Counts = Mapping[str, int | None]
 
@@ -41,12 +46,14 @@ class Weights:
         tensors: of a file, mapped: read when it is asked for.
         config: as in config.json; empty where there is none.
         known: heads, kv_heads and so on.
+        description: what the files state of themselves; None where they state nothing.
     """
 
     title: str
     tensors: Mapping[str, Tensor]
     config: dict[str, Any]
     known: dict[str, int]
+    description: Description | None = None
 
     @property
     def headers(self) -> Mapping[str, Header]:
@@ -55,7 +62,9 @@ class Weights:
 
     def detection(self, **also: int) -> Detection:
         """The layouts that the weights may be in; ``also`` is known of them, too."""
-        return by_names(self.headers, said=None, config=self.config, **{**also, **self.known})
+        described = None if self.description is None else self.description.layout
+        known = {**also, **self.known}
+        return by_names(self.headers, described=described, config=self.config, **known)
 
     def require_fit(self, found: Detection, **also: int) -> None:
         """Refuse counts with which no layout fits, where layouts do without them.
@@ -82,13 +91,13 @@ class Weights:
         Raises:
             OptionError: there is none, or the config says another one, which fits the tensors.
         """
-        found = layout(name)
+        found = as_described(name, self.description)
         if (why := self.detection().refuted.get(found.name)) is not None:
             place = self.tensors.folder if isinstance(self.tensors, Source) else self.title
             raise OptionError(
                 saw=f"{{{parameter}}} {found.name}, where in {place} {why}",
                 needed="one layout: read as another one, rows are moved to wrong places",
-                do=f"leave out {{{parameter}}}, or mend the config",
+                do=f"leave out {{{parameter}}}" + (", or mend the config" if self.config else ""),
                 parameter=parameter,
             )
         return found
@@ -132,8 +141,15 @@ def weights_of(
         )
     if isinstance(given, (str, Path)):
         source = open_source(Path(given))
-        said = read_config(source.folder) if config is None else Fields.of(config)
-        return Weights(str(given), source, said, known_counts(said, counts, place=source.folder))
+        description = description_of(source)
+        said = config_of(source, description) if config is None else Fields.of(config)
+        if description is not None:
+            description.require_agreement(source.headers)
+            description.with_counts(counts)  # the caller's are refused before the config's
+        known = known_counts(said, counts, place=source.folder)
+        if description is not None:
+            known = description.with_counts(known)
+        return Weights(str(given), source, said, known, description)
     if not isinstance(given, Mapping):
         raise OptionError(
             saw=f"weights of type {type(given).__name__}",
