@@ -1,4 +1,4 @@
-"""Files that state their layout, counts and function: read back, and refused where they are wrong."""
+"""Files that state their layout, counts and function, and are refused where these are wrong."""
 
 from __future__ import annotations
 
@@ -106,8 +106,7 @@ def test_other_metadata_is_kept(tmp_path: Path) -> None:
 def test_a_description_is_read_back_and_fits(name: str, tmp_path: Path) -> None:
     of = layout(name)
     file, _ = file_of(of)
-    shapes = {key: tuple(x.shape) for key, x in file.items()}
-    described = describe(shapes, of, of, known_of(of), {"n_head": 12})
+    described = describe(file, of, of, known_of(of), {"n_head": 12})
     described.require_agreement(file)
     assert described.layout == of
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors", {KEY: described.encode()})
@@ -156,8 +155,18 @@ def test_an_accepted_difference_is_not_forgotten(tmp_path: Path) -> None:
     assert verify(jax, back)
 
 
-def test_a_model_with_norms_that_a_layout_without_them_was_made_of(tmp_path: Path) -> None:
-    """The layout has places for norms, and the weights have none."""
+def test_counts_that_only_the_shapes_of_the_source_tell(tmp_path: Path) -> None:
+    state = {f"w{n}": torch.randn(4, 6, 24) for n in "qkv"} | {"wo": torch.randn(24, 24)}
+    save_file(state, tmp_path / "a.safetensors")
+    opened, packed = open_source(tmp_path / "a.safetensors"), tmp_path / "b.safetensors"
+    convert_checkpoint(opened, packed, "per-head", "torch-packed")
+    described = description_of(open_source(packed))
+    assert described is not None
+    assert described.counts == {"heads": 4, "kv_heads": 4, "head_dim": 6}
+    described.require_agreement(open_source(packed).headers)
+
+
+def test_a_layout_with_places_for_norms_that_the_weights_have_not(tmp_path: Path) -> None:
     source = llamas.one_file(tmp_path / "a.safetensors")
     done = convert_checkpoint(
         open_source(source), tmp_path / "b.safetensors", "llama", "vllm", **llamas.COUNTS

@@ -76,12 +76,12 @@ def convert_checkpoint(
 
     Whatever is rewritten is moved back and compared byte for byte. The target appears under its
     name when it is whole. A run that was killed goes on where it was when it is started again, and
-    ends in the same bytes. One that fails leaves nothing.
+    ends in the same bytes. One that fails leaves nothing. Each file states what it is: see
+    `headwise.checkpoints.description`.
 
     Args:
         source: see `headwise.checkpoints.source.open_source`.
-        target: a name that is free: of a folder if the source is one, else of a file. Folders above
-            it that are missing are made.
+        target: a name that is free: of a folder if the source is one, else of a file.
         source_layout: the layout of the source, or its name.
         target_layout: the wanted one.
         accept: of what makes another function, what may differ: names of `Function`.
@@ -98,8 +98,8 @@ def convert_checkpoint(
     description = description_of(source)
     stored, wanted = as_described(source_layout, description), layout(target_layout)
     steps = plan(source.headers, stored, wanted, accept=accept, form=Form(root=root), **known)
-    shapes = {name: shape for step in steps for name, shape in step.outputs.items()}
-    about = describe(shapes, stored, wanted, known, config_of(source, description))
+    config = config_of(source, description)
+    about = describe(source.headers, stored, wanted, known, config)
     made = outline(source, steps, {KEY: about.encode()})
     asked = (metadata.version("headwise"), stored, wanted, accept, root, sorted(known.items()))
     found = _written(source, target, steps, made, _identity(source, made, asked), progress)

@@ -18,21 +18,22 @@ which is the config.json of the model that was converted first, without its priv
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headwise.checkpoints.config import Config, Fields, read_config
+from headwise.checkpoints.config import Config, Fields, counts_of, known_counts, read_config
+from headwise.checkpoints.model_args import model_args_of
 from headwise.checkpoints.safetensors_file import once
-from headwise.checkpoints.source import Source
+from headwise.checkpoints.source import Source, open_source
 from headwise.errors import CheckpointError, DTypeError, OptionError, ShapeError
 from headwise.layouts.function import FIELDS, Function
 from headwise.layouts.layout import Layout
-from headwise.layouts.places import modules_of
+from headwise.layouts.places import AS_STORED, Module, modules_of
 from headwise.layouts.plan import plan
 from headwise.layouts.registry import layout, layouts
-from headwise.layouts.sizes import Shape
+from headwise.layouts.sizes import Sizes
 from headwise.layouts.steps import Header
 
 KEY, VERSION = "headwise", 1
@@ -90,7 +91,7 @@ class Description:
         """Raise CheckpointError unless tensors of these names and shapes are those described."""
         described = f"{self.place} describes {self.modules} modules of {self.layout.name}"
         try:
-            plan(headers, self.layout, self.layout, **self.counts)
+            plan(headers, self.layout, self.layout, accept=(), form=AS_STORED, **self.counts)
         except _UNFIT as error:
             raise self._disagreement(f"{described}, but: {error.saw}", error.needed) from error
         count = len(modules_of(self.layout, headers))
@@ -109,39 +110,93 @@ class Description:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """Tensors of a path, with what their files and a caller state of them.
+
+    Attributes:
+        source: the tensors.
+        description: as in the files; None where they carry none.
+        config: of the caller, or beside the files, or in the description: the first that is there.
+        known: the counts of all of them.
+    """
+
+    source: Source
+    description: Description | None
+    config: Fields
+    known: dict[str, int]
+
+
+def open_checkpoint(
+    path: Path, counts: Mapping[str, int | None], *, config: Config | None = None
+) -> Checkpoint:
+    """Read the heads of a checkpoint's files, and what is stated of them; no tensor is read.
+
+    Args:
+        path: a file, an index or a folder.
+        counts: of ``COUNTS``, as a caller knows them; None where he does not.
+        config: as in config.json; that of the files if None.
+
+    Raises:
+        CheckpointError: no weights, or a description that does not fit them.
+        OptionError: counts that contradict each other.
+    """
+    source = open_source(path)
+    description = description_of(source)
+    stated = config_of(source, description) if config is None else Fields.of(config)
+    if description is not None:
+        description.require_agreement(source.headers)
+        description.with_counts(counts)  # those of the caller are refused before the config's
+    known = known_counts(stated, counts, place=source.folder)
+    if description is not None:
+        known = description.with_counts(known)
+    return Checkpoint(source, description, stated, known)
+
+
 def describe(
-    shapes: Mapping[str, Shape],
+    headers: Mapping[str, Header],
     source: Layout,
     target: Layout,
     known: Mapping[str, int],
     config: Config,
 ) -> Description:
-    """Return the description of tensors that were moved from one layout into another.
+    """Return the description of tensors that are moved from one layout into another.
 
     Args:
-        shapes: name -> shape of the tensors in the target's layout.
-        source: the layout that they were in, with the function that they have.
-        target: the layout that they are in.
+        headers: name -> shape and dtype of the tensors in the layout of the source.
+        source: that layout, with the function that the weights have.
+        target: the layout that they are moved into.
         known: heads and what else no shape tells.
         config: of the model.
     """
-    moved = replace(target, function=source.function.moved(target.function))
-    known = {name: known[name] for name in COUNTS if name in known}
-    modules = modules_of(moved, shapes)
-    sizes = [
-        moved.sizes({local: shapes[name] for name, local in module.tensors.items()}, known)
-        for module in modules
-    ]
+    modules = modules_of(source, headers)
+    sizes = [_canonical_sizes(module, headers, source, target, known) for module in modules]
     shared = {
         name: sizes[0][name]
         for name in COUNTS
         if name in sizes[0] and all(each.get(name) == sizes[0][name] for each in sizes)
     }
+    moved = replace(target, function=source.function.moved(target.function))
     return Description(moved, len(modules), shared, Fields.of(config))
+
+
+def _canonical_sizes(
+    module: Module,
+    headers: Mapping[str, Header],
+    source: Layout,
+    target: Layout,
+    known: Mapping[str, int],
+) -> Sizes:
+    stored = {local: tuple(headers[name].shape) for name, local in module.tensors.items()}
+    sizes = source.sizes(stored, known)
+    width = {name: size for name, size in sizes.items() if name == "rotary_width"}
+    return target.canonical_sizes(source.canonical_shapes(stored, sizes), width)
 
 
 def description_of(source: Source) -> Description | None:
     """Return the description that the files of a checkpoint carry; None where they carry none.
+
+    The arguments of a model that Meta's code or nanoGPT stores beside the tensors are one, too.
 
     Raises:
         CheckpointError: it is damaged, of a newer headwise, or not the same in all files.
@@ -154,8 +209,14 @@ def description_of(source: Source) -> Description | None:
             needed=f"the same text under {KEY!r} in the metadata of every file",
             do="copy the folder again; its files were written by several conversions",
         )
-    ((text, path),) = texts.items()
-    return None if text is None else _decoded(text, path)
+    (text,) = texts
+    if text is not None:
+        return _decoded(text, source.shards[0].path)
+    args = model_args_of(source)
+    if args is None:
+        return None
+    counts, config = counts_of(args.config), args.config
+    return Description(layout(args.layout), args.layers, counts, config, config.place, args.removal)
 
 
 def config_of(source: Source, description: Description | None) -> Fields:
@@ -185,7 +246,7 @@ def _decoded(text: str, path: Path) -> Description:
     )
     if not isinstance(name, str) or name not in layouts():
         raise _unread(path, f"which names the layout {name!r:.60}: none that is known here")
-    if not _is_count(modules):
+    if not isinstance(modules, int) or not _is_count(modules):
         raise _unread(path, f"whose number of modules is {modules!r:.60}")
     if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
         raise _unread(path, f"whose counts are {counts!r:.60}")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headwise.checkpoints.conversion import Converted
+    from headwise.diagnosis.detect import Weights
 
 SHOWN = 4  # names that were kept
 From = Annotated[
@@ -118,16 +119,7 @@ def _convert(
         console.print(begun, markup=False)
         raise
     took = f"{time.perf_counter() - start:.1f} s, {human_bytes(done.nbytes)}. The weights:"
-    counts = {} if found.description is None else found.description.counts
-    origins = {
-        name: "given"
-        if given[name] is not None
-        else "metadata"
-        if name in counts
-        else "config.json"
-        for name in found.known
-    }
-    lines = _lines(done, found.known, origins, (stored.name, wanted.name))
+    lines = _lines(done, found, given, (stored.name, wanted.name))
     for line in filter(None, [*lines, made_folder, took, str(done.target)]):
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
 
@@ -160,10 +152,8 @@ def _bytes_on_a_bar(console: Console) -> Iterator[Callable[[str, int, int], None
         yield report
 
 
-def _lines(
-    done: Converted, known: Counts, origins: dict[str, str], names: tuple[str, str]
-) -> Iterator[str]:
-    """The answer, for layouts of these names; ``origins`` says where each count was read."""
+def _lines(done: Converted, read: Weights, given: Counts, names: tuple[str, str]) -> Iterator[str]:
+    """The answer, for layouts of these names."""
     if done.found == "its beginning":
         yield "An earlier run had begun it; what it had done was kept."
     if done.found == "other work":
@@ -181,10 +171,8 @@ def _lines(
             f"Names that were kept, since {names[1]} has no others ({len(done.kept)}): "
             f"{', '.join(kinds[:SHOWN])}{more}"
         )
-    by = {origin: [n for n in known if origins[n] == origin] for origin in origins.values()}
-    if known:
-        read = (f"{', '.join(f'{n} {known[n]}' for n in by[who])} ({who})" for who in sorted(by))
-        yield f"Read with {', '.join(read)}."
+    if read.known:
+        yield f"Read with {', '.join(_counts(read, given))}."
     for name, (mine, theirs) in done.accepted.items():
         yield f"Accepted: {name}, {mine} in {names[0]}, {theirs} in {names[1]}."
     if done.left:
@@ -194,3 +182,14 @@ def _lines(
             f"since they go with {names[0]}" if names[0] != names[1] else "though they fit as well"
         )
         yield f"Not copied, {fit}: {shown}{more}."
+
+
+def _counts(read: Weights, given: Counts) -> Iterator[str]:
+    """The counts by where they were read, such as "heads 6, kv_heads 2 (config.json)"."""
+    described = () if read.description is None else read.description.counts
+    origins: dict[str, list[str]] = {}
+    for name, count in read.known.items():
+        file = "metadata" if name in described else "config.json"
+        origin = file if given.get(name) is None else "given"
+        origins.setdefault(origin, []).append(f"{name} {count}")
+    return (f"{', '.join(counts)} ({origin})" for origin, counts in origins.items())

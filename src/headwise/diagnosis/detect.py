@@ -18,10 +18,9 @@ from headwise.checkpoints.description import (
     COUNTS,
     Description,
     as_described,
-    config_of,
-    description_of,
+    open_checkpoint,
 )
-from headwise.checkpoints.source import Source, open_source
+from headwise.checkpoints.source import Source
 from headwise.diagnosis.candidates import Candidate, heads_of
 from headwise.diagnosis.detection import Detection, decided
 from headwise.diagnosis.detection import detect as by_names
@@ -140,16 +139,8 @@ def weights_of(
             do="give config.to_dict()",
         )
     if isinstance(given, (str, Path)):
-        source = open_source(Path(given))
-        description = description_of(source)
-        said = config_of(source, description) if config is None else Fields.of(config)
-        if description is not None:
-            description.require_agreement(source.headers)
-            description.with_counts(counts)  # the caller's are refused before the config's
-        known = known_counts(said, counts, place=source.folder)
-        if description is not None:
-            known = description.with_counts(known)
-        return Weights(str(given), source, said, known, description)
+        opened = open_checkpoint(Path(given), counts, config=config)
+        return Weights(str(given), opened.source, opened.config, opened.known, opened.description)
     if not isinstance(given, Mapping):
         raise OptionError(
             saw=f"weights of type {type(given).__name__}",
