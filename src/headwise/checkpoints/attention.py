@@ -48,16 +48,14 @@ def load_attention(
     Args:
         path: a file of weights, an index, or a folder with them.
         layer: the number of the layer, from 0, as the names in the file have it.
-        prefix: what stands before the names of the layer's tensors, where a layer of the model has
-            several modules of attention.
+        prefix: of the names of the module's tensors, where a layer has several modules.
         layout: the layout of the file, where neither metadata nor config.json says it.
         config: as in config.json; that of the file if None.
         heads: query heads, where the file does not say it.
         kv_heads: heads of keys and values.
         head_dim: channels of a head, in place of ``heads``.
         rotary_width: channels of a head that are rotated.
-        options: of `Attention`, which come before those of the file, such as
-            ``rotary=Rotary(theta=500_000.0)``.
+        options: of `Attention`, which come before those of the file, such as ``window=(3, None)``.
 
     Raises:
         CheckpointError: the path leads to no weights, or its metadata does not fit its tensors.

@@ -75,9 +75,8 @@ def convert_checkpoint(
     """Write a checkpoint in another layout, as safetensors, in as many files as the source.
 
     Whatever is rewritten is moved back and compared byte for byte. The target appears under its
-    name when it is whole. A run that was killed goes on where it was when it is started again, and
-    ends in the same bytes. One that fails leaves nothing. Each file states what it is: see
-    `headwise.checkpoints.description`.
+    name when it is whole, and states what it is: see `headwise.checkpoints.description`. A run that
+    was killed is continued when it is started again; one that fails leaves nothing.
 
     Args:
         source: see `headwise.checkpoints.source.open_source`.
@@ -98,8 +97,7 @@ def convert_checkpoint(
     description = description_of(source)
     stored, wanted = as_described(source_layout, description), layout(target_layout)
     steps = plan(source.headers, stored, wanted, accept=accept, form=Form(root=root), **known)
-    config = config_of(source, description)
-    about = describe(source.headers, stored, wanted, known, config)
+    about = describe(source.headers, stored, wanted, known, config_of(source, description))
     made = outline(source, steps, {KEY: about.encode()})
     asked = (metadata.version("headwise"), stored, wanted, accept, root, sorted(known.items()))
     found = _written(source, target, steps, made, _identity(source, made, asked), progress)
