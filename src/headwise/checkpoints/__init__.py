@@ -7,6 +7,7 @@ target             which files will be written, byte by byte, before anything is
 working            the hidden folder that becomes the target by one rename, and its journal
 conversion         all of it: `convert_checkpoint`
 description        layout, counts, function and config, in the metadata of a converted file
+meta_files         the files that Meta's code loads, made of safetensors files
 model_args         the same as Meta's code and nanoGPT write it
 config             what a config.json says of attention, each field as its type; heads and so on
 layer_options      what it says against a layout, and the options of a layer that it says

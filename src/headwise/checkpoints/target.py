@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,15 +42,27 @@ class File:
 
 @dataclass(frozen=True)
 class Outline:
-    """All files of the target. ``index`` are the name and the bytes of one, where there is one."""
+    """All files of the target.
+
+    Attributes:
+        files: with the tensors.
+        index: the name and the bytes of one, where there is one.
+        params: what params.json says, where the files become those that Meta's code loads.
+    """
 
     files: tuple[File, ...]
     index: tuple[str, bytes] | None
+    params: Mapping[str, Any] | None = None
 
     @property
     def size(self) -> int:
         """In bytes."""
         return sum(file.size for file in self.files) + len(self.index[1] if self.index else b"")
+
+    @property
+    def room(self) -> int:
+        """The bytes that it takes on the way: Meta's file is written beside the others."""
+        return self.size if self.params is None else 2 * self.size
 
 
 def outline(source: Source, steps: Iterable[Step], metadata: Mapping[str, str]) -> Outline:

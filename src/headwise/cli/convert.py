@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -37,6 +37,14 @@ Root = Annotated[
         show_default="that of the source",
     ),
 ]
+As = Annotated[
+    Literal["safetensors", "meta"],
+    typer.Option(
+        "--as",
+        help="The files to write: safetensors, or consolidated.00.pth and params.json, as Meta's "
+        "code loads them.",
+    ),
+]
 Accept = Annotated[
     list[str] | None,
     typer.Option(
@@ -63,6 +71,7 @@ def convert(
     rotary_width: RotaryWidth = None,
     root: Root = None,
     accept: Accept = None,
+    as_: As = "safetensors",
 ) -> None:
     """Store the weights of a model in another layout, without loss.
 
@@ -70,7 +79,8 @@ def convert(
     A run that was interrupted goes on where it was when it is asked for again.
     """
     given = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    _convert(source, target, (from_, to), given, root=root, accept=tuple(accept or ()))
+    options = {"root": root, "accept": tuple(accept or ()), "files": as_}
+    _convert(source, target, (from_, to), given, options)
 
 
 def _convert(
@@ -78,9 +88,7 @@ def _convert(
     target: Path,
     named: tuple[str | None, str],
     given: Counts,
-    *,
-    root: str | None,
-    accept: tuple[str, ...],
+    options: dict[str, Any],
 ) -> None:
     from headwise.cli.progress import on_a_bar
 
@@ -109,10 +117,8 @@ def _convert(
                 target,
                 stored,
                 wanted,
-                accept=accept,
-                root=root,
                 progress=progress,
-                **found.known,
+                **{**options, **found.known},
             )
     except KeyboardInterrupt:
         begun = f"{folder_of(target)} holds what is done; asked again, it goes on from there."
