@@ -17,8 +17,11 @@ from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.cli.convert import convert
 from headwise.cli.output import USAGE
 from headwise.errors import CheckpointError, OptionError
+from headwise.layouts.registry import layout
 from tests.checkpoints import llamas
 from tests.cli.alone import Alone
+from tests.diagnosis.test_detect import file_of
+from tests.layouts.examples import known_of
 
 CONVERT = Alone(convert)
 invoke, run, refused = CONVERT.invoke, CONVERT.run, CONVERT.refused
@@ -49,7 +52,7 @@ def test_counts_and_layouts_that_are_given(folder: Path, tmp_path: Path) -> None
     counts = ("--heads", 6, "--kv-heads", 2)
     out, _ = run(tmp_path / "b", tmp_path / "c", "--from", "llama-meta", "--to", "llama", *counts)
     assert "Not copied" not in out
-    assert "Read with heads 6, kv_heads 2 (given)." in out.splitlines()
+    assert "Read with heads 6, kv_heads 2 (given), head_dim 10 (metadata)." in out.splitlines()
     llamas.assert_same(llamas.read(tmp_path / "c"), llamas.weights())
 
 
@@ -214,3 +217,51 @@ def test_the_command_ends_in_three_lines_and_status_2(tmp_path: Path) -> None:
     lines = done.stderr.strip().splitlines()
     assert lines[0] == f"headwise: {tmp_path}, which holds no weights: nothing"
     assert [line.split()[0] for line in lines[1:]] == ["needed:", "do:"]
+
+
+def chained(place: Path, *names: str) -> Path:
+    """The last of files that were converted one from the other, by the command alone."""
+    for number, name in enumerate(names):
+        target = place.with_name(f"{number}.safetensors")
+        run(place, target, "--to", name)
+        place = target
+    return place
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    {
+        "llama": ("llama-meta", "vllm", "headwise"),
+        "gpt2": ("nanogpt", "headwise", "annotated"),
+        "torch-packed": ("headwise", "gpt2", "per-head"),
+    }.items(),
+)
+def test_only_the_first_layout_and_counts_are_given(
+    first: str, others: tuple[str, ...], tmp_path: Path
+) -> None:
+    state, _ = file_of(layout(first), layers=1)
+    # One layer, by its names within itself; and nothing that one of the others has no place for.
+    state = {n.partition("attn.")[2]: x for n, x in state.items() if "bias_" not in n}
+    if first == "llama":
+        state = {n: x for n, x in state.items() if not n.endswith("bias")}
+    save_file(state, tmp_path / "a.safetensors")
+    counts = known_of(layout(first))
+    options = ("--from", first, "--heads", counts["heads"], "--kv-heads", counts["kv_heads"])
+    begun = tmp_path / "begun.safetensors"
+    run(tmp_path / "a.safetensors", begun, "--to", others[0], *options)
+    last = chained(begun, *others[1:], first)
+    llamas.assert_same(llamas.read(last), state)
+
+
+def test_options_that_contradict_the_metadata(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "b", "--to", "llama-meta")
+    out, err = run(tmp_path / "b", tmp_path / "c", "--to", "llama")
+    assert "Read with heads 6, kv_heads 2, head_dim 10 (metadata)." in out.splitlines()
+    assert f"{tmp_path / 'b'}: llama-meta -> llama" in err
+    llamas.assert_same(llamas.read(tmp_path / "c"), llamas.weights())
+    error = refused(tmp_path / "b", tmp_path / "d", "--to", "llama", "--heads", 3)
+    place = tmp_path / "b" / "model-00001-of-00003.safetensors"
+    assert error.saw == f"heads 3, where the metadata of {place} says 6"
+    assert error.do.startswith("leave out --heads")
+    error = refused(tmp_path / "c", tmp_path / "d", "--from", "cohere", "--to", "llama-meta")
+    assert error.saw == f"--from cohere, where in {tmp_path / 'c'} the metadata says llama"

@@ -33,9 +33,9 @@ def stored(of: Layout, canonical: list[State]) -> State:
 SLOTS = ("stage", "block", "half")
 
 
-def file_of(of: Layout) -> tuple[State, list[State]]:
+def file_of(of: Layout, layers: int = LAYERS) -> tuple[State, list[State]]:
     is_numbered = "{" in next(iter(of.where.values()), "{layer}")
-    canonical = [example(of, seed=seed) for seed in range(LAYERS if is_numbered else 1)]
+    canonical = [example(of, seed=seed) for seed in range(layers if is_numbered else 1)]
     return stored(of, canonical), canonical
 
 
@@ -70,7 +70,7 @@ def test_a_reference_leaves_what_reads_the_same(name: str) -> None:
         reference = stored(layout("headwise"), canonical)
     except HeadwiseError:
         pytest.skip("holds what headwise.Attention has no parameter for")
-    other = detect(reference, said="headwise", **known)
+    other = detect(reference, described="headwise", **known)
     decided = by_values(found, file, other, reference)
     assert any(name in group for group in names_of(decided))
     for group in decided.candidates:
@@ -97,7 +97,7 @@ def test_a_reference_of_other_weights_refutes_everything() -> None:
     file, _ = file_of(of)
     other = stored(layout("headwise"), [example(of, seed=9) for _ in range(LAYERS)])
     found = detect(file, **known_of(of))
-    decided = by_values(found, file, detect(other, said="headwise", heads=12), other)
+    decided = by_values(found, file, detect(other, described="headwise", heads=12), other)
     assert decided.layout is None
     assert not decided.candidates
     assert "differs from the reference in queries of all 12 heads" in decided.refuted["gpt2"]
@@ -107,9 +107,9 @@ def test_the_config_decides_among_those_that_fit() -> None:
     file, _ = file_of(layout("cohere"))
     known = known_of(layout("cohere"))
     assert len(detect(file, **known).candidates) > 1
-    found = detect(file, said="cohere", **known)
+    found = detect(file, described="cohere", **known)
     assert found.require().name == "cohere"
-    assert found.refuted["llama"] == "the config says cohere"
+    assert found.refuted["llama"] == "the metadata says cohere"
 
 
 def test_a_model_that_the_catalogue_does_not_know_is_not_decided_by_its_names() -> None:
@@ -149,7 +149,7 @@ def test_a_config_of_another_known_model_is_a_contradiction() -> None:
         found.require()
     # Values decide all the same, and the contradiction is still said.
     other = stored(layout("headwise"), canonical)
-    reference = detect(other, said="headwise", **known)
+    reference = detect(other, described="headwise", **known)
     decided = by_values(found, file, reference, other)
     assert any("bert" in group for group in names_of(decided))
     assert decided.contradiction == found.contradiction
@@ -169,15 +169,17 @@ def test_a_contradiction_is_not_decided_where_one_layout_alone_fits() -> None:
 def test_an_answer_says_what_was_compared() -> None:
     file, canonical = file_of(layout("phi3"))
     known = known_of(layout("phi3"))
-    names_alone = detect(file, said="phi3", **known)
+    names_alone = detect(file, described="phi3", **known)
     assert names_alone.layout is not None
-    assert names_alone.compared == ("names", "shapes")
-    assert "Only names and shapes were compared, values were not checked" in str(names_alone)
+    assert names_alone.compared == ("names", "shapes", "metadata")
+    assert "Only names, shapes and metadata were compared, values were not checked" in str(
+        names_alone
+    )
     with_config = detect(file, config={"model_type": "phi3"}, **known)
     assert "Only names, shapes and config were compared, values were not" in str(with_config)
     other = stored(layout("headwise"), canonical)
-    decided = by_values(names_alone, file, detect(other, said="headwise", **known), other)
-    assert decided.compared == ("names", "shapes", "values")
+    decided = by_values(names_alone, file, detect(other, described="headwise", **known), other)
+    assert decided.compared == ("names", "shapes", "metadata", "values")
     assert "were not checked" not in str(decided)
 
 
@@ -204,7 +206,7 @@ def test_of_layouts_of_one_map_the_one_that_knows_the_names_around_comes_first()
 def test_a_config_that_does_not_fit_decides_nothing() -> None:
     file, _ = file_of(layout("cohere"))
     known = known_of(layout("cohere"))
-    assert names_of(detect(file, said="gpt2", **known)) == names_of(detect(file, **known))
+    assert names_of(detect(file, described="gpt2", **known)) == names_of(detect(file, **known))
 
 
 def test_several_are_refused_with_their_names() -> None:
@@ -230,7 +232,7 @@ def test_a_reference_with_another_last_head_refutes() -> None:
     canonical[-1]["wv"][-1] += 1
     other = stored(layout("headwise"), canonical)
     found = detect(file, **known_of(of))
-    decided = by_values(found, file, detect(other, said="headwise", heads=12), other)
+    decided = by_values(found, file, detect(other, described="headwise", heads=12), other)
     assert not decided.candidates
     assert decided.refuted["gpt2"] == (
         "`h.1.attn.` differs from the reference in values of kv head 11; before it, 1 of 2 modules "
@@ -244,7 +246,7 @@ def test_the_share_that_turns_is_found_by_values() -> None:
     plain = [{n: x for n, x in one.items() if not n.startswith("b")} for one in canonical]
     other = stored(layout("llama"), plain)
     found = detect(file, heads=12)
-    decided = by_values(found, file, detect(other, said="llama", heads=12, kv_heads=12), other)
+    decided = by_values(found, file, detect(other, described="llama", heads=12, kv_heads=12), other)
     assert candidate("gptj", decided).fits[0]["rotary_width"] == ROTARY_WIDTH
 
 
@@ -256,7 +258,7 @@ def test_values_decide_where_nobody_said_how_many_heads(name: str, kv_heads: int
     other = stored(layout("headwise"), canonical)
     found = detect(file)
     assert len(candidate(name, found).fits) > 1
-    reference = detect(other, said="headwise", heads=12, kv_heads=kv_heads)
+    reference = detect(other, described="headwise", heads=12, kv_heads=kv_heads)
     decided = by_values(found, file, reference, other)
     assert [heads_of(fit) for fit in candidate(name, decided).fits] == [(12, kv_heads)]
 
@@ -288,7 +290,7 @@ def test_every_layer_has_to_be_whole(layer: int, other: torch.Tensor | None, sai
     name = LAST.replace("1", str(layer))
     del file[name]
     file |= {} if other is None else {name: other}
-    found = detect(file, said="llama", heads=12, kv_heads=3)
+    found = detect(file, described="llama", heads=12, kv_heads=3)
     assert found.layout is None
     assert not found.candidates
     assert "llama" in {one.layout.name for one in found.damaged[0]}

@@ -39,6 +39,8 @@ _MOST = 2**20  # heads or channels: every number that divides the heads may be t
 
 _ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # and not where all is seen
 
+_WINDOWS_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2")
+
 # model_type -> the layout of its files, where names and shapes leave several.
 _LAYOUTS = {
     kind: layout
@@ -311,6 +313,32 @@ def turns(config: Config, layer: int) -> bool | None:
     if (kind := fields.text("position_embedding_type")) in ("absolute", "rotary"):
         return bool(kind == "rotary")
     return True if any(fields.get(name) for name in _ROTATIONS) else None
+
+
+def window_of(config: Config, layer: int) -> int | None:
+    """Return how many keys a query of a layer sees, its own included; None for all of them.
+
+    Raises:
+        OptionError: the config has a window, and does not say which layers have it.
+    """
+    fields = text_of(config)
+    size = fields.count("sliding_window") or fields.count("window_size")
+    size = size or fields.count("local_attention")
+    if size is None or not fields.flag("use_sliding_window", default=True):
+        return None
+    kinds = fields.items_of("layer_types") or fields.items_of("attention_layers")
+    if layer < len(kinds) and kinds[layer] in ("full_attention", "global"):
+        return None
+    if "local_attention" not in fields:  # of which half is on each side
+        if layer < len(kinds) and kinds[layer] in ("sliding_attention", "local"):
+            return size
+        if not kinds and fields.text("model_type") in _WINDOWS_EVERYWHERE:
+            return size
+    raise OptionError(
+        saw=f"a window of {size} keys in {fields.place}, and none for layer {layer} by itself",
+        needed="layer_types in the config, or the window of this layer",
+        do="give window=(left, right) for this layer, or window=None if it sees all keys",
+    )
 
 
 def _listed(fields: ConfigFields, name: str, layer: int) -> Any:

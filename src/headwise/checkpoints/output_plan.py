@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,22 +42,37 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """All files of the target. ``index`` are the name and the bytes of one, where there is one."""
+    """All files of the target.
+
+    Attributes:
+        files: with the tensors.
+        index: the name and the bytes of one, where there is one.
+        params: what params.json says, where the files become those that Meta's code loads.
+    """
 
     files: tuple[OutputFile, ...]
     index: tuple[str, bytes] | None
+    params: Mapping[str, Any] | None = None
 
     @property
     def size(self) -> int:
         """In bytes."""
         return sum(file.size for file in self.files) + len(self.index[1] if self.index else b"")
 
+    @property
+    def room(self) -> int:
+        """The bytes that it takes on the way: Meta's file is written beside the others."""
+        return self.size if self.params is None else 2 * self.size
 
-def outline(source: CheckpointSource, steps: Iterable[ConversionStep]) -> OutputPlan:
+
+def outline(
+    source: CheckpointSource, steps: Iterable[ConversionStep], metadata: Mapping[str, str]
+) -> OutputPlan:
     """The files of the source once more, with the tensors that the steps make.
 
     A tensor goes into the file of the first that it is made of, and stands there in its order,
-    the widest numbers first, so that each stands at a multiple of its width.
+    the widest numbers first, so that each stands at a multiple of its width. Every file carries
+    ``metadata`` beside that of its source.
 
     Raises:
         CheckpointError: two files of the source would become one.
@@ -74,7 +90,7 @@ def outline(source: CheckpointSource, steps: Iterable[ConversionStep]) -> Output
     for shard in source.shards:
         if shard.path in made:
             tensors = {name: (shape, dtype) for *_, name, shape, dtype in sorted(made[shard.path])}
-            head = encode(tensors, {"format": "pt", **shard.metadata})
+            head = encode(tensors, {"format": "pt", **shard.metadata, **metadata})
             files.append(OutputFile(_name(shard.path), *head))
     if len({file.name for file in files}) < len(files):
         raise CheckpointError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -114,12 +114,21 @@ def _are_counts(found: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TensorFile:
-    """A file of tensors: what its head says, and the tensors on demand."""
+    """A file of tensors: what its head says, and the tensors on demand.
+
+    Attributes:
+        path: of the file.
+        headers: name -> shape, dtype and place.
+        metadata: texts by their names.
+        tensor: name -> tensor.
+        model_args: the arguments of the model, where a file of nanoGPT holds them.
+    """
 
     path: Path
     headers: dict[str, StoredTensor]
     metadata: dict[str, str]
     tensor: Callable[[str], Tensor]
+    model_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read(path: Path) -> TensorFile:

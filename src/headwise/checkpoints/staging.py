@@ -51,7 +51,7 @@ class StagingDir:
         self._has_name = False
         earlier = self._made.iterdir() if self._made.is_dir() else ()
         taken = sum(file.stat().st_blocks * 512 for file in earlier)  # by an earlier run
-        require_room(target.parent, outline.size - taken)
+        require_room(target.parent, outline.room - taken)
         self._new = [self.path, *(above for above in target.parents if not above.exists())]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -59,6 +59,11 @@ class StagingDir:
         except OSError:
             self._remove_folders()
             raise
+
+    @property
+    def made(self) -> Path:
+        """The folder in which the files of the target grow."""
+        return self._made
 
     def begin(self, identity: str) -> None:
         """Make the files, or open those of an earlier run of the same work.

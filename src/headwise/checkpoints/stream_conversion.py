@@ -7,15 +7,24 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from headwise.checkpoints.description import (
+    KEY,
+    Description,
+    as_described,
+    config_of,
+    describe,
+    description_of,
+)
+from headwise.checkpoints.meta_files import params_of, write_meta
 from headwise.checkpoints.output_plan import OutputPlan, bytes_of, copy, outline, write_all
 from headwise.checkpoints.source import SAFETENSORS, CheckpointSource
 from headwise.checkpoints.staging import StagingDir, require_free
-from headwise.errors import CheckpointError
+from headwise.errors import CheckpointError, OptionError
 from headwise.layouts import convert
 from headwise.layouts.conversion_plan import conflicts_of, plan
 from headwise.layouts.conversion_steps import ConversionStep
@@ -24,6 +33,7 @@ from headwise.layouts.module_names import NameForm, modules_of, outside
 from headwise.layouts.registry import layout
 from headwise.support.progress import Progress, no_progress
 
+Files = Literal["safetensors", "meta"]
 EVERY = 256 * 2**20  # bytes after which what is written is put through to the disk
 
 
@@ -62,51 +72,77 @@ def convert_checkpoint(
     *,
     accept: Iterable[str] = (),
     root: str | None = None,
+    files: Files = "safetensors",
     progress: Progress = no_progress,
     **known: int,
 ) -> ConversionReport:
-    """Write a checkpoint in another layout, as safetensors, in as many files as the source.
+    """Write a checkpoint in another layout, as safetensors in as many files as the source.
 
     Whatever is rewritten is moved back and compared byte for byte. The target appears under its
-    name when it is whole. A run that was killed goes on where it was when it is started again, and
-    ends in the same bytes. One that fails leaves nothing.
+    name when it is whole, and states what it is: see `headwise.checkpoints.description`. A run that
+    was killed is continued when it is started again; one that fails leaves nothing.
 
     Args:
         source: see `headwise.checkpoints.source.open_source`.
-        target: a name that is free: of a folder if the source is one, else of a file. Folders above
-            it that are missing are made.
+        target: a name that is free: of a folder if the source is one or Meta's, else of a file.
         source_layout: the layout of the source, or its name.
         target_layout: the wanted one.
         accept: of what makes another function, what may differ: names of `Function`.
         root: what stands before all names of the target; that of the source if None.
+        files: "safetensors", or "meta": a folder with what Meta's code loads.
         progress: told a file, and how many bytes of how many are done.
         known: heads, kv_heads, rotary_width, and what else no shape tells.
 
     Raises:
         CheckpointError: the target is there already or cannot be written, or the source changes.
         RoundTripError: a tensor does not lead back to the same bytes.
-        HeadwiseError: see `headwise.layouts.conversion_plan.plan`.
+        HeadwiseError: see `layouts.conversion_plan.plan`, and `params_of` for Meta's files.
     """
-    target, accept = _place(source, target), tuple(accept)
-    stored, wanted = layout(source_layout), layout(target_layout)
+    target, accept = _place(source, target, files), tuple(accept)
+    description = description_of(source)
+    stored, wanted = as_described(source_layout, description), layout(target_layout)
     steps = plan(source.headers, stored, wanted, accept=accept, form=NameForm(root=root), **known)
-    made = outline(source, steps)
-    asked = (metadata.version("headwise"), stored, wanted, accept, root, sorted(known.items()))
-    found = _written(source, target, steps, made, _identity(source, made, asked), progress)
-    beside = sorted(source.folder.iterdir()) if source.is_folder else []
+    about = describe(source.headers, stored, wanted, known, config_of(source, description))
+    made = _outline(source, steps, about, files)
+    work = (stored, wanted, accept, root, files, sorted(known.items()))
+    found = _written(source, target, steps, made, _identity(source, made, work), progress)
     return ConversionReport(
         target=target,
-        rewritten=sum(len(step.outputs) for step in steps if not step.is_copy),
-        nbytes=made.size,
         found=found,
-        **_names(source, made, wanted),
+        **_tensors(source, steps, made, wanted),
+        **_files(source, target),
         accepted=conflicts_of(source.headers, stored, wanted, known),
-        left=tuple(x.name for x in beside if x.is_file() and x not in source.states),
     )
 
 
-def _names(source: CheckpointSource, made: OutputPlan, wanted: Layout) -> dict[str, Any]:
-    """What `ConversionReport` says of the names of the target."""
+def _outline(
+    source: CheckpointSource, steps: Sequence[ConversionStep], about: Description, files: str
+) -> OutputPlan:
+    if files not in get_args(Files):
+        raise OptionError(
+            saw=f"files={files!r:.60}",
+            needed=" or ".join(map(repr, get_args(Files))),
+            do='leave it out, or give files="meta" for what Meta\'s code loads',
+        )
+    made = outline(source, steps, {KEY: about.encode()})
+    if files == "safetensors":
+        return made
+    shapes = {name: shape for step in steps for name, shape in step.outputs.items()}
+    return replace(made, index=None, params=params_of(about, shapes))
+
+
+def _files(source: CheckpointSource, target: Path) -> dict[str, Any]:
+    """What `ConversionReport` says of files."""
+    made = target.iterdir() if target.is_dir() else [target]
+    beside = sorted(source.folder.iterdir()) if source.is_folder else []
+    left = (file.name for file in beside if file.is_file() and file not in source.states)
+    return {"nbytes": sum(file.stat().st_size for file in made), "left": tuple(left)}
+
+
+def _tensors(
+    source: CheckpointSource, steps: Iterable[ConversionStep], made: OutputPlan, wanted: Layout
+) -> dict[str, Any]:
+    """What `ConversionReport` says of the tensors of the target, and of their names."""
     names = [name for file in made.files for name in file.places]
     modules = modules_of(wanted, names)
     own = {name for module in modules for name in module.tensors}
@@ -115,6 +151,7 @@ def _names(source: CheckpointSource, made: OutputPlan, wanted: Layout) -> dict[s
     named = {module.place.root for module in modules if module.place.role and module.place.root}
     return {
         "tensors": len(names),
+        "rewritten": sum(len(step.outputs) for step in steps if not step.is_copy),
         "roots": tuple(sorted(named)),
         "kept": tuple(name for name in kept if outside(wanted, name, roots) is None),
     }
@@ -137,7 +174,9 @@ def _written(
             working.begin(identity)
             ConversionStream(source, made, working).run(steps, progress)
             source.require_unchanged()
-            working.finish(is_folder=source.is_folder)
+            if made.params is not None:
+                write_meta(working.made, [file.name for file in made.files], made.params)
+            working.finish(is_folder=source.is_folder or made.params is not None)
         return working.found
     except OSError as error:
         where = error.filename or target.parent
@@ -148,13 +187,13 @@ def _written(
         ) from error
 
 
-def _place(source: CheckpointSource, target: Path) -> Path:
+def _place(source: CheckpointSource, target: Path, files: str) -> Path:
     """Where the target goes, by a path without links and ``..``: a folder on it is made or used."""
-    target = target.absolute()
+    target, is_folder = target.absolute(), source.is_folder or files == "meta"
     if target.name == "..":
         raise CheckpointError(
             saw=f"the target {target}, which ends in no name",
-            needed="the name of a folder" if source.is_folder else "the name of a file",
+            needed="the name of a folder" if is_folder else "the name of a file",
             do="write its name at the end",
         )
     target = Path(os.path.realpath(target.parent)) / target.name
@@ -165,21 +204,22 @@ def _place(source: CheckpointSource, target: Path) -> Path:
             needed="a target outside: the source is not touched",
             do="name a folder beside it",
         )
-    if source.is_folder == (target.suffix == SAFETENSORS):
-        what = "a folder" if source.is_folder else f"a file, so one that ends in {SAFETENSORS}"
-        name = target.stem if source.is_folder else target.name + SAFETENSORS
+    if is_folder == (target.suffix == SAFETENSORS):
+        what = "a folder" if is_folder else f"a file, so one that ends in {SAFETENSORS}"
+        whose = "the source is one" if is_folder == source.is_folder else "Meta's files need one"
+        name = target.stem if is_folder else target.name + SAFETENSORS
         raise CheckpointError(
             saw=f"the target {target.name}",
-            needed=f"the name of {what}, as the source is one",
+            needed=f"the name of {what}, as {whose}",
             do=str(target.with_name(name)),
         )
     return target
 
 
-def _identity(source: CheckpointSource, made: OutputPlan, asked: object) -> str:
+def _identity(source: CheckpointSource, made: OutputPlan, work: object) -> str:
     """What makes two runs the same work."""
     found = hashlib.sha256(source.digest().encode("ascii"))
-    found.update(repr(asked).encode("utf-8", "surrogateescape"))
+    found.update(repr((metadata.version("headwise"), work)).encode("utf-8", "surrogateescape"))
     for file in made.files:
         found.update(repr((file.name, file.head)).encode("utf-8", "surrogateescape"))
     return found.hexdigest()

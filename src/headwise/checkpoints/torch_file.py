@@ -30,6 +30,7 @@ _BROKEN = (
     ValueError,
 )
 
+COMPILED = "_orig_mod."
 # torch's words for a pickle that calls something, by its name, and for a file that is a program.
 _CALLS = ("GLOBAL", "INST", "STACK_GLOBAL")  # torch's reader knows the first alone
 _CODE = re.compile(r"\bGLOBAL ([\w.]+)|unrecognized function|create new object|TorchScript")
@@ -45,7 +46,7 @@ def read(path: Path) -> TensorFile:
         CheckpointError: it is damaged, needs code to be executed, or holds more than tensors.
         OSError: it cannot be opened.
     """
-    found = _loaded(path)
+    found, model_args = _state_of(_loaded(path))
     if not isinstance(found, Mapping) or not found:
         raise _no_state(path, f"a {type(found).__name__}")
     for name, value in found.items():
@@ -55,7 +56,22 @@ def read(path: Path) -> TensorFile:
             part = name if isinstance(value, Mapping) and isinstance(name, str) else None
             raise _no_state(path, f"{name!r}, a {_kind(value)}", part=part)
     headers = {name: StoredTensor(tuple(x.shape), x.dtype, path) for name, x in found.items()}
-    return TensorFile(path, headers, {}, lambda n: found[n].detach().resolve_conj().resolve_neg())
+    return TensorFile(
+        path, headers, {}, lambda n: found[n].detach().resolve_conj().resolve_neg(), model_args
+    )
+
+
+def _state_of(found: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The tensors and the model_args of what nanoGPT saves; all of another file, and nothing.
+
+    A model that torch.compile made has its prefix before every name.
+    """
+    if not isinstance(found, Mapping):
+        return found, {}
+    state, model_args = found.get("model"), found.get("model_args")
+    if not isinstance(state, Mapping) or not isinstance(model_args, Mapping):
+        return found, {}
+    return {str(name).removeprefix(COMPILED): x for name, x in state.items()}, model_args
 
 
 def unread(path: Path, words: str) -> CheckpointError:

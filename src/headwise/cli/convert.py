@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headwise.checkpoints.stream_conversion import ConversionReport
+    from headwise.diagnosis.detect import GivenWeights
 
 SHOWN = 4  # names that were kept
 From = Annotated[
@@ -34,6 +35,14 @@ Root = Annotated[
     typer.Option(
         help="What stands before all names that are written, as 'model.'.",
         show_default="that of the source",
+    ),
+]
+As = Annotated[
+    Literal["safetensors", "meta"],
+    typer.Option(
+        "--as",
+        help="The files to write: safetensors, or consolidated.00.pth and params.json, as Meta's "
+        "code loads them.",
     ),
 ]
 Accept = Annotated[
@@ -62,6 +71,7 @@ def convert(
     rotary_width: RotaryWidth = None,
     root: Root = None,
     accept: Accept = None,
+    as_: As = "safetensors",
 ) -> None:
     """Store the weights of a model in another layout, without loss.
 
@@ -69,7 +79,8 @@ def convert(
     A run that was interrupted goes on where it was when it is asked for again.
     """
     given = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    _convert(source, target, (from_, to), given, root=root, accept=tuple(accept or ()))
+    options = {"root": root, "accept": tuple(accept or ()), "files": as_}
+    _convert(source, target, (from_, to), given, options)
 
 
 def _convert(
@@ -77,9 +88,7 @@ def _convert(
     target: Path,
     named: tuple[str | None, str],
     given: Counts,
-    *,
-    root: str | None,
-    accept: tuple[str, ...],
+    options: dict[str, Any],
 ) -> None:
     from headwise.cli.progress_bar import on_a_bar
 
@@ -108,17 +117,15 @@ def _convert(
                 target,
                 stored,
                 wanted,
-                accept=accept,
-                root=root,
                 progress=progress,
-                **found.known,
+                **{**options, **found.known},
             )
     except KeyboardInterrupt:
         begun = f"{folder_of(target)} holds what is done; asked again, it goes on from there."
         console.print(begun, markup=False)
         raise
     took = f"{time.perf_counter() - start:.1f} s, {human_bytes(done.nbytes)}. The weights:"
-    lines = _lines(done, found.known, given, (stored.name, wanted.name))
+    lines = _lines(done, found, given, (stored.name, wanted.name))
     for line in filter(None, [*lines, made_folder, took, str(done.target)]):
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
 
@@ -152,7 +159,7 @@ def _bytes_on_a_bar(console: Console) -> Iterator[Callable[[str, int, int], None
 
 
 def _lines(
-    done: ConversionReport, known: Counts, given: Counts, names: tuple[str, str]
+    done: ConversionReport, read: GivenWeights, given: Counts, names: tuple[str, str]
 ) -> Iterator[str]:
     """The answer, for layouts of these names."""
     if done.found == "its beginning":
@@ -172,12 +179,8 @@ def _lines(
             f"Names that were kept, since {names[1]} has no others ({len(done.kept)}): "
             f"{', '.join(kinds[:SHOWN])}{more}"
         )
-    by: dict[str, list[str]] = {"config.json": [], "given": []}
-    for name, count in known.items():
-        by["config.json" if given.get(name) is None else "given"].append(f"{name} {count}")
-    if known:
-        said = (f"{', '.join(counts)} ({who})" for who, counts in by.items() if counts)
-        yield f"Read with {', '.join(said)}."
+    if read.known:
+        yield f"Read with {', '.join(_counts(read, given))}."
     for name, (mine, theirs) in done.accepted.items():
         yield f"Accepted: {name}, {mine} in {names[0]}, {theirs} in {names[1]}."
     if done.left:
@@ -187,3 +190,14 @@ def _lines(
             f"since they go with {names[0]}" if names[0] != names[1] else "though they fit as well"
         )
         yield f"Not copied, {fit}: {shown}{more}."
+
+
+def _counts(read: GivenWeights, given: Counts) -> Iterator[str]:
+    """The counts by where they were read, such as "heads 6, kv_heads 2 (config.json)"."""
+    described = () if read.description is None else read.description.counts
+    origins: dict[str, list[str]] = {}
+    for name, count in read.known.items():
+        file = "metadata" if name in described else "config.json"
+        origin = file if given.get(name) is None else "given"
+        origins.setdefault(origin, []).append(f"{name} {count}")
+    return (f"{', '.join(counts)} ({origin})" for origin, counts in origins.items())

@@ -72,14 +72,17 @@ _Looked = tuple[NamedModule, tuple[Sizes, ...]]  # no sizes where it is not whol
 
 
 def candidates(
-    headers: Mapping[str, TensorHeader], known: Mapping[str, int]
+    headers: Mapping[str, TensorHeader], known: Mapping[str, int], described: Layout | None = None
 ) -> list[CandidateLayout]:
     """The layouts that the names and shapes of all modules allow.
+
+    ``described`` stands in the place of the layout of its name: its function may be another.
 
     Where there are none, those in which some modules are whole; of them, those with the fewest
     faults.
     """
-    found = [one for layout in layouts().values() if (one := _candidate(layout, headers, known))]
+    tried = layouts() | ({} if described is None else {described.name: described})
+    found = [one for layout in tried.values() if (one := _candidate(layout, headers, known))]
     fewest = min((len(one.faults) for one in found), default=0)
     return sorted((one for one in found if len(one.faults) == fewest), key=lambda one: -one.around)
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.config_check import in_layer, options_of
+from headwise.checkpoints.attention import attention_of
+from headwise.checkpoints.config_check import in_layer
 from headwise.diagnosis.diagnosis_result import OutputComparison, TensorComparison, TensorEvidence
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layers.native.attention import Attention
-from headwise.layouts.canonical import BIASES, State
+from headwise.layouts.canonical import BIASES
 from headwise.layouts.conversion_plan import conflicts_of, plan, renamed
 from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.equality import differing, differing_part, same_bytes
@@ -55,34 +56,12 @@ def outputs_of_both(
 def _layers(
     state: Mapping[str, Tensor], layout: Layout, config: Mapping[str, Any], known: Mapping[str, int]
 ) -> Iterator[tuple[str, Attention]]:
-    tables: State = {}
-    for module in modules_of(layout, state):
-        stored = {local: state[name].double() for name, local in module.tensors.items()}
+    modules = modules_of(layout, state)
+    for module in modules:
         described = in_layer(layout, config, module.layer)
-        if described.function.score_bias == "t5":
-            described = _with_distances(described, module.place.role, stored, tables)
-        options = options_of(config, described.function, layer=module.layer)
-        rotary = options.get("rotary")
-        if rotary is not None and described.function.rotary == "interleaved":
-            options["rotary"] = replace(rotary, pairing="interleaved")
-        layer = Attention.from_layout(
-            stored,
-            layout=described,
-            num_heads=known["heads"],
-            num_kv_heads=known.get("kv_heads"),
-            **options,
-        )
+        sizes, dtype = dict(known), torch.float64
+        layer = attention_of(module, modules, state, described, config, sizes, dtype=dtype)
         yield module.prefix, layer.eval()
-
-
-def _with_distances(layout: Layout, role: str, stored: State, tables: State) -> Layout:
-    """T5 has the table in the first layer of each side, for all of it; cross attention has none."""
-    local = next(n for n, pattern in layout.patterns.items() if pattern.tensors == ("distances",))
-    table = stored.get(local, tables.get(role))
-    if table is None:
-        return replace(layout, function=replace(layout.function, score_bias="none"))
-    stored[local] = tables[role] = table
-    return layout
 
 
 @torch.no_grad()

@@ -13,8 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.checkpoints.config import Config, ConfigFields, known_counts, read_config
-from headwise.checkpoints.source import CheckpointSource, open_source
+from headwise.checkpoints.config import Config, ConfigFields, known_counts
+from headwise.checkpoints.description import (
+    COUNTS,
+    Description,
+    as_described,
+    open_checkpoint,
+)
+from headwise.checkpoints.source import CheckpointSource
 from headwise.diagnosis.candidate_layouts import CandidateLayout, heads_of
 from headwise.diagnosis.detection_result import Detection, decided
 from headwise.diagnosis.detection_result import detect as by_names
@@ -24,10 +30,8 @@ from headwise.layouts.canonical import State
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.equality import differing, differing_part
 from headwise.layouts.layout import Layout
-from headwise.layouts.registry import layout
 from headwise.support.integers import as_count
 
-COUNTS = ("heads", "kv_heads", "head_dim", "rotary_width")
 Given = str | Path | Mapping[str, Tensor]
 Counts = Mapping[str, int | None]
 
@@ -41,12 +45,14 @@ class GivenWeights:
         tensors: of a file, mapped: read when it is asked for.
         config: as in config.json; empty where there is none.
         known: heads, kv_heads and so on.
+        description: what the files state of themselves; None where they state nothing.
     """
 
     title: str
     tensors: Mapping[str, Tensor]
     config: dict[str, Any]
     known: dict[str, int]
+    description: Description | None = None
 
     @property
     def headers(self) -> Mapping[str, TensorHeader]:
@@ -55,7 +61,9 @@ class GivenWeights:
 
     def detection(self, **also: int) -> Detection:
         """The layouts that the weights may be in; ``also`` is known of them, too."""
-        return by_names(self.headers, said=None, config=self.config, **{**also, **self.known})
+        described = None if self.description is None else self.description.layout
+        known = {**also, **self.known}
+        return by_names(self.headers, described=described, config=self.config, **known)
 
     def require_fit(self, found: Detection, **also: int) -> None:
         """Refuse counts with which no layout fits, where layouts do without them.
@@ -82,7 +90,7 @@ class GivenWeights:
         Raises:
             OptionError: there is none, or the config says another one, which fits the tensors.
         """
-        found = layout(name)
+        found = as_described(name, self.description)
         if (why := self.detection().refuted.get(found.name)) is not None:
             place = (
                 self.tensors.folder if isinstance(self.tensors, CheckpointSource) else self.title
@@ -90,7 +98,7 @@ class GivenWeights:
             raise OptionError(
                 saw=f"{{{parameter}}} {found.name}, where in {place} {why}",
                 needed="one layout: read as another one, rows are moved to wrong places",
-                do=f"leave out {{{parameter}}}, or mend the config",
+                do=f"leave out {{{parameter}}}" + (", or mend the config" if self.config else ""),
                 parameter=parameter,
             )
         return found
@@ -133,10 +141,9 @@ def weights_of(
             do="give config.to_dict()",
         )
     if isinstance(given, (str, Path)):
-        source = open_source(Path(given))
-        said = read_config(source.folder) if config is None else ConfigFields.of(config)
+        opened = open_checkpoint(Path(given), counts, config=config)
         return GivenWeights(
-            str(given), source, said, known_counts(said, counts, place=source.folder)
+            str(given), opened.source, opened.config, opened.known, opened.description
         )
     if not isinstance(given, Mapping):
         raise OptionError(

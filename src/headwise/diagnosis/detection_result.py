@@ -18,6 +18,7 @@ from headwise.errors import CheckpointError, OptionError, UndecidedError
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.layout import Layout
+from headwise.layouts.registry import layout
 
 NAMED = 3  # of the sizes that fit
 SHOWN = 8  # tensors at fault, before the rest is counted
@@ -37,7 +38,8 @@ class Detection:
             of another layout. Names and shapes decide nothing then, either.
         damaged: where there is none, the layouts in which some modules are whole and others are
             not: which tensors are at fault is in each.
-        compared: the evidence: "names", "shapes", then "config", "values" or "behaviour".
+        compared: the evidence: "names", "shapes", then "metadata", "config", "values" or
+            "behaviour".
     """
 
     candidates: tuple[tuple[CandidateLayout, ...], ...]
@@ -129,7 +131,7 @@ class Detection:
 def detect(
     headers: Mapping[str, TensorHeader],
     *,
-    said: str | None = None,
+    described: str | Layout | None = None,
     config: Config | None = None,
     **known: int,
 ) -> Detection:
@@ -137,14 +139,16 @@ def detect(
 
     Args:
         headers: name -> shape and dtype.
-        said: the layout that somebody names, or else the config; it decides among those that fit.
+        described: the layout that the files describe, or its name; it decides among those that
+            fit, and the config where it is None.
         config: of the model; a layout that it says another function than is none.
         known: heads, kv_heads and what else the config or the caller knows.
 
     Raises:
         OptionError: a rotary_width that no head can have.
     """
-    found = candidates(headers, known)
+    described = None if described is None else layout(described)
+    found = candidates(headers, known, described)
     width = known.get("rotary_width")
     head_dims = sorted({fit["head_dim"] for one in found for fit in one.fits})
     if width is not None and head_dims and (width % 2 or width > head_dims[-1]):
@@ -155,22 +159,23 @@ def detect(
             do="give {rotary_width} as the model has it, or leave it out",
             parameter="rotary_width",
         )
-    answer = _among(found, said, config or {})
+    answer = _among(found, described, config or {})
     if any(one.faults for one in found):
         return replace(answer, candidates=(), damaged=answer.candidates)
     return answer
 
 
-def _among(found: list[CandidateLayout], said: str | None, config: Config) -> Detection:
-    """The answer, once the config is heard."""
-    meant = None if said else layout_of(config)
-    said = said or meant
+def _among(found: list[CandidateLayout], described: Layout | None, config: Config) -> Detection:
+    """The answer, once the metadata of the files and the config are heard."""
+    meant = None if described else layout_of(config)
+    said, by = (described.name, "metadata") if described else (meant, "config")
     refuted = {one.layout.name: why for one in found if (why := _objection(one, found, config))}
     groups = grouped(
         ((one,) for one in found if one.layout.name not in refuted), AttentionSpec.is_same
     )
     named = [g for g in groups if any(one.layout.name == said for one in g)]
-    compared = ("names", "shapes", *(["config"] if config else []))
+    more = {"metadata": described is not None, "config": bool(config)}
+    compared = ("names", "shapes", *(name for name, is_there in more.items() if is_there))
     if not named:
         unknown = config.get("model_type") if said is None else None
         against = None
@@ -180,7 +185,7 @@ def _among(found: list[CandidateLayout], said: str | None, config: Config) -> De
             against = f"the config says model_type {kind}, whose layout is {meant}, but {why}"
         return Detection(groups, refuted, unknown, against, compared)
     refuted |= {
-        one.layout.name: f"the config says {said}" for g in groups if g not in named for one in g
+        one.layout.name: f"the {by} says {said}" for g in groups if g not in named for one in g
     }
     chosen = sorted(named[0], key=lambda one: one.layout.name != said)
     return Detection((tuple(chosen),), refuted, compared=compared)

@@ -93,6 +93,17 @@ class AttentionSpec:
             found[name] = (mine, theirs)
         return found
 
+    def moved(self, target: AttentionSpec) -> AttentionSpec:
+        """Return this function as weights have it that were moved into a layout of ``target``.
+
+        It stays what it was, whatever the layout says or leaves open, but for the pairing of the
+        rotation: rows are then in the order of the target, or half-split where it names none.
+        """
+        rotary = self.rotary
+        if rotary in (None, *PAIRINGS):
+            rotary = target.rotary if target.rotary in PAIRINGS else rotary and "half-split"
+        return replace(self, rotary=rotary, mask=target.mask, axes=target.axes)
+
     def with_rotary_width(self, sizes: Mapping[str, int]) -> AttentionSpec:
         """This function with the rotary_width in ``sizes``, where it leaves that open."""
         width, head_dim = sizes.get("rotary_width"), sizes["head_dim"]

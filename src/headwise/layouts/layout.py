@@ -323,7 +323,8 @@ class Layout:
     @property
     def required(self) -> set[str]:
         """The stored tensors that every module has."""
-        may_lack = {*OPTIONAL, *self.optional, *(NORMS if self.function.qk_norm is None else ())}
+        has_norms = self.function.qk_norm not in (None, "none")
+        may_lack = {*OPTIONAL, *self.optional, *(() if has_norms else NORMS)}
         return {
             n for n, pattern in self.patterns.items() if not may_lack.issuperset(pattern.tensors)
         }
