@@ -20,8 +20,15 @@ Each message has three lines: what was seen, what was needed, what to do.
 from __future__ import annotations
 
 import json
+import re
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+MOST_FRAMES = 6  # of a caller, in a notebook
+# Frames that a notebook leaves out: those of headwise, of torch and of IPython.
+_INNER = re.compile(rf"^{re.escape(str(Path(__file__).parent))}|[/\\](torch|IPython)[/\\]")
 
 
 class HeadwiseError(Exception):
@@ -52,6 +59,16 @@ class HeadwiseError(Exception):
             field, written = f"{{{name}}}", spell(name, values)
             saw, do = saw.replace(field, written), do.replace(field, written)
         return saw, needed, do
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython prints: the caller's last frames, and the message."""
+        frames = [
+            frame
+            for frame in traceback.extract_tb(self.__traceback__)
+            if not _INNER.search(frame.filename)
+        ]
+        lines = traceback.format_list(frames[-MOST_FRAMES:])
+        return [line.rstrip("\n") for line in [*lines, f"{type(self).__name__}: {self}"]]
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments would be lost when an error crosses a process boundary.
