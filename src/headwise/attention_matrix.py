@@ -1,7 +1,6 @@
-"""AttentionMatrix: the attention matrix as an operator that is never written down.
+"""Attention matrix as an operator: exact products and streamed reductions, never written down.
 
-It holds queries, keys and everything that shapes the scores. What anyone wants to know of the
-weights is an exact product or a streamed reduction of it. It is before dropout, always.
+It holds queries, keys and all that shapes the scores; its weights are those before dropout.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ from headwise.support.integers import as_count
 from headwise.support.matmul import LeftOperand
 from headwise.support.tracing import is_traced, without_autocast
 
-# Up to so many blocks of either axis a map is a product with the members of each block, which the
-# fused kernel computes; from more, whose product would be as wide, the tiles sum the cells.
-SMALL_MAP = 64
+SMALL_MAP = 64  # blocks of an axis: up to here the fused kernel computes a map, above it the tiles
 
 
 class Statistics(NamedTuple):

@@ -1,14 +1,14 @@
 """Can heads learn different things, and does it pay?
 
-The task: each token of a text holds a value (random numbers), its own name, and the name of some
-other token. At each token two values must be told: that of the token before, and that of the token
-that is named. The layer is all there is of the model, so both must come through its heads.
+The task: each token of a text holds a value (random numbers), its own name, and the name of another
+token. Two values are predicted at each token: those of the token before and of the named token. The
+model is one layer, so both values must come through its heads.
 
 One head hands on one mean of the values, sum over j of p_j v_j, and each value told is a linear map
 of it. Where the p_j do not depend on the values (of unit variance, unrelated), the best map for the
 value of token a leaves the share 1 - p_a^2 / sum p_j^2 of its variance, and for that of token b
-1 - p_b^2 / sum p_j^2. The mean of both is at least a half, however wide the head is. Queries and
-keys are made of the whole token, its value too, so a trained head need not meet the condition.
+1 - p_b^2 / sum p_j^2. The mean of both is at least a half, however wide the head is. A trained
+head need not meet the condition: queries and keys are made of the whole token, its value too.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ HALF = 0.5  # of the error of two lookups: the least that one such mean leaves
 BATCH, RATE = 16, 1e-2
 HEADS = (1, 2, 4, 8)
 WIDER = 4  # times as wide is a single head that is tried as well
-SEEDS, FIRST_SEED = 5, 1
-FEWER_SEEDS = 3  # for the layers that are tried besides
-STEPS, POOLED = 200, 4  # a point of a curve is the mean of so many steps
-TEST = 1024  # texts
+SEEDS, FEWER_SEEDS, FIRST_SEED = 5, 3, 1  # fewer for the layers that are tried besides
+STEPS, POOLED, TEST = 200, 4, 1024  # a point of a curve is the mean of POOLED steps; texts
 STANDARD_ERRORS = 4  # beyond which a difference is not the luck of the test
 MAPPED = (1, 2, 4)  # heads of the layers whose weights are shown
 
