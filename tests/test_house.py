@@ -233,9 +233,9 @@ def test_rooms_do_not_use_the_door() -> None:
 DYNAMIC_IMPORTS = {
     "__init__.py": "the door, whose names are loaded when they are asked for",
     "layouts/registry.py": "families of layouts, loaded when one is named",
-    "studies": "questions, loaded when one is asked",
+    "study": "questions, loaded when one is asked",
     "support/display.py": "rich forms of results, drawn by rooms above theirs",
-    "support/extras.py": "packages that are not declared",
+    "support/optional_imports.py": "packages that are not declared",
 }
 
 
@@ -252,7 +252,7 @@ def dynamic_imports(tree: ast.AST) -> list[str]:
 
 def test_few_files_import_modules_by_name() -> None:
     found = {
-        "studies" if "studies" in path.parts else str(path.relative_to(SOURCE))
+        "study" if "study" in path.relative_to(SOURCE).parts else str(path.relative_to(SOURCE))
         for path in SOURCES
         if dynamic_imports(tree_of(path))
     }

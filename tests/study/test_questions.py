@@ -111,7 +111,7 @@ def test_a_question_is_short_and_in_its_place(name: str) -> None:
 
 
 def test_every_file_is_in_the_catalogue() -> None:
-    folder = documentation.ROOT / "src" / "headwise" / "studies" / "questions"
+    folder = documentation.ROOT / "src" / "headwise" / "study" / "questions"
     files = {path.stem.replace("_", "-") for path in folder.glob("*.py")} - {"--init--"}
     assert files == set(catalogue.IDS)
 

@@ -92,9 +92,8 @@ class Attention(HeadReadings):
         self.value_dim = self.head_dim if value_dim is None else value_dim
         self.out_dim = embed_dim if out_dim is None else out_dim
         self.source_dim = embed_dim if source_dim is None else source_dim
-        self.rotary, self.qk_norm = rotary, qk_norm
+        self.rotary, self.qk_norm, self.window = rotary, qk_norm, window
         self.scale, self.softcap, self.dropout, self.init = scale, softcap, dropout, init
-        self.window = window
         option_checks.check(self, score_bias, crosses=source_dim is not None, dtype=dtype)
         heads, kv_heads = num_heads, self.num_kv_heads
         place: dict[str, Any] = {"device": device, "dtype": dtype}
