@@ -12,6 +12,7 @@ model_args         the same as Meta's code and nanoGPT write it
 config             what a config.json says of attention, each field as its type; heads and so on
 layer_options      what it says against a layout, and the options of a layer that it says
 attention          `load_attention`: one layer of a checkpoint
+described_model    weights that describe themselves, in the layout of their model
 digests            SHA-256 of every tensor
 stored_model       a model of transformers in a folder, loaded
 """

@@ -18,7 +18,7 @@ import torch
 from headwise.checkpoints import safetensors_file
 from headwise.checkpoints.config import ConfigFields, rotation_of, text_of, window_of
 from headwise.checkpoints.description import Description
-from headwise.checkpoints.model_args import PARAMS, SCALING
+from headwise.checkpoints.model_args import PARAMS, SCALING, mlp_width
 from headwise.errors import OptionError
 from headwise.support.atomic_write import write_whole
 
@@ -115,11 +115,9 @@ def _rotation(config: ConfigFields) -> dict[str, Any]:
 
 def _inner_width(width: int, inner: int) -> dict[str, Any]:
     """The two numbers from which Meta's code computes how wide the MLP is."""
-    usual = int(2 * (4 * width) / 3)
-    multiple_of = math.gcd(inner, 256)
+    usual, multiple_of = int(2 * (4 * width) / 3), math.gcd(inner, 256)
     for factor in (None, inner / usual, math.nextafter(inner / usual, math.inf)):
-        scaled = usual if factor is None else int(factor * usual)
-        if multiple_of * -(-scaled // multiple_of) == inner:
+        if mlp_width(width, multiple_of, factor) == inner:
             chosen = {} if factor is None else {"ffn_dim_multiplier": factor}
             return {"multiple_of": multiple_of, **chosen}
     raise _unable(f"an MLP of {inner} in an embed_dim of {width}", "a width that its rule gives")

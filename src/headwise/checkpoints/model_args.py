@@ -94,12 +94,26 @@ def _of_meta(fields: ConfigFields, layers: int, heads: int) -> ConfigFields:
     if width is not None:
         config["hidden_size"] = width
         config["head_dim"] = fields.count("head_dim") or width // heads
+        inner = mlp_width(
+            width, fields.count("multiple_of") or 256, fields.number("ffn_dim_multiplier")
+        )
+        config["intermediate_size"] = fields.count("hidden_dim") or inner
+    if (fields.number("vocab_size") or 0) > 0:  # Llama 2's is -1: the tokenizer has it
+        config["vocab_size"] = fields.count("vocab_size")
     if window := fields.count("sliding_window"):  # Mistral's own files
         config |= {"model_type": "mistral", "sliding_window": window}
     if fields.flag("use_scaled_rope"):
         factor = fields.number("rope_scaling_factor") or SCALING["factor"]
         config["rope_scaling"] = {**SCALING, "factor": factor}
     return ConfigFields(config, place=fields.place)
+
+
+def mlp_width(width: int, multiple_of: int, factor: float | None) -> int:
+    """How wide Meta's code makes the MLP of a model of ``width``: llama/model.py, FeedForward."""
+    inner = int(2 * (4 * width) / 3)
+    if factor is not None:
+        inner = int(factor * inner)
+    return multiple_of * -(-inner // multiple_of)
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from headwise.checkpoints.config import read_config
+from headwise.checkpoints.described_model import described_model
 from headwise.checkpoints.torch_file import unread
 from headwise.errors import OptionError
 from headwise.support.optional_imports import require
@@ -113,9 +114,15 @@ class StoredModel:
 def require_model(folder: Path) -> int:
     """How many bytes of weights a folder holds, without reading them.
 
+    Of weights that describe themselves (`described_model`), also of one file, those that loading
+    takes.
+
     Raises:
+        CheckpointError: weights that are not as they describe themselves.
         OptionError: no such folder, or one without a model.
     """
+    if (described := described_model(folder)) is not None:
+        return described.nbytes
     if not folder.is_dir():
         there = "which is a file" if folder.exists() else "which does not exist"
         raise OptionError(
@@ -136,7 +143,7 @@ def require_model(folder: Path) -> int:
 
 
 def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
-    """The model and the tokenizer of a folder.
+    """The model and the tokenizer of a folder, or of a file that describes itself.
 
     Raises:
         MissingExtraError: transformers is not installed.
@@ -147,12 +154,20 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
     require_model(folder)
     transformers = require("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    _require_known_code(folder, transformers, trusted=trust_remote_code)
+    described = described_model(folder)
+    if described is None:
+        _require_known_code(folder, transformers, trusted=trust_remote_code)
     with _quiet(transformers), _refusing(folder, "the model"):
-        config = transformers.AutoConfig.from_pretrained(folder, **options)
-        kind = _class_of(transformers, config, trusted=trust_remote_code)
+        if described is None:
+            config = transformers.AutoConfig.from_pretrained(folder, **options)
+            kind = _class_of(transformers, config, trusted=trust_remote_code)
+            weights = {"pretrained_model_name_or_path": folder, **options}
+        else:
+            config = described.config(transformers)
+            kind = _class_itself(transformers, config)
+            weights = {"pretrained_model_name_or_path": None, "state_dict": described.state()}
         model, info = kind.from_pretrained(
-            folder, config=config, dtype="auto", output_loading_info=True, **options
+            config=config, dtype="auto", output_loading_info=True, **weights
         )
     if "input_ids" not in inspect.signature(model.forward).parameters:
         takes = next(iter(inspect.signature(model.forward).parameters), "nothing")
@@ -161,7 +176,8 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
             needed="a model that reads input_ids",
             do="call headwise.scan(model, inputs) from Python with what it reads",
         )
-    tokenizer = _tokenizer(folder, transformers, options)
+    place = folder if folder.is_dir() else folder.parent
+    tokenizer = _tokenizer(place, transformers, options)
     begin = getattr(config, "bos_token_id", None)
     return StoredModel(
         model=model.eval(),
@@ -171,7 +187,7 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
         positions=_positions(model),
         begin=tokenizer.begin if tokenizer is not None else begin,
         start=_start(config),
-        notes=_notes(info),
+        notes=_notes(info, model),
     )
 
 
@@ -203,6 +219,15 @@ def _class_of(transformers: Any, config: Any, *, trusted: bool) -> Any:
         and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING
     )
     return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
+
+
+def _class_itself(transformers: Any, config: Any) -> Any:
+    """The class, where another one of transformers would look for it in a folder."""
+    kind = _class_of(transformers, config, trusted=False)
+    if issubclass(kind, transformers.PreTrainedModel):
+        return kind
+    with torch.device("meta"):  # a model without numbers
+        return type(kind.from_config(config))
 
 
 def _tokenizer(folder: Path, transformers: Any, options: dict[str, Any]) -> StoredTokenizer | None:
@@ -240,8 +265,9 @@ def _start(config: Any) -> int | None:
     return 0
 
 
-def _notes(info: dict[str, Any]) -> tuple[str, ...]:
-    missing = sorted(info["missing_keys"])
+def _notes(info: dict[str, Any], model: nn.Module) -> tuple[str, ...]:
+    state = model.state_dict()
+    missing = sorted(name for name in info["missing_keys"] if _is_random(state.get(name)))
     if not missing:
         return ()
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -249,6 +275,11 @@ def _notes(info: dict[str, Any]) -> tuple[str, ...]:
         f"the file lacks {', '.join(missing[:3])}{more}: these weights are random, and what "
         "depends on them means nothing",
     )
+
+
+def _is_random(tensor: Tensor | None) -> bool:
+    """False for a bias of zeros, which is none: nanoGPT stores a model without them."""
+    return tensor is None or bool(tensor.any())
 
 
 @contextmanager

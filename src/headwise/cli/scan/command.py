@@ -28,7 +28,8 @@ ModelDir = Annotated[
     typer.Argument(
         metavar="MODEL_DIR",
         show_default=False,
-        help="A folder with a model of transformers. Nothing is downloaded.",
+        help="A folder with a model of transformers, or weights that headwise converted. "
+        "Nothing is downloaded.",
     ),
 ]
 Demo = Annotated[
