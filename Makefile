@@ -10,7 +10,7 @@
 # make fuzz   options at random against an oracle (MINUTES=10 SEED=7)
 # make oldest  the tests that touch torch most, with the oldest torch of the declared range
 # make newest  the same with the newest; each end has an environment of its own, of several GB
-# make docs    the documentation, in site/
+# make docs    the documentation, in site/; fails on a broken link or an undocumented public name
 # make clean   remove everything that was built, the environments too
 #
 # Needs Python 3.11 or newer (make PYTHON=python3.12 ...) and the package index, nothing else.

@@ -2,8 +2,8 @@
 
 The ```python blocks of a page run in order in one namespace. A ```text block right after one is
 its output; "..." in it stands for anything, as in a doctest. A block that imports one of ELSEWHERE
-is left out where that is not installed. Shell blocks are not run, but each command in them must
-exist.
+is left out where that is not installed. A shell block with an output is run as well: it holds
+commands of headwise. Of the others, each command must exist.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import doctest
 import io
 import re
+import shlex
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from headwise.errors import OptionError
 from tests.root import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.joinpath("docs").rglob("*.md"))]
@@ -60,17 +62,33 @@ def run_page(text: str, name: str) -> int:
     namespace: dict[str, Any] = {"__name__": "__page__"}
     compared = 0
     for block in blocks(text):
-        if block.language != "python" or missing(block.code):
+        is_shown = block.language in SHELLS and block.output is not None
+        if not is_shown and (block.language != "python" or missing(block.code)):
             continue
         printed = io.StringIO()
-        # The blank lines make a traceback's line number that of the page.
-        program = compile("\n" * block.line + block.code, name, "exec", dont_inherit=True)
         with contextlib.redirect_stdout(printed):
-            exec(program, namespace)
+            if is_shown:
+                run_commands(block.code)
+            else:
+                # The blank lines make a traceback's line number that of the page.
+                program = compile("\n" * block.line + block.code, name, "exec", dont_inherit=True)
+                exec(program, namespace)
         if block.output is not None:
             assert_same_output(printed.getvalue(), block.output, f"{name}, line {block.line}")
             compared += 1
     return compared
+
+
+def run_commands(code: str) -> None:
+    """Run the commands of a shell block in this process; each must succeed."""
+    from headwise.cli import app
+
+    for line in code.splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "headwise", line
+        with pytest.raises(SystemExit) as ending:
+            app(arguments, prog_name="headwise")
+        assert ending.value.code in (None, 0), line
 
 
 def missing(code: str) -> set[str]:
@@ -165,6 +183,16 @@ def test_the_runner_compares() -> None:
 def test_the_runner_can_fail(shown: str) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception), match="line 6"):
         run_page(PAGE.replace("x = 2", shown), "a page")
+
+
+def test_the_runner_runs_commands_that_have_an_output() -> None:
+    page = "```bash\nheadwise layouts show gpt2\n```\n"
+    assert run_page(page, "a page") == 0
+    assert run_page(f"{page}\n```text\ngpt2...\n```\n", "a page") == 1
+    with pytest.raises(pytest.fail.Exception):
+        run_page(f"{page}\n```text\nllama...\n```\n", "a page")
+    with pytest.raises(OptionError, match="no-such-layout"):
+        run_page(f"{page.replace('gpt2', 'no-such-layout')}\n```text\n...\n```\n", "a page")
 
 
 def test_a_failing_block_is_named_by_its_line() -> None:

@@ -34,7 +34,7 @@ from headwise.study.experiments.same_weights import SameFunction
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.json"
 CHANGELOG = ROOT / "CHANGELOG.md"
-DOCUMENTS = [ROOT / "README.md", *sorted(PAGE.parent.glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted(PAGE.parent.rglob("*.md"))]
 IMPORT = re.compile(r"from (headwise[\w.]*) import (\([\w,\s]+|[\w, ]+)")
 WORD = re.compile(r"\w+(?:-\w+)*")
 BASES = (object, Exception, BaseException, nn.Module, tuple, dict)

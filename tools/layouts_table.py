@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from headwise.layouts.attention_spec import CALLING, AttentionSpec
@@ -13,7 +14,7 @@ from headwise.layouts.registry import layout, published
 from tools.layouts_picture import bands, panel_of, turning
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "layouts.md"
+PAGE = DOCS / "catalogue.md"
 IMAGES = DOCS / "images" / "layouts"
 BEGIN, END = "<!-- the catalogue -->", "<!-- end of the catalogue -->"
 
@@ -27,7 +28,9 @@ def _rows() -> Iterator[str]:
     known = [one for family in published().values() for one in family]
     checked = sum(not one.unchecked for one in known)
     yield f"{len(known)} layouts, {checked} of them checked:\n"
-    yield ",\n".join(f"[{name}](#{_anchor(name)})" for name in sorted(one.name for one in known))
+    yield "| | |\n| --- | --- |"
+    for initial, names in groupby(sorted(one.name for one in known), key=lambda name: name[0]):
+        yield f"| {initial} | {', '.join(f'[{name}](#{_anchor(name)})' for name in names)} |"
     for heading, family in published().items():
         yield f"\n### {heading.rstrip('.')}\n"
         yield "| name | its tensors; what is in none of them; source, and what else to know |"

@@ -1,4 +1,4 @@
-"""``python -m tools.statistics_table``: the standard set, written into docs/scan.md."""
+"""``python -m tools.statistics_table``: the standard set, written into docs/statistics.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headwise.scanning.statistics.catalogue import STANDARD
 
-PAGE = Path(__file__).parents[1] / "docs" / "scan.md"
+PAGE = Path(__file__).parents[1] / "docs" / "statistics.md"
 BEGIN, END = "<!-- the standard set -->", "<!-- end of the standard set -->"
 
 

@@ -26,6 +26,7 @@ RECORD = ROOT / "docs" / "study.json"
 PAGE = ROOT / "docs" / "study.md"
 PICTURES = ROOT / "docs" / "images" / "study"
 README = ROOT / "README.md"
+IN_README = ("split", "parameters", "same-function")
 BLOCK = re.compile(r"(?<=<!-- the study -->\n).*?(?=<!-- end of the study -->)", re.DOTALL)
 
 HEAD = """# The study
@@ -80,8 +81,9 @@ def section(answer: Answer) -> str:
 
 
 def readme(text: str, record: dict[str, Any]) -> str:
-    """README.md with its table of questions and answers."""
-    rows = [f"| {a.question.asks} | {a.verdict} |" for a in answers(record)]
+    """README.md with its table of three questions and answers."""
+    three = [each for each in answers(record) if each.question.id in IN_README]
+    rows = [f"| {each.question.asks} | {each.verdict} |" for each in three]
     table = "\n".join(["| question | answer |", "| --- | --- |", *rows])
     return BLOCK.sub(lambda _: f"\n{table}\n\n", text)
 

@@ -184,7 +184,7 @@ def test_the_commands_are_all_of_them() -> None:
 
 
 def test_the_documentation_says_them() -> None:
-    page = ROOT.joinpath("docs", "layouts.md").read_text("utf-8")
+    page = ROOT.joinpath("docs", "command-line.md").read_text("utf-8")
     told = {int(number) for number in re.findall(r"^\| (\d+) \| ", page, re.M)}
     assert told == {YES, NO, USAGE, UNDECIDED, CRASHED, INTERRUPTED}
     source = output.__doc__ or ""

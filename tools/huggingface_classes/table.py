@@ -32,8 +32,8 @@ small with random weights and scanned by `headwise.scan`. This page was written 
 
 How to read it:
 
-- **The class** of a model type is its base class; where it has none, that of its first task; for a
-  type that is a tower of others (a text or vision part), the class that takes its configuration.
+- **The class** of a model type is its base class; where it has none, that of its first task. For a
+  tower of another model (a text or vision part), it is the class that takes its configuration.
   The classes for tasks add no attention to these.
 - **A layer** is a module with parameters that says attention in its class name, holds none that
   does, and in which a softmax or a fused attention ran. Both are found below torch's functions, so
@@ -48,7 +48,7 @@ How to read it:
   in float32, over a family of moved weights and inputs, against the same model in float64, and how
   far that moves. More than 1 would be a difference.
 - **Layout** is what `headwise detect` says of the stored weights, by their config.json and a run of
-  the model ([weight layouts](layouts.md)): {by_run} classes. In brackets, {by_config} more: by the
+  the model ([the catalogue](catalogue.md)): {by_run} classes. In brackets, {by_config} more: by the
   config alone, where the layers could not be compared. Of several that are one map, the first is
   named. Nothing stands there where the catalogue knows none, or several, one for each part. In no
   row does a run contradict the config.
@@ -175,7 +175,7 @@ def _ratio(row: dict[str, Any]) -> str:
 
 def _layout(row: dict[str, Any]) -> str:
     name = row.get("layout", "")
-    linked = f"[{name}](layouts.md#layout-{name})"
+    linked = f"[{name}](catalogue.md#layout-{name})"
     return "" if not name else linked if row["layout_by"] == stored.BY_RUN else f"({linked})"
 
 

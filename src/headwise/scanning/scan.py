@@ -200,7 +200,7 @@ class _Collector:
                 raise OptionError(
                     saw=f"{name}, which no layer has: {layers[0].missing[name]}",
                     needed="what the statistic is made of",
-                    do="see docs/scan.md for what each of them needs, or leave it out",
+                    do="see docs/statistics.md for what each of them needs, or leave it out",
                 )
         return HeadScan(
             model=model,

@@ -22,8 +22,14 @@ from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 from headwise.support.tracing import may_check_values
 
-BEGIN, SEPARATOR = 0, 1
-VOCABULARY, LONGEST = 2**TOKEN_BITS, 2**POSITION_BITS
+BEGIN = 0
+"""The id that begins a text."""
+SEPARATOR = 1
+"""The id that separates the parts of a text."""
+VOCABULARY = 2**TOKEN_BITS
+"""The number of ids."""
+LONGEST = 2**POSITION_BITS
+"""The number of tokens that the model can read."""
 SHARPNESS = 4.0  # nats for each bit of a token's code
 
 

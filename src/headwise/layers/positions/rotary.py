@@ -129,7 +129,7 @@ class Rotary:
         """Queries and keys of the same tokens: ``rotate`` of both, at the cost of one cosine.
 
         Raises:
-            As ``rotate``, and ShapeError where ``q`` and ``k`` differ in length or head_dim.
+            ShapeError: ``q`` and ``k`` differ in length or head_dim, or as for ``rotate``.
         """
         if q.shape[2:] != k.shape[2:]:
             raise ShapeError(

@@ -153,7 +153,7 @@ def upgrade(model: nn.Module, *inputs: Any, **options: Any) -> Upgrade:
     ``forward`` was replaced on the instance.
 
     Raises:
-        what the model raises on the example inputs; the model is then as it was before.
+        Exception: whatever the model raises on the example inputs. The model is then as it was.
     """
     before = _run(model, inputs, options) if inputs or options else None
     names, kept = _find(model)

@@ -1,0 +1,110 @@
+"""Hooks of mkdocs: the list of public names, the check that each is documented, and filter boxes.
+
+The names are those of docs/api.json. ``make docs`` fails where one of them is not in the reference,
+or where a method has no docstring.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.pages import Page
+
+import headwise.errors
+
+API: dict[str, Any] = json.loads(
+    Path(__file__).parents[1].joinpath("docs", "api.json").read_text("utf-8")
+)
+INDEX = "reference/index.md"
+LISTS = {"catalogue.md", "huggingface.md", "log.md", "mutants.md", "names.md", "statistics.md"}
+FILTER = (
+    '<p class="filter" hidden><input type="search" aria-label="Show only entries with these words"'
+    ' placeholder="Show only entries with these words"> <output></output></p>'
+)
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Write the table of public names into the first page of the reference."""
+    if page.file.src_uri != INDEX:
+        return markdown
+    rows = [f"| [`{name}`][{target(name)}] | {summary(name)} |" for name in public_names()]
+    return "\n".join([markdown, "| name | |", "| --- | --- |", *rows])
+
+
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    """Put a filter box below the title of a long list; docs/javascripts/filter.js shows it."""
+    return html.replace("</h1>", f"</h1>{FILTER}", 1) if page.file.src_uri in LISTS else html
+
+
+def on_post_build(config: MkDocsConfig, **_: object) -> None:
+    """Fail where a public name has no place in the reference."""
+    documented = inventory(Path(config.site_dir, "objects.inv").read_bytes())
+    missing = sorted(wanted(documented) - documented)
+    if missing:
+        raise PluginError("public names without documentation: " + ", ".join(missing))
+
+
+def public_names() -> list[str]:
+    """Every public name at its shortest path, then the errors and warnings."""
+    paths: dict[Any, str] = {}
+    for name in sorted(API["names"], key=lambda name: (name.count("."), name)):
+        value = value_of(name)
+        has_identity = callable(value) or inspect.ismodule(value)
+        paths.setdefault(value if has_identity else name, name)
+    # Those that are elsewhere join one of these with an error of torch's layer.
+    errors = [name for name in (*API["errors"], *API["warnings"]) if hasattr(headwise.errors, name)]
+    for name in sorted(errors):
+        paths.setdefault(getattr(headwise.errors, name), f"headwise.errors.{name}")
+    return [*paths.values()]
+
+
+def value_of(name: str) -> Any:
+    """What ``from home import last`` gives: a function also where a module has the same name."""
+    home, _, last = name.rpartition(".")
+    return getattr(__import__(home, fromlist=[last]), last)
+
+
+def summary(name: str) -> str:
+    """The first line of its docstring; of a constant, its value."""
+    value = value_of(name)
+    if not (callable(value) or inspect.ismodule(value)):
+        return f"`{value!r}`" if len(repr(value)) < 40 else ""
+    return (inspect.getdoc(value) or "").partition("\n")[0].replace("``", "`").replace("|", "\\|")
+
+
+def wanted(documented: set[str]) -> set[str]:
+    """The public names, and the methods and properties of every class that is documented.
+
+    The fields of a class are described in its docstring.
+    """
+    found = {target(name) for name in public_names()}
+    for name, members in API["classes"].items():
+        # A class that is exported has two paths; its members are listed at one of them.
+        homes = [home for home in documented if home.rpartition(".")[2] == name]
+        for member, kind in members.items():
+            is_field = not re.match(r"property|(\w+ )?\(self|classmethod|staticmethod", kind)
+            if homes and not is_field and member != "()":
+                paths = {f"{home}.{member}" for home in homes}
+                found.add(next(iter(paths & documented), f"{homes[0]}.{member}"))
+    return found
+
+
+def target(name: str) -> str:
+    """The name in the reference: another path where a module has the name of its function."""
+    value = value_of(name)
+    if f"{name}." in f"{getattr(value, '__module__', '')}.":
+        return f"{value.__module__}.{value.__qualname__}"
+    return name
+
+
+def inventory(content: bytes) -> set[str]:
+    """The names in an inventory of Sphinx, version 2: four lines, then what zlib packed."""
+    packed = content.split(b"\n", 4)[4]
+    return {line.split(" ", 1)[0] for line in zlib.decompress(packed).decode().splitlines()}
