@@ -263,5 +263,7 @@ def test_options_that_contradict_the_metadata(folder: Path, tmp_path: Path) -> N
     place = tmp_path / "b" / "model-00001-of-00003.safetensors"
     assert error.saw == f"heads 3, where the metadata of {place} says 6"
     assert error.do.startswith("leave out --heads")
+    error = refused(tmp_path / "b", tmp_path / "d", "--from", "llama", "--to", "vllm")
+    assert error.saw == f"--from llama, where in {tmp_path / 'b'} the metadata says llama-meta"
     error = refused(tmp_path / "c", tmp_path / "d", "--from", "cohere", "--to", "llama-meta")
     assert error.saw == f"--from cohere, where in {tmp_path / 'c'} the metadata says llama"

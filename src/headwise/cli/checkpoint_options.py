@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-SAID = "what config.json says"
+SAID = "what the weights or config.json say"
 Heads = Annotated[int | None, typer.Option("--heads", help="Query heads.", show_default=SAID)]
 KvHeads = Annotated[
     int | None, typer.Option("--kv-heads", help="Heads of keys and values.", show_default=SAID)

@@ -88,10 +88,14 @@ class GivenWeights:
         """The layout of a name that was given.
 
         Raises:
-            OptionError: there is none, or the config says another one, which fits the tensors.
+            OptionError: there is none, or the metadata or the config says another one.
         """
-        found = as_described(name, self.description)
-        if (why := self.detection().refuted.get(found.name)) is not None:
+        found, detection = as_described(name, self.description), self.detection()
+        why = detection.refuted.get(found.name)
+        fitting = {one.layout.name for group in detection.candidates for one in group}
+        if self.description is not None and found.name not in fitting:
+            why = why or f"the metadata says {self.description.layout.name}"
+        if why is not None:
             place = (
                 self.tensors.folder if isinstance(self.tensors, CheckpointSource) else self.title
             )
