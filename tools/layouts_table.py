@@ -28,7 +28,7 @@ def _rows() -> Iterator[str]:
     known = [one for family in published().values() for one in family]
     checked = sum(not one.unchecked for one in known)
     yield f"{len(known)} layouts, {checked} of them checked:\n"
-    yield "| | |\n| --- | --- |"
+    yield "| | layouts |\n| --- | --- |"
     for initial, names in groupby(sorted(one.name for one in known), key=lambda name: name[0]):
         yield f"| {initial} | {', '.join(f'[{name}](#{_anchor(name)})' for name in names)} |"
     for heading, family in published().items():

@@ -23,7 +23,8 @@ API: dict[str, Any] = json.loads(
     Path(__file__).parents[1].joinpath("docs", "api.json").read_text("utf-8")
 )
 INDEX = "reference/index.md"
-LISTS = {"catalogue.md", "huggingface.md", "log.md", "mutants.md", "names.md", "statistics.md"}
+LOG = "log.md"
+LISTS = {"catalogue.md", "huggingface.md", LOG, "mutants.md", "names.md", "statistics.md"}
 FILTER = (
     '<p class="filter" hidden><input type="search" aria-label="Show only entries with these words"'
     ' placeholder="Show only entries with these words"> <output></output></p>'
@@ -31,7 +32,9 @@ FILTER = (
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Write the table of public names into the first page of the reference."""
+    """Write the public names into the first page of the reference; break the log's lines."""
+    if page.file.src_uri == LOG:
+        return re.sub(r"\n(?=\*(?:Tried|Seen|So):\*)", "  \n", markdown)
     if page.file.src_uri != INDEX:
         return markdown
     rows = [f"| [`{name}`][{target(name)}] | {summary(name)} |" for name in public_names()]

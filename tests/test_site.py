@@ -1,0 +1,170 @@
+"""The documentation as a site: the search, the filter boxes, narrow screens; in a real browser."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from tests.reports.browser import BROWSER, FLAGS, NO_BROWSER, needs_a_browser
+from tests.root import ROOT
+from tools import site
+
+pytestmark = [pytest.mark.slow, needs_a_browser]
+
+# Shows a page in a frame, runs a step there until it returns something, and sends that back.
+PROBE = """<!doctype html><meta charset="utf-8"><body><script>
+const [path, width, step] = JSON.parse(decodeURIComponent(location.hash.slice(1)));
+const frame = document.createElement("iframe");
+frame.style.width = `${width}px`;
+frame.style.height = "800px";
+frame.src = path;
+document.body.append(frame);
+const run = new Function("window", "document", step);
+const again = () => {
+  const answer = frame.contentDocument?.readyState === "complete" &&
+    run(frame.contentWindow, frame.contentDocument);
+  if (answer) fetch("/answer", { method: "POST", body: JSON.stringify(answer) });
+  else setTimeout(again, 200);
+};
+again();
+</script>
+"""
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Serves the site, and takes what the probe sends."""
+
+    answers: Queue[Any]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(204)
+        self.end_headers()
+        self.server.answers.put(json.loads(body))  # type: ignore[attr-defined]
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@dataclass
+class Site:
+    folder: Path
+    answers: Queue[Any] = field(default_factory=Queue)
+
+    def probe(self, path: str, step: str, *, width: int = 1280) -> Any:
+        """What the step returns, a piece of JavaScript, once it is no longer empty."""
+        assert BROWSER is not None, NO_BROWSER
+        server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=self.folder))
+        server.answers = self.answers  # type: ignore[attr-defined]
+        Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_port}"
+        address = f"{home}/probe.html#{quote(json.dumps([path, width, step]))}"
+        profile = f"--user-data-dir={self.folder.parent / 'profile'}"
+        browser = subprocess.Popen(
+            # With a port for a debugger it stays open after the page has loaded.
+            [BROWSER, *FLAGS, profile, "--remote-debugging-port=0", address],
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            return self.answers.get(timeout=120)
+        finally:
+            browser.terminate()
+            browser.wait()
+            server.shutdown()
+            server.server_close()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    folder = tmp_path_factory.mktemp("built") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder.joinpath("probe.html").write_text(PROBE, "utf-8")
+    return Site(folder)
+
+
+SEARCHED = """
+const links = [...document.querySelectorAll("a.md-search-result__link")];
+return links.length && links.map((link) => new URL(link.href).pathname);
+"""
+
+
+@pytest.mark.parametrize(
+    ("query", "page"), [("induction head", "/scan/"), ("mask True means", "/masks/")]
+)
+def test_the_search_finds_the_guide_first(built: Site, query: str, page: str) -> None:
+    assert built.probe(f"/?q={quote(query)}", SEARCHED)[0] == page
+
+
+FILTERED = """
+const input = document.querySelector(".filter input");
+if (!input || document.querySelector(".filter").hidden) return null;
+input.value = "{words}";
+input.dispatchEvent(new Event("input"));
+const shown = (e) => e.getClientRects().length > 0;
+return {
+  rows: [...document.querySelectorAll("article tbody tr")].filter(shown).map((e) => e.innerText),
+  count: document.querySelector(".filter output").textContent,
+};
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("statistics", "induction Olsson repeated"),
+        ("catalogue", "layout falcon 40b"),
+        ("huggingface", "gpt2model"),
+        ("mutants", "off-by-one window"),
+        ("names", "ResamplingNothing"),
+    ],
+)
+def test_a_filter_box_leaves_the_rows_with_all_words(built: Site, path: str, words: str) -> None:
+    found = built.probe(f"/{path}/", FILTERED.replace("{words}", words))
+    wanted = words.lower().split()
+    assert all(word in row.lower() for row in found["rows"] for word in wanted)
+    shown, _, every = found["count"].partition(" of ")
+    assert int(shown) == len(found["rows"]) < int(every)
+
+
+def test_the_log_is_filtered_by_entries(built: Site) -> None:
+    entries = FILTERED.replace("{words}", "mkdocstrings").replace("article tbody tr", "article > p")
+    found = built.probe("/log/", entries)
+    assert found["count"].startswith("1 of ")
+    assert sum("Tried" in text for text in found["rows"]) == 1
+
+
+MEASURED = """
+return {
+  wide: document.documentElement.scrollWidth - window.innerWidth,
+  elsewhere: window.performance.getEntriesByType("resource").map((entry) => entry.name)
+    .filter((name) => !name.startsWith(window.location.origin) && !name.startsWith("data:")),
+};
+"""
+
+
+@pytest.mark.parametrize("path", ["/", "/reference/operator/", "/tutorials/checkpoint/", "/log/"])
+def test_a_page_fits_a_phone_and_loads_nothing_from_elsewhere(built: Site, path: str) -> None:
+    assert built.probe(path, MEASURED, width=390) == {"wide": 0, "elsewhere": []}
+
+
+def test_the_check_of_the_reference_sees_what_is_missing(built: Site) -> None:
+    documented = site.inventory(built.folder.joinpath("objects.inv").read_bytes())
+    assert site.wanted(documented) <= documented
+    for last in (".scan", ".AttentionMatrix.received", ".MaskError", ".importance.next_token"):
+        without = {name for name in documented if not name.endswith(last)}
+        assert without < documented
+        (missing,) = site.wanted(without) - without
+        assert missing.endswith(last)
