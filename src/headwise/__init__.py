@@ -1,6 +1,6 @@
 """Multi-head attention that you can run, verify, convert and see, head by head, at any length.
 
-The door is lazy: ``import headwise`` loads no torch; the first name taken from it does.
+``import headwise`` does not import torch; the first access to one of its names does.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-# name that the door had -> the module that has it now
+# Former name in this module -> the module that defines it now.
 _MOVED = {"Budget": "headwise.testing"}
 
 
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'headwise' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # later accesses skip this function
     return value
 
 

@@ -1,12 +1,12 @@
-"""The reference arithmetic, dense and in any dtype: the oracle of every test.
+"""Reference attention, dense and in any dtype: every kernel is tested against it.
 
     scores  = scale * q.k,  then softcap,  then + score_bias,  then mask
     weights = softmax of the scores over the keys, with an optional sink in the denominator
     head outputs = weights @ v
 
 Attention Is All You Need (arXiv:1706.03762) section 3.2.1; softcap as in Gemma 2
-(arXiv:2408.00118); the sink as in gpt-oss: one logit per head that takes weight and gives nothing.
-Everything here writes queries x keys. Kernels may not.
+(arXiv:2408.00118); the sink as in gpt-oss: one logit per head that adds to the denominator and has
+no value vector. These functions allocate queries x keys; kernels may not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def scores(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """What goes into the softmax, -inf where masked. ``scale`` is 1/sqrt(head_dim) by default."""
+    """Return the softmax's input, -inf where masked. ``scale`` is 1/sqrt(head_dim) by default."""
     batch, heads, queries, _ = q.shape
     bound = {"batch": batch, "heads": heads, "queries": queries, "keys": k.shape[2]}
     rows = torch.arange(queries, device=q.device)
@@ -57,7 +57,7 @@ def scores_at(
     scale: float,
     softcap: float | None,
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """The scores of chosen queries; ``rows`` are their positions, ``q`` their vectors."""
+    """Return the scores of some queries: ``rows`` are their positions, ``q`` their vectors."""
     s = scale * (q @ share_heads(k, heads=q.shape[1]).transpose(-2, -1))
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
@@ -67,15 +67,18 @@ def scores_at(
 
 
 def default_scale(q: Float[Tensor, "batch heads queries head_dim"]) -> float:
-    """1/sqrt(head_dim), the paper's."""
+    """Return 1/sqrt(head_dim), the paper's scale; 1 for a head_dim of 0."""
     return 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
 
 
 def weights_of(
     s: Float[Tensor, "batch heads queries keys"], sink: Float[Tensor, " heads"] | None = None
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """Softmax over keys. A row without keys is zero; a sink takes its share and is dropped."""
-    # The sink is one more column; without one it is -inf, which also serves rows without keys.
+    """Return the softmax of scores over keys, without the sink's column.
+
+    A row without allowed keys is zero. With a sink, a row sums to 1 less the sink's share.
+    """
+    # The sink is an extra column; -inf stands for no sink, and also covers rows without keys.
     logit = s.new_tensor(-torch.inf) if sink is None else sink.to(s.dtype)[:, None, None]
     s = torch.cat([s, logit.expand(*s.shape[:-1], 1)], dim=-1)
     peak = s.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
@@ -94,7 +97,7 @@ def weights(
     softcap: float | None = None,
     sink: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """The attention matrix, written down."""
+    """Return the attention matrix as a dense tensor."""
     s = scores(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap)
     return weights_of(s, sink)
 
@@ -110,7 +113,7 @@ def head_outputs(
     softcap: float | None = None,
     sink: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Weights @ v, head by head."""
+    """Return weights @ v for each head."""
     w = weights(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap, sink=sink)
     return w @ share_heads(v, heads=q.shape[1])
 
@@ -118,15 +121,15 @@ def head_outputs(
 def share_heads(
     kv: Float[Tensor, "batch kv_heads keys width"], *, heads: int
 ) -> Float[Tensor, "batch heads keys width"]:
-    """Query head h reads kv head h // (heads // kv_heads): repeat, not tile."""
+    """Repeat each kv head: query head h uses kv head h // (heads // kv_heads)."""
     return kv.repeat_interleave(heads // kv.shape[1], dim=1) if kv.shape[1] != heads else kv
 
 
 def split_heads(
     x: Float[Tensor, "batch length width"], *, heads: int
 ) -> Float[Tensor, "batch heads length head_width"]:
-    """Give each head its part of a projection: head h the h-th run of entries."""
-    # Not unflatten: torch's older exporter to ONNX would fix the length by it.
+    """Split a projection into heads: head h is the h-th contiguous block of ``width / heads``."""
+    # Not unflatten: torch's older ONNX exporter makes the length a constant there.
     batch, length, width = x.shape
     return x.reshape(batch, length, heads, width // heads).transpose(1, 2)
 
@@ -134,5 +137,5 @@ def split_heads(
 def merge_heads(
     outputs: Float[Tensor, "batch heads queries value_dim"],
 ) -> Float[Tensor, "batch queries width"]:
-    """Head outputs side by side, as the output projection takes them."""
+    """Concatenate head outputs along the width, as input of the output projection."""
     return outputs.transpose(1, 2).flatten(2)

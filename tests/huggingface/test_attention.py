@@ -16,7 +16,7 @@ from headwise.error_budget.budget import Budget
 from headwise.errors import DTypeError, MaskError, OptionError
 from headwise.huggingface.attention import REFUSED, attend
 from headwise.huggingface.lazy_mask import LazyMask
-from headwise.layers.hooks import watching
+from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.dense import Dense
 from headwise.masks.mask import Mask
 from tests.honest import normal, ordinary
@@ -270,7 +270,7 @@ def what_is_shown(*inputs: Tensor | None) -> tuple[AttentionMatrix, Tensor]:
         seen.append(matrix)
         return outputs
 
-    with watching(watcher):
+    with attention_hook(watcher):
         out, _ = attend(Layer(), *inputs)  # type: ignore[arg-type]
     return seen[0], out
 

@@ -94,7 +94,7 @@ def test_no_map_takes_a_product_as_wide_as_itself(size: tuple[int, int]) -> None
 def test_the_sizes_of_blocks(length: int, blocks: int) -> None:
     index = torch.arange(length) * blocks // length
     counts = torch.bincount(index, minlength=blocks)
-    assert torch.equal(block_map.sizes(length, blocks, index), counts)
+    assert torch.equal(block_map.block_sizes(length, blocks, index), counts)
     whole = block_map.BlockMap(slice(0, length), length, blocks)
     assert (whole.touched, whole.sizes()) == (slice(0, blocks), counts.tolist())
     part = block_map.BlockMap(slice(2, length - 1), length, blocks)

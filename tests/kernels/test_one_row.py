@@ -56,5 +56,5 @@ def test_the_explanation_says_so() -> None:
     layer = MultiheadAttention(40, 4, batch_first=True).eval()
     x = torch.randn(3, 5, 40)
     with torch.no_grad():
-        assert "the one row of each" in str(layer.explain(x[:, :1], x, x))
-        assert "in one pass of tiles" in str(layer.explain(x, x, x))
+        assert "from the single row of weights" in str(layer.explain(x[:, :1], x, x))
+        assert "in one tiled pass" in str(layer.explain(x, x, x))

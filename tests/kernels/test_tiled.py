@@ -32,7 +32,7 @@ def bound(p: strategies.Problem) -> BoundScores:
 @settings(max_examples=60)
 def test_every_tiling_reads_the_same(p: strategies.Problem) -> None:
     problem, y = bound(p), torch.randn(*p.q.shape[:3], 3, dtype=torch.float64)
-    expected = dense.read(problem, p.v, y, EVERYTHING)
+    expected = dense.dense_result(problem, p.v, y, EVERYTHING)
     for elements in (1, 100, 1000, 2**20):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiles, "TILE_ELEMENTS", elements)
@@ -67,7 +67,7 @@ def test_every_tiling_has_the_gradient_of_the_written_down_arithmetic(
         upstream = [torch.randn(f.shape, generator=generator, dtype=f.dtype) for f in fields]
         return torch.autograd.grad(fields, leaves, upstream, allow_unused=True)
 
-    expected = gradients(dense.read(problem, leaves[2], leaves[3], EVERYTHING))
+    expected = gradients(dense.dense_result(problem, leaves[2], leaves[3], EVERYTHING))
     for elements in (50, 2**20):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiles, "TILE_ELEMENTS", elements)
@@ -234,5 +234,5 @@ def test_the_operator_is_well_formed(options: str) -> None:
 
 def test_the_oracle_agrees_with_the_reference() -> None:
     p = strategies.problem(11, softcap=None, sink=None)
-    found = dense.read(bound(p), p.v, None, EVERYTHING)
+    found = dense.dense_result(bound(p), p.v, None, EVERYTHING)
     torch.testing.assert_close(found.out, reference.head_outputs(p.q, p.k, p.v, **p.kwargs))

@@ -142,7 +142,7 @@ def test_reading_the_lengths_must_be_worth_it() -> None:
 
 def test_a_cut_is_in_the_order_asked_for() -> None:
     x = torch.arange(20.0).view(1, 1, 20, 1)
-    parts = varlen.cut(x, [Span(12, 15), Span(0, 3), Span(15, 16)], dim=2)
+    parts = varlen.split_spans(x, [Span(12, 15), Span(0, 3), Span(15, 16)], dim=2)
     assert [part.flatten().tolist() for part in parts] == [[12, 13, 14], [0, 1, 2], [15]]
     assert Rectangle(0, Span(2, 5), Span(7, 3)).cells == 0
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, AttentionMatrix, Mask, MultiheadAttention
-from headwise.layers.hooks import is_watched, watching
+from headwise.layers.hooks import attention_hook, has_attention_hook
 from headwise.layers.native.einops_block import EinopsAttention
 from tests.test_door import printed_by
 
@@ -70,7 +70,7 @@ def test_every_layer_shows_its_matrix_values_and_outputs(make: type, grad: bool)
     x = torch.randn(BATCH, LENGTH, WIDTH)
     with torch.set_grad_enabled(grad):
         alone = layer(x)
-        with watching(seen):
+        with attention_hook(seen):
             shown = layer(x)
     torch.testing.assert_close(shown, alone, rtol=0, atol=0)
     [(matrix, v, outputs)] = seen.calls
@@ -84,7 +84,7 @@ def test_a_layer_goes_on_with_what_the_watcher_gives_back(make: type) -> None:
     x = torch.randn(BATCH, LENGTH, WIDTH)
     with torch.no_grad():
         whole = layer(x)
-        with watching(Seen(0.0)):
+        with attention_hook(Seen(0.0)):
             without = layer(x)
     assert not torch.equal(whole, without)
     if not isinstance(layer, Einops):  # which adds its input and normalises
@@ -96,16 +96,16 @@ def test_a_layer_goes_on_with_what_the_watcher_gives_back(make: type) -> None:
 
 def test_nobody_is_shown_anything_afterwards_also_after_an_exception() -> None:
     seen = Seen()
-    with watching(seen):
-        assert is_watched()
+    with attention_hook(seen):
+        assert has_attention_hook()
 
     def fail() -> None:
-        with watching(seen):
+        with attention_hook(seen):
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert not is_watched()
+    assert not has_attention_hook()
     native()(torch.randn(BATCH, LENGTH, WIDTH))
     assert seen.calls == []
 
@@ -113,8 +113,8 @@ def test_nobody_is_shown_anything_afterwards_also_after_an_exception() -> None:
 def test_the_inner_watcher_is_the_one_that_is_told() -> None:
     outer, inner = Seen(), Seen()
     x = torch.randn(BATCH, LENGTH, WIDTH)
-    with watching(outer):
-        with watching(inner):
+    with attention_hook(outer):
+        with attention_hook(inner):
             native()(x)
         native()(x)
     assert (len(outer.calls), len(inner.calls)) == (1, 1)
@@ -122,8 +122,8 @@ def test_the_inner_watcher_is_the_one_that_is_told() -> None:
 
 def test_other_threads_are_not_watched() -> None:
     found = []
-    with watching(Seen()):
-        thread = threading.Thread(target=lambda: found.append(is_watched()))
+    with attention_hook(Seen()):
+        thread = threading.Thread(target=lambda: found.append(has_attention_hook()))
         thread.start()
         thread.join()
     assert found == [False]
@@ -135,7 +135,7 @@ def test_a_watcher_is_shown_padded_tokens_where_they_were_given() -> None:
     mask = Mask.lengths(keys=lengths, queries=lengths)
     with torch.no_grad():
         packed = layer(x, mask=mask)
-        with watching(seen):
+        with attention_hook(seen):
             whole = layer(x, mask=mask)
     assert seen.calls[0][0].shape == (BATCH, HEADS, 700, 700)
     torch.testing.assert_close(whole, packed)
@@ -144,7 +144,7 @@ def test_a_watcher_is_shown_padded_tokens_where_they_were_given() -> None:
 COMPILED = """
 import torch
 from headwise import Attention
-from headwise.layers.hooks import watching
+from headwise.layers.hooks import attention_hook
 layer, calls = Attention(24, 3).eval(), []
 def seen(matrix, v, outputs):
     calls.append(matrix)
@@ -153,7 +153,7 @@ compiled = torch.compile(layer, backend="eager", fullgraph=True)
 x = torch.randn(2, 11, 24)
 with torch.no_grad():
     whole = layer(x)
-    with watching(seen):
+    with attention_hook(seen):
         watched = compiled(x)
 print(len(calls), torch.equal(watched, whole))
 """

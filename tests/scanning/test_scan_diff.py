@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MissingExtraError, OptionError
-from headwise.layers.hooks import watching
+from headwise.layers.hooks import attention_hook
 from headwise.layers.native.attention import Attention
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_diff import ScanDiff
@@ -86,7 +86,7 @@ def scan_of(layers: Sequence[Attention], x: Tensor) -> HeadScan:
         seen.append(shown)
         return outputs
 
-    with torch.no_grad(), watching(watch):
+    with torch.no_grad(), attention_hook(watch):
         for layer in layers:
             layer(x)
     return head_scan(*(layer_scan([m], name=f"layer.{i}") for i, m in enumerate(seen)))

@@ -1,1 +1,1 @@
-"""The error budget of an honest implementation, and the rounding formulas under it."""
+"""Error budget: the allowed error of an attention implementation, with its rounding formulas."""

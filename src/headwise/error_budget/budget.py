@@ -1,20 +1,19 @@
-"""The error budget: how far from the float64 result an honest implementation may be.
+"""Error budget: the allowed difference of each element from the float64 reference.
 
-Clause 4 of the contract. Element by element,
+This is clause 4 of the contract. For each element,
 
     allowed = factor * (largest error of plain torch over a family of inputs)  +  floor
 
-with factor 2, and 3 for gradients. Plain torch is `headwise.reference` run in the dtype of the
-inputs; the floor is what rounding must be granted (`headwise.error_budget.rounding`, derived in
-docs/budget.md). ``factor=0`` leaves the floor alone: then the half dtypes must compute in float32
-and round only what they store.
+with factor 2, or 3 for gradients. Plain torch is `headwise.reference` in the dtype of the inputs.
+The floor bounds unavoidable rounding (`headwise.error_budget.rounding`, derived in docs/budget.md).
+With ``factor=0`` only the floor is allowed: half dtypes must compute in float32 and round only what
+they store.
 
     Budget.for_head_outputs(q, k, v, mask=mask).assert_holds(A @ v)
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from torch import Tensor
 from headwise import reference
 from headwise.error_budget import rounding
 from headwise.error_budget.rounding import AttentionOptions, Read, Roundoff
+from headwise.error_budget.verdict import BudgetVerdict
 from headwise.errors import ShapeError
 from headwise.masks.score_bias import ScoreBias
 from headwise.support.axes import MATRIX_AXES
@@ -35,54 +35,17 @@ FORWARD, BACKWARD = 2.0, 3.0
 DRAWS, REACH = 3, 4
 
 
-@dataclass(frozen=True)
-class BudgetVerdict:
-    """What a check found: the element that uses most of its allowance, and how many exceed it."""
-
-    name: str
-    dtype: torch.dtype
-    outside: int
-    elements: int
-    place: str
-    actual: float
-    exact: float
-    error: float
-    allowed: float
-
-    @property
-    def within(self) -> bool:
-        """Whether every element is within its allowance."""
-        return self.outside == 0
-
-    @property
-    def ratio(self) -> float:
-        """Error over allowance at the worst element; at most 1 within the budget."""
-        if self.error == 0:
-            return 0.0
-        return self.error / self.allowed if self.allowed else math.inf
-
-    def __bool__(self) -> bool:
-        return self.within
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        head = f"{self.name} ({dtype}): {self.elements - self.outside} of {self.elements} elements"
-        return (
-            f"{head} are within the error budget\n"
-            f"  largest share of the allowance: {self.ratio:.3g} at {self.place}\n"
-            f"  error {self.error:.3g}, allowed {self.allowed:.3g}: "
-            f"got {self.actual:.9g}, the float64 reference is {self.exact:.9g}"
-        )
-
-    __repr__ = __str__
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Budget:
-    """An exact result in float64 and the error allowed at each of its elements.
+    """Float64 reference of a result, and the error allowed for each of its elements.
 
-    ``allowed`` is that of the arithmetic; ``check`` adds one rounding to the dtype in which the
-    result is handed over.
+    Attributes:
+        name: the quantity, for messages.
+        dtype: the dtype of the inputs.
+        exact: the float64 reference.
+        allowed: the allowed absolute error of the arithmetic; ``check`` adds one rounding to the
+            dtype of the checked result.
+        axes: the names of the axes, for messages.
     """
 
     name: str
@@ -103,13 +66,19 @@ class Budget:
         name: str = "result",
         axes: tuple[str, ...] = (),
     ) -> Budget:
-        """The budget of any function written on the reference, in the dtype of the first input.
+        """Make the budget of any function of the inputs.
 
-        Where no floor is derived, it is how far the exact result moves when the inputs move by
-        one unit in the last place.
+        Args:
+            function: plain torch code; it is called with ``inputs`` in their dtype and in float64.
+            *inputs: the first one determines the dtype of the budget.
+            floor: the rounding floor of each element. By default the change of the exact result
+                when the inputs change by one unit in the last place.
+            factor: factor of plain torch's largest error.
+            name: the quantity, for messages.
+            axes: the names of the result's axes, for messages.
         """
-        (exact,), (plain,), (moved,) = _family(lambda *x: (function(*x),), inputs)
-        floor = torch.full_like(exact, moved) if floor is None else floor.double()
+        (exact,), (plain,), (sensitivity,) = _family(lambda *x: (function(*x),), inputs)
+        floor = torch.full_like(exact, sensitivity) if floor is None else floor.double()
         return cls(name, inputs[0].dtype, exact, factor * plain + floor, axes or _numbered(exact))
 
     @classmethod
@@ -122,7 +91,7 @@ class Budget:
         factor: float = FORWARD,
         **options: Unpack[AttentionOptions],
     ) -> Budget:
-        """``A @ v``."""
+        """Make the budget of ``A @ v``; options as in `headwise.AttentionMatrix`."""
         floor = rounding.product_floor(_rows(q, k, options), _all_heads(v, q))
         axes = (*MATRIX_AXES[:3], "value_dim")
         f = partial(_product, options=options)
@@ -138,7 +107,7 @@ class Budget:
         factor: float = FORWARD,
         **options: Unpack[AttentionOptions],
     ) -> Budget:
-        """``A.mT @ y``: what the keys receive."""
+        """Make the budget of ``A.mT @ y``; options as in `headwise.AttentionMatrix`."""
         floor = rounding.product_floor(_rows(q, k, options), _all_heads(y, q), transposed=True)
         axes = ("batch", "heads", "keys", "y_dim")
 
@@ -157,17 +126,17 @@ class Budget:
         factor: float = FORWARD,
         **options: Unpack[AttentionOptions],
     ) -> Budget:
-        """The weights, or what ``read`` makes of them.
+        """Make the budget of the weights, or of ``read(weights)``.
 
-        ``read`` adds weights up, picks some, or takes a maximum: rows, a diagonal, a pooled map,
-        what a key receives, the average over heads.
+        ``read`` sums or selects weights, or takes a maximum: rows, a diagonal, a pooled map, the
+        weight that a key receives, the average over heads.
         """
-        taken = read or (lambda w: w)
-        floor = rounding.reading_floor(_rows(q, k, options), taken)
+        read_weights = read or (lambda w: w)
+        floor = rounding.reading_floor(_rows(q, k, options), read_weights)
         axes = MATRIX_AXES if read is None else ()
 
         def f(q: Tensor, k: Tensor) -> Tensor:
-            return taken(reference.weights(q, k, **options))
+            return read_weights(reference.weights(q, k, **options))
 
         return cls.of(f, q, k, floor=floor, factor=factor, name="weights", axes=axes)
 
@@ -180,7 +149,7 @@ class Budget:
         factor: float = FORWARD,
         **options: Unpack[AttentionOptions],
     ) -> Budget:
-        """log of the sum of exp(score) over the keys and the sink; -inf in an empty row."""
+        """Make the budget of the logsumexp over keys and sink; -inf in an empty row."""
         floor = rounding.logsumexp_floor(_rows(q, k, options))
         f = partial(_logsumexp, options=options)
         return cls.of(f, q, k, floor=floor, factor=factor, name="logsumexp", axes=MATRIX_AXES[:3])
@@ -194,7 +163,7 @@ class Budget:
         factor: float = FORWARD,
         **options: Unpack[AttentionOptions],
     ) -> Budget:
-        """Entropy, in nats, of the distribution over the keys and the sink; 0 in an empty row."""
+        """Make the budget of the entropy in nats over keys and sink; 0 in an empty row."""
         floor = rounding.entropy_floor(_rows(q, k, options))
         f = partial(_entropy, options=options)
         return cls.of(f, q, k, floor=floor, factor=factor, name="entropy", axes=MATRIX_AXES[:3])
@@ -211,10 +180,11 @@ class Budget:
         factor: float = BACKWARD,
         **options: Unpack[AttentionOptions],
     ) -> dict[str, Budget]:
-        """The gradients of ``A @ v``: "q", "k", "v", and "sink" where there is one.
+        """Make the budgets of the gradients of ``A @ v``: "q", "k", "v", and "sink" for a sink.
 
-        "score_bias" where ``bias_gradient`` says how the gradient of the scores adds up to that
+        ``bias_gradient`` adds "score_bias": the function sums the gradient of the scores to that
         of the bias, e.g. ``lambda g: g.sum(0)`` for a dense bias of (heads, queries, keys).
+        ``grad_output`` is the gradient of the head outputs.
         """
         scale = options.get("scale")
         scale = reference.default_scale(q) if scale is None else scale
@@ -235,10 +205,10 @@ class Budget:
     # ---- use --------------------------------------------------------------------------------
 
     def check(self, actual: Tensor) -> BudgetVerdict:
-        """Compare a result with the reference, element by element. NaN is never within.
+        """Compare a result with the reference, element by element; NaN is never within.
 
         Raises:
-            ShapeError: the result has another shape than the reference.
+            ShapeError: the shape of the result is not that of the reference.
         """
         if actual.shape != self.exact.shape:
             raise ShapeError(
@@ -267,14 +237,19 @@ class Budget:
         )
 
     def _allowed_in(self, dtype: torch.dtype) -> Tensor:
-        """``allowed``, and one rounding to the dtype in which the result is handed over."""
+        """Return ``allowed`` plus one rounding to the dtype of the result."""
         info = torch.finfo(dtype)
-        rounding = (self.exact.abs() + info.tiny) * info.eps / 2
-        # An infinite result, such as the logsumexp of an empty row, is met exactly or not at all.
-        return (self.allowed + rounding).where(self.exact.isfinite(), 0.0)
+        last_rounding = (self.exact.abs() + info.tiny) * info.eps / 2
+        # Infinite results, such as the logsumexp of an empty row, must be equal.
+        return (self.allowed + last_rounding).where(self.exact.isfinite(), 0.0)
 
     def assert_holds(self, actual: Tensor) -> None:
-        """Raise AssertionError, with the verdict as its message, unless the result is within."""
+        """Raise AssertionError with the verdict as its message, unless all elements are within.
+
+        Raises:
+            AssertionError: an element beyond its allowance.
+            ShapeError: the shape of the result is not that of the reference.
+        """
         verdict = self.check(actual)
         if not verdict.within:
             raise AssertionError(str(verdict))
@@ -289,21 +264,21 @@ class Budget:
 
 
 class _Family(NamedTuple):
-    exact: tuple[Tensor, ...]  # the results for the inputs themselves, in float64
-    plain: tuple[float, ...]  # the largest error of plain torch over the family, for each result
-    moved: tuple[float, ...]  # how far the exact results move when the inputs move one last place
+    exact: tuple[Tensor, ...]  # results for the inputs themselves, in float64
+    plain: tuple[float, ...]  # largest error of plain torch over the family, for each result
+    sensitivity: tuple[float, ...]  # change of exact results for one unit in the inputs' last place
 
 
 def _family(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> _Family:
-    """Plain torch over a family of inputs: the same problem, with its luck drawn again.
+    """Run plain torch on a family of inputs, so that one lucky rounding does not count.
 
-    The family holds the inputs themselves and DRAWS - 1 neighbours, every element of which is
-    moved by up to REACH units in the last place.
+    The family is the inputs and DRAWS - 1 neighbours, whose elements differ by up to REACH units in
+    the last place.
     """
     generator = torch.Generator().manual_seed(0)
     first: list[Tensor] = []
     plain: list[float] = []
-    moved: list[float] = []
+    changes: list[float] = []
     for draw in range(DRAWS):
         near = [_neighbour(x, generator) if draw else x.detach() for x in inputs]
         wide = [x.double() if x.is_floating_point() else x for x in near]
@@ -311,13 +286,13 @@ def _family(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor
         rounded = [x.detach().double() for x in function(*near)]
         first = first or exact
         plain = _largest(plain, rounded, exact)
-        moved = _largest(moved, exact, first)
-    return _Family(tuple(first), tuple(plain), tuple(x / REACH for x in moved))
+        changes = _largest(changes, exact, first)
+    return _Family(tuple(first), tuple(plain), tuple(x / REACH for x in changes))
 
 
-def _largest(so_far: list[float], some: list[Tensor], others: list[Tensor]) -> list[float]:
-    # Where plain torch overflows it grants nothing: the floor alone is left.
-    errors = [(a - b).abs().nan_to_num(0.0, posinf=0.0) for a, b in zip(some, others, strict=True)]
+def _largest(so_far: list[float], a: list[Tensor], b: list[Tensor]) -> list[float]:
+    # An overflow of plain torch adds nothing to the allowance.
+    errors = [(x - y).abs().nan_to_num(0.0, posinf=0.0) for x, y in zip(a, b, strict=True)]
     largest = [float(error.max()) if error.numel() else 0.0 for error in errors]
     return [max(pair) for pair in zip(so_far or largest, largest, strict=True)]
 
@@ -331,16 +306,16 @@ def _neighbour(x: Tensor, generator: torch.Generator) -> Tensor:
     )
 
 
-# ---- the reference arithmetic of other readings ----------------------------------------------
+# ---- the reference arithmetic of other results -----------------------------------------------
 
 
 def _product(q: Tensor, k: Tensor, v: Tensor, *, options: AttentionOptions) -> Tensor:
-    # Like functional.head_outputs, for values of any number of heads that divides that of q.
+    # Like reference.head_outputs, for any number of value heads that divides that of q.
     return reference.weights(q, k, **options) @ reference.share_heads(v, heads=q.shape[1])
 
 
 def _outcomes(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
-    """The scores with the sink's logit as one more key; -inf where there is no sink."""
+    """Return the scores with the sink's logit as an extra key, -inf without a sink."""
     s = reference.scores(
         q,
         k,
@@ -374,11 +349,11 @@ def _backward(
     options = {**options, "sink": sink[0] if sink else None}
     extra: list[Tensor] = []
     if read is not None:
-        # A bias of zeros: its gradient is that of the scores.
+        # The gradient of an added bias of zeros is that of the scores.
         zeros = q.new_zeros(*q.shape[:3], k.shape[2]).requires_grad_()
         probe = ScoreBias.dense(zeros, axes=" ".join(MATRIX_AXES))
-        given = options.get("score_bias")
-        options = {**options, "score_bias": probe if given is None else given + probe}
+        score_bias = options.get("score_bias")
+        options = {**options, "score_bias": probe if score_bias is None else score_bias + probe}
         extra = [zeros]
     with torch.enable_grad():
         out = _product(q, k, v, options=options)
@@ -387,7 +362,7 @@ def _backward(
 
 
 def _rows(q: Tensor, k: Tensor, options: AttentionOptions) -> rounding.RowRounding:
-    return rounding.rows(q, k, Roundoff.of(q.dtype), **options)
+    return rounding.row_rounding(q, k, Roundoff.of(q.dtype), **options)
 
 
 def _all_heads(x: Tensor, q: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
-"""How far honest arithmetic may round: the floor under every error budget.
+"""Rounding floors: first-order bounds of unavoidable rounding, for every error budget.
 
-Each function bounds, element by element and to first order, what a dtype's rounding does to one
-quantity of the attention matrix. docs/budget.md derives every line; the names are those used
-there. Everything here is float64, dense and without gradients.
+Each function bounds the rounding error of one quantity of the attention matrix, element by element.
+docs/budget.md derives every line and uses the same names. The arithmetic is float64, dense and
+without gradients.
 
     u    unit roundoff of the accumulation (float32 for the half dtypes, otherwise the dtype's own)
     U    unit roundoff of the storage: weights and score gradients kept for a product
-    eta  the smallest number that is not lost when a weight is stored
+    eta  absolute error from storing a weight near 0
 
-A sum of n terms is given ``growth(n)`` * u: n up to 16 terms, 4 * sqrt(n) beyond. Rounding errors
-are nearly independent and rarely conspire (Higham and Mary 2019, SIAM J. Sci. Comput. 41(5)).
+A sum of n terms is allowed ``growth(n)`` * u: n up to 16 terms, 4 * sqrt(n) beyond, since rounding
+errors are nearly independent (Higham and Mary 2019, SIAM J. Sci. Comput. 41(5)).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 
 LAMBDA = 4.0
-# exp, log and tanh of the common vector libraries are good to 2 units in the last place.
+# exp, log and tanh of common vector libraries have errors of at most 2 units in the last place.
 ELEMENTARY = 4.0
 
 Read = Callable[[Tensor], Tensor]
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What shapes an attention matrix besides q and k; see `headwise.reference`."""
+    """Options of an attention matrix besides q and k; see `headwise.reference`."""
 
     mask: Mask | None
     score_bias: ScoreBias | None
@@ -46,7 +46,7 @@ class AttentionOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Roundoff:
-    """The three numbers of a dtype."""
+    """Unit roundoffs u and U and the smallest stored error eta of a dtype; see the module."""
 
     u: float
     U: float
@@ -54,20 +54,20 @@ class Roundoff:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Roundoff:
-        """The roundoffs of a tensor dtype, including those of the float64 reference itself.
+        """Return the roundoffs of a dtype, including those of the float64 reference itself.
 
         Raises:
-            DTypeError: not one of float64, float32, bfloat16 and float16.
+            DTypeError: a dtype other than float64, float32, bfloat16 and float16.
         """
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise DTypeError(
                 saw=f"an error budget for {dtype}",
                 needed="float64, float32, bfloat16 or float16",
-                do="convert the inputs to one of these",
+                do="e.g. x.float() for each input",
             )
         half = dtype in (torch.bfloat16, torch.float16)
         store, accumulate = torch.finfo(dtype), torch.finfo(torch.float32 if half else dtype)
-        # The reference rounds too. That doubles the floor in float64 and is nothing elsewhere.
+        # The reference rounds too, which doubles the floor in float64 and is negligible elsewhere.
         twice = 1 + torch.finfo(torch.float64).eps / accumulate.eps
         return cls(
             u=twice * accumulate.eps / 2,
@@ -79,7 +79,7 @@ class Roundoff:
 
 @dataclass(frozen=True)
 class RowRounding:
-    """The rows of one attention matrix in float64, and what rounding does to them."""
+    """Rows of one attention matrix in float64, with bounds of their rounding errors."""
 
     r: Roundoff
     weights: Tensor  # (batch, heads, queries, keys)
@@ -107,7 +107,7 @@ class RowRounding:
 
 
 def growth(terms: int) -> float:
-    """How many u a sum of so many terms may be off, relative to the sum of their magnitudes."""
+    """Return the error bound of a sum in units of u, relative to the sum of magnitudes."""
     return min(float(terms), LAMBDA * math.sqrt(terms))
 
 
@@ -115,7 +115,7 @@ def _growth_of(terms: Tensor) -> Tensor:
     return torch.minimum(terms.double(), LAMBDA * terms.double().sqrt())
 
 
-def rows(
+def row_rounding(
     q: Tensor,
     k: Tensor,
     r: Roundoff,
@@ -126,7 +126,7 @@ def rows(
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> RowRounding:
-    """Scores, weights and their errors (docs/budget.md, "Scores" and "Weights")."""
+    """Return scores, weights and their errors (docs/budget.md, "Scores" and "Weights")."""
     q, k = q.detach().double(), k.detach().double()
     sink = None if sink is None else sink.detach().double()
     s = reference.scores(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap)
@@ -135,10 +135,10 @@ def rows(
     logit = s.new_full((*s.shape[:-1], 1), -torch.inf)
     if sink is not None:
         logit = sink[:, None, None].expand_as(logit)
-    both = torch.cat([s, logit], dim=-1)
-    some = both.amax(-1, keepdim=True) > -torch.inf
-    peak = both.amax(-1, keepdim=True).where(some, 0.0)
-    logsumexp = torch.logsumexp(both, -1, keepdim=True).where(some, 0.0)
+    outcomes = torch.cat([s, logit], dim=-1)
+    nonempty = outcomes.amax(-1, keepdim=True) > -torch.inf
+    peak = outcomes.amax(-1, keepdim=True).where(nonempty, 0.0)
+    logsumexp = torch.logsumexp(outcomes, -1, keepdim=True).where(nonempty, 0.0)
     share = torch.exp(logit - logsumexp)
     weights = reference.weights_of(s, sink)
 
@@ -165,7 +165,10 @@ def rows(
 def _capped_scores(
     q: Tensor, k: Tensor, r: Roundoff, scale: float | None, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """scale * q.k through the softcap: its value, its slope, and the errors of slope and value."""
+    """Return scale * q.k after the softcap: value, slope, error of the slope, error of the value.
+
+    The slope is the derivative of the softcap.
+    """
     raw = reference.scores(q, k, scale=scale)
     size = reference.scores(q.abs(), k.abs(), scale=None if scale is None else abs(scale))
     error = r.u * (growth(q.shape[-1]) + 2) * size
@@ -180,14 +183,14 @@ def _capped_scores(
 
 
 def reading_floor(a: RowRounding, read: Read) -> Tensor:
-    """A sum (or a maximum, or a choice) of weights."""
+    """Bound the error of a sum, a maximum or a selection of weights."""
     exact = read(a.weights)
     terms = a.weights.numel() // max(exact.numel(), 1)
     return read(a.absolute) + growth(terms) * a.r.u * exact
 
 
 def product_floor(a: RowRounding, v: Tensor, *, transposed: bool = False) -> Tensor:
-    """Weights @ v, or weights.mT @ v. ``v`` has all heads."""
+    """Bound the error of weights @ v, or weights.mT @ v; ``v`` has all heads."""
     w, error = a.weights, a.absolute + a.r.U * a.weights
     over = growth(w.shape[-2]) if transposed else a.over_keys
     if transposed:
@@ -196,24 +199,24 @@ def product_floor(a: RowRounding, v: Tensor, *, transposed: bool = False) -> Ten
 
 
 def logsumexp_floor(a: RowRounding) -> Tensor:
-    """log of the sum of exp over a row, (batch, heads, queries)."""
+    """Bound the error of the logsumexp of a row, (batch, heads, queries)."""
     log = (a.logsumexp - a.peak).abs()
     floor = a.mean_error + a.r.u * (a.over_keys + ELEMENTARY * (1 + log) + a.logsumexp.abs())
-    return floor.squeeze(-1) * _some(a)
+    return floor.squeeze(-1) * _is_nonempty(a)
 
 
 def entropy_floor(a: RowRounding) -> Tensor:
-    """H = log Z + sum p (peak - s), (batch, heads, queries)."""
+    """Bound the error of H = log Z + sum p (peak - s), (batch, heads, queries)."""
     p = torch.cat([a.weights, a.share], dim=-1)
     error = torch.cat([a.score_error, a.sink_error], dim=-1) + ELEMENTARY * a.r.u
     surprise = -torch.log(p.where(p > 0, 1.0))
     entropy = (p * surprise).sum(-1)
     floor = (p * (surprise - entropy[..., None]).abs() * error).sum(-1)
     rest = a.over_keys.squeeze(-1) * (1 + 2 * entropy) + (ELEMENTARY + 4) * entropy
-    return (floor + a.r.u * rest + a.r.eta) * _some(a)
+    return (floor + a.r.u * rest + a.r.eta) * _is_nonempty(a)
 
 
-def _some(a: RowRounding) -> Tensor:
+def _is_nonempty(a: RowRounding) -> Tensor:
     return (a.live.any(-1) | (a.share > 0).squeeze(-1)).double()
 
 
@@ -227,16 +230,16 @@ def gradient_floors(
     scale: float,
     bias_gradient: Read | None,
 ) -> dict[str, Tensor]:
-    """The gradients of q, k, v, of the sink and of what is added to the scores.
+    """Bound the errors of the gradients of q, k, v, the sink and the score bias.
 
-    docs/budget.md, "Gradients". ``k`` and ``v`` come with their own kv_heads.
+    See docs/budget.md, "Gradients". ``k`` and ``v`` have kv_heads.
     """
     q, k, v, g = (x.detach().double() for x in (q, k, v, grad_output))
     k_heads, v_heads, heads, r = k.shape[1], v.shape[1], q.shape[1], a.r
     k, v = reference.share_heads(k, heads=heads), reference.share_heads(v, heads=heads)
     weight_error, ds, ds_error, d, d_error = _score_gradient(a, v, g)
 
-    # Through the softcap; then dS is stored for the two products.
+    # dS through the softcap; it is stored for the two products.
     dr = a.slope * ds
     dr_error = a.slope * ds_error + ds.abs() * a.slope_error + r.U * dr.abs() + r.eta * a.live
     over_queries = growth(q.shape[2] * heads // min(k_heads, v_heads))
@@ -263,9 +266,9 @@ def gradient_floors(
 def _score_gradient(
     a: RowRounding, v: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dS = P * (dP - D) with its error, and what else it is made of.
+    """Return the error of P, then dS = P * (dP - D) and D, each with its error.
 
-    dP = dO v, and D = sum of dO * O, its mean over the row, where O comes back from storage.
+    dP = dO v, and D = sum of dO * O is the weighted mean of dP over a row; O is read from storage.
     """
     r, over_values = a.r, growth(v.shape[-1])
     out = a.weights @ v
@@ -274,7 +277,7 @@ def _score_gradient(
     out_error = product_floor(a, v) + r.U * out.abs() + r.eta
     d_error = (g.abs() * out_error).sum(-1, keepdim=True)
     d_error = d_error + r.u * over_values * (g * out).abs().sum(-1, keepdim=True)
-    # The backward may rebuild a weight as exp(s - logsumexp), with a rounded logsumexp.
+    # A backward pass may recompute a weight as exp(s - logsumexp), with a rounded logsumexp.
     weight_error = a.absolute + a.weights * r.u * a.logsumexp.abs()
     rest = r.u * ((over_values + 2) * size + 2 * (dp.abs() + d.abs())) + d_error
     ds_error = weight_error * (dp - d).abs() + a.weights * rest
@@ -282,7 +285,7 @@ def _score_gradient(
 
 
 def _per_kv_head(error: Tensor, exact: Tensor, kv_heads: int, r: Roundoff) -> Tensor:
-    """Sum over the query heads of a kv head; each head's part may be stored before the sum."""
+    """Sum errors over the query heads of a kv head; parts may be stored before the sum."""
     error, exact = (x.unflatten(1, (kv_heads, -1)) for x in (error, exact))
     if exact.shape[2] == 1:
         return error.sum(2)

@@ -21,7 +21,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
 from headwise.huggingface.lazy_mask import MEANING, LazyMask
 from headwise.huggingface.masks import is_made_for_eager
-from headwise.layers.hooks import shown
+from headwise.layers.hooks import call_hook
 from headwise.masks.additive_mask import taken_apart
 from headwise.masks.bias_dtype import cast_bias
 from headwise.masks.clauses.segments import Segments
@@ -84,7 +84,7 @@ def attend(
     dropout = float(options.get("dropout", 0.0))
     outputs = matrix @ value if dropout == 0 else matrix.dropped(value, dropout_p=dropout)
     weights = matrix.dense(limit=None) if _wants_weights(options) else None
-    return shown(matrix, value, outputs).transpose(1, 2).contiguous(), weights
+    return call_hook(matrix, value, outputs).transpose(1, 2).contiguous(), weights
 
 
 class _Scores(NamedTuple):

@@ -1,1 +1,1 @@
-"""Who computes: torch's fused kernel for products, tiles for everything else."""
+"""Kernels of attention: torch's fused one for head outputs, tiles for everything else."""

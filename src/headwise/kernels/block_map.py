@@ -1,7 +1,7 @@
-"""A map of the weights by cells: blocks of queries by blocks of keys, summed inside the tiles.
+"""Pooled map of the weights: sums over blocks of queries and blocks of keys, tile by tile.
 
-Position i of n is in block floor(i * blocks / n). Blocks of queries are summed first, since adding
-whole rows of a tile is the fast direction; what is left of its columns is then summed to cells.
+Position i of n is in block floor(i * blocks / n). Queries are summed first, since adding whole rows
+of a tile is fast; then the columns of these sums are summed to cells.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.tiles import Tile
 
-# Blocks of at least so many columns are summed one by one: adding up by an index, one number after
-# the other, would round more.
+# Blocks of at least this many columns are summed by `sum`: index_add_ adds the numbers in sequence,
+# which rounds more.
 LONG_BLOCK = 64
 
 
 @dataclass(frozen=True)
 class BlockMap:
-    """The blocks that a run of positions touches, of all blocks of an axis."""
+    """Blocks of an axis that overlap a span of its positions."""
 
     span: slice
     length: int
@@ -42,14 +42,14 @@ class BlockMap:
         return int(self.touched.stop - self.touched.start)
 
     def sizes(self) -> list[int]:
-        """How many positions of the run each touched block has."""
+        """Return the number of the span's positions in each touched block."""
         touched = range(self.touched.start, self.touched.stop + 1)
         starts = [-(-block * self.length // self.blocks) for block in touched]
         inside = [min(max(start, self.span.start), self.span.stop) for start in starts]
         return [stop - start for start, stop in pairwise(inside)]
 
     def index(self, like: Tensor) -> Tensor:
-        """For each position its block, counted from the first that is touched."""
+        """Return the block of each position, counted from the first touched block."""
         position = torch.arange(self.span.start, self.span.stop, device=like.device)
         return (position * self.blocks // self.length).sub_(self.touched.start)
 
@@ -68,22 +68,22 @@ def add_tile(cells: Tensor, problem: BoundScores, tile: Tile, p: Tensor) -> None
     cells[tile.batches, tile.heads, rows.touched, columns.touched] += p
 
 
-def of_tile(cells: Tensor, problem: BoundScores, tile: Tile) -> Tensor:
-    """For each entry of a tile the number of its cell: the gradient of `add_tile`."""
+def expand_to_tile(cells: Tensor, problem: BoundScores, tile: Tile) -> Tensor:
+    """Return for each entry of a tile the value of its cell: the gradient of `add_tile`."""
     rows, columns = _blocks_of_tile(cells, problem, tile)
     cut = cells[tile.batches, tile.heads, rows.touched, columns.touched]
     return cut.index_select(3, columns.index(cut)).index_select(2, rows.index(cut))
 
 
 def membership(length: int, blocks: int, like: Tensor) -> Tensor:
-    """(length, blocks): 1 where a position is in a block."""
+    """Return (length, blocks): 1 where a position is in a block, else 0."""
     block = torch.arange(length, device=like.device) * blocks // max(1, length)
     return (block[:, None] == torch.arange(blocks, device=like.device)).to(like.dtype)
 
 
-def sizes(length: int, blocks: int, like: Tensor) -> Tensor:
-    """How many positions each block has, at least 1."""
-    # Of positive numbers: ONNX rounds quotients of integers towards 0.
+def block_sizes(length: int, blocks: int, like: Tensor) -> Tensor:
+    """Return the number of positions in each block, at least 1."""
+    # Positive numbers only, since ONNX rounds quotients of integers towards 0.
     edges = (torch.arange(blocks + 1, device=like.device) * length + (blocks - 1)) // blocks
     return (edges[1:] - edges[:-1]).clamp(min=1).to(like.dtype)
 

@@ -1,4 +1,4 @@
-"""What every kernel is given: queries, keys, and everything that shapes the scores."""
+"""Input of every kernel: queries, keys, and everything that shapes the scores."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class BoundScores:
 
     @property
     def group(self) -> int:
-        """Query heads that share one kv head."""
+        """Number of query heads for each kv head."""
         return self.q.shape[1] // self.k.shape[1]
 
     @property
     def accumulate(self) -> torch.dtype:
-        """The dtype scores and sums are held in: float32 for half types, else their own."""
+        """Dtype of scores and sums: float32 for half types, else that of ``q``."""
         return accumulation_dtype(self.q.dtype)
 
     @property
     def has_positive_scale(self) -> bool:
-        """Whether the scale is above 0, and stays so in the dtype of the scores."""
+        """True if the scale is above 0, also when rounded to the dtype of the scores."""
         return bool(self.scale >= torch.finfo(self.accumulate).tiny)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Float32 for bfloat16 and float16, else the dtype itself."""
+    """Return float32 for bfloat16 and float16, else the dtype itself."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

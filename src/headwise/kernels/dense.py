@@ -1,4 +1,7 @@
-"""The same readings as the tiled kernel, written down: for ONNX export, and as its oracle."""
+"""Dense kernel: the results of the tiled kernel in queries x keys memory.
+
+ONNX export and torch.func use it, and tests compare the tiled kernel with it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from headwise import reference
 from headwise.kernels import block_map
 from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
-from headwise.kernels.tiled import KernelResult, Requested, empty_readings, log_floor, shift_of
+from headwise.kernels.tiled import KernelResult, Requested, empty_result, log_floor, softmax_shift
 from headwise.support.tracing import autocasts, is_recorded
 
 
 class DenseKernel(Kernel):
-    """The weights written down. It takes every task."""
+    """Kernel in queries x keys memory, for every task."""
 
     name = "dense"
 
@@ -26,25 +29,25 @@ class DenseKernel(Kernel):
     def run(self, task: Task) -> KernelResult:
         """See `Kernel.run`."""
         if task.dropout_p == 0 or task.v is None:
-            return read(task.problem, task.v, task.y, task.readings)
-        kept = dropout(weights(task.problem), task.dropout_p)
-        values = reference.share_heads(task.v.to(kept.dtype), heads=kept.shape[1])
-        return outputs_alone((kept @ values).to(task.v.dtype))
+            return dense_result(task.problem, task.v, task.y, task.requested)
+        p = dropout(weights(task.problem), task.dropout_p)
+        values = reference.share_heads(task.v.to(p.dtype), heads=p.shape[1])
+        return outputs_alone((p @ values).to(task.v.dtype))
 
     def cost(self, task: Task) -> Cost:
-        """Scores, exponentials and weights at once, in the dtype of accumulation."""
+        """Return the cost with scores, exponentials and weights in memory at the same time."""
         q, k = task.problem.q, task.problem.k
         width = q.new_empty(0, dtype=task.problem.accumulate).element_size()
         return Cost(task.operations, 3 * q.shape[:3].numel() * k.shape[2] * width)
 
 
 def one_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-    """Head outputs and the mean of the weights over heads, for one query that may see every key.
+    """Return head outputs and the mean weights over heads for one query, or None.
 
-    None where it does not serve these operands. As `sdpa.plain_outputs`, it is for single tokens,
-    whose row costs less than to choose a kernel; nothing but the scale may shape the scores.
+    Like `sdpa.plain_outputs` this is a shortcut for single tokens, whose row costs less than the
+    choice of a kernel. Scores have no mask, bias, softcap or sink.
     """
-    # First: what a graph compares of its sizes, it holds for only.
+    # First, since a graph holds only for the sizes that it compares.
     if is_recorded() or q.dtype != torch.float32 or autocasts(q.device.type):
         return None
     if q.shape[2] != 1 or v.shape != k.shape or k.shape[1] != q.shape[1] or not k.numel():
@@ -55,18 +58,18 @@ def one_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     return p @ v, p.mean(1)
 
 
-def read(
-    problem: BoundScores, v: Tensor | None, y: Tensor | None, wanted: Requested
+def dense_result(
+    problem: BoundScores, v: Tensor | None, y: Tensor | None, requested: Requested
 ) -> KernelResult:
-    """Every asked reading from the dense weights; queries x keys memory."""
+    """Return the requested results from dense weights."""
     exact, (queries, keys) = problem.accumulate, (problem.q.shape[2], problem.k.shape[2])
-    result = empty_readings(problem.q, problem.k, v, y, wanted)
+    result = empty_result(problem.q, problem.k, v, y, requested)
     if 0 in (queries, keys):
         return result
     s = _scores(problem)
     p = reference.weights_of(s, problem.sink)
     peak = s.amax(-1)
-    shift = shift_of(peak.detach(), None if problem.sink is None else problem.sink.detach())
+    shift = softmax_shift(peak.detach(), None if problem.sink is None else problem.sink.detach())
     log_sum, sink_entropy = _normaliser(s, shift, problem.sink)
     log_p = (s - (shift + log_sum)[..., None]).clamp(min=log_floor(exact))
     out = result.out if v is None else p @ reference.share_heads(v.to(exact), heads=p.shape[1])
@@ -76,24 +79,24 @@ def read(
         transposed=transposed.to(problem.q.dtype),
         peak=peak,
         log_sum=log_sum,
-        entropy=sink_entropy - (p * log_p).sum(-1) if wanted.entropy else result.entropy,
-        received=p.sum(2) if wanted.received else result.received,
-        average=p.mean(1).to(problem.q.dtype) if wanted.average else result.average,
-        cells=_cells(p, wanted) if wanted.query_blocks else result.cells,
+        entropy=sink_entropy - (p * log_p).sum(-1) if requested.entropy else result.entropy,
+        received=p.sum(2) if requested.received else result.received,
+        average=p.mean(1).to(problem.q.dtype) if requested.average else result.average,
+        cells=_cells(p, requested) if requested.query_blocks else result.cells,
     )
 
 
-def _cells(p: Tensor, wanted: Requested) -> Tensor:
-    in_query_block = block_map.membership(p.shape[2], wanted.query_blocks, p)
+def _cells(p: Tensor, requested: Requested) -> Tensor:
+    in_query_block = block_map.membership(p.shape[2], requested.query_blocks, p)
     return (
         in_query_block.transpose(-2, -1)
         @ p
-        @ block_map.membership(p.shape[3], wanted.key_blocks, p)
+        @ block_map.membership(p.shape[3], requested.key_blocks, p)
     )
 
 
 def weights(problem: BoundScores) -> Tensor:
-    """The attention matrix in the dtype of accumulation."""
+    """Return the attention matrix in the dtype of accumulation."""
     return reference.weights_of(_scores(problem), problem.sink)
 
 
@@ -110,7 +113,7 @@ def _scores(problem: BoundScores) -> Tensor:
 
 
 def _normaliser(s: Tensor, shift: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """log Z (0 where nothing may be attended), and the sink's own term of the entropy."""
+    """Return log Z, 0 in rows without keys and sink, and the sink's term of the entropy."""
     total = torch.exp(s - shift[..., None]).sum(-1)
     if sink is None:
         return total.masked_fill(total == 0, 1.0).log(), torch.zeros_like(total)

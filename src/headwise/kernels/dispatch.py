@@ -1,4 +1,4 @@
-"""The one place that chooses: products, readings, dropout, and the report on them go through it."""
+"""Choice of the kernel for every task; the explanation of a matrix uses the same choice."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from headwise.kernels.varlen import VarlenKernel
 
 
 class KernelChoice(NamedTuple):
-    """A kernel, and the reason in one line."""
+    """Kernel for a task, with the reason in one line."""
 
     kernel: Kernel
     why: str
 
 
 def choose(task: Task) -> KernelChoice:
-    """The first kernel that takes the task, and why: its own reason, or the last refusal."""
+    """Return the first kernel that accepts the task; the reason is its own or the last refusal."""
     refused = ""
     for kernel in KERNELS:
         refusal = kernel.refuses(task)
@@ -31,10 +31,10 @@ def choose(task: Task) -> KernelChoice:
 
 
 def run(task: Task) -> KernelResult:
-    """The readings that were asked for, by the kernel that `choose` names."""
+    """Return the requested results, from the kernel that `choose` returns."""
     return choose(task).kernel.run(task)
 
 
-# In this order each is asked. A new kernel is added here; where the next one serves, the refusal of
-# this one is the reason that is reported.
+# In order of preference. Add a new kernel here. If a kernel refuses a task, its refusal is the
+# reported reason for the next one.
 KERNELS: tuple[Kernel, ...] = (VarlenKernel(choose), FusedKernel(), TiledKernel(), DenseKernel())

@@ -1,4 +1,4 @@
-"""Which kernel computes which reading, why, and what it costs: a report to print."""
+"""Report on the kernels of an attention matrix: reason, operations and memory of each result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwise.support.axes import human_bytes
 
 @dataclass(frozen=True)
 class ExplanationLine:
-    """One reading: who computes it, why, its multiply-adds and its memory beside the result."""
+    """Kernel of one result, the reason, and the `Cost`."""
 
     reading: str
     kernel: str
@@ -31,7 +31,7 @@ class ExplanationLine:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer of ``A.explain()``; print it."""
+    """Printable report that ``A.explain()`` returns."""
 
     lines: tuple[ExplanationLine, ...]
 
@@ -43,18 +43,18 @@ class Explanation:
 
 
 def explain(problem: BoundScores, v: Tensor) -> Explanation:
-    """What each reading of this matrix would run, for values shaped like ``v``."""
+    """Return the kernels of all results of this matrix, for values shaped like ``v``."""
     y = v.new_zeros(()).expand(*problem.q.shape[:3], v.shape[3])
     tasks = {
         "A @ v": Task(problem, v=v),
         "A.mT @ y": Task(problem, y=y),
-        "statistics, diagonal": Task(problem, wanted=Requested(entropy=True, received=True)),
-        "head_average": Task(problem, wanted=Requested(average=True)),
+        "statistics, diagonal": Task(problem, statistics=Requested(entropy=True, received=True)),
+        "head_average": Task(problem, statistics=Requested(average=True)),
     }
     rows = ExplanationLine(
         "rows, dense",
         DenseKernel.name,
-        "written down on request",
+        "dense on request",
         *DenseKernel().cost(Task(problem)),
     )
     return Explanation((*(_line(reading, task) for reading, task in tasks.items()), rows))

@@ -1,6 +1,6 @@
-"""What a kernel is: it says which tasks it refuses, runs a task, and tells what the task costs.
+"""Base class of kernels, their tasks and costs.
 
-A new kernel is one class in one file, and one place in the order of `dispatch.KERNELS`.
+A new kernel is one class in one file, and one entry in `dispatch.KERNELS`.
 """
 
 from __future__ import annotations
@@ -10,46 +10,47 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from headwise.kernels.bound_scores import BoundScores
-from headwise.kernels.tiled import KernelResult, Requested
+from headwise.kernels.tiled import KernelResult, Requested, softmax_shift
 from headwise.kernels.tiles import plan
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is asked of one attention matrix.
+    """Products and statistics to compute of one attention matrix.
 
     Attributes:
         problem: the matrix.
-        v: values to multiply it with, (batch, kv_heads, keys, value_dim).
-        y: what its transpose is multiplied with, (batch, heads, queries, y_dim).
-        wanted: readings beside these products; None where there is none.
-        dropout_p: probability with which each weight is dropped before the product with ``v``.
-        notes: what a kernel found out of this task, and would find once more.
+        v: right operand of ``A @ v``, (batch, kv_heads, keys, value_dim), or None.
+        y: right operand of ``A.mT @ y``, (batch, heads, queries, y_dim), or None.
+        statistics: the results besides these products, or None.
+        dropout_p: probability of dropping each weight before the product with ``v``.
+        cache: intermediate results of a kernel for this task.
     """
 
     problem: BoundScores
     v: Tensor | None = None
     y: Tensor | None = None
-    wanted: Requested | None = None
+    statistics: Requested | None = None
     dropout_p: float = 0.0
-    notes: dict[str, Any] = field(default_factory=dict, init=False)
+    cache: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property
     def values(self) -> Tensor | None:
-        """``v`` where its product is all that is asked; else None."""
-        return self.v if self.y is None and self.wanted is None else None
+        """``v`` if its product is the whole task, else None."""
+        return self.v if self.y is None and self.statistics is None else None
 
     @property
-    def readings(self) -> Requested:
-        """``wanted``, or none."""
-        return self.wanted or Requested()  # no default: a compiler cannot make one
+    def requested(self) -> Requested:
+        """``statistics``, or an empty `Requested`."""
+        return self.statistics or Requested()  # no field default: a compiler cannot make one
 
     @cached_property
     def cells(self) -> int:
-        """Entries of the matrix inside the tiles: what the bands leave, rounded up to tiles."""
+        """Number of matrix entries in all tiles: those inside the bands, rounded up to tiles."""
         total = 0
         for tile in plan(self.problem):
             batches, kv_heads, group, rows, columns = tile.size(self.problem.group)
@@ -58,40 +59,54 @@ class Task:
 
     @property
     def operations(self) -> int:
-        """Multiply-adds of the scores and of every product, each counted as two operations."""
+        """Floating-point operations of the scores and every product, two for a multiply-add."""
         widths = [self.problem.q.shape[3], *(t.shape[3] for t in (self.v, self.y) if t is not None)]
         return 2 * self.cells * sum(widths)
 
 
 class Cost(NamedTuple):
-    """Floating-point operations, and bytes beside the result."""
+    """Floating-point operations, and memory besides the result in bytes."""
 
     operations: int
     memory: int
 
 
 class Kernel(ABC):
-    """One way to compute readings of an attention matrix."""
+    """Implementation of tasks on an attention matrix."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def refuses(self, task: Task) -> str | None:
-        """Why it does not take this task, in one line; None where it takes it."""
+        """Return the reason for not taking this task in one line, or None to take it."""
 
     @abstractmethod
     def run(self, task: Task) -> KernelResult:
-        """The readings that were asked for; others may be without elements."""
+        """Return the requested results; others may have no elements."""
 
     @abstractmethod
     def cost(self, task: Task) -> Cost:
-        """What running it costs."""
+        """Return the operations and the memory of a run."""
 
     def reason(self, task: Task) -> str | None:  # noqa: ARG002
-        """Why it is the one, where more is to be said than why others refuse."""
+        """Return the reason for choosing this kernel; None for the last kernel's refusal."""
         return None
 
 
 def outputs_alone(out: Tensor) -> KernelResult:
-    """Head outputs, and no other reading."""
+    """Return a result with head outputs alone."""
     return KernelResult(out, *[out.new_empty(0)] * (len(KernelResult._fields) - 1))
+
+
+def row_logsumexp(sink: Tensor | None, result: KernelResult) -> Tensor:
+    """Return log sum exp of each row's scores and sink, (batch, heads, queries)."""
+    peak = result.peak.detach()
+    if sink is not None:
+        peak = torch.maximum(peak, sink.detach().to(peak.dtype)[:, None])
+    return peak + result.log_sum
+
+
+def row_maximum(sink: Tensor | None, result: KernelResult) -> Tensor:
+    """Return the largest weight of each row, (batch, heads, queries)."""
+    shift = softmax_shift(result.peak.detach(), None if sink is None else sink.detach())
+    return torch.exp(result.peak - shift - result.log_sum)

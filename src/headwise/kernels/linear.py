@@ -1,12 +1,12 @@
-"""Linear projections: `torch.nn.functional.linear`, by oneDNN's product where that is faster.
+"""Linear projections: `torch.nn.functional.linear`, or oneDNN's product where that is faster.
 
 For float32 on CPU, oneDNN's matrix product was 5 to 20 % faster than the BLAS call behind F.linear
-on one machine, and twice as fast on another, forward and backward (docs/log.md). It serves plain
-tensors in eager mode, where the product is large; everything else (few tokens, tracing, autocast,
-tensor subclasses, torch.func) is F.linear's, with the same result within rounding.
+on one machine, and twice as fast on another, forward and backward (docs/log.md). Large products of
+plain tensors in eager mode use it. Everything else (few tokens, tracing, autocast, tensor
+subclasses, torch.func) uses F.linear, with the same result within rounding.
 
 A bias of another dtype is added to the product and leaves its dtype alone, as in
-`torch.nn.MultiheadAttention`. F.linear itself takes such a bias for some strides of ``x`` only.
+`torch.nn.MultiheadAttention`. F.linear accepts such a bias for some strides of ``x`` only.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from headwise.support import private_torch
 from headwise.support.tracing import autocasts, is_recorded
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# Multiply-adds from which oneDNN's product pays: below, it takes 1.04 to 2.7 times F.linear's time
-# (one to 64 tokens of width 768), above 0.7 to 1.0 of it (docs/log.md).
+# Multiply-adds from which oneDNN is used: below, it takes 1.04 to 2.7 times F.linear's time (one to
+# 64 tokens of width 768), above 0.7 to 1.0 of it (docs/log.md).
 PAYS_FROM = 2**25
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias``, with F.linear's shapes, errors and gradients."""
+    """Compute ``x @ weight.T + bias``, with F.linear's shapes, errors and gradients."""
     if bias is not None and bias.dtype != x.dtype and not autocasts(x.device.type):
         out = project(x, weight, None)
         return (out + bias).to(out.dtype)
-    # Recorded, a choice by size would hold for this size only.
+    # A recorded choice by size would hold for this size only.
     is_small = is_recorded() or x.numel() * weight.shape[0] < max(PAYS_FROM, 1)
     if is_small or not _is_plain(x, weight, bias):
         return linear(x, weight, bias)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        # Rows: what a Function returns as a view may not be changed in place.
+        # Flat rows, since a view that a Function returns cannot be changed in place.
         rows: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
         shaped: Tensor = rows.unflatten(0, x.shape[:-1])
         return shaped
@@ -47,7 +47,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """The product with its gradients, which are products too, and so have gradients themselves."""
+    """oneDNN's product; its gradients are products by `project`, so they are differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,12 +69,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether oneDNN's product may serve these tensors."""
+    """True if oneDNN's product supports these tensors."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return (
         private_torch.HAS_ONEDNN_LINEAR
         and bool(torch.backends.mkldnn.enabled)
-        # DTensor and other subclasses of torch have no torch function, and cannot be told by one.
+        # has_torch_function is False for DTensor and other subclasses of torch.
         and all(type(t) in _PLAIN for t in tensors)
         and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
         and not torch.is_autocast_enabled("cpu")

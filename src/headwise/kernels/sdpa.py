@@ -1,10 +1,10 @@
-"""The fused kernel: torch's scaled_dot_product_attention, kept on its fused path.
+"""Fused kernel: torch's scaled_dot_product_attention, on its fused path.
 
-It serves head outputs only. It refuses what it cannot take without writing queries x keys: softcap,
-sinks, the gradient of a score bias, and masks that would have to be written down and are larger
-than a tile. Torch leaves the fused path where the widths of queries and values differ, and where
-the last stride of an operand is not 1. Narrow operands are therefore padded with zeros, and strided
-ones are copied (docs/log.md has the figures).
+`FusedKernel` computes head outputs only. It refuses tasks for which torch would allocate queries x
+keys or has no option: softcap, sinks, the gradient of a score bias, and masks larger than a tile.
+torch leaves the fused path where the widths of queries and values differ, and where the last stride
+of an operand is not 1. Narrow operands are therefore padded with zeros, and strided ones are copied
+(docs/log.md has the figures).
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class FusedKernel(Kernel):
-    """torch's scaled_dot_product_attention, for head outputs alone."""
+    """Kernel for head outputs alone, by torch's scaled_dot_product_attention."""
 
     name = "sdpa"
 
     def refuses(self, task: Task) -> str | None:
         """See `Kernel.refuses`."""
-        # One after the other: what a compiled graph compares of its sizes, it holds for only.
+        # Evaluated lazily: a compiled graph holds only for the sizes that it compares.
         for refused, why in _reasons(task):
             if refused:
                 return why
         return None
 
     def reason(self, task: Task) -> str:
-        """That it takes the mask, and what is copied for it."""
-        named = {"q": task.problem.q, "k": task.problem.k, "v": task.v}
-        strided = [name for name, t in named.items() if t is not None and is_strided(t)]
+        """Return the reason, with the operands that are copied."""
+        operands = {"q": task.problem.q, "k": task.problem.k, "v": task.v}
+        strided = [name for name, t in operands.items() if t is not None and is_strided(t)]
         copies = f", after a copy of {', '.join(strided)}: the last stride is not 1"
         return f"the fused kernel takes this mask{copies if strided else ''}"
 
@@ -54,25 +54,25 @@ class FusedKernel(Kernel):
         return outputs_alone(head_outputs(task.problem, task.v, dropout_p=task.dropout_p))
 
     def cost(self, task: Task) -> Cost:
-        """See `Kernel.cost`; with dropout torch writes the weights."""
+        """See `Kernel.cost`; with dropout torch allocates the weights."""
         assert task.v is not None
         q, k = task.problem.q, task.problem.k
-        written = q.shape[:3].numel() * k.shape[2] * q.element_size() if task.dropout_p else 0
-        return Cost(task.operations, copied_bytes(task.problem, task.v) + written)
+        weights = q.shape[:3].numel() * k.shape[2] * q.element_size() if task.dropout_p else 0
+        return Cost(task.operations, copied_bytes(task.problem, task.v) + weights)
 
 
 def _reasons(task: Task) -> Iterator[tuple[bool, str]]:
-    """What speaks against the fused kernel; with dropout, only what it cannot compute."""
-    yield task.y is not None, "no fused kernel sums over queries"
-    yield task.readings.average, "heads of one row share a tile"
+    """Yield conditions for a refusal with their reasons; with dropout, only unsupported ones."""
+    yield task.y is not None, "fused kernels do not sum over queries"
+    yield task.requested.average, "heads of one row share a tile"
     yield task.values is None, "row sums and columns come from tiles; fused kernels return none"
-    yield from _cannot(task.problem)
+    yield from _unsupported(task.problem)
     if task.values is not None and task.dropout_p == 0:
-        yield from _costs_more(task.problem, task.values)
+        yield from _unprofitable(task.problem, task.values)
 
 
-def _cannot(problem: BoundScores) -> Iterator[tuple[bool, str]]:
-    """What the fused kernel computes otherwise."""
+def _unsupported(problem: BoundScores) -> Iterator[tuple[bool, str]]:
+    """Yield conditions under which the fused kernel computes another function."""
     bias, dtype = problem.bias, problem.q.dtype
     yield problem.softcap is not None, "softcap: the fused kernel has none"
     yield problem.sink is not None, "sink: the fused kernel has none"
@@ -87,17 +87,17 @@ def _cannot(problem: BoundScores) -> Iterator[tuple[bool, str]]:
     yield sum_overflows(problem), "float16 cannot hold the sum of these score biases"
 
 
-def _costs_more(problem: BoundScores, v: Tensor) -> Iterator[tuple[bool, str]]:
-    """What it computes by writing queries x keys, or not at all in this mode."""
-    # A query that may attend to nothing gets the mean of v.
+def _unprofitable(problem: BoundScores, v: Tensor) -> Iterator[tuple[bool, str]]:
+    """Yield conditions under which it allocates queries x keys, or cannot run in this mode."""
+    # Exported, a query that may attend to nothing gets the mean of v.
     yield torch.onnx.is_in_onnx_export(), "exported, torch's operator has no rows without keys"
     yield problem.bias.requires_grad, "the gradient of a score bias leaves the fused path"
     yield (
-        _is_large_when_written(problem),
-        "the fused kernel would need this mask written down as queries x keys",
+        _needs_large_mask(problem),
+        "the fused kernel needs this mask as a dense queries x keys tensor",
     )
     empty = 0 in (problem.q.numel(), problem.k.numel(), v.numel())
-    yield empty, "nothing to fuse: an axis is empty"
+    yield empty, "an axis is empty"
     yield (
         _costs_more_to_copy(problem, v),
         "few queries: copying strided keys or values for the fused kernel costs more",
@@ -107,9 +107,9 @@ def _costs_more(problem: BoundScores, v: Tensor) -> Iterator[tuple[bool, str]]:
 
 
 def sum_overflows(problem: BoundScores) -> bool:
-    """Whether the fused kernel, which takes one bias, would lose a number that the tiles hold.
+    """True if the sum of the score biases overflows float16; tiles add them in float32.
 
-    Values are read on the CPU alone; elsewhere such a sum becomes the largest or lowest number.
+    Values are read on the CPU only; elsewhere such a sum becomes the largest or lowest number.
     """
     parts = problem.bias.all()
     if problem.q.dtype != torch.float16 or len(parts) < 2 or not all(map(may_check_values, parts)):
@@ -118,10 +118,10 @@ def sum_overflows(problem: BoundScores) -> bool:
     return sum(float(part.abs().amax()) for part in finite) > torch.finfo(torch.float16).max
 
 
-def _is_large_when_written(problem: BoundScores) -> bool:
-    """Whether the fused kernel needs a mask that must be written, and is larger than a tile.
+def _needs_large_mask(problem: BoundScores) -> bool:
+    """True if the fused kernel needs a dense mask that is larger than a tile.
 
-    None must be for a causal mask alone, one dense tensor alone, and clauses over keys alone.
+    A causal mask alone, one dense tensor alone, and clauses over keys alone need no new mask.
     """
     hiding, tensors = problem.mask.hiding, problem.bias.tensors
     if problem.mask.is_causal and problem.bias.is_zero:
@@ -137,7 +137,7 @@ def _is_large_when_written(problem: BoundScores) -> bool:
 
 
 def _costs_more_to_copy(problem: BoundScores, v: Tensor) -> bool:
-    """Whether k or v must be copied for the fused kernel, and is larger than the weights."""
+    """True if k or v must be copied for the fused kernel, and is larger than the weights."""
     if not (is_strided(problem.k) or is_strided(v)):
         return False
     queries = problem.q.shape[2]
@@ -147,7 +147,7 @@ def _costs_more_to_copy(problem: BoundScores, v: Tensor) -> bool:
 
 
 def _shapes_written(problem: BoundScores) -> Iterator[tuple[int, ...]]:
-    """How far each clause that hides something, and each part of the bias, spans the four axes."""
+    """Yield the 4-D shape of each clause that hides keys, and of each part of the bias."""
     mask, bias = problem.mask, problem.bias
     for clause in mask.hiding:
         yield clause.extent(mask.sizes)
@@ -161,9 +161,9 @@ def _shapes_written(problem: BoundScores) -> Iterator[tuple[int, ...]]:
 
 
 def head_outputs(problem: BoundScores, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
-    """(batch, heads, queries, value_dim) for values (batch, kv_heads, keys, value_dim).
+    """Return (batch, heads, queries, value_dim) for values (batch, kv_heads, keys, value_dim).
 
-    With dropout torch leaves its fused path, and writes queries x keys.
+    With dropout torch leaves its fused path, and allocates queries x keys.
     """
     q, k, value_dim, group = problem.q, problem.k, v.shape[-1], problem.group
     width = max(q.shape[-1], value_dim)
@@ -177,7 +177,7 @@ def head_outputs(problem: BoundScores, v: Tensor, *, dropout_p: float = 0.0) -> 
         attn_mask = with_unit_stride(attn_mask)  # the CPU's fused kernel takes masks of any stride
     in_groups = group > 1 and q.shape[2] == 1 and not causal
     if in_groups:
-        # One query a head: the heads of a group are rows of one problem, and read its keys once.
+        # One query: make the heads of a group the rows of one problem, which loads its keys once.
         q = q.unflatten(1, (-1, group)).squeeze(3)
         if attn_mask is not None and attn_mask.shape[1] != 1:
             attn_mask = attn_mask.unflatten(1, (-1, group)).squeeze(3)
@@ -190,10 +190,10 @@ def head_outputs(problem: BoundScores, v: Tensor, *, dropout_p: float = 0.0) -> 
 
 
 def plain_outputs(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor | None:
-    """Head outputs where only the scale shapes the scores; None where `choose` must be asked.
+    """Return head outputs for scores without mask, bias, softcap or sink; None for other operands.
 
-    For one token the questions of `choose` cost more than the kernel. This asks, in eager mode,
-    whether all of them have the usual answer: equal heads and widths, no copies, nothing empty.
+    For one token `dispatch.choose` costs more than the kernel. This shortcut of eager mode serves
+    the common operands only: equal heads and widths, no copies, no empty axis.
     """
     if is_recorded() or not isinstance(v, Tensor):
         return None
@@ -207,17 +207,17 @@ def plain_outputs(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor | 
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether the last stride of an operand makes torch leave its fused path."""
+    """True if the last stride of an operand makes torch leave its fused path."""
     return tensor.shape[-1] > 1 and tensor.stride(-1) != 1
 
 
 def with_unit_stride(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy where its last stride is not 1."""
+    """Return the tensor, or a copy if its last stride is not 1."""
     return tensor.contiguous() if is_strided(tensor) else tensor
 
 
 def copied_bytes(problem: BoundScores, v: Tensor) -> int:
-    """Memory of the operands that `head_outputs` copies, and of the outputs' padding."""
+    """Return the bytes of the operands that `head_outputs` copies, and of the outputs' padding."""
     width, itemsize = max(problem.q.shape[-1], v.shape[-1]), v.element_size()
     entries = problem.q.shape[:-1].numel() * (width - v.shape[-1])
     for tensor in (problem.q, problem.k, v):
@@ -227,11 +227,11 @@ def copied_bytes(problem: BoundScores, v: Tensor) -> int:
 
 
 def combined_mask(problem: BoundScores) -> Tensor | None:
-    """Mask and bias as the one ``attn_mask`` that torch takes; None for a causal mask alone."""
+    """Return mask and bias as torch's single ``attn_mask``; None for a causal mask alone."""
     mask = problem.mask
     rows = torch.arange(mask.sizes.queries, device=problem.q.device)
-    written = () if is_causal_alone(problem) else mask.hiding
-    allowed = mask.block(WHOLE, WHOLE, WHOLE, WHOLE, written)
+    clauses = () if is_causal_alone(problem) else mask.hiding
+    allowed = mask.block(WHOLE, WHOLE, WHOLE, WHOLE, clauses)
     parts = problem.bias.at(rows)
     if not parts:
         return allowed
@@ -242,5 +242,5 @@ def combined_mask(problem: BoundScores) -> Tensor | None:
 
 
 def is_causal_alone(problem: BoundScores) -> bool:
-    """Whether the causal flag says all there is to say."""
+    """True if the mask is causal and there is no bias, so that torch's flag is enough."""
     return problem.mask.is_causal and problem.bias.is_zero

@@ -1,26 +1,26 @@
-"""The tiled kernel: any reading of the attention matrix in one pass, and its gradient in another.
+"""Tiled kernel: results of the attention matrix in one pass, their gradients in a second one.
 
-For the scores s of one query, shifted by m = max(s, sink) (0 where nothing may be attended):
+For the scores s of one query, shifted by m = max(s, sink) (0 in a row without keys and sink):
 
     e = exp(s - m)            Z = sum e + exp(sink - m)            weights p = e / Z
     out         = (e @ v) / Z                      head outputs
-    transposed  = p^T @ y                          what keys receive of y
+    transposed  = p^T @ y                          weighted sums over queries
     received    = p^T @ 1
     average     = mean of p over heads
     cells       = sum of p over a block of queries and a block of keys
     log_sum     = log Z                            logsumexp = m + log_sum
-    entropy     = log Z + sum p (m - s)            the sink counts as one more outcome
+    entropy     = log Z + sum p (m - s)            the sink counts as an outcome
 
-The entropy is a sum of terms that are never negative: ``logsumexp - sum p s`` would cancel at
-large scores. Weights are divided by Z, not by exp(logsumexp), so that rows sum to 1.
+All terms of the entropy are nonnegative; ``logsumexp - sum p s`` would cancel at large scores.
+Weights are divided by Z, not by exp(logsumexp), so that rows sum to 1.
 
-Backward. Every reading is a function of p (or of log Z, whose gradient with m held fixed is that
-of the logsumexp), so all gradients meet in dp = dL/dp and one softmax backward:
+Backward: every result is a function of p, or of log Z, whose gradient for fixed m is that of the
+logsumexp. All gradients are therefore summed in dp = dL/dp, followed by one softmax backward:
 
     dp = dout v^T + y dtransposed^T + dreceived + daverage / heads + dcells - dentropy log p
     ds = p (dp - sum p dp + dlog_sum)              (+ dpeak at the row's maximum)
 
-(the softmax backward of FlashAttention, arXiv:2205.14135 appendix B, over more readings).
+(the softmax backward of FlashAttention, arXiv:2205.14135 appendix B, for more results).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from headwise.kernels.tiles import KeysByColumn, Scratch, Tile, grouped, lanes, 
 
 
 class KernelResult(NamedTuple):
-    """What one pass returns; a reading that was not asked for has no elements."""
+    """Results of one pass; those that were not requested have no elements."""
 
     out: Tensor  # (batch, heads, queries, value_dim)
     transposed: Tensor  # (batch, heads, keys, y_dim)
@@ -50,27 +50,27 @@ class KernelResult(NamedTuple):
 
 
 class Requested(NamedTuple):
-    """Readings beyond the row's peak and log_sum, which always come along."""
+    """Statistics to compute besides peak and log_sum, which every pass computes."""
 
     entropy: bool = False
     received: bool = False
     average: bool = False
-    query_blocks: int = 0  # cells, where there are blocks of both
+    query_blocks: int = 0  # `cells` if both are above 0
     key_blocks: int = 0
 
 
-# exp(x) is computed as exp2(x log2 e), three times faster on CPU. The shift comes off first, so the
-# product's rounding is relative to s - m <= 0: at most 0.37 eps of the largest weight.
+# exp(x) is computed as exp2(x log2 e), three times faster on CPU. The shift is subtracted first, so
+# rounding is relative to s - m <= 0: at most 0.37 eps of the largest weight.
 LOG2_E = 1.4426950408889634
 
 
 def log_floor(dtype: torch.dtype) -> float:
-    """A shifted score below this has weight exactly 0 in ``dtype``, and 0 * floor is 0, not NaN."""
+    """Return a finite bound: shifted scores below it have weight 0 in ``dtype``."""
     return -800.0 if dtype == torch.float64 else -200.0
 
 
-def shift_of(peak: Tensor, sink: Tensor | None) -> Tensor:
-    """m: the largest of scores and sink, as a finite number. Shape of ``peak``."""
+def softmax_shift(peak: Tensor, sink: Tensor | None) -> Tensor:
+    """Return m, the maximum of scores and sink, or 0 if it is -inf; the shape is that of peak."""
     if sink is not None:
         peak = torch.maximum(peak, sink.to(peak.dtype)[:, None])
     return peak.masked_fill(peak == -torch.inf, 0.0)
@@ -80,60 +80,60 @@ def shift_of(peak: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def forward(
-    problem: BoundScores, v: Tensor | None, y: Tensor | None, wanted: Requested
+    problem: BoundScores, v: Tensor | None, y: Tensor | None, requested: Requested
 ) -> KernelResult:
-    """All asked readings in one pass over the matrix."""
-    result = empty_readings(problem.q, problem.k, v, y, wanted)
-    # Sums over queries are kept in the accumulation dtype and cast once at the end.
+    """Compute the requested results in one pass over the matrix."""
+    result = empty_result(problem.q, problem.k, v, y, requested)
+    # Sums over queries stay in the accumulation dtype and are cast once at the end.
     transposed = result.transposed.to(problem.accumulate)
     scratch, second = Scratch(problem), Scratch(problem)
     keys = KeysByColumn(problem)
-    for tile in plan(problem, all_heads=wanted.average):
+    for tile in plan(problem, all_heads=requested.average):
         at = tile.batches, tile.heads, tile.rows
         if tile.columns.start == tile.columns.stop:
             continue
         s, _, _ = tile_scores(problem, tile, keys, scratch)
         result.peak[at] = s.amax(-1)
-        shift = shift_of(result.peak[at], _cut_sink(problem, tile))
-        e, total, entropy = exponentials(problem, tile, s, shift, second, wanted.entropy)
+        shift = softmax_shift(result.peak[at], _cut_sink(problem, tile))
+        e, total, entropy = exponentials(problem, tile, s, shift, second, requested.entropy)
         result.log_sum[at] = total.log()
         if entropy is not None:
             result.entropy[at] = entropy
         if v is not None:
             result.out[at] = _product(problem, tile, e, v) / total[..., None]
         _column_sums(tile, e, total, y, transposed, result.received)
-        if wanted.average or result.cells.numel():
+        if requested.average or result.cells.numel():
             e.div_(total[..., None])
         if result.cells.numel():
             block_map.add_tile(result.cells, problem, tile, e)
-        if wanted.average:
+        if requested.average:
             mean = e.sum(1).div_(e.shape[1])
             result.average[tile.batches, tile.rows, tile.columns] = mean.to(result.average.dtype)
     return result._replace(transposed=transposed.to(problem.q.dtype))
 
 
-def empty_readings(
-    q: Tensor, k: Tensor, v: Tensor | None, y: Tensor | None, wanted: Requested
+def empty_result(
+    q: Tensor, k: Tensor, v: Tensor | None, y: Tensor | None, requested: Requested
 ) -> KernelResult:
-    """The result before any tile: that of queries that may attend to nothing."""
+    """Return the result before the first tile: that of queries that may attend to nothing."""
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     exact = accumulation_dtype(q.dtype)
     rows, columns = (batch, heads, queries), (batch, heads, keys)
-    blocks = (batch, heads, wanted.query_blocks, wanted.key_blocks)
+    blocks = (batch, heads, requested.query_blocks, requested.key_blocks)
 
-    def zeros(shape: tuple[int, ...], dtype: torch.dtype, asked: bool) -> Tensor:
-        return q.new_zeros(shape if asked else (0,), dtype=dtype)
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype, needed: bool) -> Tensor:
+        return q.new_zeros(shape if needed else (0,), dtype=dtype)
 
     return KernelResult(
         out=zeros((*rows, v.shape[-1] if v is not None else 0), q.dtype, v is not None),
         transposed=zeros((*columns, y.shape[-1] if y is not None else 0), q.dtype, y is not None),
         peak=q.new_full(rows, -torch.inf, dtype=exact),
         log_sum=zeros(rows, exact, True),
-        entropy=zeros(rows, exact, wanted.entropy),
-        received=zeros(columns, exact, wanted.received),
-        average=zeros((batch, queries, keys), q.dtype, wanted.average),
-        cells=zeros(blocks, exact, wanted.query_blocks > 0),
+        entropy=zeros(rows, exact, requested.entropy),
+        received=zeros(columns, exact, requested.received),
+        average=zeros((batch, queries, keys), q.dtype, requested.average),
+        cells=zeros(blocks, exact, requested.query_blocks > 0),
     )
 
 
@@ -144,7 +144,7 @@ def _cut_sink(problem: BoundScores, tile: Tile) -> Tensor | None:
 def exponentials(
     problem: BoundScores, tile: Tile, s: Tensor, shift: Tensor, second: Scratch, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """e (in scratch memory), Z (1 for rows without keys and sink), and the entropy if wanted."""
+    """Return e (in scratch memory), Z (1 in rows without keys and sink), and entropy or None."""
     s.sub_(shift[..., None])
     entropy = None
     if with_entropy:
@@ -173,7 +173,7 @@ def _product(problem: BoundScores, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
 def _column_sums(
     tile: Tile, e: Tensor, total: Tensor, y: Tensor | None, transposed: Tensor, received: Tensor
 ) -> None:
-    """Add this tile's share of p^T @ y and p^T @ 1."""
+    """Add this tile's part of p^T @ y and p^T @ 1."""
     batches, heads, rows, columns = e.shape
     per_head = e.view(batches * heads, rows, columns)
     at = tile.batches, tile.heads, tile.columns
@@ -191,7 +191,7 @@ def _column_sums(
 
 @dataclass(frozen=True, eq=False)
 class UpstreamGradients:
-    """Gradients of the readings; None where nothing flows back."""
+    """Gradients of the results; None for results without a gradient."""
 
     out: Tensor | None
     transposed: Tensor | None
@@ -205,7 +205,7 @@ class UpstreamGradients:
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Gradients of the inputs, in the accumulation dtype; None where none is needed."""
+    """Gradients of the inputs in the accumulation dtype; None if not needed."""
 
     q: Tensor
     k: Tensor
@@ -220,11 +220,11 @@ def backward(
     problem: BoundScores,
     v: Tensor | None,
     y: Tensor | None,
-    readings: tuple[Tensor, Tensor],
+    row_statistics: tuple[Tensor, Tensor],
     upstream: UpstreamGradients,
     bias_needs: tuple[bool, list[bool]],
 ) -> Gradients:
-    """One pass: recompute each tile's weights from ``readings`` (peak, log_sum), then dp and ds."""
+    """Recompute each tile's weights from the row's peak and log_sum; add its gradients."""
     gradients = _zero_gradients(problem, v, y, bias_needs)
     scratch, second, slope = Scratch(problem), Scratch(problem), Scratch(problem)
     k = problem.k.to(problem.accumulate).contiguous()
@@ -233,11 +233,11 @@ def backward(
         if tile.columns.start == tile.columns.stop and problem.sink is None:
             continue
         s, q, derivative = tile_scores(problem, tile, keys, scratch, slope)
-        peak, log_sum = (t[tile.batches, tile.heads, tile.rows] for t in readings)
-        # Recomputed, not compared with the saved peak: another tiling rounds scores differently.
-        wants_peak = upstream.peak is not None and s.shape[-1] > 0
-        at_peak = s == s.amax(-1, keepdim=True) if wants_peak else None
-        shift = shift_of(peak, _cut_sink(problem, tile))
+        peak, log_sum = (t[tile.batches, tile.heads, tile.rows] for t in row_statistics)
+        # The maximum is recomputed, since another tiling than the saved peak's rounds differently.
+        needs_peak = upstream.peak is not None and s.shape[-1] > 0
+        at_peak = s == s.amax(-1, keepdim=True) if needs_peak else None
+        shift = softmax_shift(peak, _cut_sink(problem, tile))
         s.sub_(shift[..., None]).sub_(log_sum[..., None])
         dp = second.view(*s.shape)
         _gradient_of_weights(problem, tile, s, dp, v, y, upstream)
@@ -285,7 +285,7 @@ def _gradient_of_weights(
     y: Tensor | None,
     upstream: UpstreamGradients,
 ) -> None:
-    """Write dp; ``log_p`` is only clamped."""
+    """Write dp, and clamp ``log_p`` in place."""
     batches, heads, rows, columns = log_p.shape
     group, exact = problem.group, log_p.dtype
     if upstream.out is not None and v is not None:
@@ -304,11 +304,11 @@ def _gradient_of_weights(
         share = upstream.average[tile.batches, None, tile.rows, tile.columns].to(exact)
         dp.add_(share, alpha=1.0 / problem.q.shape[1])
     if upstream.cells is not None:
-        dp.add_(block_map.of_tile(upstream.cells, problem, tile))
+        dp.add_(block_map.expand_to_tile(upstream.cells, problem, tile))
     if upstream.entropy is not None:
         log_p.clamp_(min=log_floor(exact))
-        own = upstream.entropy[tile.batches, tile.heads, tile.rows, None]
-        dp.addcmul_(log_p, own, value=-1.0)
+        dentropy = upstream.entropy[tile.batches, tile.heads, tile.rows, None]
+        dp.addcmul_(log_p, dentropy, value=-1.0)
 
 
 def _gradient_of_factors(
@@ -318,7 +318,7 @@ def _gradient_of_factors(
     upstream: UpstreamGradients,
     gradients: Gradients,
 ) -> None:
-    """dv = p^T dout and dy = p dtransposed."""
+    """Add dv = p^T dout and write dy = p dtransposed."""
     batches, heads, rows, columns = p.shape
     group = problem.group
     if upstream.out is not None and gradients.v is not None:
@@ -342,7 +342,7 @@ def _gradient_of_scores(
     upstream: UpstreamGradients,
     gradients: Gradients,
 ) -> Tensor:
-    """ds = p (dp - sum p dp + dlog_sum), in dp's memory, and the sink's own gradient."""
+    """Return ds = p (dp - sum p dp + dlog_sum) in dp's memory; add the sink's gradient."""
     at = tile.batches, tile.heads, tile.rows
     mean = torch.linalg.vecdot(p, dp)
     constant = torch.zeros_like(mean) if upstream.log_sum is None else upstream.log_sum[at].clone()
@@ -359,7 +359,7 @@ def _gradient_of_scores(
 
 
 def _gradient_at_peak(tile: Tile, at_peak: Tensor, dpeak: Tensor) -> Tensor:
-    """The maximum's gradient goes to the largest score; equal ones share it, as amax does."""
+    """Return the maximum's gradient for the largest score, shared by equal ones as in amax."""
     share = dpeak[tile.batches, tile.heads, tile.rows, None] / at_peak.sum(-1, keepdim=True)
     return torch.where(at_peak & share.isfinite(), share, 0.0)
 
@@ -367,7 +367,7 @@ def _gradient_at_peak(tile: Tile, at_peak: Tensor, dpeak: Tensor) -> Tensor:
 def _add_query_key_gradients(
     problem: BoundScores, tile: Tile, ds: Tensor, q: Tensor, k: Tensor, gradients: Gradients
 ) -> None:
-    """dq = scale ds k, dk = ds^T (scale q); ``q`` comes scaled."""
+    """Write dq = scale ds k and add dk = ds^T (scale q); ``q`` is already scaled."""
     batches, heads, rows, columns = ds.shape
     group = problem.group
     ds = ds.view(len(q), group * rows, columns)
@@ -381,11 +381,11 @@ def _add_bias_gradients(problem: BoundScores, tile: Tile, ds: Tensor, gradients:
     for gradient in gradients.tensors:
         if gradient is not None:
             index = (tile.batches, tile.heads, tile.rows, tile.columns)
-            own = tuple(
+            part = tuple(
                 i if n != 1 else slice(None) for i, n in zip(index, gradient.shape, strict=True)
             )
             shared = [axis for axis, n in enumerate(gradient.shape) if n == 1]
-            gradient[own] += ds.sum(shared, keepdim=True) if shared else ds
+            gradient[part] += ds.sum(shared, keepdim=True) if shared else ds
     if gradients.table is not None:
         diagonals = tiles.sum_diagonals(ds.sum(0))
         first = tile.columns.start - (tile.rows.stop - 1) + problem.mask.sizes.queries - 1

@@ -1,8 +1,8 @@
-"""Cutting the attention matrix into tiles, and the scores of one tile.
+"""Division of the attention matrix into tiles, and the scores of one tile.
 
-A tile is a run of queries of some heads over all the keys their bands let them see. A whole row is
-always in one tile, so the softmax needs no rescaling and every row statistic is exact in one pass;
-memory grows with keys, never with queries x keys.
+A tile holds consecutive queries of some heads with all keys inside their bands. A row is always
+complete in one tile: the softmax needs no rescaling and row statistics are exact in one pass.
+Memory grows with keys, never with queries x keys.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from headwise.masks.bias_dtype import cast_biases
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import Clause, Span
 
-# 8 MB of float32. On two cores, half of it cost 13 % more and twice of it 10 % more (docs/log.md).
+# 8 MB of float32. On two cores, half of it took 13 % longer and twice of it 10 % (docs/log.md).
 TILE_ELEMENTS = 2**21
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Index ranges of one tile; ``heads`` are the query heads that read ``kv_heads``."""
+    """Index ranges of one tile; ``heads`` are the query heads of ``kv_heads``."""
 
     batches: slice
     kv_heads: slice
@@ -34,14 +34,14 @@ class Tile:
     columns: slice
 
     def size(self, group: int) -> tuple[int, int, int, int, int]:
-        """(batches, kv_heads, group, rows, columns)."""
+        """Return the sizes (batches, kv_heads, group, rows, columns)."""
         spans = (self.batches, self.kv_heads, self.rows, self.columns)
         batches, kv_heads, rows, columns = (part.stop - part.start for part in spans)
         return batches, kv_heads, group, rows, columns
 
 
 def plan(problem: BoundScores, *, all_heads: bool = False) -> Iterator[Tile]:
-    """Tiles that cover every row once; ``all_heads`` keeps the heads of a row together."""
+    """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile."""
     batch, heads, queries, _ = problem.q.shape
     kv_heads = problem.k.shape[1]
     if 0 in (batch, heads, queries):
@@ -67,7 +67,7 @@ def plan(problem: BoundScores, *, all_heads: bool = False) -> Iterator[Tile]:
 
 
 def _rows(problem: BoundScores, heads: int) -> int:
-    """Queries per tile, so that ``heads`` of them fit; under a window, near its diagonal."""
+    """Return the number of queries in a tile of this many heads; fewer under a narrow window."""
     queries, span = problem.q.shape[2], _span(problem)
     rows = min(queries, max(128, span))
     return max(
@@ -80,18 +80,18 @@ def _width(problem: BoundScores, rows: int) -> int:
 
 
 def _span(problem: BoundScores) -> int:
-    """Keys that one query can see, as far as its distance to them goes."""
+    """Return the most keys that bands allow to one query."""
     return problem.mask.longest_run
 
 
 class Scratch:
-    """A buffer that every tile reuses: fresh memory costs more than the arithmetic on it."""
+    """Buffer that all tiles reuse, since fresh memory costs more time than the arithmetic on it."""
 
     def __init__(self, problem: BoundScores) -> None:
         self._memory = problem.q.new_empty(0, dtype=problem.accumulate)
 
     def view(self, *shape: int) -> Tensor:
-        """Uninitialised memory of this shape, valid until the next call."""
+        """Return uninitialised memory of this shape, valid until the next call."""
         count = prod(shape)
         if self._memory.numel() < count:
             self._memory = self._memory.new_empty(count)
@@ -99,9 +99,9 @@ class Scratch:
 
 
 class KeysByColumn:
-    """The keys of one tile's heads as (head_dim, keys) in memory: the product is faster so.
+    """Keys of a tile's heads, transposed in memory to (head_dim, keys) for a faster product.
 
-    Tiles of the same heads come one after the other, so one copy is kept.
+    Tiles of the same heads come in succession, so one copy is enough.
     """
 
     def __init__(self, problem: BoundScores) -> None:
@@ -110,7 +110,7 @@ class KeysByColumn:
         self._columns = problem.k
 
     def cut(self, tile: Tile) -> Tensor:
-        """(kv lanes, head_dim, columns of the tile)."""
+        """Return the keys of a tile, (batches * kv_heads, head_dim, columns)."""
         heads = (tile.batches, tile.kv_heads)
         if heads != self._heads:
             k = self._problem.k[heads].to(self._problem.accumulate)
@@ -119,13 +119,13 @@ class KeysByColumn:
 
 
 def lanes(tensor: Tensor, tile: Tile, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor:
-    """(batch, any heads, length, width) cut to the tile as (lanes, length, width)."""
+    """Cut (batch, heads, length, width) to a tile: (batches * heads, length, width)."""
     cut = tensor[tile.batches, heads, rows].to(dtype)
     return cut.flatten(0, 1)
 
 
 def grouped(tensor: Tensor, tile: Tile, group: int, dtype: torch.dtype) -> Tensor:
-    """Rows of all query heads of one kv head one after the other: (kv lanes, group*rows, width)."""
+    """Concatenate the rows of each kv head's query heads: (kv lanes, group * rows, width)."""
     cut = tensor[tile.batches, tile.heads, tile.rows].to(dtype)
     batches, kv_heads, _, rows, _ = tile.size(group)
     return cut.reshape(batches * kv_heads, group * rows, cut.shape[-1])
@@ -138,11 +138,11 @@ def tile_scores(
     scratch: Scratch,
     slope: Scratch | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scores of one tile, in the reference's order: scale, softcap, score bias, mask.
+    """Compute the scores of one tile in the reference's order: scale, softcap, score bias, mask.
 
     Returns:
         scores (batches, heads, rows, columns) in scratch memory; the scaled queries
-        (kv lanes, group*rows, head_dim); and the softcap's derivative where ``slope`` is given.
+        (batches * kv_heads, group * rows, head_dim); and with ``slope`` the softcap's derivative.
     """
     batches, kv_heads, group, rows, columns = tile.size(problem.group)
     q = grouped(problem.q, tile, group, problem.accumulate) * problem.scale
@@ -164,32 +164,32 @@ def tile_scores(
 
 
 def sum_diagonals(block: Tensor) -> Tensor:
-    """(heads, rows, columns) -> (heads, rows + columns - 1): sums over equal column - row."""
+    """Sum (heads, rows, columns) over equal column - row: (heads, rows + columns - 1)."""
     heads, rows, columns = block.shape
-    # Row i, from the last to the first, moves i places to the right in rows of one column fewer.
+    # Flip the rows and shorten them by one column: row i then starts i positions to the right.
     padded = torch.nn.functional.pad(block.flip(1), (0, rows)).flatten(1)
     return padded[:, : rows * (rows + columns - 1)].view(heads, rows, -1).sum(1)
 
 
 def _apply_mask(problem: BoundScores, tile: Tile, s: Tensor) -> None:
-    """Write -inf where the mask hides; a band touches only the columns at its edges."""
+    """Write -inf where the mask hides; for a band, only in the columns at its edges."""
     mask, whole = problem.mask, tile.columns
-    everywhere = []
+    without_range = []
     for clause in mask.clauses:
-        found = clause.open_range(tile.rows.start, tile.rows.stop)
-        if found is None:
-            everywhere.append(clause)
+        open_range = clause.open_range(tile.rows.start, tile.rows.stop)
+        if open_range is None:
+            without_range.append(clause)
             continue
-        for columns in edges(whole, found):
+        for columns in edges(whole, open_range):
             _hide(s, mask, tile, columns, (clause,))
-    if everywhere:
-        _hide(s, mask, tile, whole, everywhere)
+    if without_range:
+        _hide(s, mask, tile, whole, without_range)
 
 
 def _hide(
     s: Tensor, mask: BoundMask, tile: Tile, columns: slice, clauses: Iterable[Clause]
 ) -> None:
-    """Write -inf into some columns of a tile."""
+    """Write -inf where these clauses hide, in some columns of a tile."""
     allowed = mask.block(tile.batches, tile.heads, tile.rows, columns, clauses)
     assert allowed is not None
     first = tile.columns.start
@@ -197,7 +197,7 @@ def _hide(
 
 
 def edges(whole: slice, inside: Span) -> Iterator[slice]:
-    """What is left of a range on both sides of another one; empty ones are left out."""
+    """Yield the nonempty parts of a range before and after another range."""
     left = min(max(inside.first, whole.start), whole.stop)
     right = min(max(inside.stop, left), whole.stop)
     for part in (slice(whole.start, left), slice(right, whole.stop)):

@@ -1,8 +1,8 @@
-"""A padded or packed batch, one sequence at a time: only what is real is computed.
+"""Variable-length attention: a padded or packed batch, one sequence at a time.
 
-Lengths and segments leave a matrix of a few full rectangles among cells that are all hidden. Each
-rectangle is a smaller matrix of its own, and any kernel takes it. Reading the lengths needs eager
-mode; compiled, the same mask is evaluated cell by cell, with the same result.
+Lengths and segments divide the matrix into a few rectangles; all other entries are hidden. Each
+rectangle is a smaller attention matrix for any kernel. Reading the lengths needs eager mode; in
+compiled graphs the mask hides the entries one by one, with the same result.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from headwise.kernels.tiled import KernelResult
 from headwise.masks.bound_mask import BlockDiagonal
 from headwise.masks.clause import Rectangle, Span
 
-# What one more call of a kernel is worth, in multiply-adds: measured on two CPU cores
-# (docs/log.md). For an accelerator it is an estimate, a thousand times as many.
+# Cost of one more kernel call in multiply-adds: measured on two CPU cores (docs/log.md). The number
+# for accelerators is an estimate, a thousand times as many.
 CALL, CALL_OF_ACCELERATOR = 2**21, 2**31
 
 
-def find(problem: BoundScores) -> BlockDiagonal | None:
-    """The pieces of a matrix, where taking them one by one is less work; else None."""
+def divide_mask(problem: BoundScores) -> BlockDiagonal | None:
+    """Return the rectangles of a matrix, if computing them one by one is less work; else None."""
     mask, (batch, heads, queries, head_dim) = problem.mask, problem.q.shape
     if not mask.clauses or torch.compiler.is_compiling():
-        return None  # first: what a graph compares of its sizes, it holds for only
+        return None  # first, since a graph holds only for the sizes that it compares
     cells, least = batch * queries * mask.sizes.keys, call_cost(problem.q.device)
     if cells * heads * head_dim <= least:
-        return None  # whatever the lengths are: reading them would wait for an accelerator
+        return None  # before the lengths are read, since reading waits for an accelerator
     division = mask.divided()
     if division is None:
         return None
@@ -41,7 +41,7 @@ def find(problem: BoundScores) -> BlockDiagonal | None:
 
 
 def call_cost(device: torch.device) -> int:
-    """Multiply-adds that must be saved to be worth one more call."""
+    """Return the multiply-adds that cost as much as one more kernel call."""
     return CALL if device.type == "cpu" else CALL_OF_ACCELERATOR
 
 
@@ -49,7 +49,7 @@ def call_cost(device: torch.device) -> int:
 
 
 class VarlenKernel(Kernel):
-    """Each rectangle by the kernel that is chosen for it, zeros elsewhere."""
+    """Kernel that runs each rectangle by the kernel chosen for it, and fills in zeros."""
 
     name = "pieces"
 
@@ -58,36 +58,37 @@ class VarlenKernel(Kernel):
 
     def refuses(self, task: Task) -> str | None:
         """See `Kernel.refuses`."""
-        return None if _division(task) else "the matrix is not divided into pieces"
+        return None if _division(task) else "the mask does not divide the matrix into sequences"
 
     def reason(self, task: Task) -> str:
-        """How many pieces there are."""
-        return f"{len(_divided(task).rectangles)} sequences, each a matrix of its own"
+        """Return the number of sequences."""
+        return f"{len(_require_division(task).rectangles)} sequences, each a separate matrix"
 
     def run(self, task: Task) -> KernelResult:
         """See `Kernel.run`."""
-        problem, division, outputs = task.problem, _divided(task), []
-        for row, tasks in enumerate(matrices(task)):
-            found = [self._choose(piece)[0].run(piece).out for piece in tasks]
+        problem, division, rows = task.problem, _require_division(task), []
+        for row, tasks in enumerate(tasks_by_sequence(task)):
+            outputs = [self._choose(piece)[0].run(piece).out for piece in tasks]
             spans = [piece.queries for piece in division.rectangles if piece.batch == row]
-            outputs.append(_with_gaps(found, spans, problem.q, _values(task).shape[-1]))
-        return outputs_alone(torch.cat(outputs).transpose(1, 2))
+            rows.append(_fill_gaps(outputs, spans, problem.q, _values(task).shape[-1]))
+        return outputs_alone(torch.cat(rows).transpose(1, 2))
 
     def cost(self, task: Task) -> Cost:
-        """All operations, and the memory of the largest piece: they come one after the other."""
-        costs = [self._choose(piece)[0].cost(piece) for row in matrices(task) for piece in row]
+        """Return all operations, and the memory of the largest rectangle, as they run in turn."""
+        pieces = [piece for row in tasks_by_sequence(task) for piece in row]
+        costs = [self._choose(piece)[0].cost(piece) for piece in pieces]
         return Cost(sum(c.operations for c in costs), max((c.memory for c in costs), default=0))
 
 
 def _division(task: Task) -> BlockDiagonal | None:
-    """Found once for each task, as it reads the lengths."""
-    if "division" not in task.notes:
-        task.notes["division"] = None if task.values is None else find(task.problem)
-    division: BlockDiagonal | None = task.notes["division"]
+    """Return the division of the task's matrix, computed once, since it reads the lengths."""
+    if "division" not in task.cache:
+        task.cache["division"] = None if task.values is None else divide_mask(task.problem)
+    division: BlockDiagonal | None = task.cache["division"]
     return division
 
 
-def _divided(task: Task) -> BlockDiagonal:
+def _require_division(task: Task) -> BlockDiagonal:
     division = _division(task)
     assert division is not None
     return division
@@ -98,30 +99,31 @@ def _values(task: Task) -> Tensor:
     return task.values
 
 
-def matrices(task: Task) -> Iterator[list[Task]]:
-    """For each sequence its pieces, as tasks of their own."""
-    division = _divided(task)
+def tasks_by_sequence(task: Task) -> Iterator[list[Task]]:
+    """Yield the rectangles of each sequence of the batch, as tasks."""
+    division = _require_division(task)
     problem = replace(task.problem, mask=division.rest)
     rows = zip(problem.q.split(1), problem.k.split(1), _values(task).split(1), strict=True)
     for index, (q, k, values) in enumerate(rows):
-        own = [piece for piece in division.rectangles if piece.batch == index]
-        cut_q = cut(q, [piece.queries for piece in own], dim=2)
-        cut_k, cut_v = (cut(t, [piece.keys for piece in own], dim=2) for t in (k, values))
+        pieces = [piece for piece in division.rectangles if piece.batch == index]
+        parts_q = split_spans(q, [piece.queries for piece in pieces], dim=2)
+        keys = [piece.keys for piece in pieces]
+        parts_k, parts_v = (split_spans(t, keys, dim=2) for t in (k, values))
         yield [
-            replace(task, problem=_problem_of(problem, piece, *parts), v=part_v)
-            for piece, *parts, part_v in zip(own, cut_q, cut_k, cut_v, strict=True)
+            replace(task, problem=_restrict(problem, piece, *parts), v=part_v)
+            for piece, *parts, part_v in zip(pieces, parts_q, parts_k, parts_v, strict=True)
         ]
 
 
-def _problem_of(problem: BoundScores, piece: Rectangle, q: Tensor, k: Tensor) -> BoundScores:
+def _restrict(problem: BoundScores, piece: Rectangle, q: Tensor, k: Tensor) -> BoundScores:
     mask, bias = problem.mask.within(piece), problem.bias.within(piece)
     return replace(problem, q=q, k=k, mask=mask, bias=bias)
 
 
-def cut(tensor: Tensor, spans: list[Span], *, dim: int) -> list[Tensor]:
-    """These spans of an axis, in the order given; they do not overlap.
+def split_spans(tensor: Tensor, spans: list[Span], *, dim: int) -> list[Tensor]:
+    """Return spans of an axis, which do not overlap, in the order of ``spans``.
 
-    Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
+    The function splits the tensor, since the gradient of a slice has the size of the whole tensor.
     """
     order = sorted(range(len(spans)), key=spans.__getitem__)
     sizes, at = [], 0
@@ -132,11 +134,11 @@ def cut(tensor: Tensor, spans: list[Span], *, dim: int) -> list[Tensor]:
     return [part for _, part in sorted(zip(order, parts[1::2], strict=True), key=lambda x: x[0])]
 
 
-def _with_gaps(found: list[Tensor], spans: list[Span], q: Tensor, value_dim: int) -> Tensor:
-    """(1, queries, heads, value_dim): the outputs at their queries, zeros between them."""
+def _fill_gaps(outputs: list[Tensor], spans: list[Span], q: Tensor, value_dim: int) -> Tensor:
+    """Return (1, queries, heads, value_dim): the outputs at their queries, zeros elsewhere."""
     heads, queries = q.shape[1:3]
     parts, at = [], 0
-    for out, (first, stop) in zip(found, spans, strict=True):
+    for out, (first, stop) in zip(outputs, spans, strict=True):
         parts += [q.new_zeros(1, first - at, heads, value_dim), out.transpose(1, 2)]
         at = stop
     parts.append(q.new_zeros(1, queries - at, heads, value_dim))

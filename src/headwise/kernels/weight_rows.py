@@ -1,4 +1,4 @@
-"""Rows of the weights, written down, and the largest weights of each row."""
+"""Dense parts of the attention matrix: rows, a diagonal, the largest weights of each row."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from torch.utils.checkpoint import checkpoint
 from headwise import reference
 from headwise.kernels import tiles
 from headwise.kernels.bound_scores import BoundScores
+from headwise.kernels.dispatch import run
+from headwise.kernels.kernel import Task
+from headwise.kernels.tiled import softmax_shift
 from headwise.kernels.tiled_op import pack, unpack
+from headwise.masks.bias_dtype import cast_biases
 from headwise.support.nested_tensors import leaves, mapped
 from headwise.support.tracing import needs_plain_torch, without_autocast
 
 
 def weights_at(problem: BoundScores, index: Tensor) -> Tensor:
-    """The weights of chosen queries, (batch, heads, rows, keys)."""
+    """Return the weights of the queries in ``index``, (batch, heads, rows, keys)."""
     exact = problem.accumulate
     with without_autocast(problem.q):
         s = reference.scores_at(
@@ -32,24 +36,47 @@ def weights_at(problem: BoundScores, index: Tensor) -> Tensor:
         return reference.weights_of(s, problem.sink).to(problem.q.dtype)
 
 
-def largest(problem: BoundScores, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest weights of chosen queries, and their keys, some queries at a time."""
+def diagonal_weights(problem: BoundScores, offset: int) -> Tensor:
+    """Return the weights of the pairs (query i, key i + offset), (batch, heads, pairs)."""
+    (_, heads, queries, _), keys = problem.q.shape, problem.k.shape[2]
+    first, stop = max(0, -offset), max(max(0, -offset), min(queries, keys - offset))
+    rows = torch.arange(first, stop, device=problem.q.device)
+    exact = problem.accumulate
+    q = problem.q[:, :, first:stop].to(exact)
+    k = problem.k[:, :, first + offset : stop + offset].to(exact)
+    s = problem.scale * (q * reference.share_heads(k, heads=heads)).sum(-1)
+    if problem.softcap is not None:
+        s = problem.softcap * torch.tanh(s / problem.softcap)
+    for part in cast_biases(problem.bias.pairs(rows, rows + offset), exact):
+        s = s + part
+    s = s.masked_fill(~problem.mask.pairs(rows, rows + offset), -torch.inf)
+    result = run(Task(problem))
+    sink = None if problem.sink is None else problem.sink.detach()
+    shift = softmax_shift(result.peak.detach(), sink)[..., first:stop]
+    return torch.exp(s - shift - result.log_sum[..., first:stop]).to(problem.q.dtype)
+
+
+def largest_weights(problem: BoundScores, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ``count`` largest weights of the queries in ``index``, and their keys.
+
+    Rows are computed in blocks of about one tile, so memory does not grow with queries x keys.
+    """
     batch, heads, _, _ = problem.q.shape
     step = max(1, tiles.TILE_ELEMENTS // max(1, batch * heads * problem.k.shape[2]))
     # ONNX cannot split at a length that varies, and its graph is dense in any case.
     blocks = (index,) if torch.onnx.is_in_onnx_export() else torch.split(index, step)
-    found = [_largest_of_block(problem, count, block) for block in blocks]
-    values, indices = zip(*found, strict=True)
+    pairs = [_largest_of_block(problem, count, block) for block in blocks]
+    values, indices = zip(*pairs, strict=True)
     return torch.cat(values, 2), torch.cat(indices, 2)
 
 
 def _largest_of_block(problem: BoundScores, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    # torch.func takes no checkpoint.
+    # torch.func does not support checkpoint.
     if not torch.is_grad_enabled() or needs_plain_torch():
         values, indices = weights_at(problem, index).topk(count, dim=-1)
         return values, indices
-    # Recomputed in the backward pass: kept rows would add up to queries x keys. Every tensor is an
-    # argument, so that torch saves it and raises its error where it was changed in place since.
+    # Recompute rows in the backward pass: saved rows would add up to queries x keys. Every tensor
+    # is an argument, so that torch saves it and detects in-place changes.
     whole = (pack(problem), index)
     tensors = [x for x in leaves(whole) if isinstance(x, Tensor)]
     form = mapped(lambda x: Tensor if isinstance(x, Tensor) else x, whole)
@@ -60,7 +87,7 @@ def _largest_of_block(problem: BoundScores, count: int, index: Tensor) -> tuple[
         values, indices = weights_at(unpack(packed), rows).topk(count, dim=-1)
         return values, indices
 
-    found: tuple[Tensor, Tensor] = checkpoint(
+    largest: tuple[Tensor, Tensor] = checkpoint(
         recomputed, *tensors, use_reentrant=False, preserve_rng_state=False
     )
-    return found
+    return largest

@@ -1,1 +1,1 @@
-"""Layers as modules: the native one, torch's interface, and positions."""
+"""Attention layers: the native one, the drop-in for torch's, and position encodings."""

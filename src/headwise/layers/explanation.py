@@ -1,4 +1,4 @@
-"""Report of one forward pass of a layer: tokens, projections, and the kernels of its matrix."""
+"""Report on one forward pass of a layer: tokens, projections, and the kernels of its matrix."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from headwise.kernels.explain import Explanation
 
 @dataclass(frozen=True)
 class LayerExplanation:
-    """The answer of ``layer.explain(...)``; print it.
+    """Printable report that ``layer.explain(...)`` returns.
 
     Attributes:
-        tokens: how many are computed.
-        projections: a line for each.
-        matrix: a line for each reading of the attention matrix.
-        weights: how the weights that a call returns are computed; None for a layer without them.
+        tokens: the number of tokens that are computed.
+        projections: one line for each projection: name, kind, GFLOP, widths.
+        matrix: the kernels of the attention matrix.
+        weights: the computation of the returned weights; None for layers that return none.
     """
 
     tokens: str
@@ -34,13 +34,13 @@ class LayerExplanation:
     __repr__ = __str__
 
 
-def products(layer: nn.Module, tokens: Mapping[str, int]) -> tuple[str, ...]:
-    """Return one line for each projection, by its name in the layer and how many tokens it gets."""
+def projection_lines(layer: nn.Module, tokens: Mapping[str, int]) -> tuple[str, ...]:
+    """Return one line for each projection; ``tokens`` maps its name in the layer to its tokens."""
     return tuple(_line(name, layer.get_submodule(name), n) for name, n in tokens.items())
 
 
-def product(name: str, kind: str, *, tokens: int, widths: tuple[int, int]) -> str:
-    """Return the line of a product of this many tokens, from one width to another."""
+def product_line(name: str, kind: str, *, tokens: int, widths: tuple[int, int]) -> str:
+    """Return the line of a matrix product over ``tokens``, from one width to another."""
     cost = f"{2 * tokens * widths[0] * widths[1] / 1e9:.2g} GFLOP"
     return f"{name:<22} {kind:<10} {cost:<12} {widths[0]} to {widths[1]}"
 
@@ -50,4 +50,4 @@ def _line(name: str, projection: nn.Module, tokens: int) -> str:
     kind = type(projection).__name__
     if inner is None or outer is None:
         return f"{name:<22} {kind}"
-    return product(name, kind, tokens=tokens, widths=(inner, outer))
+    return product_line(name, kind, tokens=tokens, widths=(inner, outer))

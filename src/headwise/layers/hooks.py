@@ -1,8 +1,8 @@
-"""Who is shown the attention that layers compute: the seam between a model and whoever looks in.
+"""Attention hooks: observe or replace the head outputs that layers compute.
 
-A layer that computes by an `AttentionMatrix` shows it, with its values and its head outputs, to the
-watcher of the running context, and goes on with the head outputs that the watcher gives back. No
-layer is rewritten or wrapped for that. A compiled graph shows nothing.
+A layer passes its `AttentionMatrix`, values and head outputs to the hook of the current context,
+and continues with the head outputs that the hook returns. No layer is rewritten or wrapped.
+Compiled graphs call no hook.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch import Tensor
 from headwise.attention_matrix import AttentionMatrix
 
 # (matrix, values (batch, kv_heads, keys, value_dim), head outputs (batch, heads, queries,
-# value_dim)) -> the head outputs to go on with: the same, or others in their place.
-Watcher = Callable[[AttentionMatrix, Tensor, Tensor], Tensor]
+# value_dim)) -> the head outputs that the layer uses: the same, or a replacement.
+AttentionHook = Callable[[AttentionMatrix, Tensor, Tensor], Tensor]
 
-_watcher: ContextVar[Watcher | None] = ContextVar("headwise_watcher", default=None)
+_hook: ContextVar[AttentionHook | None] = ContextVar("headwise_attention_hook", default=None)
 
 
 @contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Show ``watcher`` what layers compute while the block runs, in this thread."""
-    token = _watcher.set(watcher)
+def attention_hook(hook: AttentionHook) -> Iterator[None]:
+    """Call ``hook`` for every attention that a layer computes in this block, in this thread."""
+    token = _hook.set(hook)
     try:
         yield
     finally:
-        _watcher.reset(token)
+        _hook.reset(token)
 
 
-def is_watched() -> bool:
-    """Whether anyone is shown what a layer computes now."""
-    return not torch.compiler.is_compiling() and _watcher.get() is not None
+def has_attention_hook() -> bool:
+    """True if a hook is active in this context."""
+    return not torch.compiler.is_compiling() and _hook.get() is not None
 
 
-def shown(matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
-    """The head outputs to go on with, after the watcher has seen them."""
-    watcher = None if torch.compiler.is_compiling() else _watcher.get()
-    return outputs if watcher is None else watcher(matrix, v, outputs)
+def call_hook(matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
+    """Return what the active hook returns, or ``outputs`` without a hook."""
+    hook = None if torch.compiler.is_compiling() else _hook.get()
+    return outputs if hook is None else hook(matrix, v, outputs)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
 from headwise.huggingface.enable import switched
-from headwise.layers.hooks import watching
+from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.band import Band
 from headwise.scanning.call_context import KeyTokens, PendingProjection, TokenStreams, by_head
 from headwise.scanning.captured_call import CapturedCall
@@ -265,7 +265,7 @@ def reached(
         if model is not None:
             stack.enter_context(switched(model))
         stack.enter_context(reach.modules.followed())
-        stack.enter_context(watching(reach.show))
+        stack.enter_context(attention_hook(reach.show))
         stack.enter_context(telling_own_calls())
         stack.enter_context(TorchCalls())
         yield reach

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
-from headwise.layers.hooks import shown
+from headwise.layers.hooks import call_hook
 from headwise.scanning.capture import AttentionCapture, reached
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
@@ -219,7 +219,7 @@ def _among(tokens: Tensor, chosen: tuple[int, ...]) -> Tensor | None:
 
 
 def _attend(matrix: AttentionMatrix, v: Tensor) -> Tensor:
-    return shown(matrix, v, matrix @ v)
+    return call_hook(matrix, v, matrix @ v)
 
 
 def _name_of(model: Any) -> str:

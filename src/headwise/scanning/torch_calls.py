@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
-from headwise.layers.hooks import shown
+from headwise.layers.hooks import call_hook
 from headwise.layers.torch_api.functional_form import multi_head_attention_forward
 from headwise.masks.additive_mask import taken_apart
 from headwise.masks.mask import Mask
@@ -78,7 +78,7 @@ def _attend(
         else:
             mask, score_bias = taken_apart(given, axes=AXES)
     matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias, scale=scale)
-    return shown(matrix, v, head_outputs).reshape(outputs.shape)
+    return call_hook(matrix, v, head_outputs).reshape(outputs.shape)
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def test_a_step_cannot_be_aligned_at_the_top_left() -> None:
     layer = Attention(42, 6).requires_grad_(False)
     cache, mask = layer.cache(batch=3, length=24), Mask.causal(align="top-left")
     layer(X[:, :5], mask=mask, cache=cache)
-    with pytest.raises(MaskError, match="has seen 5 tokens"):
+    with pytest.raises(MaskError, match="a cache that holds 5 tokens"):
         layer(X[:, 5:6], mask=mask, cache=cache)
 
 

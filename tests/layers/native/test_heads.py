@@ -83,11 +83,11 @@ def test_explain_names_the_kernel_and_what_is_packed() -> None:
     layer = Attention(256, 4)
     x = torch.randn(8, 512, 256)
     assert "sdpa" in str(layer.explain(x))
-    assert "4,096, as they were given" in str(layer.explain(x))
+    assert "4,096, all of the input" in str(layer.explain(x))
     lengths = torch.tensor([512, *[30] * 7])
     told = str(layer.explain(x, mask=Mask.lengths(queries=lengths, keys=lengths)))
     assert "722 of 4,096 are real" in told
-    assert "8 sequences, each a matrix of its own" in told
+    assert "8 sequences, each a separate matrix" in told
     assert "q_proj" in told
     assert "0.095 GFLOP" in told  # 2 * 722 * 256 * 256
 

@@ -94,7 +94,7 @@ def test_what_the_layout_says_is_set() -> None:
 
 def test_the_table_that_another_layer_has() -> None:
     state = {n: torch.randn(40, 40) for n in ("q.weight", "k.weight", "v.weight", "o.weight")}
-    with pytest.raises(OptionError, match="no table of distances"):
+    with pytest.raises(OptionError, match="without a table of distances"):
         Attention.from_layout(state, layout="t5", num_heads=4, score_bias=T5Bias())
 
 
@@ -104,7 +104,7 @@ def test_a_table_that_nothing_reads() -> None:
     state |= {"output.dense.weight": torch.randn(40, 40)}
     state["self.relative_position_bias_table"] = torch.randn(9, 4)
     score_bias = ScoreBias.dense(torch.randn(4, 7, 7), axes="heads queries keys")
-    with pytest.raises(OptionError, match="a table of distances, and no score_bias that reads it"):
+    with pytest.raises(OptionError, match="a table of distances without score_bias=T5Bias"):
         Attention.from_layout(state, layout="swin", num_heads=4, score_bias=score_bias)
 
 
@@ -156,7 +156,7 @@ def test_a_whole_model_is_told_from_a_module() -> None:
 def test_how_much_of_a_head_turns_must_be_given_where_it_may_be_a_part() -> None:
     layer = made(num_kv_heads=6, value_dim=10, out_dim=40, rotary=ROTARY)
     module = layer.to_layout("neox")
-    with pytest.raises(OptionError, match="of the whole head") as refused:
+    with pytest.raises(OptionError, match="without a width") as refused:
         Attention.from_layout(module, layout="neox", num_heads=6, rotary=Rotary(theta=300.0))
     assert "neox may rotate a part" in refused.value.needed
     whole = Rotary(theta=300.0, width=10)

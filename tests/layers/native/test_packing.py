@@ -186,6 +186,6 @@ def test_dropout_drops_within_each_sequence(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dense, "dropout", lambda w, p: shapes.append(w.shape) or drop(w, p))
     dropped = layer.train()(x, mask=mask)
     assert shapes == [(1, 4, n, n) for n in (48, 7, 13, 1)]
-    assert "dropout writes the weights" in str(layer.explain(x, mask=mask))
+    assert "dropout in training allocates queries x keys" in str(layer.explain(x, mask=mask))
     assert torch.equal(dropped[1, 7:], layer.out_proj.bias.expand(41, -1))
     assert not torch.equal(dropped, layer.eval()(x, mask=mask))

@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "eps nan": (lambda: QKNorm(eps=math.nan), ["eps=nan"]),
     "width after": (
         lambda: QKNorm(over="width", place="after"),
-        ['over="width", place="after"', "before the heads are split", 'place="before"'],
+        ['over="width", place="after"', "after the width is split", 'place="before"'],
     ),
 }
 

@@ -88,7 +88,7 @@ def test_products_of_the_input_projection() -> None:
 
 def test_tokens_order_and_training() -> None:
     x, key, _ = inputs()
-    assert layer().explain(x, key, key).tokens == "72, as they were given"
+    assert layer().explain(x, key, key).tokens == "72, all of the input"
     assert "hides keys" in layer().explain(x, key, key, PADDING).tokens
     ours = layer(dropout=0.5).train()
     told = ours.explain(x, key, key)
@@ -96,7 +96,7 @@ def test_tokens_order_and_training() -> None:
     assert told.weights is not None
     assert "pass of its own" in told.weights
     unbatched = layer().explain(x[0], x[0], x[0])
-    assert unbatched.tokens == "24, as they were given"
+    assert unbatched.tokens == "24, all of the input"
     ours.batch_first = False
     first = ours.explain(*(t.transpose(0, 1) for t in (x, key, key)))
     assert str(first.matrix) == str(told.matrix)

@@ -89,7 +89,7 @@ def test_a_fully_padded_sample_shows_it_without_counting() -> None:
         assert model.layers[0](X, src_key_padding_mask=padding).isfinite().all()
     assert report.change.output.mended == QUERIES * EMBED
     assert report.change.largest < 1e-5
-    assert "that were not finite are now" in str(report)
+    assert "NaN or infinite values are now finite" in str(report)
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
@@ -158,7 +158,7 @@ def test_the_layer_stays_the_object_it_was() -> None:
     assert vars(layer) == state
     assert layer.training
     assert all(a is b for a, b in zip(parameters, layer.parameters(), strict=True))
-    assert "out_proj has hooks, which really run from now on" in str(report)
+    assert "out_proj has hooks, which now run" in str(report)
     seen.clear()
     layer(X[:, 0], MEMORY[:, 0, :12], MEMORY[:, 0, :7])[0].sum().backward()
     assert seen == ["out_proj", "layer"]
@@ -249,7 +249,7 @@ def test_what_is_not_swapped_and_why() -> None:
     report = upgrade(model)
     assert report.swapped == ("plain",)
     assert report.kept.keys() == {"custom", "quantizable", "patched", "ours"}
-    assert "Custom is a subclass: what it adds would be lost" in report.kept["custom"]
+    assert "Custom is a subclass, whose changes would be lost" in report.kept["custom"]
     assert "quantizable" in report.kept["quantizable"]
     assert "replaced on the instance" in report.kept["patched"]
     assert "already" in report.kept["ours"]
@@ -271,7 +271,7 @@ def test_a_model_without_attention() -> None:
     assert (report.swapped, report.kept, report.switched_off) == ((), {}, {})
     assert report.change.largest == 0
     assert str(report).startswith("Upgrade: 0 layers swapped, 0 kept")
-    assert "There is no torch.nn.MultiheadAttention in it" in str(report)
+    assert "The model has no torch.nn.MultiheadAttention" in str(report)
 
 
 def test_a_layer_that_cannot_be_measured_does_not_stop_the_others() -> None:
@@ -317,7 +317,7 @@ def test_the_measured_change_can_be_large() -> None:
     report = upgrade(model, X)
     assert report.change.largest > 0.1
     assert report.change.layers["layers.0.self_attn"].verdict is None  # it is no error
-    assert "out_proj is a Doubled, which is really called from now on" in str(report)
+    assert "out_proj is a Doubled, which is now called" in str(report)
 
 
 def test_outputs_of_any_shape() -> None:
@@ -342,5 +342,5 @@ def test_the_report_reads_well() -> None:
     assert text.startswith("Upgrade: 6 layers swapped, 0 kept")
     assert "layers.0.self_attn" in text
     assert "... and 2 more" in text
-    assert "of the model's output:" in text
+    assert "output of the model:" in text
     assert "6 of 6 within the error budget" in text

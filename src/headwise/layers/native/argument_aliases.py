@@ -1,7 +1,7 @@
 """Other libraries' names for arguments of `Attention`, each with what to pass here.
 
-The names are those of `torch.nn.MultiheadAttention`, and the plain renames of transformers and
-x-transformers. docs/migrating.md has the same answers with everything that changes.
+The names are those of `torch.nn.MultiheadAttention`, and the one-to-one renames of transformers
+and x-transformers. docs/migrating.md has the full migration guide.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONSTRUCTOR = {
         "(left, right), beside the query's own key", "window=(sliding_window - 1, 0)"
     ),
 }
-# Options that have another name and the same meaning.
+# Options with another name and the same meaning.
 _RENAMED = {
     "embed_dim": "d_model hidden_size dim",
     "num_heads": "nhead n_heads heads num_attention_heads",
@@ -61,9 +61,9 @@ _RENAMED = {
     "scale": "softmax_scale",
     "sink": "sinks",
 }
-for _own, _names in _RENAMED.items():
-    _same = ArgumentAdvice(f"{_own}, which is the same", f"{_own}={{value}}")
-    CONSTRUCTOR |= dict.fromkeys(_names.split(), _same)
+for _option, _aliases in _RENAMED.items():
+    _advice = ArgumentAdvice(f"{_option}, which is the same", f"{_option}={{value}}")
+    CONSTRUCTOR |= dict.fromkeys(_aliases.split(), _advice)
 
 _SELF = ArgumentAdvice(
     "x, which queries, keys and values are projected from, and a source for cross attention",
@@ -116,15 +116,15 @@ CALL = {
 
 
 def beyond_the_sizes(values: tuple[Any, ...]) -> ArgumentAdvice:
-    """Return the answer to torch's constructor by position: its third argument is dropout."""
+    """Return the advice for positional arguments as in torch, where the third is dropout."""
     dropout = describe_value(values[2])
     return ArgumentAdvice(
-        "every option behind embed_dim and num_heads by name", f"dropout={dropout}"
+        "every option after embed_dim and num_heads by name", f"dropout={dropout}"
     )
 
 
 def beyond_the_source(values: tuple[Any, ...]) -> ArgumentAdvice:
-    """Return the answer to ``layer(query, key, value, ...)``."""
+    """Return the advice for ``layer(query, key, value, ...)``."""
     query, key, value = values[:3]
     if len(values) > 3 or not isinstance(value, Tensor):
         return ArgumentAdvice(

@@ -1,4 +1,4 @@
-"""`Attention`: multi-head attention in all its modern forms, as one class to read."""
+"""Multi-head attention layer with rotary, ALiBi, QK-norm, windows, softcap, sinks and caches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from headwise.layers.hooks import shown
+from headwise.layers.hooks import call_hook
 from headwise.layers.native import argument_aliases, layout_conversion, option_checks
 from headwise.layers.native.base import Projection
 from headwise.layers.native.cache import Cache
-from headwise.layers.native.call_checks import checked_gate, stored
+from headwise.layers.native.call_checks import checked_gate, projection_parameter
 from headwise.layers.native.head_readings import HeadReadings
 from headwise.layers.native.initialization import Source, initialise
-from headwise.layers.native.padding import choose_frame
+from headwise.layers.native.padding import select_packing
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import PositionBias, Rotary
 from headwise.layouts import registry
@@ -29,30 +29,33 @@ from headwise.support.arguments import explains
 
 
 class Attention(HeadReadings):
-    """Multi-head attention with free sizes: (batch, length, width) in, one tensor out.
+    """Multi-head attention layer: (batch, queries, embed_dim) to (batch, queries, out_dim).
 
     Args:
         embed_dim: width of ``x``.
-        num_heads: query heads. ``num_kv_heads``, those of keys and values, divides it: query head
-            h reads kv head h // (num_heads // num_kv_heads).
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of num_heads (the default): query
+            head h uses kv head h // (num_heads // num_kv_heads).
         head_dim: width of a head's queries and keys; embed_dim / num_heads by default.
         value_dim: width of a head's values; head_dim by default.
         out_dim: width of the output; embed_dim by default.
         source_dim: width of ``source``, for cross attention; embed_dim by default.
-        q_bias, k_bias, v_bias, out_bias: whether each projection has a bias.
+        q_bias, k_bias, v_bias, out_bias: True for a bias in that projection.
         rotary: rotates queries and keys by their positions.
-        score_bias: adds to the scores by distance, `Alibi` or `T5Bias`.
+        score_bias: added to the scores by distance, `Alibi` or `T5Bias`.
         qk_norm: normalises queries and keys.
-        window: (left, right): how many keys before and after its own place a query sees; None is
-            no bound.
+        window: (left, right): the number of keys before and after its position that a query may
+            attend to; None for no bound.
         scale: factor of q.k; 1/sqrt(head_dim) by default.
         softcap: scores become softcap * tanh(scores / softcap).
-        sink: whether each head has a learned logit that takes weight and gives nothing.
-        dropout: probability with which a weight is dropped, in training.
-        init: whose initialisation; see `headwise.layers.native.initialization`.
+        sink: True for a learned logit of each head in the softmax's denominator, without a value.
+        dropout: probability of dropping each weight in training.
+        init: the library whose initialisation is used; see `initialise` in
+            `headwise.layers.native.initialization`.
+        device, dtype: those of the parameters, as in torch.
 
     Raises:
-        OptionError: sizes or options that contradict each other, both named.
+        OptionError: sizes or options that contradict each other, or lie outside their range.
     """
 
     @explains(argument_aliases.CONSTRUCTOR, beyond=argument_aliases.beyond_the_sizes)
@@ -87,33 +90,33 @@ class Attention(HeadReadings):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         option_checks.check_counts(embed_dim=embed_dim, num_heads=num_heads)
         self.head_dim = (
-            option_checks.divided(embed_dim, num_heads) if head_dim is None else head_dim
+            option_checks.default_head_dim(embed_dim, num_heads) if head_dim is None else head_dim
         )
         self.value_dim = self.head_dim if value_dim is None else value_dim
         self.out_dim = embed_dim if out_dim is None else out_dim
         self.source_dim = embed_dim if source_dim is None else source_dim
         self.rotary, self.qk_norm, self.window = rotary, qk_norm, window
         self.scale, self.softcap, self.dropout, self.init = scale, softcap, dropout, init
-        option_checks.check(self, score_bias, crosses=source_dim is not None, dtype=dtype)
+        option_checks.check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
         heads, kv_heads = num_heads, self.num_kv_heads
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = Projection(embed_dim, heads * self.head_dim, q_bias, **place)
-        self.k_proj = Projection(self.source_dim, kv_heads * self.head_dim, k_bias, **place)
-        self.v_proj = Projection(self.source_dim, kv_heads * self.value_dim, v_bias, **place)
-        self.out_proj = Projection(heads * self.value_dim, self.out_dim, out_bias, **place)
-        self.q_norm, self.k_norm = (self._norm(n, **place) for n in (heads, kv_heads))
-        self.score_bias = score_bias.module(heads, **place) if score_bias else None
-        self.sink = nn.Parameter(torch.empty(heads, **place)) if sink else None
-        self.identity = uuid4().hex  # what its caches know it by
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = Projection(embed_dim, heads * self.head_dim, q_bias, **options)
+        self.k_proj = Projection(self.source_dim, kv_heads * self.head_dim, k_bias, **options)
+        self.v_proj = Projection(self.source_dim, kv_heads * self.value_dim, v_bias, **options)
+        self.out_proj = Projection(heads * self.value_dim, self.out_dim, out_bias, **options)
+        self.q_norm, self.k_norm = (self._norm(n, **options) for n in (heads, kv_heads))
+        self.score_bias = score_bias.module(heads, **options) if score_bias else None
+        self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None
+        self.identity = uuid4().hex  # the owner of the caches that this layer makes
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The projections as ``init`` says; a sink is 0, norms and a score bias start anew."""
+        """Initialise all parameters: projections as in ``init``, the sink to 0."""
         initialise(self, self.init)
         if self.sink is not None:
             nn.init.zeros_(self.sink)
-        for own in (self.q_norm, self.k_norm, self.score_bias):
-            if reset := getattr(own, "reset_parameters", None):  # slopes, and None, have none
+        for module in (self.q_norm, self.k_norm, self.score_bias):
+            if reset := getattr(module, "reset_parameters", None):  # ALiBi and None have none
                 reset()
 
     @explains(argument_aliases.CALL, beyond=argument_aliases.beyond_the_source)
@@ -127,30 +130,36 @@ class Attention(HeadReadings):
         gate: Float[Tensor, "*batch heads"] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "batch queries out_dim"]:
-        """The output for each token of ``x``.
+        """Compute attention; return (batch, queries, out_dim).
+
+        Padded queries are skipped in eager mode when you pass
+        ``Mask.lengths(queries=n, keys=n)`` or segments, alone or with bands, and every score bias
+        is by distance; `explain` shows it. Their output is the bias of the output projection.
 
         Args:
-            x: what the queries are projected from, and without a source also keys and values.
-            source: what keys and values are projected from.
-            mask: who may attend. The output of a query that it gives up, by lengths or segments,
-                is the bias of the output projection. In eager mode such queries cost nothing where
-                ``Mask.lengths(queries=n, keys=n)`` or segments, with bands or none, are the whole
-                mask, and score biases are by distance; `explain` tells.
-            score_bias: added to the scores.
-            gate: a factor of each head's outputs, (heads,) or (batch, heads); none means 1. Its
+            x: (batch, queries, embed_dim), the input of queries, and by default of keys and values.
+            source: (batch, keys, source_dim), the input of keys and values in cross attention.
+            mask: which keys each query may attend to; combined with the layer's window.
+            score_bias: added to the scores, and to the layer's own score bias.
+            gate: a factor for each head's outputs, (heads,) or (batch, heads); 1 by default. Its
                 gradient at 1 is the head's importance (Michel et al. 2019, arXiv:1905.10650).
-            cache: earlier keys and values; those of ``x`` are added to it. Alignments are then
-                bottom-right, and lengths count the tokens of this call.
+            cache: a `Cache` of earlier keys and values; the call adds those of ``x`` in place.
+                Alignments are then bottom-right, and lengths count the tokens of this call.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: inputs that do not fit the layer or each other.
+            MaskError: a mask or a score bias for other sizes, or one that a cache cannot take.
+            OptionError: a source missing or not allowed, another layer's or a full cache.
         """
         call = self._call(x, source, mask, score_bias, cache)
         gate = None if gate is None else checked_gate(gate, x, self.num_heads)
-        frame = choose_frame(call)
-        matrix, v = self._operands(frame, call)
+        tokens = select_packing(call)
+        matrix, v = self._matrix_and_values(tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.drops else matrix @ v
-        outputs = shown(matrix, v, outputs)
+        outputs = call_hook(matrix, v, outputs)
         if gate is not None:
-            outputs = outputs * frame.gate(gate.to(outputs.dtype))
-        return frame.project(outputs.transpose(1, 2).flatten(2), self.out_proj)
+            outputs = outputs * tokens.gate(gate.to(outputs.dtype))
+        return tokens.project(outputs.transpose(1, 2).flatten(2), self.out_proj)
 
     @classmethod
     def from_layout(
@@ -163,88 +172,90 @@ class Attention(HeadReadings):
         accept: Iterable[str] = (),
         **options: Any,
     ) -> Attention:
-        """A layer that computes what the module with these weights does.
+        """Make a layer that computes the same function as a module with these weights.
 
-        Sizes, biases and the scale are read from the weights and from the layout. What neither
-        holds is an option, as in the constructor: the numbers of ``rotary`` or of a ``softcap``.
-        The options may not say another function than the layout.
+        Sizes, biases and the scale come from the weights and the layout. Pass the rest as options
+        of the constructor: for example ``rotary`` or ``softcap``.
 
         Args:
             state: the tensors of one module, by their names within it.
-            layout: the one that they are in, or its name; ``headwise layouts`` lists them.
-            num_heads: query heads, which no shape tells.
-            num_kv_heads: those of keys and values, where no shape tells them either.
-            accept: in which fields of `Function` the options may say otherwise, as in `convert`.
+            layout: the layout of these tensors, or its name; ``headwise layouts`` lists them.
+            num_heads: number of query heads, which shapes do not determine.
+            num_kv_heads: number of kv heads, where shapes do not determine it.
+            accept: the fields of `AttentionSpec` in which the options may differ from the layout,
+                as in `convert`.
             options: see the constructor.
 
         Raises:
-            OptionError: tensors or options that are not those of the layout.
-            ShapeError: shapes that do not fit the counts.
+            OptionError: tensors or options that contradict the layout.
+            ShapeError: shapes that do not fit the numbers of heads.
         """
-        described = registry.layout(layout)
-        canonical = layout_conversion.canonical_of(
-            state, described, options, heads=num_heads, kv_heads=num_kv_heads
+        source = registry.layout(layout)
+        canonical = layout_conversion.unpack_state(
+            state, source, options, heads=num_heads, kv_heads=num_kv_heads
         )
-        layer = cls(**layout_conversion.options_of(canonical, described.function, options))
-        layout_conversion.require_function_of(described, layer, accept)
-        own = layout_conversion.own_layout(layer)
-        layer.load_state_dict(own.pack(layout_conversion.in_own_order(canonical, layer)))
+        layer = cls(**layout_conversion.layer_options(canonical, source.function, options))
+        layout_conversion.require_source_function(source, layer, accept)
+        layer.load_state_dict(layout_conversion.pack_state(canonical, layer))
         return layer
 
     def to_layout(self, target: str | Layout, *, accept: Iterable[str] = ()) -> dict[str, Tensor]:
-        """The weights in another layout, in memory of their own.
+        """Return a copy of the weights in another layout.
 
-        Whatever reads them computes the function of this layer, given the numbers that the layout
-        leaves to a model's config. Nothing of the function is folded into the weights.
+        A module of that layout computes the function of this layer, if its config has this layer's
+        numbers (``rotary``, ``softcap``). Nothing of the function is folded into the weights.
 
         Args:
-            target: the wanted layout, or its name.
-            accept: in which fields of `Function` the layout may differ, as in `convert`.
+            target: the layout to write, or its name; ``headwise layouts`` lists them.
+            accept: the fields of `AttentionSpec` in which the layout may differ, as in `convert`.
 
         Raises:
-            OptionError: the layout says another function than this layer computes, or has no
-                place for one of its tensors.
-            ShapeError: heads that it cannot hold.
+            OptionError: the layout has another function than this layer, or lacks one of its
+                tensors.
+            ShapeError: numbers of heads that the layout cannot hold.
         """
         target = registry.layout(target)
-        layout_conversion.require_function_for(target, self, accept)
+        layout_conversion.require_target_function(target, self, accept)
         canonical = layout_conversion.canonical_state(self, self.state_dict())
         width = {} if self.rotary is None else {"rotary_width": self.rotary.width_in(self.head_dim)}
         return target.pack(canonical, **width)
 
     def cache(self, *, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
-        """An empty cache for ``length`` tokens of each of ``batch`` sequences.
+        """Make an empty cache for ``length`` tokens of each of ``batch`` sequences.
 
-        With a window shorter than ``length`` any number of tokens may pass, in at most twice the
-        slots that the window needs. A step is the full forward pass where no query sees a later
-        token: with a causal mask, or a window of (left, 0).
+        A layer whose window is shorter than ``length`` keeps only the tokens that its window
+        needs: any number of tokens may pass. Steps with a cache equal one full forward pass where
+        no query attends to later tokens: with a causal mask, or a window of (left, 0).
+
+        Raises:
+            OptionError: a batch or length below 1.
         """
         option_checks.check_counts(batch=batch, length=length)
         left = None if self.window is None else self.window[0]
         evicts = left is not None and left < length
         slots = min(length, 2 * left + 1) if left is not None and evicts else length
-        like = stored(self.k_proj, torch.empty(0))
-        place: dict[str, Any] = {"device": like.device, "dtype": dtype or like.dtype}
+        like = projection_parameter(self.k_proj, torch.empty(0))
+        options: dict[str, Any] = {"device": like.device, "dtype": dtype or like.dtype}
         k, v = (
-            torch.zeros(batch, self.num_kv_heads, slots, width, **place)
+            torch.zeros(batch, self.num_kv_heads, slots, width, **options)
             for width in (self.head_dim, self.value_dim)
         )
         return Cache(k, v, window=left if evicts else None, owner=self.identity)
 
     def extra_repr(self) -> str:
-        """The sizes, and the options that are no modules."""
-        return option_checks.described(self)
+        """Return the sizes, and the options that are no modules."""
+        return option_checks.describe_options(self)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Attention:
-        """A layer of its own: caches of the original stay the original's, unless copied with it."""
+        """Copy the layer; a cache belongs to the copy only if it is copied in the same call."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)], memo[self.identity] = copied, uuid4().hex
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         copied.identity = memo[self.identity]
         return copied
 
-    def _norm(self, heads: int, **place: Any) -> nn.Module | None:
+    def _norm(self, heads: int, **options: Any) -> nn.Module | None:
         if self.qk_norm is None:
             return None
         per_head = self.qk_norm.over == "head"
-        return self.qk_norm.module(self.head_dim * (1 if per_head else heads), **place)
+        return self.qk_norm.module(self.head_dim * (1 if per_head else heads), **options)

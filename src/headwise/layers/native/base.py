@@ -18,15 +18,15 @@ from headwise.reference import split_heads
 
 
 class Projection(nn.Linear):
-    """`torch.nn.Linear`, by the faster product where there is one."""
+    """`torch.nn.Linear`, with oneDNN's matrix product where that is faster."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name for it)
-        """(..., in_features) to (..., out_features)."""
+        """Project (..., in_features) to (..., out_features)."""
         return project(input, self.weight, self.bias)
 
 
 class AttentionBase(nn.Module):
-    """Attributes of a constructed layer, described in `Attention`, and the steps of a call."""
+    """Attributes of a layer, described in `Attention`, and the steps of a call."""
 
     embed_dim: int
     num_heads: int
@@ -53,7 +53,7 @@ class AttentionBase(nn.Module):
 
     @property
     def drops(self) -> bool:
-        """True if a forward pass now drops weights."""
+        """True if the next forward pass applies dropout."""
         return self.training and self.dropout > 0
 
     def _call(
@@ -68,9 +68,9 @@ class AttentionBase(nn.Module):
         call_checks.check_tokens("x", x, self.embed_dim, call_checks.X_AXES, self.q_proj)
         if source is not None:
             call_checks.check_source(x, source, self.source_dim, self.k_proj)
-            for name in call_checks.BY_PLACE:
+            for name in call_checks.POSITIONAL_OPTIONS:
                 if getattr(self, name) is not None:
-                    call_checks.refuse_across(name, getattr(self, name), "a source")
+                    call_checks.refuse_in_cross_attention(name, getattr(self, name), "a source")
         elif self.source_dim != self.embed_dim:
             call_checks.refuse_missing_source(self.source_dim, self.embed_dim)
         if cache is not None:
@@ -84,9 +84,11 @@ class AttentionBase(nn.Module):
             mask, score_bias = mask.aligned("bottom-right"), score_bias.aligned("bottom-right")
         return CallInputs(x, x if source is None else source, mask, score_bias, cache)
 
-    def _operands(self, frame: Unpacked, call: CallInputs) -> tuple[AttentionMatrix, Tensor]:
-        """Project, split into heads, normalise, rotate, cache: the matrix and the values."""
-        q, k, v = self.q_proj(frame.x), self.k_proj(frame.source), self.v_proj(frame.source)
+    def _matrix_and_values(
+        self, tokens: Unpacked, call: CallInputs
+    ) -> tuple[AttentionMatrix, Tensor]:
+        """Project, split into heads, normalise, rotate and cache; return the matrix and values."""
+        q, k, v = self.q_proj(tokens.x), self.k_proj(tokens.source), self.v_proj(tokens.source)
         norm = None if self.qk_norm is None else (self.qk_norm.over, self.qk_norm.place)
         if norm == ("width", "before"):
             q, k = self._normed(q, k)
@@ -95,15 +97,15 @@ class AttentionBase(nn.Module):
         if norm == ("head", "before"):
             q, k = self._normed(q, k)
         if self.rotary is not None:
-            q, k = self.rotary.rotate_both(q, k, frame.positions())
+            q, k = self.rotary.rotate_both(q, k, tokens.positions())
         if norm == ("head", "after"):
             q, k = self._normed(q, k)
-        mask = frame.mask
+        mask = tokens.mask
         if call.cache is not None:
-            new = call.cache.keys_with(k.shape[2])
-            call_checks.check_fits(call, heads=self.num_heads, keys=new)
-            k, v, starts = call.cache.append(k, v, lengths=frame.lengths)
-            mask = frame.mask_over(starts)
+            keys = call.cache.keys_with(k.shape[2])
+            call_checks.check_mask_and_bias(call, heads=self.num_heads, keys=keys)
+            k, v, starts = call.cache.append(k, v, lengths=tokens.lengths)
+            mask = tokens.mask_with_cache(starts)
         matrix = AttentionMatrix(
             q,
             k,

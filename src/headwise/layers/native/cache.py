@@ -1,9 +1,8 @@
-"""The key/value cache of one layer: a value that is made, passed to each call and written in place.
+"""Key/value cache of one layer for incremental decoding.
 
-Its slots are in the order of the tokens, and every sequence ends at the same slot: sequences of
-unequal lengths are held right-aligned, so that causal masks, windows and biases by distance mean
-the same for all of them, and one number says where the next token goes. Nothing is concatenated:
-a step writes its own slots and reads a view of those filled.
+Slots are in token order, and all sequences end at the same slot: sequences of unequal lengths are
+right-aligned. Causal masks, windows and biases by distance then mean the same for each of them. A
+step writes its slots in place and reads a view of the filled ones; nothing is concatenated.
 """
 
 from __future__ import annotations
@@ -20,40 +19,44 @@ from headwise.support.integers import as_int64
 
 
 class CachedKeys(NamedTuple):
-    """The keys and values to attend to: those held before, and the new ones."""
+    """Keys and values of one step: the cached ones, then the new ones."""
 
     k: Float[Tensor, "batch kv_heads keys head_dim"]
     v: Float[Tensor, "batch kv_heads keys value_dim"]
-    starts: Int[Tensor, " batch"] | None
+    starts: Int[Tensor, " batch"] | None  # as in Cache.starts
 
 
 class Cache:
-    """Keys and values of the tokens so far. Made by ``layer.cache(batch=..., length=...)``.
+    """Keys and values of earlier tokens. Made by ``layer.cache(batch=..., length=...)``.
 
     Args:
         k, v: empty buffers, (batch, kv_heads, slots, head_dim) and (..., value_dim).
-        window: how many tokens before its own a query can see; older ones are dropped when room
-            is needed. None: nothing is dropped, and the slots are the most it can hold.
-        owner: what the layer that made it is known by.
+        window: the number of earlier tokens that a query may attend to; older ones are dropped
+            when the slots are full. None: no token is dropped.
+        owner: the ``identity`` of the layer that made the cache.
+
+    Attributes:
+        length: slots in use.
+        dropped: tokens that were dropped, since they are older than the window.
+        padding: (batch,), padding tokens before each sequence's first token; None for none.
     """
 
     def __init__(self, k: Tensor, v: Tensor, *, window: int | None = None, owner: str = "") -> None:
         self._k, self._v, self.window, self.owner = k, v, window, owner
-        self.length = 0  # slots in use
-        self.dropped = 0  # tokens that a window no longer needs
-        # How much padding each sequence has been given in all, before its first token.
+        self.length = 0
+        self.dropped = 0
         self.padding: Tensor | None = None
 
     @property
     def seen(self) -> int:
-        """How many tokens each sequence has been given, padding included."""
+        """Number of tokens added to each sequence so far, padding and dropped ones included."""
         return self.dropped + self.length
 
     def keys_with(self, new: int) -> int:
-        """How many keys there are to attend to once ``new`` tokens are added.
+        """Return the number of keys after ``new`` tokens are added.
 
         Raises:
-            OptionError: more tokens than there are slots.
+            OptionError: more tokens than free slots, in a cache without a window.
         """
         slots = self._k.shape[2]
         if self.length + new <= slots:
@@ -62,13 +65,13 @@ class Cache:
             raise OptionError(
                 saw=f"{new} more tokens for a cache that holds {self.length} of {slots}",
                 needed=f"at most {slots - self.length} more",
-                do=f"layer.cache(length={self.length + new}) or longer, or cache.clear()",
+                do=f"layer.cache(batch=..., length={self.length + new}), or cache.clear()",
             )
         return min(self.window, self.length) + new
 
     @property
     def starts(self) -> Tensor | None:
-        """The slot of each sequence's first token, (batch,); None where all begin at 0."""
+        """The slot of each sequence's first token, (batch,); None where all start at 0."""
         return None if self.padding is None else (self.padding - self.dropped).clamp(min=0)
 
     def append(
@@ -78,84 +81,87 @@ class Cache:
         *,
         lengths: Integer[Tensor, " batch"] | None = None,
     ) -> CachedKeys:
-        """Write new keys and values, and read all that a query may see.
+        """Write new keys and values; return all keys and values that the new queries may need.
 
-        ``lengths``: how many of the new ones are real in each sequence, the last ones; the tokens
-        held of that sequence move up to them.
+        Args:
+            k: new keys, of the dtype and device of the buffers.
+            v: new values.
+            lengths: the number of real new tokens of each sequence, which come last. The cached
+                tokens of the sequence move up to them.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: not what the buffers hold.
-            OptionError: more tokens than there are slots, or a gradient would be lost.
+            ShapeError, DTypeError, DeviceError: keys or values that do not fit the buffers.
+            OptionError: more tokens than free slots, or keys that require a gradient.
         """
         self._check(k, v, lengths)
         self._make_room(k.shape[2])
         stop = self.length + k.shape[2]
         fits = stop <= self._k.shape[2]
         keys, values = (
-            self._written(buffer, new, stop) if fits else self._joined(buffer, new)
+            self._write(buffer, new, stop) if fits else self._concatenate(buffer, new)
             for buffer, new in ((self._k, k), (self._v, v))
         )
         if lengths is not None:
             self._close_gaps(keys, values, k.shape[2] - as_int64(lengths, "lengths"))
-        held = CachedKeys(keys, values, self.starts)
+        cached = CachedKeys(keys, values, self.starts)
         self.length = stop
         if not fits:
-            self._keep_latest(held)
-        return held
+            self._keep_latest(cached)
+        return cached
 
     def select(self, sequences: Integer[Tensor, " chosen"]) -> Cache:
-        """A cache of its own with these sequences, in this order (beams, or a smaller batch)."""
+        """Return a new cache with these sequences, in this order, for beams or a smaller batch."""
         sequences = as_int64(sequences, "sequences")
-        chosen = Cache(
+        cache = Cache(
             self._k.index_select(0, sequences),
             self._v.index_select(0, sequences),
             window=self.window,
             owner=self.owner,
         )
-        chosen.length, chosen.dropped = self.length, self.dropped
+        cache.length, cache.dropped = self.length, self.dropped
         if self.padding is not None:
-            chosen.padding = self.padding.index_select(0, sequences)
-        return chosen
+            cache.padding = self.padding.index_select(0, sequences)
+        return cache
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Cache:
-        """The same tokens in other buffers; for the layer's copy where that is copied too."""
+        """Copy the buffers; the copy belongs to the layer's copy if that is copied in this call."""
         copied = self.select(torch.arange(self._k.shape[0], device=self._k.device))
         memo[id(self)] = copied
         copied.owner = memo.get(self.owner, self.owner)
         return copied
 
     def clear(self) -> None:
-        """Forget everything; the buffers stay."""
+        """Remove all tokens; the buffers are reused."""
         self.length, self.dropped, self.padding = 0, 0, None
 
-    # ---- within -----------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------
 
-    def _written(self, buffer: Tensor, new: Tensor, stop: int) -> Tensor:
+    def _write(self, buffer: Tensor, new: Tensor, stop: int) -> Tensor:
         buffer[:, :, self.length : stop] = new
         return buffer[:, :, :stop]
 
-    def _joined(self, buffer: Tensor, new: Tensor) -> Tensor:
-        """More new tokens than slots: they are attended to once, and then mostly forgotten."""
+    def _concatenate(self, buffer: Tensor, new: Tensor) -> Tensor:
+        """Return cached and new tokens in new memory: the new ones need more than all slots."""
         return torch.cat([buffer[:, :, : self.length], new], dim=2)
 
     def _make_room(self, new: int) -> None:
-        """Move what the window still needs to the front, once the slots are used up."""
+        """Move the tokens that the window needs to the front, if the new ones do not fit."""
         if self.keys_with(new) < self.length + new:
             self._keep_latest(
                 CachedKeys(self._k[:, :, : self.length], self._v[:, :, : self.length], None)
             )
 
-    def _keep_latest(self, held: CachedKeys) -> None:
-        """The last tokens of these, as many as the window needs, at the front of the buffers."""
-        kept = min(self.window or 0, self.length)
-        gone = self.length - kept
-        for buffer, tokens in ((self._k, held.k), (self._v, held.v)):
-            # Both may be the same memory.
-            buffer[:, :, :kept] = tokens[:, :, gone:].clone()
-        self.length, self.dropped = kept, self.dropped + gone
+    def _keep_latest(self, cached: CachedKeys) -> None:
+        """Copy the last tokens, as many as the window needs, to the front of the buffers."""
+        length = min(self.window or 0, self.length)
+        dropped = self.length - length
+        for buffer, tokens in ((self._k, cached.k), (self._v, cached.v)):
+            # clone: source and target may overlap.
+            buffer[:, :, :length] = tokens[:, :, dropped:].clone()
+        self.length, self.dropped = length, self.dropped + dropped
 
     def _close_gaps(self, k: Tensor, v: Tensor, gaps: Tensor) -> None:
-        """Move the tokens held up to the real new ones: the first ``gaps`` new ones are none."""
+        """Move cached tokens up to the real new ones; the first ``gaps`` new ones are padding."""
         slots = torch.arange(k.shape[2], device=k.device)
         gap = gaps[:, None]
         source = torch.where(slots < self.length + gap, slots - gap, slots).clamp(min=0)
@@ -170,7 +176,7 @@ class Cache:
                 raise ShapeError(
                     saw=f"new {name} of shape {tuple(new.shape)}",
                     needed=f"(batch {batch}, kv_heads {kv_heads}, new, {width}), as the cache has",
-                    do="make a cache for each layer and batch: layer.cache(batch=..., length=...)",
+                    do=f"make one with layer.cache(batch={new.shape[0]}, length=...)",
                 )
             if new.dtype != buffer.dtype:
                 raise DTypeError(
@@ -182,7 +188,7 @@ class Cache:
                 raise DeviceError(
                     saw=f"new {name} on {new.device} for a cache on {buffer.device}",
                     needed="one device",
-                    do="make the cache after the layer was moved",
+                    do="move the layer first, then call layer.cache(batch=..., length=...)",
                 )
             if torch.is_grad_enabled() and new.requires_grad:
                 raise OptionError(

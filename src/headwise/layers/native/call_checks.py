@@ -1,4 +1,4 @@
-"""Checks of the arguments of a call of a layer, and their messages."""
+"""Checks of the arguments of a layer's call."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from headwise.support.axes import describe_value, sizes
 
 X_AXES = ("batch", "queries", "embed_dim")
 SOURCE_AXES = ("batch", "keys", "source_dim")
-BY_PLACE = ("rotary", "window", "score_bias")  # options that need places in one sequence
+POSITIONAL_OPTIONS = ("rotary", "window", "score_bias")  # need positions in one sequence
 
 
-def stored(projection: nn.Module, otherwise: Tensor) -> Tensor:
-    """Return a parameter of a projection, for its device and dtype; a quantised one may have none.
+def projection_parameter(projection: nn.Module, default: Tensor) -> Tensor:
+    """Return a parameter of a projection, for its device and dtype; ``default`` without any.
 
-    Not the attribute ``weight``: a parametrised one is computed each time it is read, and
-    spectral_norm takes a step of its iteration.
+    The attribute ``weight`` is avoided: parametrizations compute it on each access, and
+    spectral_norm then takes a step of its iteration.
     """
     weight = projection._parameters.get("weight")
-    return next(projection.parameters(), otherwise) if weight is None else weight
+    return next(projection.parameters(), default) if weight is None else weight
 
 
 def check_tokens(
     name: str, x: Tensor, width: int, axes: tuple[str, str, str], projection: nn.Module
 ) -> None:
-    """Raise ShapeError, DTypeError or DeviceError unless the projection can take these tokens."""
+    """Raise ShapeError, DTypeError or DeviceError unless the projection fits these tokens."""
     if not isinstance(x, Tensor):
         raise ShapeError(
             saw=f"{name}={describe_value(x)}",
             needed=f"a tensor ({axes[0]}, {axes[1]}, {axes[2]} {width})",
             do="layer(x, source, mask=..., score_bias=..., gate=..., cache=...)",
         )
-    weight = stored(projection, x)
+    weight = projection_parameter(projection, x)
     if x.dim() != 3 or x.shape[2] != width:
         raise ShapeError(
             saw=f"{name} of shape {tuple(x.shape)}",
             needed=f"({axes[0]}, {axes[1]}, {axes[2]} {width})",
-            do=_shaped(name, x, width),
+            do=_shape_advice(name, x, width),
         )
     if x.device != weight.device:
         raise DeviceError(
@@ -63,19 +63,19 @@ def check_tokens(
         )
 
 
-def _shaped(name: str, x: Tensor, width: int) -> str:
-    """Return what makes tokens of a tensor of another shape."""
+def _shape_advice(name: str, x: Tensor, width: int) -> str:
+    """Return the code or advice that gives ``x`` the shape of tokens."""
     if x.dim() == 0 or x.shape[-1] != width:
         if x.dim() == 3 and x.shape[1] == width:
             return f"{name}.transpose(1, 2): its second axis is {width} wide"
         return f"pass {name} of width {width}, or construct the layer for the width of {name}"
     if x.dim() < 3:
         return f"{name}[None] for one sequence" if x.dim() == 2 else f"{name}[None, None]"
-    return f"{name}.flatten(0, {x.dim() - 3}): further axes belong to the batch"
+    return f"{name}.flatten(0, {x.dim() - 3}): all leading axes are the batch"
 
 
 def check_source(x: Tensor, source: Tensor, width: int, projection: nn.Module) -> None:
-    """Raise what `check_tokens` raises, and ShapeError for a source of another batch."""
+    """Raise the errors of `check_tokens`, and ShapeError for a source of another batch."""
     check_tokens("source", source, width, SOURCE_AXES, projection)
     if source.shape[0] != x.shape[0]:
         raise ShapeError(
@@ -86,7 +86,7 @@ def check_source(x: Tensor, source: Tensor, width: int, projection: nn.Module) -
 
 
 def refuse_missing_source(source_dim: int, embed_dim: int) -> NoReturn:
-    """Raise OptionError for a call without the source that the layer needs."""
+    """Raise OptionError for a call without the source that the layer needs for its keys."""
     raise OptionError(
         saw=f"no source for a layer with source_dim={source_dim}, embed_dim={embed_dim}",
         needed="a source (batch, keys, source_dim)",
@@ -94,18 +94,17 @@ def refuse_missing_source(source_dim: int, embed_dim: int) -> NoReturn:
     )
 
 
-def refuse_across(name: str, option: object, source: str) -> NoReturn:
-    """Raise OptionError for an option that needs places, with keys of another sequence."""
+def refuse_in_cross_attention(name: str, option: object, source: str) -> NoReturn:
+    """Raise OptionError for an option that depends on positions, in cross attention."""
     raise OptionError(
         saw=f"{name}={option} with {source}",
-        needed="one or the other: places in x and in another sequence have no distance",
-        do=f"leave out {name} in cross attention; a Mask or ScoreBias of the call can name an "
-        "alignment",
+        needed="one or the other: positions in x and in the source have no distance",
+        do=f"leave out {name}; pass the call a Mask or ScoreBias with align=... instead",
     )
 
 
 def check_cache(cache: Cache, identity: str, *, crosses: bool) -> None:
-    """Raise OptionError unless the layer with this identity made the cache, for self-attention."""
+    """Raise OptionError for a cache of another layer, or in cross attention."""
     if not isinstance(cache, Cache):
         raise OptionError(
             saw=f"cache={describe_value(cache)}",
@@ -116,36 +115,36 @@ def check_cache(cache: Cache, identity: str, *, crosses: bool) -> None:
         raise OptionError(
             saw="a cache and a source",
             needed="one or the other: a cache holds keys and values of x",
-            do="leave out the cache in cross attention",
+            do="leave out cache=...",
         )
     if cache.owner != identity:
         raise OptionError(
             saw=f"{cache!r}, which this layer did not make",
-            needed="a cache for each layer, made by it",
+            needed="a cache made by this layer",
             do="caches = [layer.cache(batch=..., length=...) for layer in layers]",
         )
 
 
 def checked_gate(gate: Tensor, x: Tensor, num_heads: int) -> Tensor:
-    """Return the gate, if it has one factor for each head, or for each head of each sequence."""
+    """Return the gate, or raise unless it is (heads,) or (batch, heads) on the device of x."""
     if not isinstance(gate, Tensor) or gate.device != x.device:
-        place = f" on {gate.device}" if isinstance(gate, Tensor) else ""
+        device = f" on {gate.device}" if isinstance(gate, Tensor) else ""
         raise DeviceError(
-            saw=f"a gate that is a {type(gate).__name__}{place}",
+            saw=f"gate is a {type(gate).__name__}{device}",
             needed=f"a tensor on {x.device}",
             do=f'torch.ones({num_heads}, device="{x.device}")',
         )
     if gate.shape not in ((num_heads,), (x.shape[0], num_heads)):
         raise ShapeError(
-            saw=f"a gate of shape {tuple(gate.shape)}",
+            saw=f"gate of shape {tuple(gate.shape)}",
             needed=f"(heads {num_heads},) or (batch {x.shape[0]}, heads {num_heads})",
-            do="e.g. torch.ones(num_heads)",
+            do=f"e.g. torch.ones({num_heads})",
         )
     return gate
 
 
-def check_fits(call: CallInputs, *, heads: int, keys: int) -> None:
-    """Raise what mask and score bias do not fit, before a cache is changed."""
+def check_mask_and_bias(call: CallInputs, *, heads: int, keys: int) -> None:
+    """Raise MaskError if mask or score bias have other sizes, before the cache changes."""
     batch, queries, _ = call.x.shape
     matrix = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
     call.mask.without(PaddingClause).bind(**matrix, device=call.x.device)

@@ -1,9 +1,8 @@
-"""The attention block of einops' page, as a thin layer over the attention matrix.
+"""Attention block of einops' page "Transformer's attention needs more attention".
 
-"Transformer's attention needs more attention" (arogozhnikov/einops, docs/pytorch-examples.html)
-shows a whole block: attention, dropout of the output, the residual of its queries, layer norm.
-Queries, keys and values each have an input of their own, which `headwise.Attention`, with one
-source for keys and values, does not take.
+The page (arogozhnikov/einops, docs/pytorch-examples.html) shows attention, dropout of the output,
+the residual of its queries, and layer norm. Queries, keys and values have three separate inputs;
+`headwise.Attention` has one source for keys and values.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.layers.hooks import shown
+from headwise.layers.hooks import call_hook
 from headwise.layers.native.base import Projection
 from headwise.layers.native.call_checks import check_tokens
-from headwise.layers.native.initialization import einops
+from headwise.layers.native.initialization import initialise_einops
 from headwise.layers.native.option_checks import check_counts
 from headwise.masks.mask import Mask
 from headwise.masks.operand_checks import check_probability
@@ -24,23 +23,23 @@ from headwise.reference import split_heads
 
 
 class EinopsAttention(nn.Module):
-    """The page's block, under its own names: its state_dict loads, and its output is the same.
+    """The page's block with the page's parameter names: its state_dict loads here.
 
-    The source's n_head, d_model, d_k and d_v are ``num_heads``, ``embed_dim``, ``head_dim`` and
-    ``value_dim``. Its boolean mask of (batch, queries, keys) hides what is True:
+    The page's n_head, d_model, d_k and d_v are ``num_heads``, ``embed_dim``, ``head_dim`` and
+    ``value_dim``. In its boolean mask of (batch, queries, keys), True hides a key:
 
-        mask = Mask.may_attend(~theirs, axes="batch queries keys")
+        mask = Mask.may_attend(~einops_mask, axes="batch queries keys")
 
-    The weights that it returns, heads first, are ``block.matrix(q, k).dense().transpose(0, 1)``.
-    A query that may attend to nothing has zero head outputs; there they are NaN.
+    The page's returned weights are ``block.matrix(q, k).dense().transpose(0, 1)``. A query that
+    may attend to nothing has zero head outputs here, and NaN on the page.
 
     Args:
         embed_dim: width of the three inputs and of the output.
-        num_heads: how many heads.
+        num_heads: number of heads.
         head_dim: width of a head's queries and keys.
         value_dim: width of a head's values.
-        dropout: probability with which a number of the output is dropped, in training, before the
-            residual. No weight is dropped.
+        dropout: probability of dropping each number of the output in training, before the
+            residual. Weights are not dropped.
 
     Raises:
         OptionError: a size below 1, or a probability outside 0 to 1.
@@ -74,9 +73,9 @@ class EinopsAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The projections as the source draws them; the layer norm changes nothing."""
+        """Initialise the projections as the page does, and the layer norm to the identity."""
         projections = (self.w_qs, self.w_ks, self.w_vs, self.fc)
-        einops(*projections, head_dim=self.head_dim, value_dim=self.value_dim)
+        initialise_einops(*projections, head_dim=self.head_dim, value_dim=self.value_dim)
         self.layer_norm.reset_parameters()
 
     def forward(
@@ -87,13 +86,14 @@ class EinopsAttention(nn.Module):
         *,
         mask: Mask | None = None,
     ) -> Float[Tensor, "batch queries embed_dim"]:
-        """The normed sum of ``q`` and what is attended to; inputs before their projections.
+        """Return the layer norm of ``q`` plus the attention's output.
 
         Raises:
-            ShapeError, DTypeError, DeviceError, MaskError: what does not fit together.
+            ShapeError, DTypeError, DeviceError: inputs that do not fit the block.
+            MaskError: a mask for other sizes.
         """
         matrix, values = self.matrix(q, k, mask=mask), self._heads("v", v, self.w_vs)
-        outputs = shown(matrix, values, matrix @ values)
+        outputs = call_hook(matrix, values, matrix @ values)
         attended = self.dropout(self.fc(outputs.transpose(1, 2).flatten(2)))
         normed: Tensor = self.layer_norm(attended + q)
         return normed
@@ -105,12 +105,12 @@ class EinopsAttention(nn.Module):
         *,
         mask: Mask | None = None,
     ) -> AttentionMatrix:
-        """The attention matrix, (batch, heads, queries, keys), never written down."""
+        """Return the attention matrix (batch, heads, queries, keys) as an operator."""
         queries, keys = self._heads("q", q, self.w_qs), self._heads("k", k, self.w_ks)
         return AttentionMatrix(queries, keys, mask=mask)
 
     def _heads(self, name: str, x: Tensor, projection: Projection) -> Tensor:
-        """(batch, length, embed_dim) to (batch, heads, length, width of a head)."""
+        """Project (batch, length, embed_dim) to (batch, heads, length, width of a head)."""
         axes = ("batch", "queries" if name == "q" else "keys", "embed_dim")
         check_tokens(name, x, self.embed_dim, axes, projection)
         return split_heads(projection(x), heads=self.num_heads)

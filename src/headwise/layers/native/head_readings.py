@@ -1,4 +1,4 @@
-"""Readings of a layer, head by head: the matrix, head outputs, contributions, an explanation."""
+"""Per-head results of a layer: attention matrix, head outputs, contributions, explanation."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.layers.explanation import LayerExplanation, products
+from headwise.layers.explanation import LayerExplanation, projection_lines
 from headwise.layers.native import argument_aliases
 from headwise.layers.native.base import AttentionBase
-from headwise.layers.native.padding import Packed, Unpacked, choose_frame
+from headwise.layers.native.padding import Packed, Unpacked, select_packing
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.support.arguments import explains
 
 
 class HeadReadings(AttentionBase):
-    """What a layer computes for each head; arguments as in its forward pass."""
+    """Methods for the results of single heads; arguments and errors as in the forward pass."""
 
     @explains(argument_aliases.CALL, beyond=argument_aliases.beyond_the_source)
     def matrix(
@@ -28,9 +28,9 @@ class HeadReadings(AttentionBase):
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
     ) -> AttentionMatrix:
-        """The attention matrix, (batch, heads, queries, keys), never written down."""
+        """Return the attention matrix (batch, heads, queries, keys) as an operator."""
         call = self._call(x, source, mask, score_bias)
-        return self._operands(Unpacked.of(call), call)[0]
+        return self._matrix_and_values(Unpacked.of(call), call)[0]
 
     @explains(argument_aliases.CALL, beyond=argument_aliases.beyond_the_source)
     def head_outputs(
@@ -41,9 +41,9 @@ class HeadReadings(AttentionBase):
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """What each head reads, before the output projection."""
+        """Return weights @ v for each head, the input of the output projection."""
         call = self._call(x, source, mask, score_bias)
-        matrix, v = self._operands(Unpacked.of(call), call)
+        matrix, v = self._matrix_and_values(Unpacked.of(call), call)
         return matrix @ v
 
     @explains(argument_aliases.CALL, beyond=argument_aliases.beyond_the_source)
@@ -55,14 +55,14 @@ class HeadReadings(AttentionBase):
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
     ) -> Float[Tensor, "batch heads queries out_dim"]:
-        """Each head's part of the output: their sum is the output less its bias.
+        """Return each head's part of the output; their sum is the output less its bias.
 
-        The output projection is called once for each head, so that it is whatever it has become:
-        adapted, quantised, sharded.
+        The output projection is called once for each head, so that adapters, quantisation and
+        sharding apply.
         """
         outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
         bias = self.out_proj(torch.zeros_like(outputs[:1, :, :1]).transpose(1, 2).flatten(2))
-        # Filled, not multiplied: an infinite head must not make the others NaN.
+        # Fill, do not multiply by 0: an infinite head would make the others NaN.
         heads = torch.arange(self.num_heads, device=outputs.device)[:, None, None]
         parts = [
             self.out_proj(outputs.masked_fill(heads != head, 0).transpose(1, 2).flatten(2)) - bias
@@ -79,15 +79,15 @@ class HeadReadings(AttentionBase):
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
     ) -> LayerExplanation:
-        """What a forward pass of this input computes, by which kernel, and why; print it."""
+        """Return a printable report on a forward pass of this input: tokens, kernels and costs."""
         call = self._call(x, source, mask, score_bias)
-        frame = choose_frame(call)
-        matrix, v = self._operands(frame, call)
-        given, real, keys = (t.shape[0] * t.shape[1] for t in (x, frame.x, frame.source))
-        tokens = f"{given:,}, as they were given"
-        if isinstance(frame, Packed):
-            tokens = f"{real:,} of {given:,} are real, and packed into one row: only they cost"
+        tokens = select_packing(call)
+        matrix, v = self._matrix_and_values(tokens, call)
+        total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
+        line = f"{total:,}, all of the input"
+        if isinstance(tokens, Packed):
+            line = f"{real:,} of {total:,} are real and packed into one row; padding is skipped"
         if self.drops:
-            tokens += "; while training, dropout writes the weights of A @ v down"
+            line += "; dropout in training allocates queries x keys for A @ v"
         counts = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}
-        return LayerExplanation(tokens, products(self, counts), matrix.explain(v))
+        return LayerExplanation(line, projection_lines(self, counts), matrix.explain(v))

@@ -1,8 +1,8 @@
-"""How other libraries initialise the projections of attention, by their names.
+"""Initialisation of attention's projections as in other libraries, by name.
 
-Each draws what its source draws for the same sizes, and keeps the source's scores: where the
-layer's scale is another than the source's, the queries' projection makes up for it. (A qk_norm
-takes that factor off again: the sources have none.)
+Each draws from the distribution of its source for the same sizes. Scores have the source's size
+too: the queries' projection is multiplied by the source's scale over the layer's scale. (A qk_norm
+removes that factor; the sources have none.)
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Source = Literal["torch-packed", "torch-separate", "einops", "gpt2", "t5"]
 
 
 def initialise(layer: AttentionBase, source: Source, *, num_layers: int | None = None) -> None:
-    """Draw the projections of ``layer`` anew, in place.
+    """Initialise the projections of ``layer`` in place.
 
-    After the same seed, those of torch, einops and T5 are the source's numbers, not only its
-    distribution, where the source has such a layer.
+    After the same seed, torch, einops and T5 give the very numbers of the source, where the source
+    has such a layer.
 
     * ``torch-packed``: nn.MultiheadAttention with one in_proj_weight; Xavier uniform over all
       three projections at once (torch/nn/modules/activation.py).
     * ``torch-separate``: nn.MultiheadAttention with kdim or vdim; Xavier uniform for each.
     * ``einops``: normal with the fan of one head, sqrt(2 / (embed_dim + head_dim)), and Xavier
       normal for the output (arogozhnikov/einops, docs/pytorch-examples.html, on the transformer).
-    * ``gpt2``: normal with 0.02; the output projection's is 0.02 / sqrt(2 * num_layers) where
-      ``num_layers``, that of the whole model, is given (Radford et al. 2019, section 2.3).
+    * ``gpt2``: normal with 0.02; with ``num_layers``, the number of layers of the model,
+      0.02 / sqrt(2 * num_layers) for the output (Radford et al. 2019, section 2.3).
     * ``t5``: normal with (embed_dim * head_dim)**-0.5 for queries, embed_dim**-0.5 for keys and
-      values, (num_heads * value_dim)**-0.5 for the output; scores are not scaled there
+      values, (num_heads * value_dim)**-0.5 for the output; T5 does not scale its scores
       (arXiv:1910.10683; transformers/models/t5/modeling_t5.py).
 
-    Biases start at 0, but for ``einops``: it leaves them as nn.Linear draws them.
+    Biases are 0, except for ``einops``, where they are drawn as in nn.Linear.
 
     Raises:
-        OptionError: a source that is not among these, or num_layers for one that has no use of it.
+        OptionError: a source that is not among these, or num_layers for another than gpt2.
     """
     layers_fit = num_layers is None or (source == "gpt2" and num_layers >= 1)
     if source not in get_args(Source) or not layers_fit:
@@ -52,21 +52,21 @@ def initialise(layer: AttentionBase, source: Source, *, num_layers: int | None =
         )
     q, k, v, out = layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
     if source in ("torch-packed", "torch-separate"):
-        _torch(q, k, v, out, packed=source == "torch-packed")
+        _initialise_torch(q, k, v, out, packed=source == "torch-packed")
     elif source == "einops":
-        einops(q, k, v, out, head_dim=layer.head_dim, value_dim=layer.value_dim)
+        initialise_einops(q, k, v, out, head_dim=layer.head_dim, value_dim=layer.value_dim)
     else:
-        stds = _t5(layer) if source == "t5" else _gpt2(num_layers)
+        stds = _t5_stds(layer) if source == "t5" else _gpt2_stds(num_layers)
         for projection, std in zip((q, k, v, out), stds, strict=True):
             nn.init.normal_(projection.weight, std=std)
             _zero_bias(projection)
-    _keep_scores(layer, 1.0 if source == "t5" else layer.head_dim**-0.5)
+    _adjust_queries(layer, 1.0 if source == "t5" else layer.head_dim**-0.5)
 
 
-def einops(
+def initialise_einops(
     q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, *, head_dim: int, value_dim: int
 ) -> None:
-    """Draw four projections as einops' page does, in its order."""
+    """Initialise four projections as einops' page does, in its order."""
     for projection in (q, k, v):
         projection.reset_parameters()
     for projection, width in ((q, head_dim), (k, head_dim), (v, value_dim)):
@@ -75,8 +75,10 @@ def einops(
     nn.init.xavier_normal_(out.weight)
 
 
-def _torch(q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, *, packed: bool) -> None:
-    # The output first, with its bias, and the bound in two roots: torch's numbers, bit by bit.
+def _initialise_torch(
+    q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, *, packed: bool
+) -> None:
+    # The output first, with its bias, and the bound as two roots: bit for bit torch's numbers.
     out.reset_parameters()
     together = q.out_features + k.out_features + v.out_features
     for projection in (q, k, v):
@@ -87,11 +89,11 @@ def _torch(q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, *, packed: 
         _zero_bias(projection)
 
 
-def _gpt2(num_layers: int | None) -> tuple[float, ...]:
+def _gpt2_stds(num_layers: int | None) -> tuple[float, ...]:
     return 0.02, 0.02, 0.02, 0.02 if num_layers is None else 0.02 / math.sqrt(2 * num_layers)
 
 
-def _t5(layer: AttentionBase) -> tuple[float, ...]:
+def _t5_stds(layer: AttentionBase) -> tuple[float, ...]:
     return (
         (layer.embed_dim * layer.head_dim) ** -0.5,
         layer.source_dim**-0.5,
@@ -106,12 +108,14 @@ def _zero_bias(projection: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def _keep_scores(layer: AttentionBase, scale: float) -> None:
-    own = layer.head_dim**-0.5 if layer.scale is None else layer.scale
-    if own in (0.0, scale):
+def _adjust_queries(layer: AttentionBase, source_scale: float) -> None:
+    """Multiply the queries' projection by the source's scale over the layer's scale."""
+    layer_scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
+    if layer_scale in (0.0, source_scale):
         return
-    # Not beyond what the dtype can multiply: a scale that far off is no scale of scores.
+    # Clamped so that products stay finite in the layer's dtype.
     largest = math.sqrt(torch.finfo(layer.q_proj.weight.dtype).max)
-    factor = math.copysign(min(max(abs(scale / own), 1 / largest), largest), own)
+    ratio = abs(source_scale / layer_scale)
+    factor = math.copysign(min(max(ratio, 1 / largest), largest), layer_scale)
     for parameter in layer.q_proj.parameters():
         parameter.mul_(factor)

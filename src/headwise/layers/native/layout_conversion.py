@@ -1,4 +1,4 @@
-"""A layer and the layouts: its function in their words, its weights from and to any of them."""
+"""Conversion of a layer's weights from and to layouts, with checks that the function is kept."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import modules_of
 from headwise.layouts.registry import layout
 
-# Score biases that a layer has a class for; layouts describe others in free text.
-_KNOWN_BIASES = ("none", "alibi", "t5")
-_ROUNDING = 4 * sys.float_info.epsilon  # of a scale that was computed in another order
+# Score biases with a class of this library; layouts describe others in free text.
+_SUPPORTED_BIASES = ("none", "alibi", "t5")
+_ROUNDING = 4 * sys.float_info.epsilon  # relative error of a scale computed in another order
 
 
-def canonical_of(
-    state: Mapping[str, Tensor], source: Layout, options: Mapping[str, Any], **known: int | None
+def unpack_state(
+    state: Mapping[str, Tensor], source: Layout, options: Mapping[str, Any], **heads: int | None
 ) -> State:
-    """The canonical tensors of a module; of the heads, as much is rotated as ``rotary`` says."""
+    """Return the canonical tensors of a module; ``heads`` are known numbers of heads, or None."""
     _require_one_module(state, source)
-    rotary, given = options.get("rotary"), {k: n for k, n in known.items() if n is not None}
+    rotary, sizes = options.get("rotary"), {k: n for k, n in heads.items() if n is not None}
     if rotary is not None:
         source.require_whole(state)
-        _require_width(rotary, source)
+        _require_rotary_width(rotary, source)
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        given["rotary_width"] = rotary.width or source.sizes(shapes, given)["head_dim"]
-    return source.unpack(state, **given)
+        sizes["rotary_width"] = rotary.width or source.sizes(shapes, sizes)["head_dim"]
+    return source.unpack(state, **sizes)
 
 
-def _require_width(rotary: Rotary, source: Layout) -> None:
+def _require_rotary_width(rotary: Rotary, source: Layout) -> None:
     if rotary.width is None and source.function.rotary_width is None:
         raise OptionError(
-            saw=f"{rotary}, of the whole head",
-            needed=f"its width: {source.name} may rotate a part of each head",
-            do="give Rotary(width=...): rotary_dim in the model's config, or head_dim for all",
+            saw=f"{rotary} without a width",
+            needed=f"a width, since {source.name} may rotate a part of each head",
+            do="pass Rotary(width=...): rotary_dim in the model's config, or head_dim for all",
         )
 
 
@@ -55,7 +55,7 @@ def _require_one_module(state: Mapping[str, Tensor], source: Layout) -> None:
     if source.tensors.keys().isdisjoint(state) and modules:
         prefix = modules[0].prefix
         raise OptionError(
-            saw=f"{len(state)} tensors, with {len(modules)} modules of {source.name}, such as "
+            saw=f"{len(state)} tensors of {len(modules)} modules of {source.name}, such as "
             f"{prefix}",
             needed="the tensors of one module, by their names within it",
             do=f"{{name.removeprefix(p): x for name, x in state.items() if name.startswith(p)}} "
@@ -63,32 +63,32 @@ def _require_one_module(state: Mapping[str, Tensor], source: Layout) -> None:
         )
 
 
-def options_of(
-    canonical: State, function: AttentionSpec, given: Mapping[str, Any]
+def layer_options(
+    canonical: State, function: AttentionSpec, user_options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a layer that holds these tensors and computes this function.
+    """Return the constructor's arguments for a layer with these tensors and this function.
 
     Raises:
-        OptionError: no ``scale``, where the layout leaves it open; or a table of distances without
-            the score bias that reads it, or the reverse.
+        OptionError: no ``scale`` where the layout leaves it open; or a table of distances without
+            `T5Bias`, or the reverse.
     """
-    if function.scale is None and "scale" not in given:
+    if function.scale is None and "scale" not in user_options:
         raise OptionError(
             saw="no scale",
-            needed="scale, which the layout leaves to the model's config",
-            do="give scale=None for 1/sqrt(head_dim), or the number",
+            needed="scale, which this layout leaves to the model's config",
+            do="pass scale=None for 1/sqrt(head_dim), or the number",
         )
-    if isinstance(given.get("score_bias"), T5Bias) and "distances" not in canonical:
+    if isinstance(user_options.get("score_bias"), T5Bias) and "distances" not in canonical:
         raise OptionError(
-            saw="no table of distances",
-            needed="one for the score_bias: T5 has it in its first layer, for all of them",
-            do="put the first layer's table among the tensors of this one",
+            saw="score_bias=T5Bias(...) without a table of distances",
+            needed="the table, which T5 stores in its first layer for all layers",
+            do="add the first layer's table to the tensors of this layer",
         )
-    if "distances" in canonical and not isinstance(given.get("score_bias"), T5Bias):
+    if "distances" in canonical and not isinstance(user_options.get("score_bias"), T5Bias):
         raise OptionError(
-            saw="a table of distances, and no score_bias that reads it",
-            needed="score_bias=T5Bias(...), if it is T5's; no other is a parameter of the layer",
-            do="leave the table out of the tensors, and give what it adds as score_bias in calls",
+            saw="a table of distances without score_bias=T5Bias(...)",
+            needed="T5Bias for T5's table; the layer has no parameter for other tables",
+            do="pass score_bias=T5Bias(...), or remove the table and pass a ScoreBias in calls",
         )
     wq, wk, wo = (canonical[name] for name in ("wq", "wk", "wo"))
     (heads, head_dim, embed_dim), source_dim = wq.shape, wk.shape[2]
@@ -110,25 +110,26 @@ def options_of(
         options["scale"] = SCALES[function.scale](head_dim)
     if function.score_bias == "alibi":
         options["score_bias"] = Alibi()
-    return options | dict(given)
+    return options | dict(user_options)
 
 
-def own_layout(layer: AttentionBase) -> Layout:
-    """The layout of the layer's own tensors."""
+def _layout_of_layer(layer: AttentionBase) -> Layout:
     norm = layer.qk_norm
     return layout("headwise-width-norm" if norm and norm.over == "width" else "headwise")
 
 
-def in_own_order(canonical: State, layer: AttentionBase) -> State:
-    """Canonical tensors with head_dim in the order of the layer's rotation."""
-    if layer.rotary is None or layer.rotary.pairing == "half-split":
-        return canonical
-    return pattern.neighbours(canonical, width=layer.rotary.width_in(layer.head_dim))
+def pack_state(canonical: State, layer: AttentionBase) -> dict[str, Tensor]:
+    """Return the layer's state_dict from canonical tensors, head_dim in its rotation's order."""
+    if layer.rotary is not None and layer.rotary.pairing != "half-split":
+        width = layer.rotary.width_in(layer.head_dim)
+        canonical = pattern.neighbours(canonical, width=width)
+    return _layout_of_layer(layer).pack(canonical)
 
 
 def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
-    """The canonical tensors of a layer, whose state_dict is given."""
-    canonical = own_layout(layer).unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
+    """Return the canonical tensors of a layer from its state_dict."""
+    source = _layout_of_layer(layer)
+    canonical = source.unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
     if layer.rotary is None or layer.rotary.pairing == "half-split":
         return canonical
     return pattern.halves(canonical, width=layer.rotary.width_in(layer.head_dim))
@@ -137,10 +138,10 @@ def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
 # ---- the function -------------------------------------------------------------------------------
 
 
-def function_of(layer: AttentionBase) -> AttentionSpec:
-    """Return the function of a layer.
+def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
+    """Return the layer's function in the terms of layouts.
 
-    A window without a left bound is a mask, which callers give anew: it counts as none.
+    A window without a left bound counts as none, since callers pass such masks with each call.
     """
     rotary, window = layer.rotary, layer.window
     function = AttentionSpec(
@@ -158,25 +159,25 @@ def function_of(layer: AttentionBase) -> AttentionSpec:
     return function.with_rotary_width(sizes)
 
 
-def require_function_of(layout: Layout, layer: AttentionBase, accept: Iterable[str]) -> None:
-    """Raise OptionError where a layer made of a layout's weights computes another function."""
-    theirs, mine = layout.function, function_of(layer)
-    has_own_bias = not isinstance(layer.score_bias, AlibiSlopes | T5BucketTable | None)
-    if has_own_bias and theirs.score_bias not in (None, *_KNOWN_BIASES):
-        mine = replace(mine, score_bias=None)  # the user's class for what the layout describes
-    conflicts = theirs.conflicts(mine)
+def require_source_function(layout: Layout, layer: AttentionBase, accept: Iterable[str]) -> None:
+    """Raise OptionError if a layer made of a layout's weights computes another function."""
+    expected, actual = layout.function, spec_of_layer(layer)
+    has_user_bias = not isinstance(layer.score_bias, AlibiSlopes | T5BucketTable | None)
+    if has_user_bias and expected.score_bias not in (None, *_SUPPORTED_BIASES):
+        actual = replace(actual, score_bias=None)  # trust the user's class for the described bias
+    conflicts = expected.conflicts(actual)
     options = ", ".join(f"{name}=..." for name in conflicts)
     require_same(
         conflicts,
         accept,
         between=f"{layout.name} and a layer with these options",
-        do=f"give {options} as the layout and the model's config say; or",
+        do=f"pass {options} as in the layout and the model's config; or",
     )
 
 
-def require_function_for(layout: Layout, layer: AttentionBase, accept: Iterable[str]) -> None:
-    """Raise OptionError where readers of a layout compute another function than the layer."""
-    conflicts = function_of(layer).conflicts(layout.function)
+def require_target_function(layout: Layout, layer: AttentionBase, accept: Iterable[str]) -> None:
+    """Raise OptionError if modules of a layout compute another function than the layer."""
+    conflicts = spec_of_layer(layer).conflicts(layout.function)
     require_same(conflicts, accept, between=f"this layer and {layout.name}")
 
 
@@ -201,6 +202,6 @@ def _score_bias(module: nn.Module | None) -> str:
 
 
 def _qk_norm(norm: QKNorm) -> str:
-    """Words such as "rms over head, weight + 1, before rotary"; `of_config` reads them."""
-    stored = ["weight + 1"] if norm.one_plus else []
-    return ", ".join([f"{norm.kind} over {norm.over}", *stored, f"{norm.place} rotary"])
+    """Return text such as "rms over head, weight + 1, before rotary", which `of_config` parses."""
+    offset = ["weight + 1"] if norm.one_plus else []
+    return ", ".join([f"{norm.kind} over {norm.over}", *offset, f"{norm.place} rotary"])

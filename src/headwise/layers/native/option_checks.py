@@ -1,4 +1,4 @@
-"""Checks of a layer's options: what contradicts itself is refused, with both values."""
+"""Checks of a layer's options; errors show the values that contradict each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from headwise.errors import OptionError
 from headwise.layers.native.base import AttentionBase
-from headwise.layers.native.call_checks import refuse_across
+from headwise.layers.native.call_checks import refuse_in_cross_attention
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import PositionBias, Rotary
 from headwise.masks.clauses.band import Band
@@ -15,19 +15,19 @@ from headwise.masks.operand_checks import check_probability, check_score_numbers
 from headwise.support.axes import describe_value
 
 
-def divided(embed_dim: int, num_heads: int) -> int:
-    """The head_dim where none is given."""
+def default_head_dim(embed_dim: int, num_heads: int) -> int:
+    """Return embed_dim / num_heads, or raise OptionError if it is no whole number."""
     if num_heads < 1 or embed_dim % num_heads:
         raise OptionError(
             saw=f"embed_dim={embed_dim}, num_heads={num_heads} and no head_dim",
-            needed="embed_dim divisible by num_heads, or a head_dim of its own",
+            needed="embed_dim divisible by num_heads, or an explicit head_dim",
             do=f"e.g. head_dim={max(1, embed_dim // max(1, num_heads))}",
         )
     return embed_dim // num_heads
 
 
 def check_counts(**counts: int) -> None:
-    """Raise OptionError where a size or a number is no whole number from 1."""
+    """Raise OptionError unless every count is a whole number from 1."""
     for name, count in counts.items():
         if not isinstance(count, (int, torch.SymInt)) or count < 1:
             raise OptionError(
@@ -37,14 +37,14 @@ def check_counts(**counts: int) -> None:
             )
 
 
-def check(
+def check_options(
     layer: AttentionBase,
     score_bias: PositionBias | None,
     *,
     crosses: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    """Raise OptionError where sizes or options contradict each other."""
+    """Raise OptionError if sizes or options contradict each other."""
     counts = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "out_dim")
     check_counts(**{name: getattr(layer, name) for name in (*counts, "source_dim")})
     if layer.num_heads % layer.num_kv_heads:
@@ -54,10 +54,10 @@ def check(
             do=f"num_kv_heads={_divisors(layer.num_heads)}",
         )
     _check_kinds(layer, score_bias)
-    named = {"rotary": layer.rotary, "window": layer.window, "score_bias": score_bias}
-    for name, option in named.items():
+    positional = {"rotary": layer.rotary, "window": layer.window, "score_bias": score_bias}
+    for name, option in positional.items():
         if crosses and option is not None:
-            refuse_across(name, option, f"source_dim={layer.source_dim}")
+            refuse_in_cross_attention(name, option, f"source_dim={layer.source_dim}")
     if layer.rotary is not None:
         layer.rotary.width_in(layer.head_dim)
     check_score_numbers(layer.scale, layer.softcap, dtype=dtype or torch.get_default_dtype())
@@ -83,20 +83,20 @@ def _check_kinds(layer: AttentionBase, score_bias: object) -> None:
     if window is not None and (not isinstance(window, tuple) or len(window) != 2):
         raise OptionError(
             saw=f"window={describe_value(window)}",
-            needed="(left, right): how many keys before and after its own place a query sees",
-            do="window=(W - 1, 0) for a causal window of W keys that counts the query's own",
+            needed="(left, right): the number of keys before and after a query's position",
+            do="window=(W - 1, 0) for a causal window of W keys, the query's own key included",
         )
     if window is not None:
         (band,) = Mask.window(*window).of_kind(Band)  # refuses a side that is no number from 0
-        layer.window = band.sides  # Python's integers: those of NumPy may wrap
+        layer.window = band.sides  # Python integers: those of NumPy may wrap
 
 
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def described(layer: AttentionBase) -> str:
-    """The sizes, and what is not as it is by default, but for what is a module."""
+def describe_options(layer: AttentionBase) -> str:
+    """Return the sizes and the options that differ from their defaults, modules left out."""
     parts = [f"{layer.embed_dim} to {layer.num_heads} heads of {layer.head_dim}"]
     if layer.num_kv_heads != layer.num_heads:
         parts.append(f"{layer.num_kv_heads} kv_heads")

@@ -1,11 +1,10 @@
-"""How the tokens of one call are laid out, and how the output is put back.
+"""Padding of the tokens of one call, and the inverse for its output.
 
-* `Unpacked`: as they were given.
-* `Packed`: the real tokens alone, one sequence after the other in a single row. Projections and
-  attention then cost what the real tokens cost.
-* `LeftPadded`: sequences of unequal lengths that end together, as a cache holds them.
+* `Unpacked`: the batch of the call, unchanged.
+* `Packed`: the real tokens of all sequences in a single row, so that padding costs nothing.
+* `LeftPadded`: sequences of unequal lengths that end at the same position, as in a cache.
 
-A query that was given up, since its token is padding, has zero head outputs on each of them.
+Padded queries have zero head outputs in all three.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from headwise.errors import MaskError
 from headwise.kernels import varlen
-from headwise.layers.hooks import is_watched
+from headwise.layers.hooks import has_attention_hook
 from headwise.layers.native.cache import Cache
 from headwise.masks.clause import Clause, Rectangle, Span
 from headwise.masks.clauses.lengths import KEYS, QUERIES, PaddingClause, Starts
@@ -30,7 +29,7 @@ from headwise.support.tracing import may_check_values, may_read_values
 
 
 class CallInputs(NamedTuple):
-    """What a layer was called with, and what it adds to every call."""
+    """Inputs of one call, with the layer's window and score bias added."""
 
     x: Tensor
     source: Tensor  # x itself in self-attention
@@ -41,45 +40,45 @@ class CallInputs(NamedTuple):
 
 @dataclass(eq=False)
 class Unpacked:
-    """Every token where it was given."""
+    """The batch of a call, unchanged."""
 
     x: Tensor
     source: Tensor
     mask: Mask
     first: int = 0  # the position of the first token
-    padding: Tensor | None = None  # for a cache: what each sequence was padded by in all, before
-    lengths: Tensor | None = None  # for a cache: how many of the last tokens are real
+    padding: Tensor | None = None  # (batch,), padding before each sequence, cached tokens included
+    lengths: Tensor | None = None  # (batch,), for a cache: real new tokens, which come last
 
     def positions(self) -> Tensor:
-        """The position of each token in its sequence: (length,), or (batch, length)."""
-        place = torch.arange(self.x.shape[1], device=self.x.device) + self.first
-        return place if self.padding is None else place - self.padding[:, None]
+        """Return the position of each token in its sequence: (length,), or (batch, length)."""
+        positions = torch.arange(self.x.shape[1], device=self.x.device) + self.first
+        return positions if self.padding is None else positions - self.padding[:, None]
 
     def gate(self, gate: Tensor) -> Tensor:
-        """A gate, (heads,) or (batch, heads), as a factor of the head outputs."""
+        """Reshape a gate, (heads,) or (batch, heads), to a factor of the head outputs."""
         return gate[..., None, None]
 
-    def mask_over(self, starts: Tensor | None) -> Mask:
-        """The mask over a cache's keys, of which those before a sequence's start are none."""
+    def mask_with_cache(self, starts: Tensor | None) -> Mask:
+        """Return the mask over a cache's keys; keys before a sequence's start are hidden."""
         return self.mask if starts is None else self.mask & Mask.starts(keys=starts)
 
     def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
-        """The output at every token that was given, by the output projection."""
+        """Return the output for every token of the call, by the output projection."""
         output: Tensor = projection(merged)
         return output
 
     @classmethod
     def of(cls, call: CallInputs) -> Unpacked:
-        """The tokens of a call without a cache, as they were given."""
-        return Unpacked(call.x, call.source, call.mask, padding=_first_places(call))
+        """Return the batch of a call without a cache."""
+        return Unpacked(call.x, call.source, call.mask, padding=_left_padding(call))
 
 
-def choose_frame(call: CallInputs) -> Unpacked:
-    """Aligned where a cache is told lengths; packed where that saves work; else as given."""
+def select_packing(call: CallInputs) -> Unpacked:
+    """Return left-padded tokens for a cache, packed ones where that saves work, else the batch."""
     if call.cache is not None:
-        return align(call, call.cache)
-    # Whoever watches is shown each token where it was given.
-    packed = pack(call) if _may_be_packed(call) and not is_watched() else None
+        return left_pad(call, call.cache)
+    # An attention hook gets the batch of the call, not packed tokens.
+    packed = pack(call) if _is_packable(call) and not has_attention_hook() else None
     return packed or Unpacked.of(call)
 
 
@@ -88,14 +87,14 @@ def choose_frame(call: CallInputs) -> Unpacked:
 
 @dataclass(eq=False)
 class Packed(Unpacked):
-    """Real tokens in one row; ``pieces`` say where each stretch of them came from."""
+    """Real tokens in one row; ``pieces`` are their rectangles in the batch's matrix."""
 
     pieces: tuple[Rectangle, ...] = ()
     batch: int = 0
     queries: int = 0
 
     def positions(self) -> Tensor:
-        """The place of each token in the row it came from, (length,)."""
+        """Return the position of each token in its sequence, (length,)."""
         device, padding = self.x.device, self.padding
         origins = [0] * self.batch if padding is None else padding.tolist()
         return torch.cat(
@@ -106,14 +105,14 @@ class Packed(Unpacked):
         )
 
     def gate(self, gate: Tensor) -> Tensor:
-        """The gate of each token's own sequence."""
+        """Return the gate of each token's sequence, (1, heads, tokens, 1), or (heads, 1, 1)."""
         if gate.dim() == 1:
             return gate[:, None, None]
-        row = _repeated([piece.batch for piece in self.pieces], self._lengths(), gate.device)
+        row = _repeat([piece.batch for piece in self.pieces], self._lengths(), gate.device)
         return gate.index_select(0, row).mT[None, :, :, None]
 
     def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
-        """(batch, queries, out_dim): the output of a token of zeros wherever no token came from."""
+        """Return (batch, queries, out_dim); padding gets the output for a token of zeros."""
         merged = torch.cat([merged, merged.new_zeros(1, 1, merged.shape[2])], dim=1)
         *tokens, blank = projection(merged)[0].split([*self._lengths(), 1])
         parts, at = [], 0
@@ -129,54 +128,54 @@ class Packed(Unpacked):
 
 
 def pack(call: CallInputs) -> Packed | None:
-    """The real tokens alone, where the mask gives queries up and that saves work; else None."""
+    """Return the real tokens alone, if the mask has padded queries and packing saves work."""
     x, source, mask = call.x, call.source, call.mask
     batch, queries, width = x.shape
     least = varlen.call_cost(x.device)
     if batch * queries * width * width <= least:
-        return None  # whatever the lengths are: reading them would wait for an accelerator
+        return None  # before the lengths are read, since reading waits for an accelerator
     bound = mask.bind(batch=batch, heads=1, queries=queries, keys=source.shape[1], device=x.device)
     division = bound.divided()
     if division is None or not all(clause.is_relative for clause in division.rest.clauses):
         return None
-    found = division.rectangles
-    real = sum(piece.queries.size for piece in found)
+    pieces = division.rectangles
+    real = sum(piece.queries.size for piece in pieces)
     saved = (batch * queries - real) * width * width
-    if not found or saved <= least * len(found):
+    if not pieces or saved <= least * len(pieces):
         return None
-    if source is x and any(piece.queries != piece.keys for piece in found):
-        return None  # the tokens that are queries are not those that are keys
-    packed_x = _real(x, [(piece.batch, piece.queries) for piece in found])
-    offsets = _offsets([piece.queries for piece in found], x.device)
+    if source is x and any(piece.queries != piece.keys for piece in pieces):
+        return None  # the real queries and the real keys are different tokens
+    packed_x = _pack_rows(x, [(piece.batch, piece.queries) for piece in pieces])
+    offsets = _offsets([piece.queries for piece in pieces], x.device)
     if source is x:
         source, key_offsets = packed_x, offsets
     else:
-        source = _real(source, [(piece.batch, piece.keys) for piece in found])
-        key_offsets = _offsets([piece.keys for piece in found], x.device)
-    # Queries stand at their own keys: sides that name no alignment need none.
+        source = _pack_rows(source, [(piece.batch, piece.keys) for piece in pieces])
+        key_offsets = _offsets([piece.keys for piece in pieces], x.device)
+    # Each query has the position of its key, so clauses without an alignment need none.
     mask = Mask((*division.rest.clauses, PackedRow(offsets, key_offsets)))
-    place: dict[str, Any] = {
+    origin: dict[str, Any] = {
         "padding": bound.first_keys(),
-        "pieces": found,
+        "pieces": pieces,
         "batch": batch,
         "queries": queries,
     }
-    return Packed(packed_x, source, mask, **place)
+    return Packed(packed_x, source, mask, **origin)
 
 
-def _may_be_packed(call: CallInputs) -> bool:
+def _is_packable(call: CallInputs) -> bool:
     if not call.mask.clauses or call.score_bias.tensors or not may_read_values(call.x):
         return False
-    # Packed, queries and keys of two sequences would stand at other distances.
+    # In cross attention packing changes the distances between queries and keys.
     by_distance = call.score_bias.by_distance or any(c.is_relative for c in call.mask.clauses)
     return call.source is call.x or not by_distance
 
 
-def _real(x: Tensor, stretches: list[tuple[int, Span]]) -> Tensor:
-    """(1, tokens, width): the stretches of each row, one after the other."""
+def _pack_rows(x: Tensor, spans: list[tuple[int, Span]]) -> Tensor:
+    """Concatenate spans (row, span) of a batch to (1, tokens, width)."""
     parts: list[Tensor] = []
     for index, row in enumerate(x.split(1)):
-        parts += varlen.cut(row, [span for own, span in stretches if own == index], dim=1)
+        parts += varlen.split_spans(row, [span for of, span in spans if of == index], dim=1)
     return torch.cat(parts, dim=1)
 
 
@@ -184,7 +183,7 @@ def _offsets(spans: list[Span], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(span.size for span in spans)], device=device)
 
 
-def _repeated(numbers: list[int], times: list[int], device: torch.device) -> Tensor:
+def _repeat(numbers: list[int], times: list[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device).repeat_interleave(
         torch.tensor(times, device=device), output_size=sum(times)
     )
@@ -195,42 +194,43 @@ def _repeated(numbers: list[int], times: list[int], device: torch.device) -> Ten
 
 @dataclass(eq=False)
 class LeftPadded(Unpacked):
-    """Sequences that end together; tokens before their own first one are none.
+    """Sequences that end at the same position, with padding before them.
 
-    ``end_together``: whether they were given so.
+    ``end_together`` is True if the call's batch was left-padded already.
     """
 
     end_together: bool = False
 
-    def mask_over(self, starts: Tensor | None) -> Mask:
-        """Real tokens see real keys; padding is neither."""
-        _, gap = _places(self.x, self.lengths)
+    def mask_with_cache(self, starts: Tensor | None) -> Mask:
+        """Return the mask over a cache's keys, without padded queries and padded keys."""
+        _, gap = _positions_and_gaps(self.x, self.lengths)
         return self.mask & Mask.starts(queries=gap[:, 0], keys=starts)
 
     def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
-        """Each sequence from its first place on; what was padding reads a place that still is."""
+        """Project and move each sequence back to position 0, with the output of padding after."""
         output: Tensor = projection(merged)
         if self.end_together:
             return output
-        place, gap = _places(output, self.lengths)
-        return _taken(output, (place + gap).masked_fill(place >= place.shape[0] - gap, 0))
+        position, gap = _positions_and_gaps(output, self.lengths)
+        index = (position + gap).masked_fill(position >= position.shape[0] - gap, 0)
+        return _gather_tokens(output, index)
 
 
-def align(call: CallInputs, cache: Cache) -> Unpacked:
-    """The layout for a cache: sequences of unequal lengths end together.
+def left_pad(call: CallInputs, cache: Cache) -> Unpacked:
+    """Return the tokens of a call with a cache: sequences of unequal lengths end together.
 
     Raises:
-        MaskError: lengths that are not those of the new tokens, or together with clauses that name
-            places; a top-left alignment, which a step cannot have.
+        MaskError: lengths that are not those of the new tokens, or beside clauses by position; a
+            top-left alignment after the first step.
     """
     x, mask = call.x, call.mask
     _check_alignment(call, cache)
     if not mask.of_kind(PaddingClause):
         return Unpacked(x, x, mask, cache.seen, cache.padding)
-    lengths, end_together = _told_lengths(call)
-    place, gap = _places(x, lengths)
+    lengths, end_together = _lengths_of_call(call)
+    position, gap = _positions_and_gaps(x, lengths)
     if not end_together:
-        x = _taken(x, (place - gap).clamp(min=0))
+        x = _gather_tokens(x, (position - gap).clamp(min=0))
     padding = gap[:, 0] if cache.padding is None else gap[:, 0] + cache.padding
     return LeftPadded(x, x, mask.without(PaddingClause), cache.seen, padding, lengths, end_together)
 
@@ -240,36 +240,36 @@ def _check_alignment(call: CallInputs, cache: Cache) -> None:
     named += [part.align for part in call.score_bias.by_distance]
     if cache.seen and "top-left" in named:
         raise MaskError(
-            saw=f'align="top-left" with a cache that has seen {cache.seen} tokens',
-            needed="the last query at the last key: a step begins after the first key",
-            do='align="bottom-right", or no alignment, with a cache',
+            saw=f'align="top-left" with a cache that holds {cache.seen} tokens',
+            needed="the last query aligned with the last key, since earlier keys are cached",
+            do='use align="bottom-right", or leave out align',
         )
-    new, by_place = call.x.shape[1], [c for c in call.mask.clauses if _names_places(c)]
+    new, by_position = call.x.shape[1], [c for c in call.mask.clauses if _is_by_position(c)]
     # In this order: a graph should compare sizes of the cache only where it must.
-    if by_place and cache.keys_with(new) != cache.seen + new:
+    if by_position and cache.keys_with(new) != cache.seen + new:
         raise MaskError(
-            saw=f"{by_place[0]} with a cache that has dropped tokens its window needs no more",
-            needed="a mask that names no places, or one bool for each key that is left",
-            do="Mask.may_attend, or layer.cache of a layer without a window",
+            saw=f"{by_position[0]} with a cache that has dropped tokens older than its window",
+            needed="a mask that depends on distances alone, or one bool for each cached key",
+            do="use Mask.may_attend, or a layer without a window",
         )
 
 
-def _names_places(clause: Clause) -> bool:
-    """Whether a clause means other tokens once a cache has dropped some."""
+def _is_by_position(clause: Clause) -> bool:
+    """True if the clause hides other tokens once a cache has dropped some."""
     return not (clause.is_relative or clause.names_every_key or isinstance(clause, PaddingClause))
 
 
-def _told_lengths(call: CallInputs) -> tuple[Tensor, bool]:
-    """How many of the new tokens are real, and whether they are the last ones.
+def _lengths_of_call(call: CallInputs) -> tuple[Tensor, bool]:
+    """Return the number of real new tokens, (batch,), and whether they come last.
 
-    With a cache nothing that names places may stand beside lengths, as they move the sequences.
+    Lengths move the sequences of a cache, so clauses by position are refused beside them.
     """
     mask, (batch, new, _) = call.mask, call.x.shape
-    told = Mask(mask.of_kind(PaddingClause)).bind(
+    padding = Mask(mask.of_kind(PaddingClause)).bind(
         batch=batch, heads=1, queries=new, keys=new, device=call.x.device
     )
-    by_axis = {(c.kind, c.axis): c.numbers for c in told.clauses if isinstance(c, PaddingClause)}
-    kind = told.clauses[0].kind
+    by_axis = {(c.kind, c.axis): c.numbers for c in padding.clauses if isinstance(c, PaddingClause)}
+    kind = padding.clauses[0].kind
     queries, keys = by_axis.get((kind, QUERIES)), by_axis.get((kind, KEYS))
     if len(by_axis) > 2 or queries is None or keys is None or not _are_equal(queries, keys):
         raise MaskError(
@@ -281,16 +281,16 @@ def _told_lengths(call: CallInputs) -> tuple[Tensor, bool]:
     if call.score_bias.tensors or not all(clause.is_relative for clause in others):
         raise MaskError(
             saw=f"a cache with mask {mask} and score bias {call.score_bias}",
-            needed="lengths alone, or clauses that name places alone: lengths move the sequences, "
+            needed="lengths with clauses by distance only: lengths move the sequences of the cache "
             "so that all end together",
-            do="leave out the lengths, and say by Mask.may_attend which keys may be attended",
+            do='replace the lengths by Mask.may_attend(m, axes="batch keys")',
         )
     is_left = kind == Starts.kind
     return (new - queries if is_left else queries), is_left
 
 
-def _first_places(call: CallInputs) -> Tensor | None:
-    """The place of each sequence's first token, where the mask says that padding stands before."""
+def _left_padding(call: CallInputs) -> Tensor | None:
+    """Return the position of each sequence's first token, or None without left padding."""
     clauses, (batch, queries, _) = call.mask.of_kind(PaddingClause), call.x.shape
     if not clauses:
         return None
@@ -303,12 +303,12 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     return a is b or not may_check_values(a) or torch.equal(a, b)
 
 
-def _places(x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(length,) and (batch, 1): each place of a row, and how many of its tokens are padding."""
+def _positions_and_gaps(x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the positions of a row, (length,), and its padding tokens, (batch, 1)."""
     assert lengths is not None
     length = x.shape[1]
     return torch.arange(length, device=x.device), (length - lengths)[:, None]
 
 
-def _taken(x: Tensor, index: Tensor) -> Tensor:
+def _gather_tokens(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))

@@ -1,7 +1,7 @@
-"""QK-norm: queries and keys normalised, so that the scores cannot grow with the weights.
+"""QK-norm: normalisation of queries and keys, which bounds the scores.
 
 Henry et al. 2020 (arXiv:2010.04245); with learned weights as in Dehghani et al. 2023
-(arXiv:2302.05442). The families differ in four places, and each is an option of `QKNorm`.
+(arXiv:2302.05442). Model families differ in the options of `QKNorm`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ _CHOICES = {"kind": ("rms", "layer"), "over": ("head", "width"), "place": ("befo
 
 @dataclass(frozen=True)
 class QKNorm:
-    """How queries and keys are normalised.
+    """Options of QK-norm; `module` makes the norm.
 
         Qwen3       QKNorm()                            each head, RMS
         OLMo 2      QKNorm(over="width")                all heads of a token together
         Gemma 3     QKNorm(one_plus=True)               the weight is stored less 1
         torchtune   QKNorm(place="after")               after the rotation
 
-    All heads share one weight. Cohere's layer norm (Chameleon's and StableLM 2's too) has a weight
-    of (heads, head_dim), one row for each head: it fits only where the rows are equal.
+    All heads share one weight. The layer norms of Cohere, Chameleon and StableLM 2 have a weight
+    of (heads, head_dim), one row for each head: they fit only where the rows are equal.
 
     Args:
-        kind: "rms" divides by the root mean square; "layer" takes off the mean first, and adds a
+        kind: "rms" divides by the root mean square; "layer" subtracts the mean first, and adds a
             bias.
-        over: one "head", head_dim numbers; or the whole "width" of the projection, before the
-            heads are split.
+        over: "head" normalises the head_dim numbers of each head; "width" the whole projection of
+            a token, before it is split into heads.
         place: "before" or "after" the rotary rotation.
-        one_plus: the weight is stored as its difference from 1, so that decay pulls towards 1.
+        one_plus: True if the weight is stored as its difference from 1, so that weight decay
+            pulls it towards 1.
         eps: added to the mean square, or to the variance.
 
     Raises:
@@ -67,14 +68,14 @@ class QKNorm:
         if not 0 < self.eps < math.inf:
             raise OptionError(
                 saw=f"QKNorm(eps={self.eps})",
-                needed="a positive finite number: without it a vector of zeros gives NaN",
+                needed="a positive finite number, since vectors of zeros give NaN otherwise",
                 do="eps=1e-6",
             )
         if self.over == "width" and self.place == "after":
             raise OptionError(
                 saw='QKNorm(over="width", place="after")',
-                needed="the whole width exists before the heads are split, and the rotation is of "
-                "heads",
+                needed='over="width" before the rotation: rotation applies to heads, after the '
+                "width is split",
                 do='over="head" with place="after", or place="before"',
             )
 
@@ -85,18 +86,18 @@ class QKNorm:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Norm:
-        """The norm of the last axis, ``width`` wide, with its learned weight (and bias).
+        """Return the norm of a last axis of ``width``, with its learned weight (and bias).
 
-        A norm over heads is given head_dim, one over the width num_heads * head_dim.
+        ``width`` is head_dim for ``over="head"``, num_heads * head_dim for ``over="width"``.
         """
         return Norm(self, width, device=device, dtype=dtype)
 
 
 class Norm(nn.Module):
-    """The norm of the last axis. Made by `QKNorm.module`.
+    """Norm of the last axis, made by `QKNorm.module`.
 
-    The half types are normalised in float32 and rounded once, as Gemma's and OLMo's are; Llama's
-    and Qwen's are also rounded before the weight is applied.
+    Half types are normalised in float32 and rounded once, as in Gemma and OLMo; Llama and Qwen
+    also round before they apply the weight.
     """
 
     bias: nn.Parameter | None
@@ -117,19 +118,19 @@ class Norm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A weight, and a bias, that change nothing."""
+        """Set the weight to 1 and the bias to 0."""
         nn.init.constant_(self.weight, 0.0 if self.options.one_plus else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
-        """``x`` over its root mean square; or less its mean, over its deviation."""
+        """Divide x by its root mean square, or subtract its mean and divide by its deviation."""
         exact, eps = torch.promote_types(x.dtype, torch.float32), self.options.eps
         wide, weight = x.to(exact), self.weight.to(exact)
         if self.options.one_plus:
             weight = 1.0 + weight
         if self.bias is None and torch.onnx.is_in_onnx_export() and is_traced():
-            # torch's older exporter to ONNX knows no rms_norm.
+            # torch's older ONNX exporter has no rms_norm.
             mean = wide.square().mean(-1, keepdim=True)
             return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)
         if self.bias is None:
@@ -137,5 +138,5 @@ class Norm(nn.Module):
         return F.layer_norm(wide, weight.shape, weight, self.bias.to(exact), eps).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """The width and the options."""
+        """Return the width and the options."""
         return f"{len(self.weight)}, {self.options}"

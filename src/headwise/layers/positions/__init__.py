@@ -1,7 +1,7 @@
-"""Where a token stands: rotary angles, and score biases by distance.
+"""Position encodings of attention: rotary embedding, ALiBi and T5's relative position bias.
 
-Each is a small value that a layer is given: `Rotary` rotates queries and keys, a `PositionBias`
-makes a module that gives a `ScoreBias`.
+Each is an option of a layer: `Rotary` rotates queries and keys; a `PositionBias` (`Alibi`,
+`T5Bias`) makes a module that returns a `ScoreBias`.
 """
 
 from headwise.layers.positions.distance_bias import Alibi, PositionBias, T5Bias, alibi_slopes

@@ -1,19 +1,17 @@
 """Score biases by distance: ALiBi's slopes, and T5's learned buckets.
 
-ALiBi (Press et al. 2022, arXiv:2108.12409) is a penalty that grows with distance, at a slope of its
-own for each head: of n heads, n a power of two, head h, counted from 1, has the slope
-``2 ** (-8 h / n)``. For other counts two rules were published. The paper's code
-(ofirpress/attention_with_linear_biases; BLOOM, Falcon) takes the slopes of the power of two below,
-then every other one of the power of two above. MPT's (mosaicml/llm-foundry) takes of the power of
-two above those at even places, then those at odd places. The slopes at even places are those of
-the power of two below, so both give the same slopes in the same order. MPT lets the 8 be chosen.
+ALiBi (Press et al. 2022, arXiv:2108.12409) is a penalty that grows linearly with distance. For n
+heads, n a power of two, head h (from 1) has the slope ``2 ** (-8 h / n)``. For other numbers of
+heads the paper's code (ofirpress/attention_with_linear_biases; BLOOM, Falcon) takes the slopes of
+the next lower power of two, then every other slope of the next higher one. MPT's rule
+(mosaicml/llm-foundry) gives the same slopes in the same order; MPT makes the 8 an option.
 
-Falcon adds its bias before the scores are scaled, and rounds the slopes to bfloat16: in the terms
-used here its slopes are smaller by the root of head_dim.
+Falcon adds its bias before the scores are scaled, and rounds the slopes to bfloat16. Its slopes
+here are therefore divided by the root of head_dim.
 
-T5's relative position bias is one learned number for each head and bucket of distances. Near
-distances have a bucket each; farther ones share buckets that grow by the logarithm, and the last
-bucket holds everything from ``max_distance`` on (Raffel et al. 2020, arXiv:1910.10683, section
+T5's relative position bias is one learned number for each head and bucket of distances. Each short
+distance has its own bucket; longer ones share buckets that grow with the logarithm. The last
+bucket holds all distances from ``max_distance`` on (Raffel et al. 2020, arXiv:1910.10683, section
 2.1; Mesh TensorFlow, transformer_layers.py).
 """
 
@@ -32,12 +30,12 @@ from headwise.errors import OptionError
 from headwise.masks.alignment import Align
 from headwise.masks.score_bias import ScoreBias
 
-BIAS_MAX = 8.0  # the last head's slope is 2 to the minus this
+BIAS_MAX = 8.0  # the last head's slope is 2 ** -BIAS_MAX
 
 
 @runtime_checkable
 class PositionBias(Protocol):
-    """A score bias by position; its module holds what it learns, if anything."""
+    """Protocol of a score bias by position as an option of a layer."""
 
     def module(
         self,
@@ -46,15 +44,15 @@ class PositionBias(Protocol):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Module:
-        """A module whose ``forward(*, align)`` gives the `ScoreBias` for this many heads."""
+        """Make the module whose ``forward(*, align)`` returns the `ScoreBias` of these heads."""
         ...
 
 
 class FixedTable(nn.Module):
-    """A module with one tensor of fixed numbers, ``numbers``, that is in no state_dict.
+    """Module with a constant tensor ``numbers``, which is not in its state_dict.
 
-    It goes where the module goes, but is never narrower than ``least``: ``half()`` would round
-    it for good. ``double()`` widens it, so that one function is computed in every dtype.
+    The tensor moves with the module, but never to a dtype narrower than ``least``, which would
+    round it for good. ``double()`` widens it.
     """
 
     numbers: Tensor
@@ -69,16 +67,16 @@ class FixedTable(nn.Module):
     ) -> None:
         super().__init__()
         self._exact, self._least = numbers, least
-        written = self._written(device, least if dtype is None else dtype)
-        self.register_buffer("numbers", written, persistent=False)
+        buffer = self._tensor(device, least if dtype is None else dtype)
+        self.register_buffer("numbers", buffer, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedTable:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Written anew: what fn gave is rounded, or nothing at all after to_empty().
-        self.numbers = self._written(self.numbers.device, self.numbers.dtype)
+        # Recomputed: fn may have rounded the numbers, or left them empty (to_empty).
+        self.numbers = self._tensor(self.numbers.device, self.numbers.dtype)
         return self
 
-    def _written(self, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
+    def _tensor(self, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
         numbers = torch.tensor(self._exact, dtype=self._least, device=device)
         return numbers.to(torch.promote_types(dtype, self._least))
 
@@ -87,14 +85,14 @@ class FixedTable(nn.Module):
 
 
 def alibi_slopes(num_heads: int, *, bias_max: float = BIAS_MAX) -> Float[Tensor, " heads"]:
-    """The slope of each head, float32.
+    """Return ALiBi's slope of each head, (heads,), float32.
 
     Args:
-        num_heads: how many.
-        bias_max: the exponent of the smallest slope, ``2 ** -bias_max``; MPT's alibi_bias_max.
+        num_heads: number of heads.
+        bias_max: the smallest slope is ``2 ** -bias_max``; MPT's alibi_bias_max.
 
     Raises:
-        OptionError: no heads, or a ``bias_max`` that is not positive and finite.
+        OptionError: num_heads below 1, or a ``bias_max`` that is not positive and finite.
     """
     _check(num_heads, bias_max)
     return torch.tensor(_slopes(num_heads, bias_max), dtype=torch.float32)
@@ -102,7 +100,11 @@ def alibi_slopes(num_heads: int, *, bias_max: float = BIAS_MAX) -> Float[Tensor,
 
 @dataclass(frozen=True)
 class Alibi:
-    """ALiBi as an option of a layer; see `alibi_slopes`."""
+    """ALiBi as an option of a layer: adds ``-slope * |key - query|``; see `alibi_slopes`.
+
+    Raises:
+        OptionError: a ``bias_max`` that is not positive and finite.
+    """
 
     bias_max: float = BIAS_MAX
 
@@ -116,15 +118,15 @@ class Alibi:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> AlibiSlopes:
-        """The slopes for this many heads, as a module without parameters."""
+        """Make the slopes of ``num_heads`` heads, as a module without parameters."""
         return AlibiSlopes(num_heads, bias_max=self.bias_max, device=device, dtype=dtype)
 
 
 class AlibiSlopes(FixedTable):
-    """Slopes that move with the layer, and are not in its state_dict.
+    """ALiBi's slopes, which move with the layer and are not in its state_dict.
 
-    They stay float32 under ``half()`` and ``bfloat16()``. Of 32 heads the first slope, 2 ** -0.25,
-    would be off by 0.0011 in bfloat16: at a distance of 4,096 that is a score of 4.3.
+    Slopes stay float32 under ``half()`` and ``bfloat16()``. For 32 heads the error of the first
+    slope, 2 ** -0.25, is 0.0011 in bfloat16: a score of 4.3 at a distance of 4,096.
     """
 
     def __init__(
@@ -141,11 +143,11 @@ class AlibiSlopes(FixedTable):
         self.bias_max = bias_max
 
     def forward(self, *, align: Align | None) -> ScoreBias:
-        """``-slope * |key - query|``."""
+        """Return the bias ``-slope * |key - query|``."""
         return ScoreBias.alibi(self.numbers, align=align)
 
     def extra_repr(self) -> str:
-        """The number of heads."""
+        """Return the number of heads."""
         return f"num_heads={len(self.numbers)}"
 
 
@@ -163,7 +165,7 @@ def _check(num_heads: int, bias_max: float) -> None:
 
 
 def _slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
-    # Python's own numbers: no fake tensor and no default device can come between.
+    # Python floats, which fake tensors and default devices do not affect.
     below = 2 ** (num_heads.bit_length() - 1)
     above = _geometric(2 * below, bias_max)
     return (_geometric(below, bias_max) + above[::2])[:num_heads]
@@ -178,15 +180,19 @@ def _geometric(count: int, bias_max: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class T5Bias:
-    """T5's bias as an option of a layer.
+    """T5's relative position bias as an option of a layer.
 
-    T5 does not scale its scores: give the layer ``scale=1.0`` for its function.
+    T5 does not scale its scores: construct the layer with ``scale=1.0``.
 
     Args:
-        buckets: how many numbers each head learns.
-        max_distance: from here on all distances share a bucket.
-        bidirectional: whether later keys have buckets of their own, half of them (T5's encoder),
-            or share the bucket of distance 0 (its decoder, whose mask hides them).
+        buckets: the number of learned numbers of each head.
+        max_distance: all distances from here on share a bucket.
+        bidirectional: True if half of the buckets are for later keys (T5's encoder); False if
+            later keys share the bucket of distance 0 (T5's decoder, whose mask hides them).
+
+    Raises:
+        OptionError: too few buckets, an odd number of them for two directions, or a max_distance
+            that leaves no distance to share a bucket.
     """
 
     buckets: int = 32
@@ -201,13 +207,13 @@ class T5Bias:
                 needed="an even number from 4, half for each direction"
                 if self.bidirectional
                 else "at least 2",
-                do="T5 has 32",
+                do="e.g. buckets=32, as in T5",
             )
         if self.max_distance <= self._near():
             raise OptionError(
                 saw=f"T5Bias(buckets={self.buckets}, max_distance={self.max_distance})",
-                needed=f"more than {self._near()}: so many distances have a bucket each",
-                do="T5 has 128",
+                needed=f"more than {self._near()}, the number of distances with their own bucket",
+                do="e.g. max_distance=128, as in T5",
             )
 
     def module(
@@ -217,30 +223,27 @@ class T5Bias:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> T5BucketTable:
-        """The learned numbers for this many heads, as a module; 0 at the start."""
+        """Make the learned table of ``num_heads`` heads, initialised to 0."""
         return T5BucketTable(self, num_heads, device=device, dtype=dtype)
 
     def bucket_of(self, distances: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """The bucket of each distance ``key - query``."""
+        """Return the bucket of each distance ``key - query``."""
         buckets = self.buckets // 2 if self.bidirectional else self.buckets
         near = self._near()
         later = (distances > 0) * (self.buckets - buckets)
         far = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
-        # Float32 in this order: where a bucket begins is a matter of the last bit.
+        # Float32 in T5's order of operations: the last bit decides where a bucket begins.
         steps = torch.log(far.clamp(min=near).float() / near) / math.log(self.max_distance / near)
         shared = (near + (steps * (buckets - near)).long()).clamp(max=buckets - 1)
         return later + torch.where(far < near, far, shared)
 
     def _near(self) -> int:
-        """How many distances have a bucket of their own, on each side."""
+        """Return the number of distances with their own bucket, on each side."""
         return self.buckets // (4 if self.bidirectional else 2)
 
 
 class T5BucketTable(FixedTable):
-    """The learned numbers, under T5's own name: ``relative_attention_bias.weight``.
-
-    One row for each bucket, one column for each head.
-    """
+    """Learned table of T5's bias, (buckets, heads), as ``relative_attention_bias.weight``."""
 
     def __init__(
         self,
@@ -261,14 +264,14 @@ class T5BucketTable(FixedTable):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """No preference for any distance."""
+        """Set the table to 0."""
         nn.init.zeros_(self.relative_attention_bias.weight)
 
     def forward(self, *, align: Align | None) -> ScoreBias:
-        """The number of the bucket of ``key - query``; a table by distance, never a matrix."""
+        """Return the bias of each distance ``key - query``, as a table by distance."""
         table: Tensor = self.relative_attention_bias(self.numbers)
         return ScoreBias.relative(table.transpose(-2, -1), align=align)
 
     def extra_repr(self) -> str:
-        """The options."""
+        """Return the options."""
         return repr(self.options)

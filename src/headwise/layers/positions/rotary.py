@@ -1,7 +1,7 @@
-"""Rotary position embedding: queries and keys turn by angles that grow with their position.
+"""Rotary position embedding (RoPE): queries and keys rotated by angles that grow with position.
 
-The score of a query and a key then depends on their distance alone (Su et al. 2021,
-arXiv:2104.09864). Channels turn in pairs, and there are two conventions for which two make a pair:
+The score of a query and a key then depends on their positions by distance alone (Su et al. 2021,
+arXiv:2104.09864). Channels are rotated in pairs; there are two conventions for the pairs:
 
     half-split    i and i + width / 2    GPT-NeoX, Hugging Face's Llama and most others
     interleaved   2i and 2i + 1          the paper, Meta's Llama, GPT-J, Cohere
@@ -27,14 +27,17 @@ Pairing = Literal["half-split", "interleaved"]
 
 @dataclass(frozen=True)
 class Rotary:
-    """How queries and keys are rotated. A value: it holds no tensor and no parameter.
+    """Rotary embedding of queries and keys; a frozen value without tensors or parameters.
+
+    Pair i turns by ``theta ** (-2i / width)`` radians for each token, before scaling.
 
     Args:
         theta: the base of the frequencies.
-        width: how many leading channels of a head are rotated, all of them by default. The
-            frequencies are those of this width; the channels behind it pass through.
-        pairing: which two channels make a pair.
-        scaling: stretches the frequencies for longer texts.
+        width: the number of leading channels of a head that are rotated, head_dim by default. The
+            remaining channels are unchanged.
+        pairing: "half-split" pairs channels i and i + width / 2, "interleaved" 2i and 2i + 1.
+        scaling: lowers the frequencies for longer contexts: `LinearScaling`, `NTKScaling`,
+            `YarnScaling` or `Llama3Scaling`.
 
     Raises:
         OptionError: a value outside its range.
@@ -67,10 +70,10 @@ class Rotary:
             )
 
     def width_in(self, head_dim: int) -> int:
-        """How many channels of a head are rotated.
+        """Return the number of rotated channels in a head of ``head_dim``.
 
         Raises:
-            OptionError: more than the head has, or an odd number.
+            OptionError: a width above head_dim, or an odd one.
         """
         width = head_dim if self.width is None else self.width
         if width > head_dim or width % 2 or width < 2:
@@ -85,7 +88,11 @@ class Rotary:
     def frequencies(
         self, head_dim: int, *, device: torch.device | str = "cpu"
     ) -> Float[Tensor, " pairs"]:
-        """Radians for each token of each pair, float32."""
+        """Return the angle of each pair for one token, in radians, (pairs,), float32.
+
+        Raises:
+            OptionError: as `width_in` and the scaling.
+        """
         width = self.width_in(head_dim)
         if self.scaling is None:
             return frequencies_of(self.theta, width, device=device)
@@ -93,7 +100,7 @@ class Rotary:
 
     @property
     def attention_factor(self) -> float:
-        """What rotated vectors are multiplied by; 1 but for YaRN."""
+        """Factor of rotated queries and keys: 1 except for YaRN."""
         return 1.0 if self.scaling is None else self.scaling.amplitude
 
     def rotate(
@@ -101,21 +108,22 @@ class Rotary:
         x: Float[Tensor, "batch heads length head_dim"],
         positions: Integer[Tensor, " length"] | Integer[Tensor, "#batch length"],
     ) -> Float[Tensor, "batch heads length head_dim"]:
-        """Queries or keys, each rotated to its position.
+        """Rotate queries or keys by their positions.
 
-        Angles are float32, float64 for float64; the half types are rotated in float32 and rounded
+        Angles are float32, or float64 for float64. Half types are rotated in float32 and rounded
         once.
 
         Args:
-            x: the vectors.
-            positions: of each token, for all sequences or for each.
+            x: (batch, heads, length, head_dim).
+            positions: the position of each token, (length,) for all sequences or (batch, length).
 
         Raises:
-            OptionError: ``head_dim`` does not hold the rotary width.
+            OptionError: a rotary width above head_dim, or an odd one.
             ShapeError: ``x`` is not 4-D, or there is not one position for each token.
-            DTypeError, DeviceError: positions that are no integers, or on another device.
+            DTypeError: ``x`` is no float, or positions are no integers.
+            DeviceError: positions on another device than ``x``.
         """
-        return self._turned(x, *self._waves(x, positions))
+        return self._rotated(x, *self._cos_and_sin(x, positions))
 
     def rotate_both(
         self,
@@ -126,10 +134,10 @@ class Rotary:
         Float[Tensor, "batch heads length head_dim"],
         Float[Tensor, "batch kv_heads length head_dim"],
     ]:
-        """Queries and keys of the same tokens: ``rotate`` of both, at the cost of one cosine.
+        """Rotate queries and keys of the same tokens, with one computation of the angles.
 
         Raises:
-            ShapeError: ``q`` and ``k`` differ in length or head_dim, or as for ``rotate``.
+            ShapeError: ``q`` and ``k`` differ in length or head_dim; and the errors of ``rotate``.
         """
         if q.shape[2:] != k.shape[2:]:
             raise ShapeError(
@@ -137,13 +145,16 @@ class Rotary:
                 needed="the same length and head_dim",
                 do="rotate(q, ...) and rotate(k, ...), each with its own positions",
             )
-        waves = self._waves(q, positions)
-        return self._turned(q, *waves), self._turned(k, *waves)
+        cos_and_sin = self._cos_and_sin(q, positions)
+        return self._rotated(q, *cos_and_sin), self._rotated(k, *cos_and_sin)
 
-    # ---- within -----------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------
 
-    def _waves(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What a vector and its partner are multiplied by, (batch or none, 1, length, width)."""
+    def _cos_and_sin(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors of each channel and of its partner, (length, width).
+
+        For positions of (batch, length) the factors are (batch, 1, length, width).
+        """
         _check(x, positions)
         exact = torch.promote_types(x.dtype, torch.float32)
         angles = positions[..., None].to(exact) * _frequencies(self, x).to(exact)
@@ -156,17 +167,17 @@ class Rotary:
             return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
 
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         width = cos.shape[-1]
-        # Widened before it is used twice: the gradient too is summed wide, and rounded once.
+        # Cast before the two uses: the gradient is then summed in cos.dtype and rounded once.
         leading = x[..., :width].to(cos.dtype)
-        turned = leading * cos
-        turned += self._partner(leading) * sin
-        turned = turned.to(x.dtype)
-        return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
+        rotated = leading * cos
+        rotated += self._swap_pairs(leading) * sin
+        rotated = rotated.to(x.dtype)
+        return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), -1)
 
-    def _partner(self, x: Tensor) -> Tensor:
-        """Each channel replaced by the other one of its pair."""
+    def _swap_pairs(self, x: Tensor) -> Tensor:
+        """Swap the two channels of each pair."""
         if self.pairing == "half-split":
             return x.roll(x.shape[-1] // 2, -1)
         return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).flatten(-2)
@@ -177,20 +188,20 @@ def _is_width(width: object) -> bool:
 
 
 def _frequencies(rotary: Rotary, x: Tensor) -> Tensor:
-    """On the device of ``x``. In eager mode they are computed once."""
-    if may_read_values(x) or _is_captured(x):
-        return _kept_frequencies(rotary, x.shape[-1], x.device)
+    """Return the frequencies on the device of ``x``, cached in eager mode and CUDA graphs."""
+    if may_read_values(x) or _is_in_cuda_graph(x):
+        return _cached_frequencies(rotary, x.shape[-1], x.device)
     return rotary.frequencies(x.shape[-1], device=x.device)
 
 
 @lru_cache(maxsize=256)
-def _kept_frequencies(rotary: Rotary, head_dim: int, device: torch.device) -> Tensor:
-    # On the CPU first: other devices take powers with another last bit.
+def _cached_frequencies(rotary: Rotary, head_dim: int, device: torch.device) -> Tensor:
+    # Computed on the CPU: powers on other devices differ in the last bit.
     return rotary.frequencies(head_dim).to(device)
 
 
-def _is_captured(x: Tensor) -> bool:
-    """A CUDA graph may read what was kept before, and make nothing."""
+def _is_in_cuda_graph(x: Tensor) -> bool:
+    """True during the capture of a CUDA graph, which may read a cached tensor but make none."""
     if torch.compiler.is_compiling() or not x.is_cuda:
         return False
     return bool(torch.cuda.is_current_stream_capturing())
@@ -217,7 +228,7 @@ def _check(x: Tensor, positions: Tensor) -> None:
         raise ShapeError(
             saw=f"positions of shape {shape} for x of shape {tuple(x.shape)}",
             needed=f"(length {length},) or (batch {batch}, length {length})",
-            do="give one position for each token",
+            do="pass one position for each token, e.g. torch.arange(length)",
         )
     if positions.device != x.device:
         raise DeviceError(

@@ -1,13 +1,11 @@
-"""Rotary frequencies, and the ways in which they are stretched for longer texts.
+"""Rotary frequencies and their scaling for longer contexts.
 
-The pair of channels i turns by ``frequency[i]`` radians for each token, and
-``frequency[i] = theta ** (-2i / width)`` (Su et al. 2021, arXiv:2104.09864, section 3.2.2). A
-scaling makes slow pairs slower, so that positions beyond the training length meet angles that
-were trained.
+Pair i turns by ``frequency[i] = theta ** (-2i / width)`` radians for each token (Su et al. 2021,
+arXiv:2104.09864, section 3.2.2). A scaling lowers low frequencies, so that positions beyond the
+training length get angles within the trained range.
 
-Everything here is float32 on the CPU, operation by operation as Hugging Face computes it
-(transformers, modeling_rope_utils.py), so that a converted layer turns by the same angles to the
-last bit.
+All arithmetic is float32 on the CPU with the operations of Hugging Face (transformers,
+modeling_rope_utils.py), so that a converted layer has the same angles to the last bit.
 """
 
 from __future__ import annotations
@@ -31,35 +29,35 @@ def require_positive(owner: object, *names: str) -> None:
             raise OptionError(
                 saw=f"{type(owner).__name__}({name}={describe_value(value)})",
                 needed=f"{name}: a positive finite number",
-                do=f"give the model's own {name}",
+                do=f"pass the {name} of the model's config",
             )
 
 
 def frequencies_of(
     theta: float, width: int, *, device: torch.device | str = "cpu"
 ) -> Float[Tensor, " pairs"]:
-    """``theta ** (-2i / width)`` for each pair i, unscaled."""
+    """Return the unscaled frequency ``theta ** (-2i / width)`` of each pair i."""
     return 1.0 / _periods(theta, width, device)
 
 
 def _periods(theta: float, width: int, device: torch.device | str) -> Tensor:
-    """Tokens for one radian."""
+    """Return the number of tokens for one radian, for each pair."""
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     return torch.pow(theta, exponents)
 
 
-class _KeepsAmplitude:
-    """A scaling that changes the angles alone."""
+class _UnitAmplitude:
+    """Scaling of angles alone."""
 
     @property
     def amplitude(self) -> float:
-        """What rotated vectors are multiplied by."""
+        """Factor of rotated vectors."""
         return 1.0
 
 
 @dataclass(frozen=True)
-class LinearScaling(_KeepsAmplitude):
-    """Every position divided by ``factor``: position interpolation (arXiv:2306.15595)."""
+class LinearScaling(_UnitAmplitude):
+    """Position interpolation: all frequencies divided by ``factor`` (arXiv:2306.15595)."""
 
     factor: float
 
@@ -69,16 +67,16 @@ class LinearScaling(_KeepsAmplitude):
     def scale(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
     ) -> Float[Tensor, " pairs"]:
-        """The scaled frequencies of ``width`` rotated channels."""
+        """Return the scaled frequencies of ``width`` rotated channels."""
         return frequencies_of(theta, width, device=device) / self.factor
 
 
 @dataclass(frozen=True)
-class NTKScaling(_KeepsAmplitude):
-    """A larger theta: ``theta * factor ** (width / (width - 2))``.
+class NTKScaling(_UnitAmplitude):
+    """NTK-aware interpolation: theta becomes ``theta * factor ** (width / (width - 2))``.
 
-    It divides the slowest frequency by ``factor`` and leaves the fastest (bloc97's NTK-aware
-    interpolation, as given in YaRN, arXiv:2309.00071, section 3.1).
+    The lowest frequency is divided by ``factor``, the highest is unchanged (bloc97; YaRN,
+    arXiv:2309.00071, section 3.1).
     """
 
     factor: float
@@ -89,10 +87,10 @@ class NTKScaling(_KeepsAmplitude):
     def scale(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
     ) -> Float[Tensor, " pairs"]:
-        """The scaled frequencies of ``width`` rotated channels.
+        """Return the scaled frequencies of ``width`` rotated channels.
 
         Raises:
-            OptionError: one pair, whose frequency is 1 for every theta.
+            OptionError: a width of 2, whose only frequency is 1 for every theta.
         """
         if width == 2:
             raise OptionError(
@@ -106,22 +104,25 @@ class NTKScaling(_KeepsAmplitude):
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Slow pairs divided by ``factor``, fast ones kept, a ramp between (YaRN, arXiv:2309.00071).
+    """YaRN: low frequencies divided by ``factor``, high ones unchanged (arXiv:2309.00071).
 
-    A pair is kept where it turns more than ``beta_fast`` times within ``original_length`` tokens,
-    divided where it turns less than ``beta_slow`` times. Where a softmax scale is also corrected,
-    as DeepSeek's is (by the square of ``0.1 * mscale_all_dim * log(factor) + 1``), that is the
-    layer's ``scale``.
+    Frequencies of more than ``beta_fast`` full turns within ``original_length`` tokens are
+    unchanged, those of less than ``beta_slow`` are divided, and between them lies a linear ramp.
+    DeepSeek's correction of the softmax scale, the square of
+    ``0.1 * mscale_all_dim * log(factor) + 1``, belongs to the layer's ``scale``.
 
     Args:
         factor: new length over original length.
-        original_length: tokens of the training length.
-        beta_fast, beta_slow: turns that bound the ramp.
-        attention_factor: what rotated vectors are multiplied by, 0.1 * log(factor) + 1 by default.
+        original_length: the training length in tokens.
+        beta_fast, beta_slow: the numbers of turns at the ends of the ramp.
+        attention_factor: factor of rotated vectors, 0.1 * log(factor) + 1 by default.
         mscale, mscale_all_dim: where both are given and not 0, the default becomes
             (0.1 * mscale * log(factor) + 1) / (0.1 * mscale_all_dim * log(factor) + 1), as in
             DeepSeek-V2 (arXiv:2405.04434).
-        truncate: the ramp begins and ends at whole pairs; gpt-oss sets False.
+        truncate: True if the ramp begins and ends at whole pairs; gpt-oss sets False.
+
+    Raises:
+        OptionError: a number that is not positive and finite, or beta_fast below beta_slow.
     """
 
     factor: float
@@ -139,14 +140,14 @@ class YarnScaling:
         if self.beta_fast < self.beta_slow:
             raise OptionError(
                 saw=f"YarnScaling(beta_fast={self.beta_fast}, beta_slow={self.beta_slow})",
-                needed="beta_fast, the number of turns above which a pair is kept, not below "
-                "beta_slow, below which it is divided by the factor",
+                needed="beta_fast not below beta_slow: pairs with more turns than beta_fast are "
+                "unchanged, pairs with less than beta_slow are divided by the factor",
                 do=f"beta_fast={self.beta_slow}, beta_slow={self.beta_fast}",
             )
 
     @property
     def amplitude(self) -> float:
-        """What rotated vectors are multiplied by."""
+        """Factor of rotated vectors."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -156,23 +157,23 @@ class YarnScaling:
     def scale(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
     ) -> Float[Tensor, " pairs"]:
-        """The scaled frequencies of ``width`` rotated channels.
+        """Return the scaled frequencies of ``width`` rotated channels.
 
         Raises:
-            OptionError: no pair turns as often as the ramp asks at this length.
+            OptionError: theta up to 1, or an original_length in which no pair is on the ramp.
         """
         first, last = self._ramp(theta, width)
         pairs = torch.arange(width // 2, dtype=torch.float32, device=device)
-        kept = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+        unscaled = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
         periods = _periods(theta, width, device)
-        return 1.0 / (self.factor * periods) * (1 - kept) + 1.0 / periods * kept
+        return 1.0 / (self.factor * periods) * (1 - unscaled) + 1.0 / periods * unscaled
 
     def _ramp(self, theta: float, width: int) -> tuple[float, float]:
-        """The pairs between which the frequencies go from kept to divided."""
+        """Return the last unchanged pair and the first divided one, as floats."""
         if theta <= 1:
             raise OptionError(
                 saw=f"YarnScaling with theta={theta}",
-                needed="theta above 1: pairs that turn ever more slowly",
+                needed="theta above 1, for decreasing frequencies",
                 do="e.g. theta=10000.0",
             )
         first, last = (
@@ -187,13 +188,13 @@ class YarnScaling:
                 f"and a rotary width of {width}",
                 needed=f"a length in which some of the {width // 2} pairs turn "
                 f"{self.beta_slow} to {self.beta_fast} times",
-                do="give the training length in tokens, before it was stretched",
+                do="pass the training length in tokens, before the extension",
             )
         # A ramp of no length is a step.
         return first, last if first < last else last + 0.001
 
     def _pair(self, turns: float, theta: float, width: int) -> float:
-        """Which pair, as a fraction, turns so many times within the original length."""
+        """Return the index, a float, of the pair with this many turns in the original length."""
         return (
             width * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
         )
@@ -203,12 +204,15 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
-class Llama3Scaling(_KeepsAmplitude):
-    """Long waves divided by ``factor``, short ones kept, a blend between (Llama 3.1).
+class Llama3Scaling(_UnitAmplitude):
+    """Scaling of Llama 3.1: low frequencies divided by ``factor``, high ones unchanged.
 
-    A pair is kept where it turns more than ``high_freq_factor`` times within ``original_length``
-    tokens, divided where it turns less than ``low_freq_factor`` times, and blended by its turns
-    between (meta-llama/llama-models, models/llama3/model.py, apply_scaling).
+    Frequencies of more than ``high_freq_factor`` full turns within ``original_length`` tokens are
+    unchanged, those of less than ``low_freq_factor`` are divided, and those between are blended
+    (meta-llama/llama-models, models/llama3/model.py, apply_scaling).
+
+    Raises:
+        OptionError: a number that is not positive and finite, or factors in the wrong order.
     """
 
     factor: float
@@ -223,18 +227,18 @@ class Llama3Scaling(_KeepsAmplitude):
                 saw=f"Llama3Scaling(low_freq_factor={self.low_freq_factor}, "
                 f"high_freq_factor={self.high_freq_factor})",
                 needed="low_freq_factor below high_freq_factor",
-                do="Llama 3.1 has 1.0 and 4.0",
+                do="e.g. low_freq_factor=1.0, high_freq_factor=4.0, as in Llama 3.1",
             )
 
     def scale(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
     ) -> Float[Tensor, " pairs"]:
-        """The scaled frequencies of ``width`` rotated channels."""
+        """Return the scaled frequencies of ``width`` rotated channels."""
         plain = frequencies_of(theta, width, device=device)
         turns = self.original_length / (2 * math.pi / plain)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0, 1)
-        return (1 - kept) * plain / self.factor + kept * plain
+        unscaled = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        unscaled = unscaled.clamp(0, 1)
+        return (1 - unscaled) * plain / self.factor + unscaled * plain
 
 
 Scaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling

@@ -1,7 +1,7 @@
-"""The drop-in for torch.nn.MultiheadAttention: its signature, parameters and conventions.
+"""Drop-in for torch.nn.MultiheadAttention, with its signature, parameters and conventions.
 
-`headwise.upgrade` is in a module of its own name, and not imported here: the layer alone stays
-light, and ``headwise.layers.torch_api.upgrade`` stays a module.
+`headwise.upgrade` is not imported here: importing the layer stays fast, and the name
+``headwise.layers.torch_api.upgrade`` stays that of the module.
 """
 
 from headwise.layers.torch_api.functional_form import multi_head_attention_forward

@@ -1,4 +1,4 @@
-"""`multi_head_attention_forward`: the functional form, with torch's own signature."""
+"""Functional form of the drop-in, with torch's signature."""
 
 from __future__ import annotations
 
@@ -37,10 +37,15 @@ def multi_head_attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`torch.nn.functional.multi_head_attention_forward`, with the contract of the layer.
+    """Compute `torch.nn.functional.multi_head_attention_forward` with the layer's contract.
 
-    Inputs are (length, batch, width), or (length, width). ``static_k`` and ``static_v`` stand for
-    projected keys and values, (batch*heads, keys, head_dim); masks are then for their length.
+    Arguments are those of torch. Inputs are (length, batch, width), or (length, width).
+    ``static_k`` and ``static_v``, (batch*heads, keys, head_dim), replace the projected keys and
+    values; masks then have their length.
+
+    Raises:
+        HeadwiseError: with the type and first line of torch's own error, as in
+            `MultiheadAttention`.
     """
     require_tensors(query=query, key=key, value=value)
     torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
@@ -48,8 +53,8 @@ def multi_head_attention_forward(
     weights = (in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight)
     form = (embed_dim_to_check, num_heads, not use_separate_proj_weight)
     parameters = ProjectionParameters(*form, *weights, bias_k, bias_v, add_zero_attn)
-    masks, wanted = (key_padding_mask, attn_mask, is_causal), (need_weights, average_attn_weights)
+    masks, returned = (key_padding_mask, attn_mask, is_causal), (need_weights, average_attn_weights)
     dropout = dropout_p if training else 0.0
-    options = CallOptions(*masks, *wanted, dropout, static_k=static_k, static_v=static_v)
+    options = CallOptions(*masks, *returned, dropout, static_k=static_k, static_v=static_v)
     heads, attention = attend(query, key, value, parameters, options)
     return linear(heads, out_proj_weight, out_proj_bias), attention

@@ -1,10 +1,12 @@
-"""`MultiheadAttention`: torch's layer, with one meaning on every path.
+"""Drop-in for torch.nn.MultiheadAttention with the same output on every path.
 
-torch's signature, parameters and conventions, and nothing more. What is different from torch's
-layer is stated in docs/contract.md, and comes down to this: the output does not depend on whether
-weights are asked for, on the grad mode, or on whether query, key and value are the same object; a
-query that may attend to nothing gives zeros; returned weights are those before dropout; and
-``out_proj`` is really called.
+Signature, parameters and conventions are torch's. docs/contract.md lists the differences:
+
+* The output does not depend on need_weights, on the grad mode, or on whether query, key and value
+  are the same object.
+* A query that may attend to nothing has zero head outputs.
+* Returned weights are those before dropout.
+* The layer calls ``out_proj`` as a module.
 """
 
 from __future__ import annotations
@@ -28,25 +30,26 @@ from headwise.support.tracing import may_check_values
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """A drop-in for `torch.nn.MultiheadAttention`: see torch's documentation for its arguments.
 
-    Masks keep torch's convention: a bool mask says True = may **not** attend, a float mask is
-    added to the scores (its -inf masks, its finfo.min does not). ``is_causal`` is a hint beside
-    ``attn_mask`` and never changes the output. Slots of ``add_bias_kv`` and ``add_zero_attn`` may
-    always be attended.
+    Masks follow torch's convention: True in a bool mask means may **not** attend; a float mask is
+    added to the scores (-inf masks, finfo.min does not). ``is_causal`` is only a hint about
+    ``attn_mask`` and never changes the output. Every query may attend to the slots of
+    ``add_bias_kv`` and ``add_zero_attn``.
 
-    A ``key_padding_mask`` that hides a whole sequence beside one that it does not hide gets one
-    `PolarityWarning` for each layer, in eager mode on the CPU: Hugging Face's ``attention_mask``
-    (1 = real) given in its place does that.
+    The layer warns once (`PolarityWarning`, in eager mode on the CPU) when a ``key_padding_mask``
+    hides all keys of some sequences but not of others: Hugging Face's ``attention_mask`` (1 = real)
+    passed as ``key_padding_mask`` does that.
 
-    Placed by hand inside torch's encoder layers it is not called in eval under no_grad, since their
-    fused path reads its weights: ``headwise.upgrade(model)`` switches that path off.
+    torch's encoder layers do not call this layer in eval under no_grad: their fused path reads its
+    weights. ``headwise.upgrade(model)`` switches that path off.
 
-    Not supported: TorchScript (``torch.jit.script``); use torch.compile or torch.export.
+    TorchScript (``torch.jit.script``) is not supported; use torch.compile or torch.export.
 
     Raises:
-        HeadwiseError: and, for the same input, what torch's layer raises (`drop_in.refusals`).
+        HeadwiseError: and, in the same class, the type that torch's layer raises for the same
+            input (`headwise.layers.torch_api.torch_errors`).
     """
 
-    _has_warned = False  # of the class, so that a layer made before has it too
+    _has_warned = False  # a class attribute, since `upgrade` does not call __init__
 
     def __init__(
         self,
@@ -88,18 +91,27 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, shaped like ``query``, and the weights where they are asked for.
+        """Return the output, shaped like ``query``, and the weights or None.
 
-        Inputs are (length, batch, width), or (batch, length, width) with ``batch_first``, or
-        (length, width). ``key_padding_mask`` is (batch, keys); ``attn_mask`` (queries, keys) or
-        (batch*heads, queries, keys). Weights are (batch, queries, keys), the average over heads,
-        or (batch, heads, queries, keys) with ``average_attn_weights=False``; without the batch
-        axis for unbatched inputs.
+        Args:
+            query: (queries, batch, embed_dim), or (batch, queries, embed_dim) with
+                ``batch_first``, or (queries, embed_dim).
+            key: as ``query``, with keys for queries, of width ``kdim``.
+            value: as ``key``, of width ``vdim``.
+            key_padding_mask: (batch, keys), bool (True = hidden) or float.
+            need_weights: True to return the weights, before dropout.
+            attn_mask: (queries, keys) or (batch*heads, queries, keys), bool or float.
+            average_attn_weights: True for weights (batch, queries, keys), the mean over heads;
+                False for (batch, heads, queries, keys). Unbatched inputs have no batch axis.
+            is_causal: a hint that ``attn_mask`` is the causal mask.
+
+        Raises:
+            HeadwiseError: with the type and first line of torch's own error.
         """
         require_tensors(query=query, key=key, value=value)
         torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
-            # torch's own path for nested tensors, with its own conditions and messages.
+            # torch computes nested tensors, with its own conditions and messages.
             return super().forward(
                 query,
                 key,
@@ -112,8 +124,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
         dropout_p = self.dropout if self.training else 0.0
         masks = (key_padding_mask, attn_mask, is_causal)
-        wanted = (need_weights, average_attn_weights)
-        options = CallOptions(*masks, *wanted, dropout_p, self.batch_first)
+        returned = (need_weights, average_attn_weights)
+        options = CallOptions(*masks, *returned, dropout_p, self.batch_first)
         heads, weights = attend(query, key, value, self, options)
         if key_padding_mask is not None:
             self._warn_of_hidden_sequences(key_padding_mask)
@@ -130,30 +142,30 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> LayerExplanation:
-        """What a forward pass of this input computes, by which kernel, and why; print it.
+        """Return a printable report on a forward pass of this input: tokens, kernels and costs.
 
-        Arguments as in ``forward``, and refused as there. Keys count the slots of ``add_bias_kv``
-        and ``add_zero_attn``.
+        Arguments and errors are those of ``forward``. The keys include the slots of
+        ``add_bias_kv`` and ``add_zero_attn``.
 
         Raises:
-            OptionError: nested tensors, which torch's own code computes.
+            OptionError: nested tensors, which torch's code computes.
         """
         require_tensors(query=query, key=key, value=value)
         torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             raise OptionError(
                 saw="explain of nested tensors",
-                needed="tensors with one length: nested ones are computed by torch's own code",
+                needed="tensors with one length, since torch's code computes nested ones",
                 do="explain(x.to_padded_tensor(0.0), ..., key_padding_mask=...)",
             )
         dropout_p = self.dropout if self.training else 0.0
         masks = (key_padding_mask, attn_mask, is_causal)
-        wanted = (need_weights, average_attn_weights)
-        options = CallOptions(*masks, *wanted, dropout_p, self.batch_first)
+        returned = (need_weights, average_attn_weights)
+        options = CallOptions(*masks, *returned, dropout_p, self.batch_first)
         return explain(query, key, value, self, options)
 
     def _warn_of_hidden_sequences(self, padding: Tensor) -> None:
-        """Warn, once in the life of the layer, of padding that may have the reverse polarity."""
+        """Warn once for each layer of padding that may have the reverse polarity."""
         if not may_check_values(padding) or self._has_warned:
             return
         if hidden := hidden_sequences(padding):
@@ -162,8 +174,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 key_padding_mask of shape {tuple(padding.shape)} hides every key of sequence {hidden[0]}, \
 but not of every sequence
   needed: True (or -inf) where a key is hidden; attention_mask of Hugging Face is the reverse
-  do:     key_padding_mask=attention_mask == 0. If sequence {hidden[0]} is empty, all is well"""
-            # The caller of the layer: this frame, forward, and torch's two of Module.__call__.
+  do:     key_padding_mask=attention_mask == 0; ignore this if sequence {hidden[0]} is empty"""
+            # Frames up to the layer's caller: this one, forward, and two of Module.__call__.
             warnings.warn(message, PolarityWarning, stacklevel=5)
 
     def _load_from_state_dict(
@@ -176,8 +188,8 @@ but not of every sequence
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Either form of the input projection loads, packed or separate, where the widths allow."""
-        state_dict = state_dict_forms.as_held_by(
+        """Load the input projection from either form, packed or separate, if the widths fit."""
+        state_dict = state_dict_forms.match_projection_form(
             self, state_dict, prefix, local_metadata, error_msgs
         )
         super()._load_from_state_dict(

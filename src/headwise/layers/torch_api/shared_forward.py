@@ -1,7 +1,7 @@
-"""What the layer and its functional form share: project, attend, put the heads side by side.
+"""Forward pass of the drop-in up to the output projection, for the layer and the function.
 
 Queries, keys and values are strided views of their projection, never copies. Head outputs and
-weights are read from one `AttentionMatrix`.
+weights come from one `AttentionMatrix`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.kernels.linear import project
-from headwise.layers.explanation import LayerExplanation, product, products
-from headwise.layers.hooks import shown
+from headwise.layers.explanation import LayerExplanation, product_line, projection_lines
+from headwise.layers.hooks import call_hook
 from headwise.layers.torch_api import torch_checks
-from headwise.layers.torch_api.torch_masks import read_masks
+from headwise.layers.torch_api.torch_masks import convert_masks
 
 
 @dataclass(frozen=True, eq=False)
 class ProjectionParameters:
-    """The parameters before the output projection, by the names that torch's layer has for them."""
+    """Parameters before the output projection, with the names of torch's layer."""
 
     embed_dim: int
     num_heads: int
@@ -38,12 +38,12 @@ class ProjectionParameters:
     add_zero_attn: bool
 
 
-# A layer's own are read once in each call: they may be replaced, pruned or parametrized.
+# A layer's parameters are read once in each call: they may be replaced, pruned or parametrized.
 Layer = ProjectionParameters | nn.MultiheadAttention
 
 
 class CallOptions(NamedTuple):
-    """The arguments of one call beside the inputs."""
+    """Arguments of one call besides the inputs."""
 
     padding: Tensor | None
     attn_mask: Tensor | None
@@ -59,7 +59,7 @@ class CallOptions(NamedTuple):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """The heads side by side, ready for the output projection, and the weights where asked for.
+    """Return the input of the output projection, and the weights or None.
 
     Shapes:
         query: (batch, queries, embed_dim) with ``batch_first``, (queries, batch, embed_dim)
@@ -78,7 +78,7 @@ def attend(
 def matrix_and_values(
     query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
 ) -> tuple[AttentionMatrix, Tensor]:
-    """The attention matrix of a call, and its values (batch, heads, keys, head_dim)."""
+    """Return the attention matrix of a call, and its values (batch, heads, keys, head_dim)."""
     batched = torch_checks.require_ranks(query, key, value, options.padding, options.attn_mask)
     padding = options.padding
     if not batched:
@@ -88,13 +88,13 @@ def matrix_and_values(
         key = query if same[0] else key.unsqueeze(0)
         value = key if same[1] else value.unsqueeze(0)
         options = options._replace(batch_first=True)
-    q, k, v = _heads(query, key, value, layer, options)
+    q, k, v = _project_heads(query, key, value, layer, options)
     bias_k, bias_v = layer.bias_k, layer.bias_v
     slots = int(bias_k is not None or bias_v is not None) + int(layer.add_zero_attn)
     mask, score_bias = None, None
     if padding is not None or options.attn_mask is not None:
         torch_checks.require_masks(padding, options.attn_mask, q, k, batched=batched)
-        mask, score_bias = read_masks(
+        mask, score_bias = convert_masks(
             padding,
             options.attn_mask,
             num_heads=layer.num_heads,
@@ -111,10 +111,10 @@ def matrix_and_values(
 # ---- projections -----------------------------------------------------------------------------
 
 
-def _heads(
+def _project_heads(
     query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as (batch, heads, length, head_dim), static ones as given."""
+    """Return queries, keys and values, projected or static: (batch, heads, length, head_dim)."""
     embed_dim, packed = layer.embed_dim, layer._qkv_same_embed_dim
     torch_checks.require_inputs(
         query, key, value, embed_dim=embed_dim, packed=packed, batch_first=options.batch_first
@@ -122,28 +122,28 @@ def _heads(
     bias = layer.in_proj_bias
     torch_checks.require_bias(bias, embed_dim)
     if packed:
-        projected = _projected_packed(query, key, value, layer, bias)
+        projected = _project_packed(query, key, value, layer, bias)
     else:
-        projected = _projected_separately(query, key, value, layer, bias)
+        projected = _project_separately(query, key, value, layer, bias)
     if options.batch_first:
         q, k, v = (x.transpose(1, 2) for x in projected)
     else:
         q, k, v = (x.permute(1, 2, 0, 3) for x in projected)
     if options.static_k is not None:
-        k = torch_checks.static_heads("static_k", options.static_k, like=q)
+        k = torch_checks.split_static_heads("static_k", options.static_k, like=q)
     if options.static_v is not None:
-        v = torch_checks.static_heads("static_v", options.static_v, like=q)
+        v = torch_checks.split_static_heads("static_v", options.static_v, like=q)
     if k.shape[2] != v.shape[2]:
         torch_checks.refuse_lengths(k, v)
-    return q, torch_checks.settled("keys", k, q), torch_checks.settled("values", v, q)
+    return q, torch_checks.match_dtype("keys", k, q), torch_checks.match_dtype("values", v, q)
 
 
-def _projected_packed(
+def _project_packed(
     query: Tensor, key: Tensor, value: Tensor, layer: Layer, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """As few products as the identities allow: one for self-attention, two where key is value.
+    """Project with one product for self-attention, two where key is value, else three.
 
-    Each result is (its first axes, heads, head_dim).
+    Each result has the two leading axes of its input, then (heads, head_dim).
     """
     embed_dim, heads = layer.embed_dim, layer.num_heads
     weight = torch_checks.require_present("in_proj_weight", layer.in_proj_weight, separate=False)
@@ -158,22 +158,23 @@ def _projected_packed(
         queries = _split(project(query, w_q, b_q), 1, heads)
         return *queries, *_split(project(key, w_kv, b_kv), 2, heads)
     torch_checks.require_weight("value", value, weight, 3 * embed_dim, packed=True)
-    return _each_projected((query, key, value), weight.chunk(3), bias, heads)
+    return _project_each((query, key, value), weight.chunk(3), bias, heads)
 
 
-def _projected_separately(
+def _project_separately(
     query: Tensor, key: Tensor, value: Tensor, layer: Layer, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The same by a weight for each."""
+    """Project with three separate weights; results as in `_project_packed`."""
     weights = []
     for name, x in (("query", query), ("key", key), ("value", value)):
-        own = f"{name[0]}_proj_weight"
-        weights.append(torch_checks.require_present(own, getattr(layer, own), separate=True))
-        torch_checks.require_weight(name, x, weights[-1], layer.embed_dim, packed=False)
-    return _each_projected((query, key, value), weights, bias, layer.num_heads)
+        attribute = f"{name[0]}_proj_weight"
+        weight = torch_checks.require_present(attribute, getattr(layer, attribute), separate=True)
+        torch_checks.require_weight(name, x, weight, layer.embed_dim, packed=False)
+        weights.append(weight)
+    return _project_each((query, key, value), weights, bias, layer.num_heads)
 
 
-def _each_projected(
+def _project_each(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, heads: int
 ) -> tuple[Tensor, ...]:
     biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -182,7 +183,7 @@ def _each_projected(
 
 
 def _split(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
-    """Views of a projection, (its first axes, heads, head_dim), for each of its parts."""
+    """Return views of the ``parts`` of a projection: its leading axes, then (heads, head_dim)."""
     first, second, width = x.shape
     return x.view(first, second, parts, heads, width // (parts * heads)).unbind(2)
 
@@ -190,14 +191,14 @@ def _split(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
 def _with_slots(
     k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, *, zeros: bool
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values with the slots of bias_k and add_zero_attn, which all may attend to."""
+    """Append the slots of bias_k, bias_v and add_zero_attn to keys and values."""
     keys, values = [k], [v]
     batch, heads, _, head_dim = k.shape
     for rows, slot, name in ((keys, bias_k, "bias_k"), (values, bias_v, "bias_v")):
         if slot is not None:
             if torch.promote_types(slot.dtype, k.dtype) == k.dtype:
                 slot = slot.to(k.dtype)  # as torch.cat does
-            slot = torch_checks.settled(name, slot, k)
+            slot = torch_checks.match_dtype(name, slot, k)
             rows.append(slot.view(1, heads, 1, head_dim).expand(batch, heads, 1, head_dim))
         if zeros:
             rows.append(k.new_zeros(batch, heads, 1, head_dim))
@@ -207,15 +208,15 @@ def _with_slots(
 def _outputs(
     matrix: AttentionMatrix, v: Tensor, options: CallOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Head outputs (batch, heads, queries, head_dim), and the weights before dropout."""
+    """Return head outputs (batch, heads, queries, head_dim), and the weights before dropout."""
     if options.need_weights and options.average and options.dropout_p == 0:
-        # Equal to ``matrix @ v`` within the error budget; in inference one pass serves both.
+        # Equal to ``matrix @ v`` within the error budget; in inference one pass computes both.
         outputs, average = matrix.outputs_and_average(v)
-        return shown(matrix, v, outputs), average
+        return call_hook(matrix, v, outputs), average
     torch_checks.require_probability(options.dropout_p)
     dropout_p = options.dropout_p
     outputs = matrix @ v if dropout_p == 0 else matrix.dropped(v, dropout_p=dropout_p)
-    outputs = shown(matrix, v, outputs)
+    outputs = call_hook(matrix, v, outputs)
     if not options.need_weights:
         return outputs, None
     return outputs, matrix.head_average() if options.average else matrix.dense(limit=None)
@@ -227,25 +228,25 @@ def _outputs(
 def explain(
     query: Tensor, key: Tensor, value: Tensor, layer: nn.MultiheadAttention, options: CallOptions
 ) -> LayerExplanation:
-    """What `attend` computes of these inputs, and what the output projection takes."""
+    """Return the report on `attend` and the output projection for these inputs."""
     matrix, v = matrix_and_values(query, key, value, layer, options)
-    tokens = f"{query.shape[:-1].numel():,}, as they were given"
+    tokens = f"{query.shape[:-1].numel():,}, all of the input"
     if options.padding is not None:
-        tokens += ": torch's padding hides keys, and their queries are computed"
+        tokens += "; torch's key_padding_mask hides keys, and padded queries are still computed"
     if options.dropout_p > 0:
-        tokens += "; while training, dropout writes the weights of A @ v down"
+        tokens += "; dropout in training allocates queries x keys for A @ v"
     lines = tuple(
-        product(name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], rows))
-        for name, x, rows in _products(query, key, value, layer)
+        product_line(name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], rows))
+        for name, x, rows in _input_products(query, key, value, layer)
     )
-    lines += products(layer, {"out_proj": query.shape[:-1].numel()})
+    lines += projection_lines(layer, {"out_proj": query.shape[:-1].numel()})
     return LayerExplanation(tokens, lines, matrix.explain(v), _weights(matrix, v, options))
 
 
-def _products(
+def _input_products(
     query: Tensor, key: Tensor, value: Tensor, layer: nn.MultiheadAttention
 ) -> list[tuple[str, Tensor, int]]:
-    """Each product of the input projection: its name, what it is of, and how wide it becomes."""
+    """Return each product of the input projection: its name, input and output width."""
     width = layer.embed_dim
     if not layer._qkv_same_embed_dim:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -259,14 +260,14 @@ def _products(
 
 def _weights(matrix: AttentionMatrix, v: Tensor, options: CallOptions) -> str:
     if not options.need_weights:
-        return "none are returned"
+        return "not returned"
     if not options.average:
-        return "of every head, written down; need_weights=False leaves them out"
+        return "all heads, in queries x keys memory; need_weights=False saves it"
     if options.dropout_p > 0 or matrix._needs_gradient(v):
-        return "their mean over heads, in a pass of its own; need_weights=False leaves it out"
+        return "mean over heads, in a second pass; need_weights=False saves it"
     if matrix._one_row(v):
-        return "their mean over heads, from the one row of each, in the place of the kernel below"
+        return "mean over heads, from the single row of weights, which also replaces A @ v below"
     return (
-        "their mean over heads, in one pass of tiles that computes A @ v too, in the place of the "
-        "kernel below; need_weights=False leaves it out"
+        "mean over heads, in one tiled pass that also computes A @ v, instead of the kernel below; "
+        "need_weights=False saves it"
     )

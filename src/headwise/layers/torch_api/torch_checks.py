@@ -1,7 +1,7 @@
-"""What the drop-in refuses, in the order and with the types of torch's own layer.
+"""Checks of the drop-in's inputs, in the order and with the error types of torch's layer.
 
-Everything here compares sizes, dtypes and devices; nothing reads a value or breaks a compiled
-graph. Where all is well it costs a few microseconds.
+The checks compare sizes, dtypes and devices; they read no values and break no compiled graph. For
+valid inputs they take a few microseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from headwise.support.tracing import autocasts
 
 
 def require_sizes(embed_dim: int, num_heads: int) -> None:
-    """The constructor's own conditions: positive, and divisible."""
+    """Raise unless both sizes are positive and embed_dim is divisible by num_heads."""
     if embed_dim <= 0 or num_heads <= 0:
         raise OptionError(
             saw="embed_dim and num_heads must be greater than 0,"
@@ -38,27 +38,27 @@ def require_sizes(embed_dim: int, num_heads: int) -> None:
             do="e.g. MultiheadAttention(embed_dim=512, num_heads=8)",
         )
     if embed_dim % num_heads:
-        fitting = [n for n in range(1, embed_dim + 1) if embed_dim % n == 0]
+        divisors = [n for n in range(1, embed_dim + 1) if embed_dim % n == 0]
         near = {
-            *[n for n in fitting if n < num_heads][-1:],
-            *[n for n in fitting if n > num_heads][:1],
+            *[n for n in divisors if n < num_heads][-1:],
+            *[n for n in divisors if n > num_heads][:1],
         }
         raise AssertedOptionError(
             saw="embed_dim must be divisible by num_heads:"
             f" embed_dim {embed_dim} not divisible by num_heads {num_heads}",
-            needed="every head is embed_dim / num_heads wide",
+            needed="a whole head_dim: embed_dim / num_heads",
             do=f"for embed_dim={embed_dim}, num_heads={' or '.join(map(str, sorted(near)))}",
         )
 
 
 def require_mask_for_hint(*, is_causal: bool, attn_mask: Tensor | None) -> None:
-    """``is_causal`` alone is no mask: refused on every path, also where torch ignores it."""
+    """Raise for ``is_causal`` without ``attn_mask``, also on the paths where torch ignores it."""
     if is_causal and attn_mask is None:
         raise RuntimeOptionError(
             saw="is_causal=True without attn_mask. Need attn_mask if specifying the is_causal hint."
             " You may use the Transformer module method `generate_square_subsequent_mask`"
             " to create this mask.",
-            needed="a mask: is_causal is only a hint that attn_mask is the causal one",
+            needed="attn_mask, since is_causal is only a hint that attn_mask is the causal mask",
             do="attn_mask=torch.nn.Transformer.generate_square_subsequent_mask(length)",
         )
 
@@ -66,7 +66,7 @@ def require_mask_for_hint(*, is_causal: bool, attn_mask: Tensor | None) -> None:
 def require_ranks(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, attn_mask: Tensor | None
 ) -> bool:
-    """Masks are bool or float, inputs 3-D or all 2-D; True where they have a batch axis."""
+    """Raise unless the inputs are all 3-D or all 2-D with fitting masks; return True for 3-D."""
     if padding is None and attn_mask is None and query.dim() == key.dim() == value.dim() == 3:
         return True
     for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
@@ -84,22 +84,22 @@ def require_ranks(
         raise AssertedShapeError(
             saw=f"{kind}, expected `key` and `value` to be {rank}-D but found {key.dim()}-D and"
             f" {value.dim()}-D tensors respectively",
-            needed="query, key and value all with a batch axis, or all without",
-            do="tensor.unsqueeze(batch axis), or expand it to the batch",
+            needed="a batch axis in all of query, key and value, or in none",
+            do="add the batch axis with unsqueeze, or expand the tensor to the batch",
         )
     if padding is not None and padding.dim() != rank - 1:
         raise AssertedMaskError(
             saw=f"{kind}, expected `key_padding_mask` to be `None` or {rank - 1}-D but found"
             f" {padding.dim()}-D tensor instead, of shape {tuple(padding.shape)}",
             needed="(batch, keys)" if rank == 3 else "(keys,)",
-            do="a mask over queries and keys is attn_mask",
+            do="pass a mask over queries and keys as attn_mask",
         )
     if attn_mask is not None and attn_mask.dim() not in (2, 3):
         raise AssertedMaskError(
             saw=f"{kind}, expected `attn_mask` to be `None`, 2-D or 3-D but found"
             f" {attn_mask.dim()}-D tensor instead, of shape {tuple(attn_mask.shape)}",
             needed="(queries, keys) or (batch*heads, queries, keys)",
-            do="a (batch, heads, queries, keys) mask is attn_mask.flatten(0, 1) here",
+            do="pass attn_mask.flatten(0, 1) for a mask (batch, heads, queries, keys)",
         )
     return rank == 3
 
@@ -109,29 +109,29 @@ def _require_mask_kind(name: str, mask: Tensor | None) -> None:
         raise AssertedMaskError(
             saw=f"{name}={describe_value(mask)}",
             needed="a tensor in torch's convention: bool (True = may not attend) or float",
-            do="a Mask goes to AttentionMatrix; the causal mask in torch's convention is"
-            " torch.nn.Transformer.generate_square_subsequent_mask(length)",
+            do="for a causal mask: torch.nn.Transformer.generate_square_subsequent_mask(length);"
+            " a headwise Mask goes to headwise.Attention or AttentionMatrix",
         )
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise AssertedMaskDTypeError(
             saw=f"only bool and floating types of {name} are supported, but got {mask.dtype}",
             needed="bool (True = may not attend) or float (added to the scores);"
             " an integer mask may mean either polarity",
-            do="mask.bool() if nonzero means blocked, mask == 0 if nonzero means may attend",
+            do="mask.bool() if nonzero means hidden, mask == 0 if nonzero means may attend",
         )
 
 
 def require_inputs(
     query: Tensor, key: Tensor, value: Tensor, *, embed_dim: int, packed: bool, batch_first: bool
 ) -> None:
-    """Widths, lengths and batch of 3-D inputs agree."""
+    """Raise unless widths, lengths and batch of 3-D inputs agree."""
     if query.shape[2] != embed_dim:
         raise AssertedShapeError(
             saw=f"was expecting embedding dimension of {embed_dim}, but got {query.shape[2]}:"
             f" query has shape {tuple(query.shape)}",
             needed=f"{_axes('queries', batch_first)} with embed_dim {embed_dim}",
-            do="give the layer its own width, or build it with embed_dim="
-            f"{query.shape[2]} and other weights",
+            do=f"pass queries of width {embed_dim}, or make the layer with"
+            f" embed_dim={query.shape[2]}",
         )
     if (key.shape != value.shape) if packed else (key.shape[:2] != value.shape[:2]):
         torch_wording = (
@@ -143,7 +143,7 @@ def require_inputs(
         raise AssertedShapeError(
             saw=torch_wording,
             needed=f"one value for each key, both {_axes('keys', batch_first)}",
-            do="project or cut them to one length; widths may differ with kdim and vdim",
+            do="pass as many values as keys; other widths need kdim and vdim",
         )
     batch, keys = (0, 1) if batch_first else (1, 0)
     if key.shape[batch] != query.shape[batch]:
@@ -153,13 +153,13 @@ def require_inputs(
             f" {_axes('length', batch_first)}: shape '[{key.shape[keys]}, ...]' is invalid for"
             f" input of size {key.numel()}",
             needed="one batch for query, key and value",
-            do="key.expand to the batch; or check batch_first, which is"
-            f" {batch_first} here: it says which axis is the batch",
+            do="expand key and value to the batch, or check the order of axes:"
+            f" batch_first is {batch_first}",
         )
 
 
 def require_weight(name: str, x: Tensor, weight: Tensor, expected: int, *, packed: bool) -> None:
-    """One input fits the weight that projects it: width, rows, dtype, device."""
+    """Raise unless an input fits its projection weight: width, rows, dtype, device."""
     if x.shape[-1] != weight.shape[1] or weight.shape[0] != expected:
         _refuse_weight(name, x, weight, expected, packed=packed)
     if x.dtype != weight.dtype or x.device != weight.device:
@@ -169,7 +169,7 @@ def require_weight(name: str, x: Tensor, weight: Tensor, expected: int, *, packe
 def require_masks(
     padding: Tensor | None, attn_mask: Tensor | None, q: Tensor, k: Tensor, *, batched: bool
 ) -> None:
-    """The masks are for these queries and keys; ``padding`` has its batch axis already."""
+    """Raise unless the masks fit these queries and keys; ``padding`` has a batch axis here."""
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
         if mask is not None and mask.device != q.device:
@@ -185,34 +185,34 @@ def require_masks(
                     saw=f"Expected key_padded_mask.shape[{axis}] to be {size}, but got"
                     f" {padding.shape[axis]}: {name} of key_padding_mask {tuple(padding.shape)}",
                     needed=f"(batch {batch}, keys {keys})",
-                    do="build it for these keys: one row for each sequence, True = ignored",
+                    do="make one row for each sequence, with True for the keys to hide",
                 )
 
 
 def require_present(name: str, weight: Tensor | None, *, separate: bool) -> Tensor:
-    """The weight that this form of the parameters needs."""
+    """Return a weight, or raise if this form of the parameters lacks it."""
     if weight is None:
         raise AssertedOptionError(
             saw=f"use_separate_proj_weight is {separate} but {name} is None",
             needed="q_proj_weight, k_proj_weight and v_proj_weight, or in_proj_weight",
-            do=f"give {name}, or use_separate_proj_weight={not separate}",
+            do=f"pass {name}, or use_separate_proj_weight={not separate}",
         )
     return weight
 
 
 def require_bias(bias: Tensor | None, embed_dim: int) -> None:
-    """One bias for queries, keys and values, packed in this order."""
+    """Raise unless the bias packs those of queries, keys and values: (3 * embed_dim,)."""
     if bias is not None and bias.shape != (3 * embed_dim,):
         raise AssertedShapeError(
             saw=f"expecting query bias shape of {(embed_dim,)}, but got in_proj_bias of shape"
             f" {tuple(bias.shape)}",
             needed=f"(3 * embed_dim,) = ({3 * embed_dim},)",
-            do="torch.cat([bias of queries, of keys, of values]), zeros where there is none",
+            do="torch.cat([q_bias, k_bias, v_bias]), with zeros for a missing one",
         )
 
 
 def require_probability(dropout_p: float) -> None:
-    """A dropout probability is one."""
+    """Raise unless a dropout probability is a number from 0 to 1."""
     if type(dropout_p) is float and 0.0 <= dropout_p <= 1.0:
         return
     if not (is_number(dropout_p) and 0 <= dropout_p <= 1):
@@ -224,42 +224,42 @@ def require_probability(dropout_p: float) -> None:
         )
 
 
-def static_heads(name: str, static: Tensor, *, like: Tensor) -> Tensor:
-    """``static_k`` or ``static_v`` (batch*heads, keys, head_dim), with an axis of heads."""
+def split_static_heads(name: str, static: Tensor, *, like: Tensor) -> Tensor:
+    """Split ``static_k`` or ``static_v``, (batch*heads, keys, head_dim), into batch and heads."""
     batch, heads, _, head_dim = like.shape
     for axis, size in ((0, batch * heads), (2, head_dim)):
         if static.dim() != 3 or static.shape[axis] != size:
-            found = static.shape[axis] if static.dim() == 3 else tuple(static.shape)
+            actual = static.shape[axis] if static.dim() == 3 else tuple(static.shape)
             raise AssertedShapeError(
-                saw=f"expecting {name}.size({axis}) of {size}, but got {found}",
+                saw=f"expecting {name}.size({axis}) of {size}, but got {actual}",
                 needed=f"(batch*heads {batch * heads}, keys, head_dim {head_dim})",
-                do="heads are the faster axis: (batch, heads, keys, head_dim).flatten(0, 1)",
+                do=f"{name}.flatten(0, 1) for a tensor (batch, heads, keys, head_dim)",
             )
     return static.view(batch, heads, *static.shape[1:])
 
 
 def refuse_lengths(k: Tensor, v: Tensor) -> NoReturn:
-    """Raise for another number of values than of keys; only static ones can still differ."""
+    """Raise for different numbers of static keys and values."""
     raise RuntimeShapeError(
         saw=f"static_k and static_v: Expected size for first two dimensions of batch2 tensor"
         f" to be: [{k.shape[0] * k.shape[1]}, {k.shape[2]}] but got:"
         f" [{k.shape[0] * k.shape[1]}, {v.shape[2]}]",
         needed=f"one value for each of {k.shape[2]} keys",
-        do="give static_k and static_v of one length, or both",
+        do="pass both static_k and static_v, of one length",
     )
 
 
 def require_both_slots(
     bias_k: Tensor | None, bias_v: Tensor | None, static_k: Tensor | None, static_v: Tensor | None
 ) -> None:
-    """``bias_k`` and ``bias_v`` come together, and not with static keys or values."""
-    for one, other, name in ((bias_k, bias_v, "k"), (bias_v, bias_k, "v")):
-        if one is not None and other is None:
+    """Raise unless ``bias_k`` and ``bias_v`` come together, without static keys or values."""
+    for bias, partner, name in ((bias_k, bias_v, "k"), (bias_v, bias_k, "v")):
+        if bias is not None and partner is None:
             missing = "v" if name == "k" else "k"
             raise AssertedOptionError(
                 saw=f"bias_{name} is set but bias_{missing} is None",
-                needed="a key and a value for the slot that is appended",
-                do="set both, or neither",
+                needed="a key and a value for the appended slot",
+                do="set bias_k and bias_v, or neither",
             )
     for static, name in ((static_k, "key"), (static_v, "value")):
         if bias_k is not None and static is not None:
@@ -276,7 +276,7 @@ def _axes(length: str, batch_first: bool) -> str:
 
 def _refuse_weight(name: str, x: Tensor, weight: Tensor, rows: int, *, packed: bool) -> NoReturn:
     needed = f"{name}s of width {weight.shape[1]}, and a weight with {rows} rows"
-    do = f"give {name} its own width: kdim and vdim are options of the layer"
+    do = f"pass {name} of that width, or make the layer with kdim and vdim"
     if packed:
         raise RuntimeShapeError(
             saw=f"{name} {tuple(x.shape)} and a packed weight of shape {tuple(weight.shape)}:"
@@ -292,8 +292,8 @@ def _refuse_weight(name: str, x: Tensor, weight: Tensor, rows: int, *, packed: b
     )
 
 
-def settled(name: str, x: Tensor, like: Tensor) -> Tensor:
-    """``x`` in the dtype of ``like``: as it is, or cast where autocast is on.
+def match_dtype(name: str, x: Tensor, like: Tensor) -> Tensor:
+    """Return ``x`` in the dtype of ``like``; under autocast it is cast.
 
     Raises:
         RuntimeDTypeError: another dtype without autocast.
@@ -307,7 +307,7 @@ def settled(name: str, x: Tensor, like: Tensor) -> Tensor:
         raise RuntimeDTypeError(
             saw=f"expected scalar type {like.dtype} but found {x.dtype} for the {name}",
             needed="queries, keys and values of one dtype, or torch.autocast",
-            do=f"cast what the {name} come from: .to({like.dtype})",
+            do=f"cast the input of the {name}: .to({like.dtype})",
         )
     return x.to(like.dtype)
 
@@ -322,7 +322,7 @@ def _refuse_device(name: str, x: Tensor, like: Tensor, other: str) -> NoReturn:
 
 
 def _refuse_mix(name: str, x: Tensor, weight: Tensor) -> None:
-    """A mix of devices or dtypes, unless autocast or a subclass will settle it."""
+    """Raise for a mix of devices or dtypes, unless autocast or a tensor subclass handles it."""
     if not {type(x), type(weight)} <= {Tensor, torch.nn.Parameter}:
         return
     if x.device != weight.device:
@@ -342,15 +342,15 @@ def _refuse_attn_mask(
     mask: Tensor, expected: tuple[int, ...], batch: int, heads: int, *, batched: bool
 ) -> NoReturn:
     queries, keys = expected[-2:]
-    readings = {
-        (keys, queries): "its two axes look swapped: attn_mask.mT",
-        (batch, keys): "(batch, keys) is key_padding_mask",
-        (1, queries, keys): "one mask for all is attn_mask[0]",
-        (batch, queries, keys): "one mask for each sequence is"
-        f" attn_mask.repeat_interleave({heads}, dim=0)",
-        (heads, queries, keys): f"one mask for each head is attn_mask.repeat({batch}, 1, 1)",
+    advice = {
+        (keys, queries): "attn_mask.mT, if its two axes are swapped",
+        (batch, keys): "pass a mask (batch, keys) as key_padding_mask",
+        (1, queries, keys): "attn_mask[0], for one mask for all heads",
+        (batch, queries, keys): f"attn_mask.repeat_interleave({heads}, dim=0), for one mask for"
+        " each sequence",
+        (heads, queries, keys): f"attn_mask.repeat({batch}, 1, 1), for one mask for each head",
     }
-    do = readings.get(tuple(mask.shape), "build it for these queries and keys")
+    do = advice.get(tuple(mask.shape), "make a mask for these queries and keys")
     if batched or mask.dim() == 2:
         raise RuntimeMaskError(
             saw=f"The shape of the {mask.dim()}D attn_mask is {mask.shape},"

@@ -1,7 +1,7 @@
-"""The errors of the drop-in layer: headwise's tree, and the type torch's own layer raises.
+"""Errors of the drop-in layer: subclasses of headwise's errors and of the types torch raises.
 
-Code that catches what `torch.nn.MultiheadAttention` raises must catch it here as well, so each
-class below belongs to both trees. The first line of a message holds torch's own wording.
+Code that catches the errors of `torch.nn.MultiheadAttention` then catches these too. The first
+line of a message has torch's wording.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class AssertedShapeError(ShapeError, AssertionError):
 
 
 class RuntimeShapeError(ShapeError, RuntimeError):
-    """Sizes that do not fit, where torch's own operators raise RuntimeError."""
+    """Sizes that do not fit, where torch's operators raise RuntimeError."""
 
 
 class AssertedMaskError(MaskError, AssertionError):

@@ -1,11 +1,11 @@
-"""`upgrade`: every torch.nn.MultiheadAttention of a model becomes the drop-in, in place.
+"""In-place replacement of a model's torch.nn.MultiheadAttention layers by the drop-in.
 
-A layer is swapped by giving it another class. So it stays the very object it was, with its
-parameters, hooks, flags and parametrizations, and whoever holds a reference to it (an optimizer, a
-wrapper, another module) holds the new layer. The drop-in adds no state, which makes this safe.
+`upgrade` changes the class of each layer. The object keeps its parameters, hooks, flags and
+parametrizations, and references to it (in an optimizer, a wrapper, another module) stay valid. The
+drop-in adds no state, which makes this safe.
 
 torch's encoder layers do not call their attention in eval under no_grad: a fused path reads its
-weights. Where a layer was swapped, those paths are switched off by plain attributes, which survive
+weights. `upgrade` switches these paths off by plain attributes of the modules, which survive
 deepcopy and pickle.
 """
 
@@ -21,23 +21,24 @@ from torch import Tensor, nn
 from torch.nn.functional import multi_head_attention_forward
 from torch.nn.utils.parametrize import is_parametrized
 
-from headwise.error_budget.budget import Budget, BudgetVerdict
+from headwise.error_budget.budget import Budget
+from headwise.error_budget.verdict import BudgetVerdict
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.support.module_modes import evaluating
 from headwise.support.nested_tensors import leaves
 
-SHOWN = 4  # entries of a list in print
+PRINTED = 4  # entries of each printed list
 BATCH, LENGTH, SEED = 3, 17, 0  # of the input on which a layer is measured
 
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """The largest absolute difference between two runs, where both are finite.
+    """Difference between the outputs of two runs.
 
     Attributes:
-        largest: infinite where a value was finite and is not any more.
+        largest: the largest absolute difference; infinite if a value was finite before only.
         scale: the largest absolute value before.
-        mended: how many values were NaN or infinite before and are finite now.
+        mended: the number of values that were NaN or infinite before and are finite now.
     """
 
     largest: float
@@ -46,18 +47,21 @@ class OutputDifference:
 
     def __str__(self) -> str:
         text = f"{self.largest:.2g} at most, of values up to {self.scale:.2g}"
-        return f"{text}; {self.mended} that were not finite are now" if self.mended else text
+        return (
+            f"{text}; {self.mended} NaN or infinite values are now finite" if self.mended else text
+        )
 
 
 @dataclass(frozen=True)
 class LayerChange:
-    """One layer alone, on a seeded random input.
+    """Measured change of one layer alone, on a seeded random input.
 
     Attributes:
-        difference: None where nothing can be computed: on the meta device, with parameters of
-            several dtypes, or with an ``out_proj`` that has no weight for torch's forward.
-        verdict: the new output against the float64 reference; None where ``out_proj`` does more.
-        note: what else changes with the swap.
+        difference: None if torch's forward cannot run: on the meta device, with parameters of
+            several dtypes, or with an ``out_proj`` without a weight.
+        verdict: the new output against the float64 reference; None if ``out_proj`` has hooks or is
+            no plain linear.
+        note: another change of behaviour, or None.
     """
 
     difference: OutputDifference | None
@@ -67,11 +71,11 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class UpgradeChange:
-    """The measured change of the output.
+    """Measured change of the output.
 
     Attributes:
-        layers: for each swapped layer, by its first name.
-        output: of the whole model on the example inputs; None where none were given.
+        layers: the change of each swapped layer, by its first name.
+        output: the change of the whole model on the example inputs; None without inputs.
     """
 
     layers: Mapping[str, LayerChange]
@@ -79,26 +83,26 @@ class UpgradeChange:
 
     @property
     def largest(self) -> float:
-        """The largest absolute difference that was measured: of the output, else of a layer."""
+        """The largest absolute difference: of the model's output, else of any layer."""
         if self.output is not None:
             return self.output.largest
-        found = (c.difference.largest for c in self.layers.values() if c.difference)
-        return max(found, default=0.0)
+        differences = (c.difference.largest for c in self.layers.values() if c.difference)
+        return max(differences, default=0.0)
 
     @property
     def within_budget(self) -> bool:
-        """Whether every layer that could be measured is within the error budget."""
+        """True if every layer with a verdict is within the error budget."""
         return all(c.verdict for c in self.layers.values() if c.verdict is not None)
 
     def __str__(self) -> str:
-        lines = [] if self.output is None else [f"of the model's output: {self.output}"]
+        lines = [] if self.output is None else [f"output of the model: {self.output}"]
         measured = [c for c in self.layers.values() if c.difference is not None]
         if measured:
             worst = max((c.difference.largest for c in measured if c.difference), default=0.0)
             verdicts = [c.verdict for c in measured if c.verdict is not None]
             inside = sum(bool(verdict) for verdict in verdicts)
             judged = f"; {inside} of {len(verdicts)} within the error budget" if verdicts else ""
-            lines.append(f"of each layer alone: {worst:.2g} at most{judged}")
+            lines.append(f"each layer alone: {worst:.2g} at most{judged}")
         if len(measured) < len(self.layers):
             lines.append(f"not measured: {len(self.layers) - len(measured)}")
         lines += [f"{name or 'the layer'}: {c.note}" for name, c in self.layers.items() if c.note]
@@ -107,12 +111,12 @@ class UpgradeChange:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """What `upgrade` did; print it.
+    """Printable report of `upgrade`.
 
     Attributes:
-        swapped: the names of the layers that were swapped; "" is the model itself.
-        kept: the names of the attention layers that were not, and why.
-        switched_off: the modules whose fused path was switched off, and by which attribute.
+        swapped: the names of the swapped layers; "" is the model itself.
+        kept: name -> reason, for the attention layers that were not swapped.
+        switched_off: name -> attribute, for the modules whose fused path was switched off.
         change: the measured change of the output.
     """
 
@@ -124,20 +128,21 @@ class Upgrade:
     def __str__(self) -> str:
         head = f"Upgrade: {_count(len(self.swapped), 'layer')} swapped, {len(self.kept)} kept"
         if not self.swapped and not self.kept:
-            return (
-                f"{head}\n  There is no torch.nn.MultiheadAttention in it; others are not touched."
-            )
-        parts = {
-            "swapped": [_shown(name) for name in self.swapped],
-            "kept": [f"{_shown(name)}: {reason}" for name, reason in self.kept.items()],
-            "switched off": [f"{_shown(name)}: {a}" for name, a in self.switched_off.items()],
+            return f"{head}\n  The model has no torch.nn.MultiheadAttention; nothing was changed."
+        sections = {
+            "swapped": [_display_name(name) for name in self.swapped],
+            "kept": [f"{_display_name(name)}: {why}" for name, why in self.kept.items()],
+            "switched off": [
+                f"{_display_name(name)}: {a}" for name, a in self.switched_off.items()
+            ],
             "change": str(self.change).splitlines() if self.swapped else [],
         }
         if any(a.startswith("use_nested_tensor") for a in self.switched_off.values()):
-            parts["change"].append(
-                "padded positions are computed now; torch's nested path returned zeros there"
+            sections["change"].append(
+                "padded positions are now computed; torch's nested path returned zeros there"
             )
-        return "\n".join([head, *(line for label in parts for line in _lines(label, parts[label]))])
+        lines = (line for label, entries in sections.items() for line in _lines(label, entries))
+        return "\n".join([head, *lines])
 
     __repr__ = __str__
 
@@ -145,34 +150,39 @@ class Upgrade:
 def upgrade(model: nn.Module, *inputs: Any, **options: Any) -> Upgrade:
     """Swap every torch.nn.MultiheadAttention of ``model`` for `MultiheadAttention`, in place.
 
-    The change of the output is measured for each layer alone, on a seeded random input of its own
-    width, in eval mode under no_grad. With example ``inputs`` (and ``options``) the model itself is
-    run before and after as well. Modes and random state are put back; hooks see these runs.
+    `upgrade` measures the change of each layer's output on a seeded random input, in eval mode
+    under no_grad. With example ``inputs`` and ``options`` it also runs the whole model before and
+    after. Modes and random state are restored; hooks run during these runs.
 
-    Subclasses of torch's layer are kept: what they add would be lost. So are layers whose
-    ``forward`` was replaced on the instance.
+    Subclasses of torch's layer, and layers whose ``forward`` was replaced on the instance, are not
+    swapped, since their changes would be lost.
+
+    Args:
+        model: any module; a `torch.nn.MultiheadAttention` itself is swapped too.
+        *inputs: positional arguments of one call of the model.
+        **options: keyword arguments of that call.
 
     Raises:
-        Exception: whatever the model raises on the example inputs. The model is then as it was.
+        Exception: the errors of the model on the example inputs; the model is then unchanged.
     """
     before = _run(model, inputs, options) if inputs or options else None
-    names, kept = _find(model)
+    names, kept = _find_layers(model)
     layers: dict[str, LayerChange] = {}
     with ExitStack() as undo:
         for layer, (name, *_) in names.items():
             undo.callback(setattr, layer, "__class__", layer.__class__)
             layer.__class__ = _class_for(layer)
-            layers[name] = _measure(layer)
+            layers[name] = _measure_change(layer)
         switched_off = dict(_switch_off(model, undo))
         after = None if before is None else _run(model, inputs, options)
-        undo.pop_all()  # nothing failed: it stays
+        undo.pop_all()  # nothing failed: keep the changes
     output = None if before is None or after is None else _largest_difference(before, after)
     swapped = tuple(name for group in names.values() for name in group)
     return Upgrade(swapped, kept, switched_off, UpgradeChange(layers, output))
 
 
-def _find(model: nn.Module) -> tuple[dict[nn.MultiheadAttention, list[str]], dict[str, str]]:
-    """The layers to swap, each with all its names, and those to keep with the reason."""
+def _find_layers(model: nn.Module) -> tuple[dict[nn.MultiheadAttention, list[str]], dict[str, str]]:
+    """Return the layers to swap with all their names, and name -> reason for the others."""
     names: dict[nn.MultiheadAttention, list[str]] = {}
     kept: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -193,14 +203,14 @@ def _reason_to_keep(module: nn.MultiheadAttention) -> str | None:
         return "already headwise's"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    kind = _own_class(module)
+    kind = _original_class(module)
     if kind is not nn.MultiheadAttention:
-        return f"{kind.__module__}.{kind.__qualname__} is a subclass: what it adds would be lost"
+        return f"{kind.__module__}.{kind.__qualname__} is a subclass, whose changes would be lost"
     return None
 
 
-def _own_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, without the one that parametrize puts over it."""
+def _original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module below the subclass that parametrize creates."""
     kind = type(module)
     return kind.__bases__[0] if is_parametrized(module) else kind
 
@@ -208,13 +218,13 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 def _class_for(layer: nn.MultiheadAttention) -> type[MultiheadAttention]:
     if not is_parametrized(layer):
         return MultiheadAttention
-    # parametrize keeps its properties on a class made for this one module: put it over ours.
-    own = {k: v for k, v in vars(type(layer)).items() if k not in ("__dict__", "__weakref__")}
-    return type(type(layer).__name__, (MultiheadAttention,), own)
+    # parametrize stores its properties on a subclass for this one module: rebase that subclass.
+    members = {k: v for k, v in vars(type(layer)).items() if k not in ("__dict__", "__weakref__")}
+    return type(type(layer).__name__, (MultiheadAttention,), members)
 
 
 def _switch_off(model: nn.Module, undo: ExitStack) -> Iterator[tuple[str, str]]:
-    """Turn off the fused paths that would read the weights of a swapped layer."""
+    """Turn off the fused paths that read the weights of a swapped layer; yield name, attribute."""
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             attribute, off, inner = "activation_relu_or_gelu", 0, [module]
@@ -222,14 +232,14 @@ def _switch_off(model: nn.Module, undo: ExitStack) -> Iterator[tuple[str, str]]:
             attribute, off, inner = "use_nested_tensor", False, list(module.layers)
         else:
             continue
-        ours = any(isinstance(getattr(x, "self_attn", None), MultiheadAttention) for x in inner)
-        if ours and getattr(module, attribute, off) != off:
+        swapped = any(isinstance(getattr(x, "self_attn", None), MultiheadAttention) for x in inner)
+        if swapped and getattr(module, attribute, off) != off:
             undo.callback(setattr, module, attribute, getattr(module, attribute))
             setattr(module, attribute, off)
             yield name, f"{attribute} = {off}"
 
 
-def _shown(name: str) -> str:
+def _display_name(name: str) -> str:
     return name or "(the model itself)"
 
 
@@ -238,44 +248,44 @@ def _count(number: int, noun: str) -> str:
 
 
 def _lines(label: str, entries: list[str]) -> list[str]:
-    more = len(entries) - SHOWN
-    shown = entries if more <= 1 else [*entries[:SHOWN], f"... and {more} more"]
-    labels = [label, *[""] * len(shown)]
-    return [f"  {label:<13}{entry}" for label, entry in zip(labels, shown, strict=False)]
+    more = len(entries) - PRINTED
+    printed = entries if more <= 1 else [*entries[:PRINTED], f"... and {more} more"]
+    labels = [label, *[""] * len(printed)]
+    return [f"  {label:<13}{entry}" for label, entry in zip(labels, printed, strict=False)]
 
 
 # ---- the measured change -------------------------------------------------------------------------
 
 
-def _measure(layer: nn.MultiheadAttention) -> LayerChange:
-    """torch's forward against ours, on the same layer and a seeded random input."""
-    note = _note(layer)
+def _measure_change(layer: nn.MultiheadAttention) -> LayerChange:
+    """Compare torch's forward with the drop-in's, on the same layer and a seeded random input."""
+    note = _note_on_out_proj(layer)
     like = next(layer.parameters())
     if like.is_meta:
         return LayerChange(None, None, note)
     if len({parameter.dtype for parameter in layer.parameters()}) > 1:
         return LayerChange(None, None, note or "its parameters have several dtypes")
     if not isinstance(getattr(layer.out_proj, "weight", None), Tensor):
-        return LayerChange(None, None, note)  # torch's own forward cannot be run to compare
+        return LayerChange(None, None, note)  # torch's forward cannot run
     generator = torch.Generator().manual_seed(SEED)
 
-    def drawn(width: int) -> Tensor:
+    def random_input(width: int) -> Tensor:
         return torch.randn(BATCH, LENGTH, width, generator=generator).to(like)
 
-    x = drawn(layer.embed_dim)
+    x = random_input(layer.embed_dim)
     inputs = (x, x, x)
     if layer.kdim != layer.embed_dim or layer.vdim != layer.embed_dim:
-        inputs = (x, drawn(layer.kdim), drawn(layer.vdim))
+        inputs = (x, random_input(layer.kdim), random_input(layer.vdim))
     with evaluating(layer), torch.no_grad():
         before = nn.MultiheadAttention.forward(layer, *inputs, need_weights=False)[0]
         after = MultiheadAttention.forward(layer, *inputs, need_weights=False)[0]  # type: ignore[arg-type]
-        # What out_proj adds when it is called is no error, and no part of the reference.
+        # The reference lacks what a replaced out_proj or its hooks add.
         verdict = _budget(layer, inputs).check(after) if note is None else None
     return LayerChange(_largest_difference([before], [after]), verdict, note)
 
 
 def _run(model: nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor]:
-    """Every tensor of the model's output, in eval mode under no_grad, from one random state."""
+    """Return the float tensors of the model's output, in eval mode under no_grad, seeded."""
     with evaluating(model), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(SEED)
         output = model(*inputs, **options)
@@ -285,7 +295,7 @@ def _run(model: nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]) ->
 
 
 def _largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> OutputDifference:
-    """Element by element; see `OutputDifference`."""
+    """Compare two lists of tensors element by element."""
     largest, scale, mended = 0.0, 0.0, 0
     for x, y in zip(before, after, strict=True):
         x, y = x.double(), y.double()
@@ -300,7 +310,7 @@ def _largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> Ou
 
 
 def _budget(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) -> Budget:
-    """The error budget of the whole layer: plain torch is its own slow path, in each dtype."""
+    """Return the error budget of the whole layer; plain torch is torch's unfused path."""
     same = inputs[0] is inputs[1]
 
     def plain(*x: Tensor) -> Tensor:
@@ -334,17 +344,17 @@ def _budget(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) -> Budget:
     inputs = inputs[:1] if same else inputs
     if inputs[0].dtype != torch.float64:
         return Budget.of(plain, *inputs, name="output")
-    # Plain torch in float64 is the reference itself: its error is that of float32, scaled.
+    # In float64 plain torch is the reference itself, so scale the budget of float32.
     single = Budget.of(plain, *(x.float() for x in inputs), name="output")
     scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     allowed = single.allowed * scale
     return replace(single, dtype=torch.float64, exact=plain(*inputs), allowed=allowed)
 
 
-def _note(layer: nn.MultiheadAttention) -> str | None:
+def _note_on_out_proj(layer: nn.MultiheadAttention) -> str | None:
     out_proj = layer.out_proj
     if type(out_proj) not in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return f"out_proj is a {type(out_proj).__name__}, which is really called from now on"
+        return f"out_proj is a {type(out_proj).__name__}, which is now called (torch reads weights)"
     if out_proj._forward_hooks or out_proj._forward_pre_hooks:
-        return "out_proj has hooks, which really run from now on"
+        return "out_proj has hooks, which now run"
     return None

@@ -90,7 +90,7 @@ def rounding_bounds(forward: Pass) -> WeightGradients:
     x, source, q, k, v, wo, upstream = (part.detach().double() for part in forward[:7])
     r = Roundoff.of(forward.q.dtype)
     scale = reference.default_scale(q) if forward.scale is None else forward.scale
-    rows = rounding.rows(q, k, r, mask=forward.mask, scale=scale)
+    rows = rounding.row_rounding(q, k, r, mask=forward.mask, scale=scale)
     weights = rows.weights
     of_outputs = upstream[:, None] @ wo
     error = (

@@ -115,7 +115,7 @@ def _floor(
         for each, matrix, bias in zip(inputs, matrices[:3], biases[:3], strict=True)
     ]
     (q, q_error), (k, k_error), (v, v_error) = found
-    rows = rounding.rows(q, k, r, mask=mask)
+    rows = rounding.row_rounding(q, k, r, mask=mask)
     # Errors of q and k reach all scores of a row alike: they are averaged over it, not squared.
     squares = reference.scores(q_error**2, k**2, scale=1.0) + reference.scores(
         q**2, k_error**2, scale=1.0
@@ -194,7 +194,7 @@ def merged_scores(
 def budget_of_scores(projected: Projected) -> Budget:
     """The error budget of the scores of a single head."""
     q, k, _ = projected.split(1)
-    floor = rounding.rows(q, k, Roundoff.of(q.dtype)).score_error
+    floor = rounding.row_rounding(q, k, Roundoff.of(q.dtype)).score_error
     return Budget.of(reference.scores, q, k, floor=floor, name="scores")
 
 
