@@ -125,7 +125,7 @@ def refused(of: str | Layout, **options: Any) -> OptionError:
 def test_a_rotation_that_the_layout_has_must_be_given() -> None:
     error = refused("llama")
     assert "rotary: half-split against none" in error.saw
-    assert error.do.startswith("give rotary=... as the layout")
+    assert error.do.startswith("pass rotary=... as in the layout")
 
 
 def test_an_option_that_the_layout_excludes() -> None:

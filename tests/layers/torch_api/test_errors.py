@@ -96,7 +96,7 @@ TABLE = [
     Wrong("transposed mask", (Q, K, V), ("attn_mask.mT",),
           "The shape of the 2D attn_mask is torch.Size([29, 24]), but should be (24, 29).",
           {"attn_mask": boolean(KEYS, QUERIES)}),
-    Wrong("padding as mask", (Q, K, V), ("(batch, keys) is key_padding_mask",),
+    Wrong("padding as mask", (Q, K, V), ("pass a mask (batch, keys) as key_padding_mask",),
           "The shape of the 2D attn_mask is torch.Size([3, 29])",
           {"attn_mask": boolean(BATCH, KEYS)}),
     Wrong("mask per sequence", (Q, K, V), ("repeat_interleave(6, dim=0)",),
