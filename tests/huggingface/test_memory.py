@@ -95,6 +95,6 @@ def test_this_can_fail(made: LargestTensor, monkeypatch: pytest.MonkeyPatch) -> 
     assert run(theirs, made, REAL["left"]()) >= LENGTH**2
     # And the tiled kernel is looked into: tiles so large that the matrix is one of them.
     monkeypatch.setattr("headwise.kernels.tiles.TILE_ELEMENTS", 2**26)
-    monkeypatch.setattr("headwise.kernels.sdpa._is_large_when_written", lambda problem: True)
+    monkeypatch.setattr("headwise.kernels.sdpa._needs_large_mask", lambda problem: True)
     inside = LargestTensor()
     assert run(built(case("llama"), NAME, torch.float32), inside, REAL["left"]()) >= LENGTH**2

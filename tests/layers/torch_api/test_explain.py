@@ -94,7 +94,7 @@ def test_tokens_order_and_training() -> None:
     told = ours.explain(x, key, key)
     assert "dropout in training" in told.tokens
     assert told.weights is not None
-    assert "pass of its own" in told.weights
+    assert "in a second pass" in told.weights
     unbatched = layer().explain(x[0], x[0], x[0])
     assert unbatched.tokens == "24, all of the input"
     ours.batch_first = False

@@ -16,7 +16,7 @@ LONG = 300  # past where the causal mask is recognised, and no multiple of a blo
 
 
 def read(attn_mask: Tensor, *, slots: int = 0, hinted: bool = False) -> Mask | None:
-    return torch_masks.read_masks(
+    return torch_masks.convert_masks(
         None, attn_mask, num_heads=HEADS, slots=slots, hinted=hinted, dtype=torch.float32
     )[0]
 
