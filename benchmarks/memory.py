@@ -15,7 +15,7 @@ from benchmarks.matrix import statistics_tensors
 from headwise import AttentionMatrix, Mask
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.statistic import sweep
+from headwise.scanning.statistics.statistic import compute_summaries
 
 
 def peak_mb() -> float:
@@ -58,12 +58,12 @@ def _warm_up(q: Tensor, k: Tensor, v: Tensor) -> None:
 def sweep_beyond_the_fused_forward() -> float:
     """MB that ten statistics of a causal (1, 12, 8192, 64) matrix take beyond a fused forward."""
     observation, fused = scan.observed(torch.float32)
-    statistics = catalogue.named(scan.TEN)
+    statistics = catalogue.standard_statistics(scan.TEN)
     small = AttentionMatrix(*(torch.randn(1, 12, 64, 64) for _ in range(2)), mask=Mask.causal())
-    sweep(CapturedCall.of(small), statistics)
+    compute_summaries(CapturedCall.of(small), statistics)
     fused()
     before = peak_mb()
-    sweep(observation, statistics)
+    compute_summaries(observation, statistics)
     return peak_mb() - before
 
 

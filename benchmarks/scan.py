@@ -13,7 +13,7 @@ from benchmarks.case import Case
 from headwise import AttentionMatrix, Mask
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.statistic import sweep
+from headwise.scanning.statistics.statistic import compute_summaries
 
 SHAPE = (1, 12, 8192, 64)
 TEN = (
@@ -58,12 +58,14 @@ def _case(names: tuple[str, ...] | None, dtype: torch.dtype, limit: float) -> Ca
     observation, fused = observed(dtype)
     statistics = [
         statistic
-        for statistic in (catalogue.STANDARD if names is None else catalogue.named(names))
+        for statistic in (
+            catalogue.STANDARD if names is None else catalogue.standard_statistics(names)
+        )
         if statistic.missing(observation) is None
     ]
 
     def ours() -> object:
-        return sweep(observation, statistics)
+        return compute_summaries(observation, statistics)
 
     what = f"{len(statistics)} statistics" + ("" if names else ", the standard set")
     dtype_name = str(dtype).removeprefix("torch.")

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.testing import CliRunner
 
-from headwise.cli.output import as_option
+from headwise.cli.output import option_text
 from headwise.errors import HeadwiseError
 
 
@@ -34,5 +34,5 @@ class Alone:
         """The error of a run that is refused, in the words that the command prints."""
         done = self.invoke(*arguments)
         assert isinstance(done.exception, HeadwiseError), done.exception
-        saw, needed, do = done.exception.lines(as_option)
+        saw, needed, do = done.exception.lines(option_text)
         return type(done.exception)(saw=saw, needed=needed, do=do)

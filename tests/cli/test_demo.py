@@ -15,7 +15,7 @@ from headwise.bundled_models.recorded_run import RecordedRun
 from headwise.cli.demo import demo
 from headwise.cli.output import NO
 from headwise.cli.scan import command
-from headwise.cli.scan.command import report_of
+from headwise.cli.scan.command import scan_report
 from headwise.cli.scan.scan_options import ScanOptions
 from headwise.errors import HeadwiseError, MissingExtraError
 from headwise.reports.scan_page import ScanReport
@@ -28,15 +28,15 @@ DEMO = Alone(demo)
 invoke, run = DEMO.invoke, DEMO.run
 
 SCAN_TITLE, MAIN_TITLE = (
-    "What 32 attention heads of tiny look at",
-    "What 32 attention heads of a layer look at",
+    "What 32 attention heads of tiny attend to",
+    "What 32 attention heads of a layer attend to",
 )
 
 
 @pytest.fixture(scope="module")
 def report() -> ScanReport:
     """The scan of the demo, once."""
-    return report_of(ScanOptions(demo=True, page=Path("scan.html")))
+    return scan_report(ScanOptions(demo=True, page=Path("scan.html")))
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, report: ScanReport) -> list[ScanOptio
         seen.append(asked)
         return report
 
-    monkeypatch.setattr(command, "report_of", at_once)
+    monkeypatch.setattr(command, "scan_report", at_once)
     return seen
 
 
@@ -159,7 +159,7 @@ def test_without_the_encoder_json_has_the_scan(
 
 @pytest.mark.parametrize(
     ("name", "saw"),
-    [(".", "which is a folder"), ("new/Scan.html", "where the page of the scan goes")],
+    [(".", "which is a folder"), ("new/Scan.html", "the name of the second page")],
 )
 def test_pages_that_are_refused(
     tmp_path: Path, asked: list[ScanOptions], name: str, saw: str

@@ -9,7 +9,7 @@ import pytest
 
 import headwise
 from headwise import cli
-from headwise.cli.output import CRASHED, USAGE, as_option
+from headwise.cli.output import CRASHED, USAGE, option_text
 from headwise.errors import OptionError, ShapeError
 from tests.test_door import HEAVY, loaded_by
 
@@ -52,7 +52,7 @@ def test_an_error_names_arguments_as_the_caller_writes_them() -> None:
     for same in (error, pickle.loads(pickle.dumps(error))):
         assert str(same) == 'from llama\n  needed: {}\n  do:     pass accept=["a", "b"]'
         assert same.hint == "pass {accept}"
-        assert same.lines(as_option) == ("--from llama", "{}", "pass --accept a --accept b")
+        assert same.lines(option_text) == ("--from llama", "{}", "pass --accept a --accept b")
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headwise.cli.scan import model_and_text as passage
-from headwise.cli.scan.model_and_text import ModelToScan, title_of
+from headwise.cli.scan.model_and_text import ModelToScan, model_title
 
 
 def letters(vocabulary: int = 40, **changes: object) -> ModelToScan:
@@ -32,15 +32,15 @@ def letters(vocabulary: int = 40, **changes: object) -> ModelToScan:
 def test_a_text_is_cut_and_says_so() -> None:
     found = passage.text(letters(), "ABCDE", 3, name="a.txt")
     assert found.ids.tolist() == [[26, 0, 1]]
-    assert found.words == "a.txt, the first 3 of 6 tokens"
-    assert passage.text(letters(), "ABCDE", None, name="a.txt").words == "a.txt, all 6 tokens"
+    assert found.description == "a.txt, the first 3 of 6 tokens"
+    assert passage.text(letters(), "ABCDE", None, name="a.txt").description == "a.txt, all 6 tokens"
 
 
 def test_how_much_is_read_where_nothing_is_said() -> None:
-    assert passage.length_of(letters(), None, default=512) == 30
-    assert passage.length_of(letters(positions=None), None, default=512) == 512
-    assert passage.length_of(letters(usual=9), None, default=512) == 9
-    assert passage.length_of(letters(usual=9), 20, default=512) == 20
+    assert passage.tokens_to_read(letters(), None, default=512) == 30
+    assert passage.tokens_to_read(letters(positions=None), None, default=512) == 512
+    assert passage.tokens_to_read(letters(usual=9), None, default=512) == 9
+    assert passage.tokens_to_read(letters(usual=9), 20, default=512) == 20
 
 
 @pytest.mark.parametrize("length", [6, 11, 30])
@@ -75,7 +75,7 @@ def test_the_files_of_a_folder_in_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c.md", "in/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    found = passage.files_of([tmp_path, tmp_path / "c.md"])
+    found = passage.text_files([tmp_path, tmp_path / "c.md"])
     assert [path.name for path in found] == ["a.txt", "b.txt", "d.txt", "c.md"]
 
 
@@ -85,7 +85,7 @@ def test_titles(tmp_path: Path) -> None:
         ("package/model", "package/model"),
         ("models--owner--name/snapshots/0123abcd", "owner/name"),
     ):
-        assert title_of(tmp_path / place) == title
+        assert model_title(tmp_path / place) == title
 
 
 def test_many_special_tokens_are_not_all_named() -> None:

@@ -15,9 +15,9 @@ import torch
 import transformers
 
 from headwise.bundled_models import minilm
-from headwise.cli.output import as_option
+from headwise.cli.output import option_text
 from headwise.errors import HeadwiseError
-from headwise.reports.wording import RULE, most_telling, standing_out
+from headwise.reports.wording import RULE, standout_heads, terminal_statistics
 from headwise.scanning import estimate
 from headwise.scanning.head_scan import HeadScan
 from tests.cli.scan_command import refused, run
@@ -35,12 +35,12 @@ def test_what_was_read_the_pictures_the_words_and_the_page(model: Path, text: Pa
     lines = [line.rstrip() for line in out.splitlines()]
     assert lines[0].startswith("small-bert: BertModel, ")
     assert "parameters in float32; 2 layers of 6 heads." in " ".join(lines[:2])
-    assert "It has read cats.txt, all 24 tokens. Separators: [SEP], “.”." in " ".join(lines)
+    assert "Input: cats.txt, all 24 tokens. Separators: [SEP], “.”." in " ".join(lines)
     assert max(map(len, lines[:-1])) <= 80
     page = Path(lines[-1])
     assert page == Path.cwd() / "headwise-scan" / "index.html"
     assert (
-        "What 12 attention heads of small-bert look at" in Tree(page.read_text("utf-8")).root.text
+        "What 12 attention heads of small-bert attend to" in Tree(page.read_text("utf-8")).root.text
     )
     assert re.search(r"cats.txt, all 24 tokens: about \d+ s, [\d.]+ [GM]B, by estimate\.", err)
 
@@ -49,16 +49,18 @@ def test_the_pictures_and_the_words_are_the_scans(model: Path, text: Path) -> No
     out, _ = run(model, "--text", text, "--out", "kept")
     found = HeadScan.load("kept/scan.safetensors")
     lines = out.splitlines()
-    drawn = most_telling(found)[0]
+    drawn = terminal_statistics(found)[0]
     place = next(n for n, line in enumerate(lines) if line.startswith(drawn.label))
     for layer, row in enumerate(drawn.rows):
         cells = lines[place + 2 + layer].split()[:7]
-        assert cells == [str(layer), *(drawn.scale.short(value) for value in row)]
+        assert cells == [str(layer), *(drawn.scale.format_short(value) for value in row)]
     said = " ".join(out.split())
     told = [line.split()[:2] for line in lines if re.match(r" +\d +\d +[a-z]", line)]
-    assert told == [[str(one.head.layer_index), str(one.head.head)] for one in standing_out(found)]
-    rest = len(found.scalars) - len(most_telling(found))
-    assert f"On the page are {rest} more numbers of each head and a map of every head." in said
+    assert told == [
+        [str(one.head.layer_index), str(one.head.head)] for one in standout_heads(found)
+    ]
+    rest = len(found.scalars) - len(terminal_statistics(found))
+    assert f"The page also has {rest} more numbers and a map of every head." in said
 
 
 def test_the_heads_that_stand_out_are_a_table() -> None:
@@ -69,10 +71,10 @@ def test_the_heads_that_stand_out_are_a_table() -> None:
     )
     assert row.split()[:2] == [str(top.layer_index), str(top.head)]
     assert f"puts {100 * top.value:.0f} % of its weight on the token before" in row
-    assert "On the page" not in out  # one number, and it is drawn
+    assert "The page also has" not in out  # one number, and it is drawn
     lines = out.splitlines()
     assert lines[-1] == str(Path.cwd() / "kept")
-    files = re.fullmatch(r"The scan is kept in (.*), (.*) and (.*), with a file .*:", lines[-2])
+    files = re.fullmatch(r"The scan is saved as (.*), (.*) and (.*), with a file .*:", lines[-2])
     assert files is not None
     assert {path.name for path in Path("kept").iterdir()} == set(files.groups())
 
@@ -180,7 +182,7 @@ def test_real_minilm() -> None:
         (["--demo", "--random-repeats", "--length", "4"], "--random-repeats with --length 4"),
         (["--demo", "--layers", "7"], "*.7.*"),
         (["--demo", "--text", "nothing.txt"], "nothing.txt, no file"),
-        (["--demo", "--stats", "sink"], "sink, which no layer has"),
+        (["--demo", "--stats", "sink"], "statistic sink, which no layer has"),
     ],
 )
 def test_refusals(arguments: list[str], saw: str) -> None:
@@ -190,7 +192,7 @@ def test_refusals(arguments: list[str], saw: str) -> None:
 
 
 def test_a_misspelt_option_is_answered_in_options() -> None:
-    saw, _, do = refused("--demo", "--stats", "entropy,previous_tokn").lines(as_option)
+    saw, _, do = refused("--demo", "--stats", "entropy,previous_tokn").lines(option_text)
     assert (saw, do) == ("--stats 'previous_tokn'", "--stats previous_token")
     assert refused("--demo", "--stats", "zzz").do == "choose from these"
     assert "=" not in refused("--demo", "--layers", "7").do  # no Python
@@ -207,7 +209,7 @@ def test_a_text_with_nothing_to_look_at(model: Path, content: str, saw: str) -> 
 
 def test_a_text_that_is_no_text(model: Path) -> None:
     Path("image.txt").write_bytes(b"ab\xff\xfe")
-    assert "byte 2 is no UTF-8" in refused(model, "--text", "image.txt").saw
+    assert "byte 2 is not UTF-8" in refused(model, "--text", "image.txt").saw
     Path("empty").mkdir()
     assert "a folder without .txt files" in refused(model, "--text", "empty", "--out", "o").saw
 
@@ -243,7 +245,7 @@ def test_text_without_a_tokenizer(tmp_path: Path, text: Path) -> None:
 def test_a_statistic_that_the_model_cannot_have(tmp_path: Path) -> None:
     folder = stored(tmp_path / "bare", gpt2(), with_tokenizer=False)
     error = refused(folder, "--random-repeats", "--stats", "separator")
-    assert "no token was named a separator" in error.saw
+    assert "no token was named as a separator" in error.saw
 
 
 def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
@@ -258,7 +260,7 @@ def test_a_model_without_attention(tmp_path: Path) -> None:
     sizes = {"vocab_size": 60, "hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 64}
     fourier = transformers.FNetModel(transformers.FNetConfig(**sizes, max_position_embeddings=40))
     error = refused(stored(tmp_path / "fourier", fourier))
-    assert "no attention was seen" in error.saw
+    assert "no attention was captured" in error.saw
 
 
 def test_a_model_that_needs_more_than_tokens(tmp_path: Path) -> None:
@@ -275,14 +277,14 @@ def test_a_model_that_needs_more_than_tokens(tmp_path: Path) -> None:
     folder = stored(tmp_path / "clip", transformers.CLIPModel(config), with_tokenizer=False)
     error = refused(folder, "--random-repeats", "--length", 9)
     assert re.match(r"clip, which fails on 8 tokens: \w+Error: ", error.saw)
-    assert error.needed == "a model that reads tokens and nothing else"
+    assert error.needed == "a model that takes token ids alone"
 
 
 def test_memory_that_will_not_do(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = (model / "model.safetensors").stat().st_size
-    monkeypatch.setattr(estimate, "available", lambda: weights - 1)
+    monkeypatch.setattr(estimate, "available_memory", lambda: weights - 1)
     assert "the weights in" in refused(model, "--text", text).saw
-    monkeypatch.setattr(estimate, "available", lambda: 3_000_000)
+    monkeypatch.setattr(estimate, "available_memory", lambda: 3_000_000)
     error = refused(model, "--text", text)
     assert re.search(r"24 tokens of small-bert: about \d+ MB more memory", error.saw)
     assert "at most 3.0 MB" in error.needed

@@ -52,7 +52,7 @@ def test_an_interrupted_corpus_goes_on(
     stopped = invoke(model, "--text", texts, "--out", "again")
     assert stopped.exit_code == 130
     assert stopped.stderr.splitlines()[-1] == (
-        "Interrupted; 2 of 3 texts are kept in again; the same command goes on from there."
+        "Interrupted; 2 of 3 texts are in again. Run the same command again to resume."
     )
     assert stopped.stdout == ""
     assert len(everything_in(Path("again"))) == 2
@@ -71,8 +71,8 @@ def test_an_interrupted_corpus_goes_on(
 @pytest.mark.parametrize(
     ("stage", "line"),
     [
-        ("prepare", "Interrupted before anything was read."),
-        ("run", "Interrupted; nothing is kept without --out."),
+        ("prepare", "Interrupted before the scan began."),
+        ("run", "Interrupted; nothing is saved without --out."),
     ],
 )
 def test_an_interruption_is_a_line_and_a_status(

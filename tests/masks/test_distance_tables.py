@@ -12,7 +12,7 @@ from headwise import AttentionMatrix, Mask, ScoreBias
 from headwise.errors import MaskError
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.scanning.statistics.statistic import sweep
+from headwise.scanning.statistics.statistic import compute_summaries
 from headwise.testing import Budget
 from tests.honest import normal
 
@@ -84,7 +84,7 @@ def test_statistics_see_what_a_table_hides() -> None:
         matrix = AttentionMatrix(q, k, score_bias=score_bias)
         observation = CapturedCall.of(matrix)
         known = [s for s in STANDARD if s.missing(observation) is None]
-        summaries = sweep(observation, known)
+        summaries = compute_summaries(observation, known)
         found.append({s.definition.name: s.result(summaries[s.definition.name]) for s in known})
     ours, expected = found
     assert len(ours) > 10

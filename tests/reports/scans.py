@@ -13,7 +13,7 @@ from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.statistic import TileStatistic, sweep
+from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 
 LAYERS, HEADS, LENGTH = 3, 5, 37
 
@@ -36,7 +36,7 @@ def layer_of(
         heads=tuple(range(heads)),
         kind="self",
         calls=1,
-        summaries=sweep(observation, fitting),
+        summaries=compute_summaries(observation, fitting),
         missing=missing,
     )
 
@@ -49,7 +49,7 @@ def made_up(
     names: Sequence[str] | None = None,
     notes: tuple[str, ...] = (),
 ) -> HeadScan:
-    statistics = catalogue.STANDARD if names is None else catalogue.named(names)
+    statistics = catalogue.STANDARD if names is None else catalogue.standard_statistics(names)
     return HeadScan(
         model="MadeUp",
         sequences=1,

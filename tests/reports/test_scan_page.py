@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from headwise.reports import png_images, wording
-from headwise.reports.scan_page import ScanReport, cards, render, save
+from headwise.reports.scan_page import ScanReport, render, save, standout_cards
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.view_statistics import pyramid
+from headwise.scanning.statistics.view_statistics import map_pyramid
 from tests.reports.html import Element, Tree, everything, outside
 from tests.reports.scans import HEADS, LAYERS, LENGTH, made_up, report
 
@@ -76,7 +76,7 @@ def test_every_statistic_is_explained_beside_its_picture(page: Element, scan: He
 def test_the_table_has_every_head(page: Element, scan: HeadScan) -> None:
     (table,) = page.all("table", id="table")
     rows = [[cell.text for cell in row.all("td")] for row in table.all("tr")[1:]]
-    names = [one.name for one in wording.in_order(scan)]
+    names = [one.name for one in wording.drawn_statistics(scan)]
     assert rows == [
         [f"{row['layer_index']}, {row['head']}", *(f"{row[name]:.4g}" for name in names)]
         for row in scan.table()
@@ -91,7 +91,7 @@ def test_every_head_has_its_map(page: Element, scan: HeadScan) -> None:
     for place, figure in enumerate(figures):
         # 37 tokens leave gaps in a map of 64 x 64 cells; 32 is the finest that has none.
         layer, head = divmod(place, HEADS)
-        values = pyramid(scan.layer_scans[layer].summaries["map"])[32][head]
+        values = map_pyramid(scan.layer_scans[layer].summaries["map"])[32][head]
         expected = (values.sqrt() * 254).round().int().tolist()
         assert indices_of(figure.all("img")[0].attributes["src"]) == expected
 
@@ -107,7 +107,7 @@ def test_a_page_needs_its_words(page: Element) -> None:
     for image in page.all("img") + page.all("svg"):
         assert image.attributes.get("alt") or image.attributes.get("aria-label")
     assert page.all("html")[0].attributes["lang"] == "en"
-    assert page.all("h1")[0].text == "What 15 attention heads of made-up look at"
+    assert page.all("h1")[0].text == "What 15 attention heads of made-up attend to"
 
 
 # ---- heads that stand out -----------------------------------------------------------------------
@@ -117,7 +117,8 @@ def test_a_card_says_the_most_of_a_statistic(shown: ScanReport, scan: HeadScan) 
     values = scan["previous_token"]
     place = int(values.argmax())
     said = {
-        (card.layer, card.head): [reason.says for reason in card.reasons] for card in cards(shown)
+        (card.layer, card.head): [reason.sentence for reason in card.reasons]
+        for card in standout_cards(shown)
     }
     assert (
         f"puts {100 * float(values.max()):.0f} % of its weight on the token before"
@@ -128,7 +129,7 @@ def test_a_card_says_the_most_of_a_statistic(shown: ScanReport, scan: HeadScan) 
 def test_a_card_shows_the_neighbours_and_what_receives_most(
     shown: ScanReport, scan: HeadScan
 ) -> None:
-    for card in cards(shown):
+    for card in standout_cards(shown):
         profile = scan["offset_profile"][card.layer, card.head]
         assert card.offsets == [
             (place - 16, value) for place, value in enumerate(profile.tolist()) if value == value
@@ -139,9 +140,9 @@ def test_a_card_shows_the_neighbours_and_what_receives_most(
 
 def test_what_all_heads_have_alike_is_not_told() -> None:
     alone = made_up(layers=1, heads=1)
-    assert wording.standing_out(alone) == []
+    assert wording.standout_heads(alone) == []
     assert "Heads that stand out" not in render(report(alone))
-    assert "What 1 attention head of made-up looks at" in Tree(render(report(alone))).root.text
+    assert "What 1 attention head of made-up attends to" in Tree(render(report(alone))).root.text
 
 
 def with_values(name: str, values: list[float], **changes: Any) -> HeadScan:
@@ -170,14 +171,14 @@ def with_values(name: str, values: list[float], **changes: Any) -> HeadScan:
         (
             "distance",
             [10.0, 10.0, 11.0, 11.0, 22.0],
-            ["looks furthest: 22.0 tokens away on average"],
+            ["attends furthest: 22.0 tokens away on average"],
         ),
         (
             "effective_keys",
             [1.04, 10.0, 10.0, 12.0, 24.0],
             [
-                "looks most widely: at about 24 of 37 tokens",
-                "looks most narrowly: at about 1.0 of 37 tokens",
+                "attends most widely: to about 24 of 37 tokens",
+                "attends most narrowly: to about 1.0 of 37 tokens",
             ],
         ),
         ("logsumexp", [-8.0, -8.0, -8.0, -7.0, -6.0], []),
@@ -187,7 +188,7 @@ def test_only_what_is_clearly_apart_from_the_middle_head_is_told(
     name: str, values: list[float], told: list[str]
 ) -> None:
     scan = with_values(name, values)
-    assert [one.says for one in wording.standing_out(scan)] == told
+    assert [one.sentence for one in wording.standout_heads(scan)] == told
     html = render(report(scan))
     assert ("No head stands out." in html) == (told == [])
     assert wording.RULE in Tree(html).root.text
@@ -195,14 +196,14 @@ def test_only_what_is_clearly_apart_from_the_middle_head_is_told(
 
 def test_of_several_texts_no_one_length_is_named() -> None:
     several = with_values("effective_keys", [2.0, 2.0, 2.0, 12.0], sequences=3)
-    (one,) = wording.standing_out(several)
-    assert one.says == "looks most widely: at about 12 tokens"
+    (one,) = wording.standout_heads(several)
+    assert one.sentence == "attends most widely: to about 12 tokens"
     assert one.middle == "about 2.0 tokens"
 
 
 def test_what_a_token_receives_is_a_sum(page: Element, shown: ScanReport) -> None:
     rows = [row.text for table in page.all("table", class_="received") for row in table.all("tr")]
-    given = [one for card in cards(shown) for one in card.received]
+    given = [one for card in standout_cards(shown) for one in card.received]
     assert rows == [f"{weight:.1f}{name}, token {place}" for name, place, weight in given]
 
 
@@ -225,12 +226,12 @@ def test_a_token_that_cannot_be_printed_is_escaped(scan: HeadScan) -> None:
     ],
 )
 def test_everything_is_visible(text: str, seen: str) -> None:
-    assert wording.visible(text) == seen
+    assert wording.escape_unprintable(text) == seen
 
 
 def test_what_has_nothing_to_show_has_no_picture_but_a_reason(scan: HeadScan) -> None:
     assert wording.unpictured(scan) == {
-        "nothing is further away in 37 tokens": ["within_64", "within_256"]
+        "no token is further away in 37 tokens": ["within_64", "within_256"]
     }
     at_most = with_values("within_16", [0.9, 0.5, 0.1], tokens=17)
     assert wording.pictured(at_most) == []  # the first and the last are 16 apart
@@ -340,7 +341,7 @@ def test_save_writes_what_render_gives(shown: ScanReport, tmp_path: Path) -> Non
     ],
 )
 def test_short_numbers(scale: wording.Scale, value: float, text: str) -> None:
-    assert scale.short(value) == text
+    assert scale.format_short(value) == text
 
 
 def test_scales() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from headwise.errors import MissingExtraError
 from headwise.reports import study_page as charts
-from headwise.reports.page_templates import prose
+from headwise.reports.page_templates import mark_identifiers
 from headwise.reports.study_page import render, save
 from headwise.study import charts as style
 from headwise.study.run import LeftOut
@@ -102,7 +102,7 @@ def test_save_writes_what_render_gives(tmp_path: Path) -> None:
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'headwise\[demo\]'"):
-        charts.require()
+        charts.require_matplotlib()
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_identifiers_are_set_in_code(words: str, html: str) -> None:
-    assert prose(words) == html
+    assert mark_identifiers(words) == html

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,17 @@ from tests.scanning.scans import head_scan, layer_scan, matrix, random_scan, sta
 
 
 def test_a_statistic_with_words_of_its_own_is_told() -> None:
-    share = "share of the weight, 0 to 1"
-    telling = standard("entropy", name="own", unit=share, most="has {} of it")
-    silent = standard("entropy", name="silent", unit=share, most="")
+    telling = standard("entropy", name="own", unit="nats", most="has {} of it")
+    silent = standard("entropy", name="silent", unit="nats", most="")
     scan = random_scan(statistics=[standard("previous_token"), telling, silent])
     assert scan.known_for == ("previous_token", "own")
+    layer = scan.layer_scans[0]
+    ones = torch.ones(layer.num_heads, dtype=torch.float64)
+    values = {"sum": 1 + 8.0 * torch.eye(layer.num_heads, dtype=torch.float64)[2], "count": ones}
+    summaries = {**layer.summaries, "own": values, "silent": values}
+    text = str(replace(scan, layer_scans=(replace(layer, summaries=summaries),)))
+    assert re.search(r"\b0 +2  has 9\.00 nats of it +1\.00 nats", text)
+    assert "has the most silent" not in text
 
 
 def numbers(*rows: list[float], kept: tuple[int, ...] | None = None) -> HeadScan:
@@ -51,10 +58,10 @@ def test_the_whole_text() -> None:
     expected = """\
 BertModel: HeadScan of 1 statistic; 2 layers of 6 heads.
 
-It has read 3 sequences, 72 tokens.
+Input: 3 sequences, 72 tokens.
 
 Every head: a row is a layer, a column a head, both counted from 0. In per cent,
-unless a unit is given. Layers: encoder.layer.0.attention.self to
+unless a unit is given. Layers: encoder.layer.0.attention.self,
 encoder.layer.1.attention.self.
 
 Entropy, nats
@@ -86,15 +93,47 @@ def test_it_is_never_wider_than_a_terminal(scan: HeadScan) -> None:
 
 
 def test_layers_and_heads_that_are_left_out_are_counted() -> None:
-    assert "\nDrawn: 48 of 64 layers, 12 of 12 heads\n" in str(many_layers(64, "layers.{}"))
+    assert "\nDrawn: 48 of 64 layers, 12 of 12 heads" in str(many_layers(64, "layers.{}"))
     assert "\nDrawn: 2 of 2 layers, 78 of 96 heads\n" in str(random_scan(layers=2, heads=96))
     assert "Drawn: " not in str(many_layers(48, "layers.{}"))
+
+
+def test_layers_are_named_and_a_page_is_not() -> None:
+    text = " ".join(str(many_layers(9, "h.{}")).split())
+    assert "Layers: h.0, h.1, h.2, ..., h.8." in text
+    assert "page" not in text
+
+
+def test_a_deep_model_has_fewer_pictures() -> None:
+    assert [str(many_layers(n, "h.{}")).count("Drawn here: 2 of") for n in (24, 25)] == [0, 1]
+
+
+def test_heads_that_were_not_scanned_and_layers_of_other_sizes() -> None:
+    scan = numbers([0.0, 1.0, 2.0], kept=(0, 2))
+    wide = layer_scan([matrix(0, heads=4)], name="wide", statistics=(standard("entropy"),))
+    both = replace(scan, layer_scans=(scan.layer_scans[0], wide))
+    rows = [line for line in str(both).splitlines() if line[:2] in ("0 ", "1 ")]
+    assert rows[0] == "0  0.0   · 2.0   ·"
+    assert "·" not in rows[1]
+    assert "2 layers of 3 to 4 heads." in str(both)
+
+
+@pytest.mark.parametrize("row", [[2.0, 2.0, 2.0], [math.nan, math.nan]], ids=["equal", "NaN"])
+def test_heads_without_differences_have_no_picture(row: list[float]) -> None:
+    text = str(numbers(row))
+    assert "Every head" not in text
+    assert "Drawn here: 0 of 1 number of each head." in text
+    assert "No head stands out." in text
+
+
+def test_one_head_is_not_several() -> None:
+    assert "1 layer of 1 head." in str(numbers([1.0]))
 
 
 def test_what_is_missing_is_told_with_its_reason() -> None:
     cross = layer_scan([matrix(1)], name="cross", is_cross=True)
     names = "previous_token, distance, offset_profile"
-    why = "(cross attention: no key stands where a query stands)."
+    why = "(cross attention: no key has the position of a query)."
     both = head_scan(layer_scan([matrix(0)], name="self"), cross)
     assert f"Not measured in 1 of 2 layers: {names} {why}" in " ".join(str(both).split())
     assert f"Not measured: {names} {why}" in " ".join(str(head_scan(cross)).split())
@@ -103,7 +142,7 @@ def test_what_is_missing_is_told_with_its_reason() -> None:
 def test_a_scan_of_nothing() -> None:
     scan = head_scan(notes=("no attention was seen",), model="Linear")
     assert str(scan) == (
-        "Linear: HeadScan of 0 statistics; 0 layers.\n\nIt has read 0 sequences, 0 tokens.\n\n"
+        "Linear: HeadScan of 0 statistics; 0 layers.\n\nInput: 0 sequences, 0 tokens.\n\n"
         "Note: no attention was seen."
     )
     assert "no attention was seen" in scan._repr_html_()

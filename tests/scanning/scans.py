@@ -14,9 +14,14 @@ from headwise.masks.mask import Mask
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
-from headwise.scanning.statistics.catalogue import named
+from headwise.scanning.statistics.catalogue import standard_statistics
 from headwise.scanning.statistics.output_statistics import TotalVariation
-from headwise.scanning.statistics.statistic import Definition, RowMean, TileStatistic, sweep
+from headwise.scanning.statistics.statistic import (
+    Definition,
+    RowMean,
+    TileStatistic,
+    compute_summaries,
+)
 from headwise.scanning.statistics.view_statistics import Map, MostReceived, OffsetProfile, TopKeys
 from headwise.scanning.statistics.weight_tile import WeightTile
 
@@ -25,7 +30,7 @@ BATCH, HEADS, LENGTH, HEAD_DIM = 3, 6, 24, 10
 
 def standard(name: str, /, **words: str) -> TileStatistic:
     """One of the standard set, with other words where these are given."""
-    one = copy(named([name])[0])
+    one = copy(standard_statistics([name])[0])
     one.definition = replace(one.definition, **words)  # type: ignore[arg-type]
     return one
 
@@ -86,7 +91,7 @@ def layer_scan(
         if (reason := s.missing(observations[0])) is not None
     }
     there = [s for s in statistics if s.definition.name not in missing]
-    swept = [sweep(observation, there) for observation in observations]
+    swept = [compute_summaries(observation, there) for observation in observations]
     summaries = {
         s.definition.name: s.merge([found[s.definition.name] for found in swept]) for s in there
     }

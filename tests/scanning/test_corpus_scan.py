@@ -136,8 +136,8 @@ def test_a_damaged_part_is_named_and_its_removal_is_all_it_takes(tmp_path: Path)
         assert error.value.saw.startswith(f"the file {part} is damaged or was edited: ")
         assert said in error.value.saw
         assert error.value.do == (
-            "remove this file and start the same run again: the other parts are kept, and only "
-            "the document of this part is scanned again"
+            "remove this file and start the same run again: it keeps the other parts and scans "
+            "only the document of this part again"
         )
         assert part.read_bytes() == damaged
         part.unlink()
@@ -179,7 +179,7 @@ def test_a_part_of_something_else_is_no_part(tmp_path: Path) -> None:
     part = min((tmp_path / "parts").iterdir())
     raw = part.read_bytes()
     scan_one(documents()[0][1]).save(part)
-    with pytest.raises(OptionError, match="a scan that no run over documents wrote"):
+    with pytest.raises(OptionError, match="a scan that scan_corpus did not write"):
         run(tmp_path)
     part.write_bytes(raw)
     twice = part.with_name("00000-twice.safetensors")
@@ -221,7 +221,7 @@ def test_a_document_that_does_not_fit_is_named_and_not_kept(tmp_path: Path) -> N
     with pytest.raises(OptionError) as error:
         run(tmp_path, scan_one=sometimes_other)
     assert error.value.saw == (
-        "document 2, chapter 2/ü.txt: layer cross, which only one of them saw"
+        "document 2, chapter 2/ü.txt: layer cross, which only one of them has"
     )
     assert len(os.listdir(tmp_path / "parts")) == 2
     left = [document for document in documents() if document[1].shape[3] != 9]
@@ -242,7 +242,7 @@ def test_statistics_of_ones_own_can_be_read_again(tmp_path: Path) -> None:
         return random_scan(int(inputs), statistics=(*STATISTICS, Own()))
 
     given = [("one", torch.tensor(1)), ("two", torch.tensor(2))]
-    with pytest.raises(OptionError, match="statistic 'own', which headwise does not have"):
+    with pytest.raises(OptionError, match="statistic 'own', which is not in headwise's catalogue"):
         scan_corpus(own, given, tmp_path, made_with={})
     for statistics in ([Own()], iter([Own()])):
         scan = scan_corpus(own, given, tmp_path, made_with={}, statistics=statistics)

@@ -322,7 +322,7 @@ def test_a_scan_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(OptionError) as error:
         scan.save(tmp_path / "a")
     assert error.value.saw == (
-        "this scan cannot be saved: layers[0].summaries.entropy.count holds a number that is no "
+        "a scan that cannot be saved: layers[0].summaries.entropy.count holds a number that is no "
         "count: a count is a whole number from 0 on"
     )
     assert not (tmp_path / "a").exists()

@@ -13,9 +13,9 @@ from headwise.errors import OptionError
 from headwise.scanning import estimate as module
 from headwise.scanning.estimate import (
     CallSizes,
-    calls_of,
     estimate,
     memory,
+    record_call_sizes,
     require_memory,
 )
 from headwise.scanning.statistics.catalogue import STANDARD
@@ -33,9 +33,11 @@ def test_entries_by_hand() -> None:
 def test_the_calls_of_a_model() -> None:
     ids = torch.arange(12)[None]
     found = bert()
-    assert calls_of(found, lambda: found(ids)) == 2 * [CallSizes(6, 16, is_causal=False, span=None)]
+    assert record_call_sizes(found, lambda: found(ids)) == 2 * [
+        CallSizes(6, 16, is_causal=False, span=None)
+    ]
     causal = gpt2()
-    assert calls_of(causal, lambda: causal(ids)) == 2 * [
+    assert record_call_sizes(causal, lambda: causal(ids)) == 2 * [
         CallSizes(6, 16, is_causal=True, span=None)
     ]
 
@@ -43,7 +45,7 @@ def test_the_calls_of_a_model() -> None:
 def test_seconds_by_hand() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(60, 48), torch.nn.Linear(48, 50))
     call = CallSizes(6, 16, is_causal=False, span=None)
-    found = estimate(model, [call], (), [10, 20], held=0, speed=SPEED)
+    found = estimate(model, [call], (), [10, 20], held_bytes=0, speed=SPEED)
     entries = 6 * (10 * 10 + 20 * 20)
     products = 48 * 50 * 30 + 16 * entries
     assert found.seconds == pytest.approx(1e-10 * products + 1e-8 * entries)
@@ -52,9 +54,9 @@ def test_seconds_by_hand() -> None:
 def test_what_is_held_counts() -> None:
     model = bert()
     call = CallSizes(6, 16, is_causal=False, span=None)
-    found = estimate(model, [call], STANDARD, [30], held=10**9, speed=SPEED)
-    assert found.whole == 10**9 + found.more
-    assert found.more == memory(model, [call], STANDARD, 30)
+    found = estimate(model, [call], STANDARD, [30], held_bytes=10**9, speed=SPEED)
+    assert found.total_bytes == 10**9 + found.extra_bytes
+    assert found.extra_bytes == memory(model, [call], STANDARD, 30)
 
 
 def test_more_costs_more() -> None:
@@ -62,8 +64,8 @@ def test_more_costs_more() -> None:
     call = CallSizes(6, 16, is_causal=False, span=None)
 
     def of(calls: int, length: int) -> tuple[float, int]:
-        found = estimate(model, calls * [call], STANDARD, [length], held=0, speed=SPEED)
-        return found.seconds, found.more
+        found = estimate(model, calls * [call], STANDARD, [length], held_bytes=0, speed=SPEED)
+        return found.seconds, found.extra_bytes
 
     (few, small), (many, large), (deep, _) = of(2, 1000), of(2, 4000), of(4, 1000)
     assert few < deep < many
@@ -81,7 +83,7 @@ def test_scores_of_the_whole_vocabulary_count_where_they_are_made() -> None:
 
 def test_the_speed_of_this_machine_is_measured() -> None:
     call = CallSizes(6, 16, is_causal=True, span=None)
-    found = estimate(bert(), [call], STANDARD, [100], held=0)
+    found = estimate(bert(), [call], STANDARD, [100], held_bytes=0)
     assert 0 < found.seconds < 3600
 
 
@@ -118,14 +120,19 @@ def test_memory_against_a_run() -> None:
 
 def test_how_it_reads() -> None:
     found = estimate(
-        Tiny(), [CallSizes(8, 64, is_causal=True, span=None)], (), [2], held=2 * 10**9, speed=SPEED
+        Tiny(),
+        [CallSizes(8, 64, is_causal=True, span=None)],
+        (),
+        [2],
+        held_bytes=2 * 10**9,
+        speed=SPEED,
     )
     assert str(found).startswith("about 1 s, 2.")
 
 
 def left(monkeypatch: pytest.MonkeyPatch, there: int) -> None:
     """This machine has so many bytes left."""
-    monkeypatch.setattr(module, "available", lambda: there)
+    monkeypatch.setattr(module, "available_memory", lambda: there)
 
 
 def test_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

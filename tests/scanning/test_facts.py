@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.scanning.capture import reached
+from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.scan import scan
 from tests.scanning.models import (
@@ -33,13 +33,13 @@ from tests.scanning.models import (
 from tests.scanning.test_scan import close
 
 
-def calls_of(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, CapturedCall]:
+def record_call_sizes(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, CapturedCall]:
     found: dict[str, CapturedCall] = {}
 
     def settled(call: CapturedCall) -> None:
         found[call.layer] = call
 
-    with torch.no_grad(), reached(model, settled=settled):
+    with torch.no_grad(), capture_attention(model, on_complete=settled):
         model(*args, **kwargs)
     return found
 
@@ -50,7 +50,7 @@ def calls_of(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, CapturedC
 def test_tokens_of_an_encoder_and_a_decoder() -> None:
     """Of texts of one length: cross attention has the keys of the encoder."""
     one, other = tokens(BATCH, LENGTH), tokens(BATCH, LENGTH)
-    found = calls_of(t5(), input_ids=one, decoder_input_ids=other)
+    found = record_call_sizes(t5(), input_ids=one, decoder_input_ids=other)
     for name, call in found.items():
         expected = other if name.startswith("decoder") and "EncDec" not in name else one
         assert call.is_cross == ("EncDec" in name)
@@ -72,7 +72,7 @@ def test_pictures_hold_no_tokens() -> None:
         },
     )
     ids = tokens(BATCH, 10)
-    found = calls_of(
+    found = record_call_sizes(
         spread(transformers.CLIPModel(config)),
         input_ids=ids,
         pixel_values=torch.randn(BATCH, 3, 30, 30).double(),
@@ -95,7 +95,7 @@ def test_places_are_no_tokens() -> None:
             return self.layer(self.place(places) + self.token(ids))
 
     ids = torch.randint(16, (BATCH, LENGTH))
-    [call] = calls_of(Model(), ids).values()
+    [call] = record_call_sizes(Model(), ids).values()
     assert call.tokens is not None
     assert torch.equal(call.tokens, ids)
 
@@ -110,7 +110,7 @@ def test_one_more_key_than_tokens_is_no_text() -> None:
             x = self.token(ids)
             return self.layer(torch.cat([torch.zeros_like(x[:, :1]), x], 1))
 
-    [call] = calls_of(Model(), tokens(BATCH, LENGTH)).values()
+    [call] = record_call_sizes(Model(), tokens(BATCH, LENGTH)).values()
     assert call.tokens is None
 
 
@@ -151,11 +151,11 @@ def test_a_cache_that_was_filled_before_holds_tokens_that_nobody_saw() -> None:
         {"input_ids": ids[:, 9:], "past_key_values": past},
         statistics=["previous_token", "entropy"],
     )
-    whole = calls_of(model, ids)
+    whole = record_call_sizes(model, ids)
     for row, call in enumerate(whole.values()):
         weights = call.matrix.dense()[0]
         close(found["previous_token"][row], weights.diagonal(-1, -2, -1)[:, 8:].mean(-1))
-    with pytest.raises(Exception, match="tokens are not known"):
+    with pytest.raises(Exception, match="tokens are unknown"):
         scan(
             model,
             {"input_ids": ids[:, 12:], "past_key_values": past},
@@ -170,7 +170,7 @@ def test_a_cache_that_was_filled_before_holds_tokens_that_nobody_saw() -> None:
 def test_keys_that_a_layer_appends_leave_no_places(slot: str) -> None:
     layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **{slot: True}).eval()
     x = torch.randn(BATCH, LENGTH, WIDTH)
-    [call] = calls_of(layer, x, x, x).values()
+    [call] = record_call_sizes(layer, x, x, x).values()
     assert not call.is_cross
     assert call.own_key is None
 
@@ -190,11 +190,11 @@ class Pair(nn.Module):
 
 def test_what_keys_are_projected_from_says_whether_it_is_cross_attention() -> None:
     x, other = torch.randn(2, BATCH, LENGTH, WIDTH)
-    assert next(iter(calls_of(Pair(), x, attended=other).values())).is_cross
-    assert not next(iter(calls_of(Pair(), x, attended=x.clone()).values())).is_cross
+    assert next(iter(record_call_sizes(Pair(), x, attended=other).values())).is_cross
+    assert not next(iter(record_call_sizes(Pair(), x, attended=x.clone()).values())).is_cross
     layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
-    assert not next(iter(calls_of(layer, x + 0, x + 0, other).values())).is_cross
-    assert next(iter(calls_of(layer, x, other, other).values())).is_cross
+    assert not next(iter(record_call_sizes(layer, x + 0, x + 0, other).values())).is_cross
+    assert next(iter(record_call_sizes(layer, x, other, other).values())).is_cross
 
 
 def test_padded_queries_of_cross_attention_are_those_of_their_block() -> None:
@@ -208,7 +208,7 @@ def test_padded_queries_of_cross_attention_are_those_of_their_block() -> None:
         },
         statistics=["maximum"],
     )
-    calls = calls_of(
+    calls = record_call_sizes(
         model := t5(),
         **given,
         decoder_input_ids=(ids := tokens(BATCH, LENGTH)),
@@ -260,24 +260,24 @@ def adapted() -> Caller:
 
 @pytest.mark.parametrize("make", [Gated, adapted])
 def test_what_is_not_the_whole_way_is_no_output_projection(make: Callable[[], Caller]) -> None:
-    [call] = calls_of(make(), torch.randn(BATCH, LENGTH, WIDTH)).values()
+    [call] = record_call_sizes(make(), torch.randn(BATCH, LENGTH, WIDTH)).values()
     assert call.out_proj is None
 
 
 def test_what_runs_where_another_ended_is_not_given_what_that_was() -> None:
     """Python gives a new object the place of one that is gone: the gate's, to the projection."""
     layer = Gated()
-    found = [calls_of(layer, torch.randn(BATCH, LENGTH, WIDTH)) for _ in range(TIMES)]
+    found = [record_call_sizes(layer, torch.randn(BATCH, LENGTH, WIDTH)) for _ in range(TIMES)]
     assert [call.out_proj for calls in found for call in calls.values()] == [None] * TIMES
 
 
 def test_the_output_projection_is_the_one_that_is_called() -> None:
     layer = Caller()
-    [call] = calls_of(layer, torch.randn(BATCH, LENGTH, WIDTH)).values()
+    [call] = record_call_sizes(layer, torch.randn(BATCH, LENGTH, WIDTH)).values()
     assert call.out_proj is not None
     assert torch.equal(call.out_proj.flatten(0, 1), layer.project.weight.mT)
     model = gpt2()
-    for n, call in enumerate(calls_of(model, tokens(BATCH, LENGTH)).values()):
+    for n, call in enumerate(record_call_sizes(model, tokens(BATCH, LENGTH)).values()):
         assert call.out_proj is not None
         assert torch.equal(call.out_proj.flatten(0, 1), model.transformer.h[n].attn.c_proj.weight)
 
@@ -301,7 +301,7 @@ def test_the_residual_is_the_state_of_the_block_before_its_first_attention(in_pl
     x = torch.randn(BATCH, LENGTH, WIDTH)
     with torch.no_grad():
         states = [x.clone(), model[0](x.clone())]
-    found = calls_of(model, x)
+    found = record_call_sizes(model, x)
     for n, state in enumerate(states):
         first = found[f"{n}.first"].residual
         assert first is not None or in_place
@@ -312,7 +312,7 @@ def test_the_residual_is_the_state_of_the_block_before_its_first_attention(in_pl
 
 def test_a_norm_before_the_layer_is_no_residual() -> None:
     model = nn.Sequential(nn.LayerNorm(WIDTH), Caller())
-    [call] = calls_of(model, torch.randn(BATCH, LENGTH, WIDTH)).values()
+    [call] = record_call_sizes(model, torch.randn(BATCH, LENGTH, WIDTH)).values()
     assert call.residual is None
 
 

@@ -93,5 +93,7 @@ def test_other_words_with_the_same_id_are_the_same_statistic(tmp_path: Path) -> 
     assert after.definition("previous_token") == standard("previous_token").definition
     for change in (worded(id="previous_token-2"), worded(id="")):
         edit(path, change)
-        with pytest.raises(OptionError, match=r"it is known here: mean .* \(previous_token-1\)"):
+        with pytest.raises(
+            OptionError, match=r"this headwise defines it: mean .* \(previous_token-1\)"
+        ):
             HeadScan.load(path)

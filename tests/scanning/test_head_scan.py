@@ -70,7 +70,8 @@ def test_a_layer_without_the_statistic_has_no_value() -> None:
     with pytest.raises(OptionError) as error:
         head_scan(cross)["previous_token"]
     assert error.value.saw == (
-        "previous_token, which no layer has: cross attention: no key stands where a query stands"
+        "statistic 'previous_token', which no layer has: "
+        "cross attention: no key has the position of a query"
     )
     assert error.value.needed.startswith("a statistic that was measured: entropy, ")
     assert "previous_token" not in error.value.needed
@@ -165,7 +166,7 @@ def test_merging_keeps_every_reason_of_what_is_missing() -> None:
     cross = head_scan(layer_scan([matrix(0)], is_cross=True))
     other = changed(cross, missing=dict.fromkeys(cross.layer_scans[0].missing, "no place"))
     reason = cross.merge(other, cross).layer_scans[0].missing["distance"]
-    assert reason == "cross attention: no key stands where a query stands; no place"
+    assert reason == "cross attention: no key has the position of a query; no place"
 
 
 def test_scans_that_do_not_fit_are_not_merged() -> None:
@@ -175,9 +176,9 @@ def test_scans_that_do_not_fit_are_not_merged() -> None:
     del lacking["distance"]
     for other, saw in (
         (random_scan(0, model="Other"), "a Model, and a Other"),
-        (random_scan(0, layers=3), "layer layer.2, which only one of them saw"),
-        (random_scan(0, layers=1), "layer layer.1, which only one of them saw"),
-        (changed(scan, name="x"), "layer layer.0, which only one of them saw"),
+        (random_scan(0, layers=3), "layer layer.2, which only one of them has"),
+        (random_scan(0, layers=1), "layer layer.1, which only one of them has"),
+        (changed(scan, name="x"), "layer layer.0, which only one of them has"),
         (
             replace(scan, layer_scans=scan.layer_scans[::-1]),
             "layer layer.0, and layer.1 in its place",

@@ -12,7 +12,7 @@ from headwise.bundled_models import planted
 from headwise.errors import OptionError
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import ablations, mean_outputs
-from headwise.scanning.importance.ablations import Resample, partners
+from headwise.scanning.importance.ablations import Resample, draw_partners
 from tests.scanning.importance_cases import (
     BATCH,
     EMBED,
@@ -69,7 +69,7 @@ def test_resample_by_hand() -> None:
     """The i-th real token takes the i-th of the other sequence, around again where it ends."""
     model, inputs, _, upstream = setting()
     scan = ablations(model, inputs, by="resample", loss=linear(upstream), seed=7)
-    partner = partners(BATCH, torch.Generator().manual_seed(7))
+    partner = draw_partners(BATCH, torch.Generator().manual_seed(7))
     for layer, (outputs, gradient) in enumerate(model.by_hand(inputs["x"], upstream)):
         expected = torch.zeros(HEADS, dtype=torch.float64)
         for own, other in enumerate(partner.tolist()):
@@ -85,7 +85,7 @@ def test_padding_on_the_left() -> None:
     stand_in = Resample(seed=0)
     stand_in.begin(2)
     outputs = torch.arange(2 * 5.0).view(2, 5, 1).expand(2, 5, 3)
-    found = stand_in.of(outputs, real, layer="layer", head=1)[..., 0]
+    found = stand_in.replace_outputs(outputs, real, layer="layer", head=1)[..., 0]
     assert found[0, 2:].tolist() == [6.0, 7.0, 8.0]
     assert found[1, 1:].tolist() == [2.0, 3.0, 4.0, 2.0]
 
@@ -93,7 +93,7 @@ def test_padding_on_the_left() -> None:
 @pytest.mark.parametrize("batch", [2, 3, 4, 9, 64])
 def test_no_sequence_stands_in_for_itself(batch: int) -> None:
     for seed in range(50):
-        partner = partners(batch, torch.Generator().manual_seed(seed))
+        partner = draw_partners(batch, torch.Generator().manual_seed(seed))
         assert sorted(partner.tolist()) == list(range(batch))
         assert not torch.any(partner == torch.arange(batch))
 
@@ -183,7 +183,7 @@ def test_means_of_other_data_do_not_merge() -> None:
         )
         for rows in (slice(0, 2), slice(2, 4))
     ]
-    with pytest.raises(OptionError, match="mean outputs that are not the same"):
+    with pytest.raises(OptionError, match="different mean outputs"):
         parts[0].merge(parts[1])
 
 

@@ -13,7 +13,7 @@ from headwise import Attention
 from headwise.bundled_models import planted
 from headwise.error_budget.budget import BACKWARD, Budget
 from headwise.errors import OptionError
-from headwise.scanning.capture import reached
+from headwise.scanning.capture import capture_attention
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import gradients
 from headwise.scanning.importance.gradients import UNRECORDED, Gates
@@ -183,9 +183,9 @@ def test_gates_change_no_bit() -> None:
         model = Mixing().to(dtype).eval()
         x = torch.randn(BATCH, LENGTH, EMBED, dtype=dtype)
         gates = Gates(SelectedLayers(None), causal=False)
-        with reached(model, lambda call: None):
+        with capture_attention(model, lambda call: None):
             plain = model(x)
-        with reached(model, gates):
+        with capture_attention(model, gates):
             gated = model(x)
         assert torch.equal(plain, gated)
         gates.backward(squares(gated, x).double())

@@ -121,7 +121,7 @@ def test_a_model_that_sees_the_next_token_has_no_default(
             return SimpleNamespace(logits=self.head(x + attended))
 
     model, inputs = Sees(), words()
-    with pytest.raises(OptionError, match=r"body\.second, where a token attends to later ones"):
+    with pytest.raises(OptionError, match=r"body\.second attends to later tokens"):
         measure(model, inputs)
     measure(model, inputs, loss=next_token)  # whoever asks for it gets it
 
@@ -272,5 +272,5 @@ def test_dropout_is_off(measure: Callable[..., Any]) -> None:
 
 def test_no_attention() -> None:
     for measure in MEASURES:
-        with pytest.raises(OptionError, match="the layers whose attention was seen"):
+        with pytest.raises(OptionError, match="the layers whose attention was captured"):
             measure(nn.Linear(EMBED, 3), torch.randn(BATCH, LENGTH, EMBED), loss=squares)

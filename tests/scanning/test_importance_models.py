@@ -133,7 +133,7 @@ def test_padding_of_others_is_nothing(kind: str, side: str) -> None:
 def test_a_masked_language_model_has_no_default() -> None:
     config = transformers.BertConfig(**ENCODER)
     model = shaken(transformers.AutoModelForMaskedLM.from_config(config))
-    with pytest.raises(OptionError, match="where a token attends to later ones"):
+    with pytest.raises(OptionError, match="attends to later tokens"):
         gradients(model, words("right"))
     labels = torch.randint(60, (BATCH, LENGTH))
 
@@ -152,7 +152,7 @@ def test_an_encoder_and_a_decoder() -> None:
     kinds = [layer.kind for layer in scan.layer_scans]
     assert kinds == ["self", "self", "self", "cross", "self", "cross"]
     assert torch.all(scan["gate_gradient"] > 0)
-    with pytest.raises(OptionError, match="no loss, and encoder"):
+    with pytest.raises(OptionError, match=r"layer encoder.*attends to later"):
         gradients(model, inputs)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from headwise.scanning.estimate import available, in_use
+from headwise.scanning.estimate import available_memory, process_memory
 
 GROUP = "proc/self/cgroup"
 
@@ -32,7 +32,7 @@ def _a_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_the_machine_has_left(tmp_path: Path) -> None:
-    assert available(tmp_path) == LEFT
+    assert available_memory(tmp_path) == LEFT
 
 
 def test_a_group_with_more_than_the_machine(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_group_with_more_than_the_machine(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory.max": "9000000\n",
         "sys/fs/cgroup/memory.current": "1\n",
     }
-    assert available(machine(tmp_path, group)) == LEFT
+    assert available_memory(machine(tmp_path, group)) == LEFT
 
 
 def test_a_group_may_have_less(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_group_may_have_less(tmp_path: Path) -> None:
         "sys/fs/cgroup/outer/inner/memory.max": "max\n",
         "sys/fs/cgroup/outer/inner/memory.current": "190000\n",
     }
-    assert available(machine(tmp_path, group)) == 350_000
+    assert available_memory(machine(tmp_path, group)) == 350_000
 
 
 def test_a_group_of_the_first_version(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_group_of_the_first_version(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "400000\n",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "300000\n",
     }
-    assert available(machine(tmp_path, group)) == 100_000
+    assert available_memory(machine(tmp_path, group)) == 100_000
 
 
 def test_a_group_beyond_its_limit_has_nothing_left(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_a_group_beyond_its_limit_has_nothing_left(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory.max": "100\n",
         "sys/fs/cgroup/memory.current": "101\n",
     }
-    assert available(machine(tmp_path, group)) == 0
+    assert available_memory(machine(tmp_path, group)) == 0
 
 
 def test_this_machine() -> None:
-    assert available() > 0
-    assert in_use() > 50e6  # torch alone is more
+    assert available_memory() > 0
+    assert process_memory() > 50e6  # torch alone is more

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from headwise.errors import OptionError
-from headwise.scanning.module_calls import as_floats, plain_parts
+from headwise.scanning.module_calls import dequantized, plain_tensors
 from headwise.scanning.scan import scan
 from headwise.scanning.scan_file import digest_of
 from tests.scanning.models import BATCH, CASES, LENGTH, llama, tokens
-from tests.scanning.test_facts import calls_of
+from tests.scanning.test_facts import record_call_sizes
 
 CONFIGS = {
     "weights": ("Int8WeightOnlyConfig", {"set_inductor_config": False}),
@@ -44,7 +44,7 @@ def test_their_output_projection_is_the_one_of_the_dequantised_weights(kind: str
     """Where activations are rounded too, the layer is no product of its input and a matrix."""
     model = quantised(kind)
     for layer, call in zip(
-        model.layers, calls_of(model, tokens(BATCH, LENGTH)).values(), strict=True
+        model.layers, record_call_sizes(model, tokens(BATCH, LENGTH)).values(), strict=True
     ):
         if kind == "activations":
             assert call.out_proj is None
@@ -63,10 +63,10 @@ def test_their_scales_are_finite() -> None:
 
 def test_weights_without_a_form_as_floats() -> None:
     whole = torch.arange(6).reshape(2, 3)
-    assert as_floats(whole) is None
+    assert dequantized(whole) is None
     floats = whole.float()
-    assert as_floats(floats) is floats
-    assert [part is whole for part in plain_parts(whole)] == [True]
+    assert dequantized(floats) is floats
+    assert [part is whole for part in plain_tensors(whole)] == [True]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

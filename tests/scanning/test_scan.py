@@ -282,7 +282,7 @@ def test_what_was_not_reached_is_said() -> None:
     assert found.layers == ("seen.layers.0", "seen.layers.1")
     assert len(found.notes) == 1
     assert "DisentangledSelfAttention" in found.notes[0]
-    assert "2 that look like attention" in found.notes[0]
+    assert "2 modules that look like attention" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], said: str) -> None:
 
 
 def test_induction_needs_tokens() -> None:
-    with pytest.raises(OptionError, match=r"induction.*tokens are not known"):
+    with pytest.raises(OptionError, match=r"induction.*tokens are unknown"):
         scan(callers(), (torch.randn(BATCH, LENGTH, 40).double(),), statistics=["induction"])
 
 

@@ -107,7 +107,9 @@ def test_a_difference_is_the_other_less_this() -> None:
     assert diff.assignment == (tuple(range(HEADS)),) * 2
     # Keys and tokens have names, and no difference.
     assert diff.names == one.names[:-2]
-    with pytest.raises(OptionError, match="statistic 'own'\n  needed: one that both scans have"):
+    with pytest.raises(
+        OptionError, match="statistic 'own'\n  needed: a statistic that both scans have"
+    ):
         diff["own"]
 
 
@@ -224,7 +226,7 @@ def test_the_largest_differences() -> None:
     with pytest.raises(OptionError) as error:
         diff.top("entropi")
     assert error.value.saw == "name='entropi', which is no statistic of this comparison"
-    assert error.value.needed.startswith("'apart', or one that both scans have: entropy,")
+    assert error.value.needed.startswith("'apart', or a statistic that both scans have: entropy,")
 
 
 def test_a_scan_and_a_difference_are_iterated_by_names() -> None:
@@ -265,7 +267,7 @@ def test_layers_are_paired_in_order_whatever_they_are_called() -> None:
 def test_only_what_both_have_is_compared() -> None:
     one, two = random_scan(0, statistics=(*STATISTICS, Own())), random_scan(1)
     assert one.diff(two).names == two.diff(one).names == two.diff(two).names
-    with pytest.raises(OptionError, match="without a statistic that both have"):
+    with pytest.raises(OptionError, match="no statistic in common"):
         random_scan(0, statistics=(Own(),)).diff(two)
     cross = head_scan(layer_scan([matrix(0)], is_cross=True))
     assert "distance" not in random_scan(0, layers=1).diff(cross).names
@@ -278,7 +280,7 @@ def test_models_of_other_shapes_are_refused() -> None:
     turned_about = [replace(layer, heads=layer.heads[::-1]) for layer in scan.layer_scans]
     for other, saw in (
         (random_scan(0, layers=3), "2 layers, and 3"),
-        (random_scan(0, heads=5), "layer.0 with 6 of 6 heads looked at, and layer.0 with 5 of 5"),
+        (random_scan(0, heads=5), "layer.0 with 6 of 6 heads scanned, and layer.0 with 5 of 5"),
         (replace(scan, layer_scans=tuple(some)), "layer.0 with 2 of 6"),
         (replace(scan, layer_scans=tuple(turned_about)), "[0, 1, 2, 3, 4, 5], and [5, 4, 3, 2"),
         (random_scan(0, statistics=(otherwise,)), "and as in bits (entropy:"),
@@ -286,7 +288,7 @@ def test_models_of_other_shapes_are_refused() -> None:
         with pytest.raises(OptionError) as error:
             scan.diff(other)
         assert saw in error.value.saw
-    with pytest.raises(OptionError, match="no layer in either"):
+    with pytest.raises(OptionError, match="scans without layers"):
         head_scan().diff(head_scan())
 
 

@@ -119,7 +119,9 @@ def test_what_is_kept_beside_a_scan_comes_back(scan: HeadScan, tmp_path: Path) -
 def test_a_statistic_of_ones_own_is_given_to_load(tmp_path: Path) -> None:
     scan = random_scan(0, statistics=(*STATISTICS, Own()))
     path = scan.save(tmp_path / "a")
-    with pytest.raises(OptionError, match="with statistic 'own', which headwise does not have"):
+    with pytest.raises(
+        OptionError, match="with statistic 'own', which is not in headwise's catalogue"
+    ):
         HeadScan.load(path)
     assert torch.equal(HeadScan.load(path, statistics=[Own()])["own"], scan["own"])
 
@@ -134,7 +136,7 @@ def test_a_statistic_that_means_something_else_is_refused(tmp_path: Path) -> Non
     then, now = Own.definition.id, Otherwise.definition.id
     assert then != now
     assert error.value.saw == f"{path} with own as mean over queries i of A[i, i] ({then})"
-    assert error.value.needed == f"own as it is known here: something else ({now})"
+    assert error.value.needed == f"own as this headwise defines it: something else ({now})"
 
 
 def test_a_version_keeps_the_meaning_when_the_words_change(tmp_path: Path) -> None:
@@ -157,7 +159,7 @@ def test_a_version_keeps_the_meaning_when_the_words_change(tmp_path: Path) -> No
         assert torch.equal(scan["own"], numbers)
         assert scan.definition("own") == statistic.definition
     for path, statistic in ((without, Reworded()), (first, Second()), (first, Own())):
-        with pytest.raises(OptionError, match="own as it is known here"):
+        with pytest.raises(OptionError, match="own as this headwise defines it"):
             HeadScan.load(path, [statistic])
     one, two = HeadScan.load(first, [First()]), HeadScan.load(first, [Reworded()])
     assert torch.equal(one.merge(two)["own"], numbers)

@@ -25,7 +25,7 @@ from tests.scanning.models import (
     spread,
     tokens,
 )
-from tests.scanning.test_facts import calls_of
+from tests.scanning.test_facts import record_call_sizes
 from tests.scanning.test_scan import close
 
 NAMES = ["entropy", "previous_token", "maximum"]
@@ -157,7 +157,7 @@ def squares(output: Tensor, _: Tensor) -> Tensor:
 def test_importance_is_of_each_time() -> None:
     """The gate of g on the first and h on the second call: L = sum (g + h / 2)^2 z^2."""
     model, x = spread(Twice()), torch.randn(BATCH, LENGTH, WIDTH).double()
-    z = calls_of(model, x)["Twice"].outputs.square().sum((-1, -2)).mean(0)
+    z = record_call_sizes(model, x)["Twice"].outputs.square().sum((-1, -2)).mean(0)
     slopes = gradients(model, x, loss=squares)
     assert slopes.layers == ("Twice", "Twice (call 2)")
     assert slopes.tokens == BATCH * LENGTH
@@ -199,7 +199,7 @@ class Upfront(Twins):
 
 def test_an_encoder_that_runs_twice_reads_two_texts() -> None:
     texts = tokens(BATCH, LENGTH), tokens(BATCH, LENGTH)
-    found = calls_of(Twins(), *texts)
+    found = record_call_sizes(Twins(), *texts)
     assert list(found) == ["encoder.layer", "encoder.layer (2)"]
     for call, text in zip(found.values(), texts, strict=True):
         assert call.tokens is not None
@@ -207,7 +207,7 @@ def test_an_encoder_that_runs_twice_reads_two_texts() -> None:
 
 
 def test_of_two_texts_in_one_run_neither_is_taken() -> None:
-    found = calls_of(Upfront(), tokens(BATCH, LENGTH), tokens(BATCH, LENGTH))
+    found = record_call_sizes(Upfront(), tokens(BATCH, LENGTH), tokens(BATCH, LENGTH))
     assert [call.tokens for call in found.values()] == [None, None]
 
 

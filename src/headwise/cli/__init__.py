@@ -1,6 +1,6 @@
-"""The command line.
+"""Command line of headwise.
 
-A command imports what is heavy inside its own body, so that ``headwise --help`` loads no torch.
+Commands import heavy modules inside their functions, so that ``headwise --help`` loads no torch.
 """
 
 from __future__ import annotations
@@ -19,25 +19,35 @@ from headwise.cli.scan.command import scan
 from headwise.cli.study import study
 from headwise.cli.verify import verify
 
-# rich_markup_mode=None: help is plain, since rich's panels take as long to load as all else here.
+# rich_markup_mode=None: plain help, since loading rich's panels would double the start-up time.
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-told = output.told
-app.command(epilog=told(yes="done", no="a layer of the trained encoder is not the same"))(demo)
+exit_status_help = output.exit_status_help
 app.command(
-    epilog=told(yes="every claim is borne out", no="one is not", undecided="none could be asked")
+    epilog=exit_status_help(yes="done", no="a layer of the trained encoder is not the same")
+)(demo)
+app.command(
+    epilog=exit_status_help(
+        yes="every claim is borne out", no="one is not", undecided="none could be asked"
+    )
 )(study)
-app.command(epilog=told(yes="done"))(scan)
-app.command(epilog=told(yes="written", undecided="the layout of the source stays open"))(convert)
+app.command(epilog=exit_status_help(yes="done"))(scan)
 app.command(
-    epilog=told(yes="the same", no="not the same", undecided="the layout of one stays open")
+    epilog=exit_status_help(yes="written", undecided="the layout of the source stays open")
+)(convert)
+app.command(
+    epilog=exit_status_help(
+        yes="the same", no="not the same", undecided="the layout of one stays open"
+    )
 )(verify)
-app.command(epilog=told(yes="one layout", no="none", undecided="several may be meant"))(detect)
-app.add_typer(layouts, name="layouts", epilog=told(yes="done"))
+app.command(epilog=exit_status_help(yes="one layout", no="none", undecided="several may be meant"))(
+    detect
+)
+app.add_typer(layouts, name="layouts", epilog=exit_status_help(yes="done"))
 
 
 def _print_version(wanted: bool) -> bool:

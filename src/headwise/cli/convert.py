@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import aside, folders_to_make
+from headwise.cli.output import missing_folder_note, stderr_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,10 +90,10 @@ def _convert(
     given: Counts,
     options: dict[str, Any],
 ) -> None:
-    from headwise.cli.progress_bar import on_a_bar
+    from headwise.cli.progress_bar import progress_bar
 
     start = time.perf_counter()
-    with on_a_bar(aside(), "loading torch"):
+    with progress_bar(stderr_console(), "loading torch"):
         from rich.console import Console
 
         from headwise.checkpoints.source import CheckpointSource
@@ -108,7 +108,7 @@ def _convert(
         found = weights_of(place, given)
         stored = found.layout(named[0], "from")
         assert isinstance(found.tensors, CheckpointSource)  # it was read from a path
-    console, made_folder = aside(), folders_to_make(target)
+    console, made_folder = stderr_console(), missing_folder_note(target)
     console.print(f"{place}: {stored.name} -> {wanted.name}", markup=False)
     try:  # moving bytes waits for memory and the disk: a second thread takes twice the time
         with one_thread(), _bytes_on_a_bar(console) as progress:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import NO, UNDECIDED, YES, aside
+from headwise.cli.output import NO, UNDECIDED, YES, stderr_console
 
 
 def detect(
@@ -46,9 +46,9 @@ def detect(
 def _detect(
     place: Path, reference: Path | None, against: Path | None, given: Counts, *, as_json: bool
 ) -> int:
-    from headwise.cli.progress_bar import on_a_bar
+    from headwise.cli.progress_bar import progress_bar
 
-    with on_a_bar(aside(), "loading torch"):
+    with progress_bar(stderr_console(), "loading torch"):
         from rich.console import Console
 
         from headwise.diagnosis.detect import detect as ask

@@ -1,10 +1,10 @@
-"""How every command ends: its result, its time and its pages, or an error; and its exit status.
+"""Output of every command: result, time and pages, or an error; and the exit status.
 
 0    yes, or done
-1    no: the question that the command asks has this answer
-2    wrong use: an option, a file or a folder that the command cannot work with
-3    cannot be decided from what was given
-70   a mistake of headwise itself, with its traceback
+1    no, as the answer to the question of the command
+2    wrong use: an option, a file or a folder that the command cannot use
+3    the input does not decide the question
+70   a bug in headwise, with its traceback
 130  interrupted
 """
 
@@ -26,24 +26,27 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3
-CRASHED = 70  # EX_SOFTWARE of sysexits.h: Python's own 1 would be read as a no
+CRASHED = 70  # EX_SOFTWARE of sysexits.h, since 1 means no
 INTERRUPTED = 130  # 128 and the number of the signal that Ctrl-C sends
 
 
-def told(*, yes: str, no: str = "", undecided: str = "") -> str:
-    """The last lines of a command's help: what each status means there."""
-    meant = {YES: yes, NO: no, USAGE: "options or input that cannot be used", UNDECIDED: undecided}
-    return "Exit status: " + "; ".join(f"{n} {words}" for n, words in meant.items() if words) + "."
+def exit_status_help(*, yes: str, no: str = "", undecided: str = "") -> str:
+    """Return the last lines of a command's help: the meaning of each exit status."""
+    usage = "options or input that cannot be used"
+    meanings = {YES: yes, NO: no, USAGE: usage, UNDECIDED: undecided}
+    return (
+        "Exit status: " + "; ".join(f"{n} {words}" for n, words in meanings.items() if words) + "."
+    )
 
 
-def as_option(name: str, values: tuple[str, ...] = ()) -> str:
-    """Return how a command writes an argument: ``--kv-heads``, ``--accept scale --accept mask``."""
+def option_text(name: str, values: tuple[str, ...] = ()) -> str:
+    """Return an argument as options: ``--kv-heads``, or ``--accept scale --accept mask``."""
     option = f"--{name.replace('_', '-')}"
     return " ".join(f"{option} {value}" for value in values) or option
 
 
 class PrintedErrors:
-    """Turns an error that leaves the block into its message and its exit status."""
+    """Context that turns an error into its message and exit status."""
 
     def __enter__(self) -> None:
         pass
@@ -55,43 +58,43 @@ class PrintedErrors:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, HeadwiseError):
-            typer.echo(f"headwise: {message(*error.lines(as_option))}", err=True)
+            typer.echo(f"headwise: {message(*error.lines(option_text))}", err=True)
             raise SystemExit(UNDECIDED if isinstance(error, UndecidedError) else USAGE) from None
         if isinstance(error, Exception):
             traceback.print_exception(error)
             raise SystemExit(CRASHED) from None
 
 
-def folders_to_make(path: Path) -> str:
-    """A line that names the folder above ``path`` that is not there yet; "" where it is."""
+def missing_folder_note(path: Path) -> str:
+    """Return a line on the folder of ``path`` if that has to be made, else ""."""
     folder = path.absolute().parent
     return "" if folder.exists() else f"The folder {folder} was not there and was made."
 
 
-def aside() -> Console:
-    """For progress, which leaves standard output to the result."""
+def stderr_console() -> Console:
+    """Return a console for progress on standard error, since standard output has the result."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def end(
+def print_result(
     *pages: Path,
     start: float,
     show: Callable[[Console], None],
     as_json: Callable[[], Any] | None,
 ) -> None:
-    """Print the result for people, or all of it as JSON where ``as_json`` is given."""
+    """Print the result with ``show``, or as JSON if ``as_json`` is not None."""
     from rich.console import Console
 
     seconds = time.perf_counter() - start
     if as_json is not None:
         typer.echo(json.dumps(as_json(), ensure_ascii=False))
-        console = aside()
+        console = stderr_console()
     else:
         console = Console(highlight=False)
         show(console)
-    what = "page" if len(pages) == 1 else "pages"
+    noun = "page" if len(pages) == 1 else "pages"
     console.print(
-        f"{seconds:.1f} s. The {what}:", *map(str, pages), sep="\n", markup=False, soft_wrap=True
+        f"{seconds:.1f} s. The {noun}:", *map(str, pages), sep="\n", markup=False, soft_wrap=True
     )

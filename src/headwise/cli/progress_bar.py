@@ -1,4 +1,4 @@
-"""A progress bar that a study can report to."""
+"""Progress bar of the commands."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 @contextmanager
-def on_a_bar(console: Console, first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A callback (what is going on, steps done, steps in all), drawn while the block runs."""
+def progress_bar(console: Console, first: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Draw a bar while the block runs, and yield its callback (stage, steps done, total)."""
     columns = (TextColumn("{task.description:<26}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(first, total=None)

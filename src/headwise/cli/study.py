@@ -26,10 +26,10 @@ def study(
         bool, typer.Option("--list", help="Print the questions and their names, and stop.")
     ] = False,
 ) -> None:
-    """Ask what people ask about attention heads, and let experiments answer.
+    """Answer questions about attention heads by experiments.
 
-    Prints every question with its verdict, and the facts and figures of those
-    that are named. The page holds everything.
+    Prints each question with its verdict. If you name questions, it also prints
+    their facts and figures. The page has everything.
     """
     if as_list:
         _print_list(questions or [])
@@ -40,25 +40,25 @@ def study(
 def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
     import time
 
-    from headwise.cli.output import aside, end
-    from headwise.cli.progress_bar import on_a_bar
+    from headwise.cli.output import print_result, stderr_console
+    from headwise.cli.progress_bar import progress_bar
     from headwise.support.atomic_write import require_writable
 
     start = time.perf_counter()
-    with on_a_bar(aside(), "loading torch") as progress:
-        from headwise.reports.study_page import require, save
+    with progress_bar(stderr_console(), "loading torch") as progress:
+        from headwise.reports.study_page import require_matplotlib, save
         from headwise.study.run import chosen
         from headwise.study.run import study as ask
 
-        # What can be refused is refused before the work, and before a folder is made.
+        # Everything that can be refused is refused before the work and before a folder is made.
         chosen(questions)
-        require()
+        require_matplotlib()
         require_writable(out)
         result = ask(questions, progress=progress)
         page = save(result, out)
     from headwise.reports.terminal import show_study
 
-    end(
+    print_result(
         page,
         start=start,
         show=lambda console: show_study(result, console, whole=bool(questions)),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import NO, YES, aside, folders_to_make
+from headwise.cli.output import NO, YES, missing_folder_note, stderr_console
 
 SHOWN = 8  # tensors, before the rest is counted
 DIGESTS = ".json"
@@ -51,7 +51,7 @@ def verify(
     named = (first_layout, second_layout)
     if second is None and write_digests is None:
         raise typer.BadParameter("Name SECOND, to compare with, or --write-digests FILE.json.")
-    made_folder = "" if write_digests is None else folders_to_make(write_digests)
+    made_folder = "" if write_digests is None else missing_folder_note(write_digests)
     if write_digests is not None:
         _require_new(write_digests)
     if second is None or _is_digests(second):
@@ -120,9 +120,9 @@ def _verify(
     *,
     outputs: bool,
 ) -> int:
-    from headwise.cli.progress_bar import on_a_bar
+    from headwise.cli.progress_bar import progress_bar
 
-    with on_a_bar(aside(), "loading torch") as progress:
+    with progress_bar(stderr_console(), "loading torch") as progress:
         from rich.console import Console
 
         from headwise.diagnosis.verify import verify as compare

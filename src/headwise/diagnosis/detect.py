@@ -340,7 +340,7 @@ def _by_run(
 
     from headwise.checkpoints.stored_model import load
     from headwise.diagnosis.detect_by_running import INSTEAD, by_behaviour
-    from headwise.scanning.model_inputs import on_tokens
+    from headwise.scanning.model_inputs import explain_token_failure
 
     stored = load(Path(against))
     # The same weights have the same counts: what is known of one is known of all.
@@ -349,7 +349,7 @@ def _by_run(
     length = min(LENGTH, stored.positions or LENGTH)
     ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     inputs = stored.inputs(ids)
-    with on_tokens(str(against), length, do=INSTEAD), torch.no_grad():
+    with explain_token_failure(str(against), length, do=INSTEAD), torch.no_grad():
         stored.model(**inputs)
     return by_behaviour(found, given.tensors, stored.model, inputs, stored.config)
 

@@ -29,7 +29,7 @@ from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import NamedModule
 from headwise.reference import share_heads, split_heads
-from headwise.scanning.capture import reached
+from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
 from headwise.support.module_modes import evaluating
 
@@ -70,7 +70,7 @@ def seen_in(model: nn.Module, inputs: Mapping[str, Any]) -> list[FirstCall]:
     """The modules of a model that attend to what they are given, in the order in which they run."""
     found: dict[nn.Module, FirstCall] = {}
 
-    def settled(call: CapturedCall) -> None:
+    def on_complete(call: CapturedCall) -> None:
         if call.module is None or call.is_cross or call.module in found:
             return
         if call.state is None or call.values is None:
@@ -85,7 +85,11 @@ def seen_in(model: nn.Module, inputs: Mapping[str, Any]) -> list[FirstCall]:
             is_capped=call.matrix.softcap is not None,
         )
 
-    with torch.no_grad(), evaluating(model), reached(model, settled=settled) as reach:
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        capture_attention(model, on_complete=on_complete) as reach,
+    ):
         reach.begin()
         model(**inputs)
     return list(found.values())

@@ -1,1 +1,1 @@
-"""Result objects as pages: one HTML file each, which loads nothing from anywhere."""
+"""Reports of scans and studies: offline HTML pages and terminal output."""

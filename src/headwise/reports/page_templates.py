@@ -1,4 +1,4 @@
-"""The templates of the pages."""
+"""Jinja environment of the HTML pages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 import jinja2
 from markupsafe import Markup, escape
 
-# head_dim, torch.rand, nn.MultiheadAttention: words that nobody writes but in code.
+# Identifiers with a dot or an underscore, such as head_dim, torch.rand or nn.MultiheadAttention.
 _IDENTIFIER = re.compile(r"\b[A-Za-z]\w*(?:[._][A-Za-z]\w*)+(?:\(\))?")
 
 
-def templates() -> jinja2.Environment:
-    """They escape what is put into them, and a name that is not given is an error.
+def template_environment() -> jinja2.Environment:
+    """Return an environment that escapes values and raises an error for undefined names.
 
-    The filter ``prose`` sets identifiers in code.
+    The filter ``prose`` marks identifiers as code.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("headwise.reports"),
@@ -23,10 +23,10 @@ def templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["prose"] = prose
+    environment.filters["prose"] = mark_identifiers
     return environment
 
 
-def prose(text: str) -> Markup:
-    """A sentence as HTML, with its identifiers in code."""
-    return Markup(_IDENTIFIER.sub(lambda found: f"<code>{found[0]}</code>", escape(text)))
+def mark_identifiers(text: str) -> Markup:
+    """Return a sentence as HTML, with identifiers marked as code."""
+    return Markup(_IDENTIFIER.sub(lambda match: f"<code>{match[0]}</code>", escape(text)))

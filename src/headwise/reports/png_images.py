@@ -1,4 +1,4 @@
-"""Small pictures without a plotting library: the viridis colours, and PNG as data URIs."""
+"""Small images without a plotting library: viridis colours, and PNG as data URIs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 RGB = tuple[int, int, int]
 
-# Every 8th colour of viridis (Stéfan van der Walt and Nathaniel Smith, CC0). Between them a
-# straight line is right to 2 of 255 in each channel.
+# Every 8th colour of viridis (Stéfan van der Walt and Nathaniel Smith, CC0). Linear interpolation
+# between them is right to 2 of 255 in each channel.
 _VIRIDIS = bytes.fromhex(
     "440154 470d60 48186a 482374 472d7b 453781 424086 3e4989 3b528b 375b8d 33638d"
     "2f6b8e 2c728e 297a8e 26828e 23898e 21918c 1f978b 1f9f88 21a685 27ad81 31b57b"
     "3dbc74 4cc26c 5cc863 6ece58 81d34d 95d840 aadc32 c0df25 d5e21a eae51a fde725"
 )
 _STOPS = len(_VIRIDIS) // 3
-_STEPS = 255  # colours of a palette, which has one more place for none
+_STEPS = 255  # colours of a palette; the last of 256 entries is transparent
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def viridis(position: float) -> RGB:
-    """The colour at a position from 0 to 1; positions beyond are clamped."""
+    """Return the colour at a position, which is clamped to 0 to 1."""
     step = min(max(position, 0.0), 1.0) * (_STOPS - 1)
     low = min(int(step), _STOPS - 2)
     left, right = _VIRIDIS[3 * low : 3 * low + 3], _VIRIDIS[3 * low + 3 : 3 * low + 6]
@@ -32,17 +32,17 @@ def viridis(position: float) -> RGB:
 
 
 def weight_position(weight: float) -> float:
-    """Where a weight stands on the colour scale: its square root, so that 0.01 is not yet dark."""
+    """Return the position of a weight on the colour scale: its square root spreads small ones."""
     return math.sqrt(max(weight, 0.0))
 
 
 def css(colour: RGB) -> str:
-    """``#21918c``."""
+    """Return a colour as ``#21918c``."""
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
 def ink(colour: RGB) -> str:
-    """Black or white, whichever stands out more on a colour (WCAG 2 relative luminance)."""
+    """Return black or white, by the larger contrast with a colour (WCAG 2 relative luminance)."""
     linear = [(c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     # The contrast with black is (L + .05) / .05, with white 1.05 / (L + .05).
@@ -50,21 +50,21 @@ def ink(colour: RGB) -> str:
 
 
 def gradient() -> str:
-    """The whole scale as a CSS gradient, left to right."""
+    """Return the whole scale as a CSS gradient, left to right."""
     return f"linear-gradient(90deg,{','.join(css(viridis(n / 16)) for n in range(17))})"
 
 
 def positions_png(positions: Sequence[Sequence[float | None]]) -> str:
-    """A grid of positions on the colour scale as a PNG data URI; transparent where there is none.
+    """Return a grid of positions on the colour scale as a PNG data URI; None is transparent.
 
-    One byte for each pixel and a palette, which is less than half of what RGB takes.
+    The image has one byte for each pixel and a palette, less than half the size of RGB.
     """
-    clear = _STEPS  # the index after those of the colours
+    clear = _STEPS  # the index after the colours
     rows = [
         bytes(clear if p is None else round((_STEPS - 1) * min(max(p, 0.0), 1.0)) for p in row)
         for row in positions
     ]
-    # ISO/IEC 15948: each row is preceded by its filter type: 0, none.
+    # ISO/IEC 15948: a filter type precedes each row; 0 is no filter.
     header = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, 3, 0, 0, 0)
     colours = (viridis(n / (_STEPS - 1)) for n in range(_STEPS))
     palette = b"".join(bytes(rgb) for rgb in (*colours, (0, 0, 0)))

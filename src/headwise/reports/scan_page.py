@@ -1,4 +1,4 @@
-"""The page of a scan: every head of a model in pictures, numbers and words."""
+"""HTML page of a scan: every head of a model in pictures, numbers and words."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from markupsafe import Markup, escape
 from torch import Tensor
 
 from headwise.reports import png_images, wording
-from headwise.reports.page_templates import templates
+from headwise.reports.page_templates import template_environment
 from headwise.reports.wording import StandoutHead
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_schema import fields_of_statistic
 from headwise.scanning.statistics.statistic import Summary
-from headwise.scanning.statistics.view_statistics import pyramid
+from headwise.scanning.statistics.view_statistics import map_pyramid
 from headwise.support.atomic_write import write_whole
 from headwise.support.axes import many
 
 if TYPE_CHECKING:
     from headwise.study.experiments.same_weights import SameFunction
 
-MOST_NUMBERS = 16  # heads: numbers of more would not fit into a row
+MOST_NUMBERS = 16  # heads of a layer up to which a picture has numbers
 MOST_CARDS = 8
 OFFSETS = "offset_profile"
 RECEIVED = "most_received"
@@ -37,19 +37,18 @@ TICKS = (0.0, 0.01, 0.1, 0.25, 0.5, 1.0)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScanReport:
-    """A scan with what is known of the model and of what it read.
+    """A scan with sentences on the model and its input.
 
     Attributes:
-        scan: what was found.
-        title: what the model is called.
-        about: its class, sizes and dtype, in a sentence.
-        read: what it read, in a sentence.
-        chosen: which tokens count as separators and as special, in a sentence.
-        notes: what is not as one would expect; those of the scan come on top.
-        name_of: how a token is written; None where nobody knows.
-        versions: what it was made with.
-        same_function: whether headwise's layers give what the model's own give, where that was
-            measured.
+        scan: the scan.
+        title: the name of the model.
+        about: a phrase on its class, sizes and dtype.
+        read: a phrase on the input.
+        chosen: sentences on the tokens that count as separators and as special.
+        notes: sentences on problems, shown before those of the scan.
+        name_of: a function that returns the text of a token, if there is a tokenizer.
+        versions: versions of the libraries.
+        same_function: the comparison of headwise's layers with the model's own, if measured.
     """
 
     scan: HeadScan
@@ -76,12 +75,12 @@ class ScanReport:
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """Its own, those of the scan, and what no layer could have."""
+        """The notes of the report, then those of the scan."""
         return (*self.notes, *self.scan.notes)
 
     @property
     def num_heads(self) -> int:
-        """Heads of all layers that were looked at."""
+        """Number of scanned heads in all layers."""
         return sum(len(layer.heads) for layer in self.scan.layer_scans)
 
     @property
@@ -89,12 +88,14 @@ class ScanReport:
         """``6 layers of 12 heads``."""
         counts = sorted({layer.num_heads for layer in self.scan.layer_scans})
         layers = many(len(self.scan.layers), "layer")
-        heads = " to ".join(map(str, [*counts[:1], *counts[1:][-1:]]))
-        return f"{layers} of {heads} heads" if counts else layers
+        if not counts:
+            return layers
+        fewest = f"{counts[0]} to " if len(counts) > 1 else ""
+        return f"{layers} of {fewest}{many(counts[-1], 'head')}"
 
     @property
     def missing(self) -> dict[str, list[str]]:
-        """Why -> the statistics that no layer has for that reason."""
+        """Names of the statistics that no layer has, by the reason."""
         reasons: dict[str, list[str]] = {}
         for name in self.scan.names:
             if self.scan.layers and name not in self.scan.measured:
@@ -103,20 +104,20 @@ class ScanReport:
 
     @property
     def not_measured(self) -> list[str]:
-        """Sentences on what is missing, with the reason and the number of layers."""
+        """Sentences on missing statistics, with the reason and the number of layers."""
         layers = self.scan.layer_scans
-        counts = Counter((why, name) for layer in layers for name, why in layer.missing.items())
+        missing = ((reason, name) for layer in layers for name, reason in layer.missing.items())
         groups: dict[tuple[str, int], list[str]] = {}
-        for (why, name), count in counts.items():
-            groups.setdefault((why, count), []).append(name)
+        for (reason, name), count in Counter(missing).items():
+            groups.setdefault((reason, count), []).append(name)
         return [
             f"Not measured{'' if count == len(layers) else f' in {count} of {len(layers)} layers'}"
-            f": {', '.join(names)} ({why})."
-            for (why, count), names in groups.items()
+            f": {', '.join(names)} ({reason})."
+            for (reason, count), names in groups.items()
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """All but the pictures, as plain data; None where a head has no value."""
+        """Return all but the pictures as JSON data; None where a head has no value."""
         scan = self.scan
         return {
             "model": {"name": self.title, "class": scan.model, "about": self.about},
@@ -136,7 +137,7 @@ class ScanReport:
 
 @dataclass(frozen=True)
 class HeadCard:
-    """A head that stands out, with why."""
+    """A head that stands out, with the reasons, and the weights to show beside them."""
 
     layer: int
     head: int
@@ -146,29 +147,29 @@ class HeadCard:
 
 
 def save(report: ScanReport, path: Path) -> Path:
-    """Write the page, whole or not at all. Returns its absolute path."""
+    """Write the page as a whole, and return its absolute path."""
     return write_whole(path, render(report))
 
 
 def render(report: ScanReport) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     scan = report.scan
-    environment = templates()
+    environment = template_environment()
     environment.filters |= {
         "css": png_images.css,
         "ink": png_images.ink,
-        "image": lambda one: _image(one.rows, one.scale.position),
+        "image": lambda statistic: _png_image(statistic.rows, statistic.scale.position),
     }
     return environment.get_template("scan.html").render(
         report=report,
         version=report.versions["headwise"],
         scan=scan,
-        shown=wording.pictured(scan),
+        pictured=wording.pictured(scan),
         unpictured=wording.unpictured(scan),
-        columns=wording.in_order(scan),
+        columns=wording.drawn_statistics(scan),
         rule=wording.RULE,
-        cards=cards(report),
-        maps=maps(scan),
+        cards=standout_cards(report),
+        maps=map_images(scan),
         with_numbers=all(layer.num_heads <= MOST_NUMBERS for layer in scan.layer_scans),
         definitions=[scan.definition(name) for name in scan.measured],
         table=scan.table(),
@@ -178,17 +179,18 @@ def render(report: ScanReport) -> str:
     )
 
 
-def framed(scan: HeadScan) -> str:
-    """The page in a frame, for a notebook: its style stays its own."""
+def render_in_frame(scan: HeadScan) -> str:
+    """Return the page in a frame for a notebook, so that styles do not mix."""
     page = escape(render(ScanReport.of(scan)))
     return f'<iframe srcdoc="{page}" width="100%" height="800" frameborder="0"></iframe>'
 
 
-def cards(report: ScanReport) -> list[HeadCard]:
-    """Each head that stands out once, with all of its reasons."""
-    scan, found = report.scan, dict[tuple[int, int], list[StandoutHead]]()
-    for one in wording.standing_out(scan):
-        found.setdefault((one.head.layer_index, one.head.head), []).append(one)
+def standout_cards(report: ScanReport) -> list[HeadCard]:
+    """Return a card for each head that stands out, with all of its reasons."""
+    scan, by_head = report.scan, dict[tuple[int, int], list[StandoutHead]]()
+    for standout in wording.standout_heads(scan):
+        position = (standout.head.layer_index, standout.head.head)
+        by_head.setdefault(position, []).append(standout)
     offsets = scan[OFFSETS] if OFFSETS in scan.measured else None
     received = scan[RECEIVED] if RECEIVED in scan.measured else None
     return [
@@ -196,51 +198,50 @@ def cards(report: ScanReport) -> list[HeadCard]:
             layer,
             head,
             reasons,
-            [] if offsets is None else _around(offsets[layer, head]),
-            [] if received is None else _received(received[layer, head], report.name_of),
+            [] if offsets is None else _offset_weights(offsets[layer, head]),
+            [] if received is None else _most_received(received[layer, head], report.name_of),
         )
-        for (layer, head), reasons in list(found.items())[:MOST_CARDS]
+        for (layer, head), reasons in list(by_head.items())[:MOST_CARDS]
     ]
 
 
-def maps(scan: HeadScan) -> dict[tuple[int, int], str]:
-    """(layer, head) -> a picture of its weights, as a ``data:`` address."""
+def map_images(scan: HeadScan) -> dict[tuple[int, int], str]:
+    """Return the map of each head as a ``data:`` address, by (layer, head)."""
     return {
-        (index, head): _image(values.tolist(), png_images.weight_position)
+        (index, head): _png_image(values.tolist(), png_images.weight_position)
         for index, layer in enumerate(scan.layer_scans)
         if MAP in layer.summaries
-        for head, values in zip(layer.heads, _finest(layer.summaries[MAP]), strict=True)
+        for head, values in zip(layer.heads, _finest_map(layer.summaries[MAP]), strict=True)
     }
 
 
-def _finest(summary: Summary) -> Tensor:
-    """(heads, size, size): as fine as can be without the gaps that a short text leaves."""
-    levels = pyramid(summary)
-    whole = [size for size, values in levels.items() if bool(values.isfinite().all())]
-    return levels[max(whole, default=max(levels))]
+def _finest_map(summary: Summary) -> Tensor:
+    """Return (heads, size, size): the finest map without gaps, which a short text leaves."""
+    levels = map_pyramid(summary)
+    complete = [size for size, values in levels.items() if bool(values.isfinite().all())]
+    return levels[max(complete, default=max(levels))]
 
 
-def _image(rows: list[list[float]], position: Callable[[float], float]) -> str:
-    """A pixel for each value, as a ``data:`` address; clear where there is none."""
+def _png_image(rows: list[list[float]], position: Callable[[float], float]) -> str:
+    """Return an image with a pixel for each value; NaN is transparent."""
     return png_images.positions_png(
         [[None if value != value else position(value) for value in row] for row in rows]
     )
 
 
-def _around(profile: Tensor) -> list[tuple[int, float]]:
-    """(offset, weight), where there is a weight."""
+def _offset_weights(profile: Tensor) -> list[tuple[int, float]]:
+    """Return (offset, weight) of each offset with a weight."""
     reach = len(profile) // 2
-    return [
-        (place - reach, value) for place, value in enumerate(profile.tolist()) if value == value
-    ]
+    return [(index - reach, x) for index, x in enumerate(profile.tolist()) if x == x]
 
 
-def _received(rows: Tensor, name_of: Callable[[int], str] | None) -> list[tuple[str, int, float]]:
-    """(how it is written, its place, what it receives) of the keys that receive most."""
-    found = []
+def _most_received(
+    rows: Tensor, name_of: Callable[[int], str] | None
+) -> list[tuple[str, int, float]]:
+    """Return (text, position, received weight) of the keys that receive most."""
+    received = []
     for key, token, weight in rows.tolist()[:4]:
         if weight > 0:
-            known = name_of is not None and token >= 0
-            name = wording.visible(name_of(int(token))) if known and name_of else ""
-            found.append((name, int(key), weight))
-    return found
+            text = name_of(int(token)) if name_of is not None and token >= 0 else ""
+            received.append((wording.escape_unprintable(text), int(key), weight))
+    return received

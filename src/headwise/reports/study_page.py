@@ -1,6 +1,6 @@
-"""The page of the study: question, verdict, picture, facts.
+"""HTML page of the study: questions, verdicts, pictures, facts.
 
-A picture is SVG that takes its colours from the page around it.
+The pictures are SVG and take their colours from the page.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from headwise.reports.page_templates import templates
+from headwise.reports.page_templates import template_environment
 from headwise.study import charts
 from headwise.study.charts import Figure
 from headwise.study.question import Answer
@@ -22,8 +22,8 @@ from headwise.support.atomic_write import write_whole
 
 HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
 
-# A page that defines these names has its own shades; elsewhere the colours stay what they are.
-NAMES = {
+# CSS variables by colour. Outside of a page that defines them, a picture keeps its own colours.
+CSS_VARIABLES = {
     charts.INK: "--ink",
     charts.SOFT: "--soft",
     charts.LINE: "--line",
@@ -58,7 +58,7 @@ STYLE = {
 
 
 def save(result: Study, path: Path) -> Path:
-    """Write the page, whole or not at all. Returns its absolute path.
+    """Write the page as a whole, and return its absolute path.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -67,15 +67,15 @@ def save(result: Study, path: Path) -> Path:
 
 
 def render(result: Study) -> str:
-    """The page as HTML."""
-    # The pictures are drawn by matplotlib, which escapes the text in them.
+    """Return the page as HTML."""
+    # matplotlib escapes the text in the pictures.
     pictures = {answer.question.id: Markup(svg(answer)) for answer in result.answers}
-    template = templates().get_template("study.html")
+    template = template_environment().get_template("study.html")
     return template.render(study=result, pictures=pictures, version=result.setting["headwise"])
 
 
-def require() -> None:
-    """Make sure that pictures can be drawn.
+def require_matplotlib() -> None:
+    """Check that matplotlib is installed, which draws the pictures.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -84,17 +84,17 @@ def require() -> None:
 
 
 def svg(answer: Answer) -> str:
-    """The picture as an ``svg`` element for a page, with its caption for those who do not see it.
+    """Return the picture as an ``svg`` element, with its caption as the label for screen readers.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    require()
+    require_matplotlib()
     import matplotlib as mpl
     from cycler import cycler
     from matplotlib.figure import Figure
 
-    # The salt keeps the ids of two pictures on one page apart, and the same from run to run.
+    # The salt makes ids unique on a page and equal in every run.
     settings: dict[Any, Any] = STYLE | {
         "axes.prop_cycle": cycler(color=charts.SERIES),
         "svg.hashsalt": answer.question.id,
@@ -111,6 +111,6 @@ def _element(figure: Figure, caption: str) -> str:
     drawn = file.getvalue()
     drawn = drawn[drawn.index("<svg") :]
     drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
-    for colour, name in NAMES.items():
+    for colour, name in CSS_VARIABLES.items():
         drawn = re.sub(rf"{colour}\b", f"var({name}, {colour})", drawn)
     return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(caption)}" ', 1)

@@ -1,4 +1,4 @@
-"""Results in a terminal of 80 columns, with colours or without: a scan, and a study."""
+"""Terminal output of a scan and of a study, for 80 columns and with or without colours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from rich.text import Text
 
 from headwise.reports.png_images import css, ink
 from headwise.reports.scan_page import MAP, ScanReport
-from headwise.reports.wording import RULE, DrawnStatistic, most_telling, standing_out
+from headwise.reports.wording import (
+    RULE,
+    DrawnStatistic,
+    Scale,
+    standout_heads,
+    terminal_statistics,
+)
 from headwise.support.axes import many
 
 if TYPE_CHECKING:
@@ -24,107 +30,125 @@ if TYPE_CHECKING:
     from headwise.study.question import Answer
     from headwise.study.run import Study
 
-WIDTH = 80  # columns of what `print` shows
+WIDTH = 80  # columns of `print`
 LEVELS = "▁▂▃▄▅▆▇█"
 NO_VALUE = "·"
 MOST_ROWS = 48  # layers of one picture
+SHORT_MODEL = 24  # layers up to which `print` draws all pictures of a terminal
+FEW_PICTURES = 2  # of a model with more layers
+MOST_NAMES = 3  # layers that are named
 GAP = 2  # columns between pictures, and of an indent
 
 # ---- a scan --------------------------------------------------------------------------------------
 
 
-def printed(scan: HeadScan) -> str:
-    """Return what ``print(scan)`` shows: the report of the scan alone, without colours."""
-    # Rich would otherwise draw into the notebook that it finds itself in, and not into the file.
+def scan_text(scan: HeadScan) -> str:
+    """Return the text of ``print(scan)``: the report of the scan alone, without colours."""
+    # In a notebook, rich would write to the cell and not to the file without force_jupyter=False.
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
     with console.capture() as capture:
-        show_scan(ScanReport.of(scan), console)
+        show_scan(ScanReport.of(scan), console, has_page=False)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
-def show_scan(report: ScanReport, console: Console) -> None:
-    """What was read, every head in a few pictures, and the heads that stand out, in words."""
-    _say(console, f"{report.title}: {report.about}; {report.sizes}.")
-    _say(console, f"It has read {report.read}. {report.chosen}")
+def show_scan(report: ScanReport, console: Console, *, has_page: bool = True) -> None:
+    """Print the input, a few pictures of every head, and sentences on heads that stand out.
+
+    Args:
+        report: the report.
+        console: the console to print to.
+        has_page: True if the report was also written as a page, to which the text may refer.
+    """
+    _print_paragraph(console, f"{report.title}: {report.about}; {report.sizes}.")
+    _print_paragraph(console, f"Input: {report.read}. {report.chosen}")
     if same := report.same_function:
-        _say(console, same.says, "green" if same.holds else "bold red")
+        _print_paragraph(console, same.says, "green" if same.holds else "bold red")
     for note in report.all_notes:
-        _say(console, f"Note: {note}.", "bold red")
-    pictures, layers = most_telling(report.scan), report.scan.layers
+        _print_paragraph(console, f"Note: {note}.", "bold red")
+    pictures, layers = terminal_statistics(report.scan), report.scan.layers
+    if not has_page and len(layers) > SHORT_MODEL:
+        pictures = pictures[:FEW_PICTURES]
     if pictures:
-        _say(
+        _print_paragraph(
             console,
             "Every head: a row is a layer, a column a head, both counted from 0. In per cent, "
-            f"unless a unit is given. Layers: {' to '.join(layers[:1] + layers[1:][-1:])}.",
+            f"unless a unit is given. Layers: {_layer_names(layers)}.",
         )
-        drawn: list[RenderableType] = [picture(one, console.width) for one in pictures]
+        drawn: list[RenderableType] = [picture(statistic, console.width) for statistic in pictures]
         console.print(Columns(drawn, padding=(0, GAP)))
-    if rest := _on_the_page_alone(report, len(pictures)):
-        _say(console, rest)
-    if found := standing_out(report.scan):
+    if rest := _left_out(report, len(pictures), has_page=has_page):
+        _print_paragraph(console, rest)
+    if heads := standout_heads(report.scan):
         table = _table({"layer": True, "head": True, "heads that stand out": False})
         table.add_column("middle head", justify="right")
-        for one in found:
-            place = (str(one.head.layer_index), str(one.head.head))
-            table.add_row(*place, Text(one.says), Text(one.middle))
+        for standout in heads:
+            position = (str(standout.head.layer_index), str(standout.head.head))
+            table.add_row(*position, Text(standout.sentence), Text(standout.middle))
         console.print(table)
     elif report.num_heads > 1:
-        _say(console, f"No head stands out. {RULE}")
+        _print_paragraph(console, f"No head stands out. {RULE}")
     for sentence in report.not_measured:
-        _say(console, sentence, "dim")
+        _print_paragraph(console, sentence, "dim")
 
 
-def _on_the_page_alone(report: ScanReport, pictures: int) -> str:
-    """What the terminal leaves out."""
+def _layer_names(layers: tuple[str, ...]) -> str:
+    """Return the names of the first layers and of the last."""
+    skipped = ["..."] if len(layers) > MOST_NAMES + 1 else []
+    return ", ".join([*layers[:MOST_NAMES], *skipped, *layers[MOST_NAMES:][-1:]])
+
+
+def _left_out(report: ScanReport, pictures: int, *, has_page: bool) -> str:
+    """Return a sentence on the numbers that are not drawn, and on the page that has them."""
     numbers = len(report.scan.scalars)
     rest, maps = numbers - pictures, MAP in report.scan.measured
-    left_out = [f"{many(rest, 'more number')} of each head"] if rest else []
+    chosen = f"Drawn here: {pictures} of {many(numbers, 'number')} of each head." if rest else ""
+    left_out = [many(rest, "more number")] if rest else []
     left_out += ["a map of every head"] if maps else []
-    if not left_out:
-        return ""
-    verb = "is" if len(left_out) == 1 and (maps or rest == 1) else "are"
-    chosen = f"{pictures} of {numbers} numbers are drawn here. " if rest else ""
-    return f"{chosen}On the page {verb} {' and '.join(left_out)}."
+    if not has_page or not left_out:
+        return chosen
+    return f"{chosen} The page also has {' and '.join(left_out)}."
 
 
-def picture(one: DrawnStatistic, width: int) -> Text:
-    """Layers x heads: numbers where there is room for them, else a bar for each head."""
-    heads = len(one.rows[0])
-    left = len(str(len(one.rows) - 1)) + 1
-    cell = 1 + max(2, *(len(one.scale.short(v)) for row in one.rows for v in row if v == v))
+def picture(statistic: DrawnStatistic, width: int) -> Text:
+    """Draw layers x heads, as numbers if they fit into the width, else as a bar for each head."""
+    rows, scale = statistic.rows, statistic.scale
+    heads = len(rows[0])
+    left = len(str(len(rows) - 1)) + 1
+    cell = 1 + max(2, *(len(scale.format_short(v)) for row in rows for v in row if v == v))
     if left + cell * heads > width:
         cell = 1
     drawn_heads = min(heads, (width - left) // cell)
-    in_unit = f", {one.unit}" if one.scale.kind == "range" else ""
+    unit = f", {statistic.unit}" if scale.kind == "range" else ""
     numbers = "".join(f"{head:{cell}d}" for head in range(drawn_heads))
-    drawn = Text(f"{one.label}{in_unit}\n")
+    drawn = Text(f"{statistic.label}{unit}\n")
     drawn.append(" " * left + (numbers if cell > 1 else _ruler(drawn_heads)), "dim")
-    for layer, row in enumerate(one.rows[:MOST_ROWS]):
+    for layer, row in enumerate(rows[:MOST_ROWS]):
         drawn.append(f"\n{layer:{left - 1}} ", "dim")
         for value in row[:drawn_heads]:
-            drawn.append_text(_cell(one, value, cell))
-    if len(one.rows) > MOST_ROWS or drawn_heads < heads:
-        some = f"{min(len(one.rows), MOST_ROWS)} of {many(len(one.rows), 'layer')}"
-        drawn.append(f"\nDrawn: {some}, {drawn_heads} of {many(heads, 'head')}", "dim")
+            drawn.append_text(_cell(scale, value, cell))
+    if len(rows) > MOST_ROWS or drawn_heads < heads:
+        layers = f"{min(len(rows), MOST_ROWS)} of {many(len(rows), 'layer')}"
+        drawn.append(f"\nDrawn: {layers}, {drawn_heads} of {many(heads, 'head')}", "dim")
     return drawn.append("\n")
 
 
-def _cell(one: DrawnStatistic, value: float, width: int) -> Text:
+def _cell(scale: Scale, value: float, width: int) -> Text:
     if value != value:
         return Text(f"{NO_VALUE:>{width}}", "dim")
-    colour = one.scale.colour(value)
+    colour = scale.colour(value)
     if width == 1:
-        return Text(_level(one.scale.position(value)), Style(color=css(colour)))
-    return Text(f"{one.scale.short(value):>{width}}", Style(color=ink(colour), bgcolor=css(colour)))
+        return Text(_level(scale.position(value)), Style(color=css(colour)))
+    digits = f"{scale.format_short(value):>{width}}"
+    return Text(digits, Style(color=ink(colour), bgcolor=css(colour)))
 
 
 def _level(share: float) -> str:
-    """The bar of a share, which is held between 0 and 1."""
+    """Return the bar of a share, which is clamped to 0 to 1."""
     return LEVELS[min(int(max(share, 0.0) * len(LEVELS)), len(LEVELS) - 1)]
 
 
 def _ruler(heads: int) -> str:
-    """Every fifth head by its number."""
+    """Return a line with the number of every fifth head."""
     return "".join(f"{head:<5}" for head in range(0, heads, 5))[:heads].rstrip()
 
 
@@ -132,7 +156,7 @@ def _ruler(heads: int) -> str:
 
 
 def show_study(result: Study, console: Console, *, whole: bool) -> None:
-    """Each question with its verdict; where ``whole``, with its reason, its facts and its table."""
+    """Print each question with its verdict; with ``whole`` also the reason, facts and table."""
     if result.fallback:
         console.print(f"Not the trained encoder: {result.fallback.reason}.", style="yellow")
         console.print(f"To get it: {result.fallback.remedy}\n", markup=False, soft_wrap=True)
@@ -142,42 +166,42 @@ def show_study(result: Study, console: Console, *, whole: bool) -> None:
         if whole:
             _show_evidence(answer, console)
         console.print()
-    for left in result.left_out:
-        console.print(Text(left.asks, "bold"))
-        said = Text(f"Left out: {left.reason}.\nTo get it: {left.remedy}", "yellow")
-        console.print(_indented(said))
+    for skipped in result.left_out:
+        console.print(Text(skipped.asks, "bold"))
+        message = f"Left out: {skipped.reason}.\nTo get it: {skipped.remedy}"
+        console.print(_indented(Text(message, "yellow")))
         console.print()
-    borne_out = sum(answer.holds for answer in result.answers)
-    console.print(f"{borne_out} of {len(result.answers)} claims are borne out.")
+    confirmed = sum(answer.holds for answer in result.answers)
+    console.print(f"{confirmed} of {len(result.answers)} claims are borne out.")
     if not whole:
         example = result.answers[0].question.id if result.answers else "parameters"
         console.print(
-            "The facts and figures of one question by its name, for instance:\n"
+            "For the facts and figures of one question, run for instance:\n"
             f"headwise study {example}"
         )
 
 
 def _show_evidence(answer: Answer, console: Console) -> None:
     console.print(_indented(Text(answer.say(answer.question.why), "dim")))
-    for held, words in answer.facts:
+    for holds, sentence in answer.facts:
         grid = Table.grid(padding=(0, 1, 0, 0))
-        grid.add_row(Text("✓", "green") if held else Text("✗", "red"), Text(words))
+        grid.add_row(Text("✓", "green") if holds else Text("✗", "red"), Text(sentence))
         console.print(_indented(grid))
     if answer.question.table:
-        console.print(_indented(_figures(answer.question.table.columns, answer, console)))
+        console.print(_indented(_answer_table(answer.question.table.columns, answer, console)))
 
 
-def _figures(columns: Sequence[str], answer: Answer, console: Console) -> Table | Group:
+def _answer_table(columns: Sequence[str], answer: Answer, console: Console) -> Table | Group:
     table = _table(dict(zip(columns, answer.are_figures, strict=True)))
     for row in answer.rows:
         table.add_row(*map(Text, row))
     if console.measure(table).minimum <= console.width - 2 * GAP:
         return table
-    # Too many columns for this terminal: row by row, each cell beside the name of its column.
-    return Group(*(_record(columns, row) for row in answer.rows))
+    # Too many columns for this terminal: list each cell beside the name of its column.
+    return Group(*(_answer_row(columns, row) for row in answer.rows))
 
 
-def _record(columns: Sequence[str], row: Sequence[str]) -> Table:
+def _answer_row(columns: Sequence[str], row: Sequence[str]) -> Table:
     record = Table.grid(padding=(0, 2, 0, 0))
     record.add_row("", "")
     record.add_row(Text(columns[0], "dim"), Text(row[0], "bold"))
@@ -186,21 +210,21 @@ def _record(columns: Sequence[str], row: Sequence[str]) -> Table:
     return record
 
 
-# ---- what they share -----------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------
 
 
 def _table(columns: dict[str, bool]) -> Table:
-    """An empty table of columns that hold figures, to be set flush right, or words."""
+    """Return an empty table; columns of figures are set flush right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name, is_figures in columns.items():
         table.add_column(Text(name), justify="right" if is_figures else "left")
     return table
 
 
-def _say(console: Console, text: str, style: str = "") -> None:
+def _print_paragraph(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text.strip(), style))
     console.print()
 
 
-def _indented(what: RenderableType) -> Padding:
-    return Padding(what, (0, 0, 0, GAP))
+def _indented(content: RenderableType) -> Padding:
+    return Padding(content, (0, 0, 0, GAP))

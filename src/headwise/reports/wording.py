@@ -1,7 +1,4 @@
-"""What the statistics of a scan are called among people, and what a head that has most of one does.
-
-A terminal and a page say the same, so the words are here.
-"""
+"""Display names and sentences for the statistics of a scan, on pages and in terminals."""
 
 from __future__ import annotations
 
@@ -16,52 +13,51 @@ from headwise.scanning.statistics.statistic import Definition
 
 WIDTH = "effective_keys"
 MOST_PICTURES = 6
-# A head that gives less of its weight than this to anything does not stand out by it.
-WORTH_TELLING = 0.05
-# A head stands out by what it has so many times as much of as the middle head, or so many times
-# less. Among heads that are alike some head has the most too, and that says nothing of it.
-APART = 2
+LEAST_SHARE = 0.05  # a head with a smaller share of its weight does not stand out by this share
+# A head stands out if its value is so many times that of the middle head, or so many times less.
+# Without this factor some head would stand out even if all heads were alike.
+FACTOR_APART = 2
 RULE = (
-    "A head stands out by what it has most of, if that is at least twice what the middle head has, "
-    "and for shares 5 per cent points more; and by looking at the fewest tokens, if these are at "
-    "most half as many as those of the middle head."
+    "A head stands out by a statistic if its value is the highest and at least twice that of the "
+    "middle head, and for shares 5 per cent points more. It also stands out if it attends to the "
+    "fewest tokens, and to at most half as many as the middle head."
 )
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How a statistic becomes a colour and a few digits."""
+    """The scale that turns values of a statistic into colours and digits."""
 
     kind: str  # "weight" or "share" of 0 to 1, or "range"
     low: float
     high: float
 
     def position(self, value: float) -> float:
-        """On the scale of colours; a share of the weight by its square root, as on a map."""
+        """Return the position on the colour scale; for weights by the square root, as on a map."""
         if self.kind == "weight":
             return png_images.weight_position(value)
         span = self.high - self.low
         return (value - self.low) / span if span > 0 else 0.5
 
     def colour(self, value: float) -> png_images.RGB:
-        """The colour at its position."""
+        """Return the colour of a value."""
         return png_images.viridis(self.position(value))
 
-    def short(self, value: float) -> str:
-        """At most three characters and a sign: ``78`` per cent, ``5.4`` nats, ``2k`` tokens."""
+    def format_short(self, value: float) -> str:
+        """Format at most three characters and a sign: ``78`` per cent, ``5.4`` nats, ``2k``."""
         if self.kind != "range":
-            return _minus(f"{100 * value:.0f}")
+            return _with_minus_sign(f"{100 * value:.0f}")
         largest = max(abs(self.low), abs(self.high))
         if largest < 0.995:
-            return _minus(f"{value:.2f}".replace("0.", ".", 1))
+            return _with_minus_sign(f"{value:.2f}".replace("0.", ".", 1))
         if largest < 9.95:
-            return _minus(f"{value:.1f}")
-        return _minus(f"{value:.0f}" if abs(value) < 999.5 else f"{value / 1000:.0f}k")
+            return _with_minus_sign(f"{value:.1f}")
+        return _with_minus_sign(f"{value:.0f}" if abs(value) < 999.5 else f"{value / 1000:.0f}k")
 
 
 @dataclass(frozen=True, eq=False)
 class DrawnStatistic:
-    """One scalar statistic of a scan, ready to be drawn: a row is a layer, a column a head."""
+    """One scalar statistic of a scan for a picture: a row is a layer, a column a head."""
 
     name: str
     label: str
@@ -72,52 +68,53 @@ class DrawnStatistic:
 
     @property
     def unit(self) -> str:
-        """What the numbers of its picture count, in few words."""
+        """The unit of the numbers in the picture, in few words."""
         if self.scale.kind == "range":
             unit = self.definition.unit.split(",")[0].split(" (")[0].split(";")[0]
             return f"in units {unit}" if unit.startswith("of ") else unit
         return self.definition.unit.split(",")[0].replace("share", "per cent", 1)
 
     @property
-    def is_telling(self) -> bool:
-        """Whether heads differ in it as far as its picture can show, and one has much of it."""
+    def varies_enough(self) -> bool:
+        """True if the picture shows differences between heads, and a share reaches 5 per cent."""
         real = [value for row in self.rows for value in row if value == value]
-        if len({self.scale.short(value) for value in real}) < 2:
+        if len({self.scale.format_short(value) for value in real}) < 2:
             return False
-        return self.scale.kind != "weight" or max(real) >= WORTH_TELLING
+        return self.scale.kind != "weight" or max(real) >= LEAST_SHARE
 
     @property
-    def is_same(self) -> bool:
-        """Whether there are heads to compare, and its picture would show the same for each."""
+    def is_constant(self) -> bool:
+        """True if there are several heads and the picture would show the same for each."""
         real = [value for row in self.rows for value in row if value == value]
         return len(real) > 1 and any(
-            len({digits(value) for value in real}) == 1 for digits in (self.scale.short, self.long)
+            len({digits(value) for value in real}) == 1
+            for digits in (self.scale.format_short, self.format_long)
         )
 
-    def is_apart(self, value: float) -> bool:
-        """Whether a head with so much has clearly more than the middle head; see `RULE`."""
+    def is_far_above(self, value: float) -> bool:
+        """True if a value is clearly above the middle head; see `RULE`."""
         more = value - self.middle
-        worth = 0.0 if self.scale.kind == "range" else WORTH_TELLING
-        return more >= max(worth, (APART - 1) * abs(self.middle)) and more > 0
+        least = 0.0 if self.scale.kind == "range" else LEAST_SHARE
+        return more >= max(least, (FACTOR_APART - 1) * abs(self.middle)) and more > 0
 
-    def is_below(self, value: float) -> bool:
-        """Whether a head with so much has clearly less than the middle head; see `RULE`."""
-        return 0 < APART * value <= self.middle
+    def is_far_below(self, value: float) -> bool:
+        """True if a value is clearly below the middle head; see `RULE`."""
+        return 0 < FACTOR_APART * value <= self.middle
 
-    def long(self, value: float) -> str:
-        """As in a sentence: ``87 %``, ``5.41 nats``."""
+    def format_long(self, value: float) -> str:
+        """Format a value for a sentence: ``87 %``, ``5.41 nats``."""
         if self.scale.kind != "range":
             if 0 < value < 0.0005:
                 return "under 0.1 %"
-            return _minus(f"{100 * value:.{0 if abs(value) >= 0.0095 else 1}f} %")
+            return _with_minus_sign(f"{100 * value:.{0 if abs(value) >= 0.0095 else 1}f} %")
         size = abs(value)
         digits = f"{value:.{2 if size < 9.95 else 1 if size < 99.5 else 0}f}"
-        counts = self.unit in ("tokens", "nats", "keys", "directions")
-        return _minus(f"{digits} {self.unit}" if counts else digits)
+        has_unit = self.unit in ("tokens", "nats", "keys", "directions")
+        return _with_minus_sign(f"{digits} {self.unit}" if has_unit else digits)
 
 
-def shown(scan: HeadScan, name: str) -> DrawnStatistic:
-    """A scalar statistic that the scan has."""
+def drawn_statistic(scan: HeadScan, name: str) -> DrawnStatistic:
+    """Return a scalar statistic of the scan with its scale."""
     values, definition = scan[name], scan.definition(name)
     real = values[values.isfinite()]
     low, high = (float(real.min()), float(real.max())) if real.numel() else (0.0, 0.0)
@@ -127,105 +124,113 @@ def shown(scan: HeadScan, name: str) -> DrawnStatistic:
         definition=definition,
         rows=values.tolist(),
         middle=float(real.median()) if real.numel() else float("nan"),
-        # Shares run from 0 to 1, whatever was found.
+        # The scale of shares is from 0 to 1, whatever the values.
         scale=Scale(
             definition.drawn, *((low, high) if definition.drawn == "range" else (0.0, 1.0))
         ),
     )
 
 
-def in_order(scan: HeadScan) -> list[DrawnStatistic]:
-    """Every scalar of the scan, those with words of their own first."""
-    known = [name for name in PICTURED if name in scan.scalars]
-    return [shown(scan, name) for name in [*known, *(n for n in scan.scalars if n not in known)]]
+def drawn_statistics(scan: HeadScan) -> list[DrawnStatistic]:
+    """Return every scalar of the scan, those of `PICTURED` first."""
+    first = [name for name in PICTURED if name in scan.scalars]
+    others = [name for name in scan.scalars if name not in first]
+    return [drawn_statistic(scan, name) for name in [*first, *others]]
 
 
 def pictured(scan: HeadScan) -> list[DrawnStatistic]:
-    """Those whose pictures have something to show; `unpictured` has the others."""
-    return [one for one in in_order(scan) if _nothing_to_show(scan, one) is None]
+    """Return the statistics with a picture; `unpictured` returns the others."""
+    return [s for s in drawn_statistics(scan) if _reason_without_picture(scan, s) is None]
 
 
 def unpictured(scan: HeadScan) -> dict[str, list[str]]:
-    """Why there is no picture -> the statistics, as for those that were not measured."""
+    """Return the names of the statistics without a picture, by the reason."""
     reasons: dict[str, list[str]] = {}
-    for one in in_order(scan):
-        if (reason := _nothing_to_show(scan, one)) is not None:
-            reasons.setdefault(reason, []).append(one.name)
+    for statistic in drawn_statistics(scan):
+        if (reason := _reason_without_picture(scan, statistic)) is not None:
+            reasons.setdefault(reason, []).append(statistic.name)
     return reasons
 
 
-def _nothing_to_show(scan: HeadScan, one: DrawnStatistic) -> str | None:
-    reach = next(s.reach for s in scan.statistics if s.definition.name == one.name)
-    if one.name.startswith("within_") and reach >= scan.tokens - 1:
-        # Of several texts the longest is not known, but they are no longer than all together.
-        return f"nothing is further away in {scan.tokens:,} tokens"
-    return f"every head has {one.long(one.middle)}" if one.is_same else None
+def _reason_without_picture(scan: HeadScan, statistic: DrawnStatistic) -> str | None:
+    reach = next(s.reach for s in scan.statistics if s.definition.name == statistic.name)
+    if statistic.name.startswith("within_") and reach >= scan.tokens - 1:
+        # The longest of several texts is unknown, but no longer than all texts together.
+        return f"no token is further away in {scan.tokens:,} tokens"
+    if statistic.is_constant:
+        return f"every head has {statistic.format_long(statistic.middle)}"
+    return None
 
 
-def most_telling(scan: HeadScan) -> list[DrawnStatistic]:
-    """A few in which heads differ: what a terminal shows."""
-    return _different(one for one in pictured(scan) if one.is_telling)[:MOST_PICTURES]
+def terminal_statistics(scan: HeadScan) -> list[DrawnStatistic]:
+    """Return the few statistics that a terminal shows, in which heads differ."""
+    varying = (statistic for statistic in pictured(scan) if statistic.varies_enough)
+    return _without_duplicates(varying)[:MOST_PICTURES]
 
 
 @dataclass(frozen=True)
 class StandoutHead:
-    """A head with the most of a statistic, and that in words."""
+    """A head that stands out by a statistic, with a sentence and the value of the middle head."""
 
     head: HeadValue
-    says: str
+    sentence: str
     middle: str
 
 
-def standing_out(scan: HeadScan) -> list[StandoutHead]:
-    """Heads far from the middle one: with most of a telling statistic, or looking most narrowly."""
-    told = scan.known_for or scan.scalars
-    found = []
-    for one in _different(one for one in (shown(scan, name) for name in told) if one.is_telling):
-        top = scan.top(one.name, 1)[0]
-        if one.is_apart(top.value):
-            found.append(_says(scan, one, top, one.definition.says))
-        if one.definition.least:
-            low = scan.top(one.name, 1, lowest=True)[0]
-            if one.is_below(low.value):
-                found.append(_says(scan, one, low, one.definition.least))
-    return found
+def standout_heads(scan: HeadScan) -> list[StandoutHead]:
+    """Return the heads that stand out by the `RULE`."""
+    candidates = [drawn_statistic(scan, name) for name in scan.known_for or scan.scalars]
+    heads = []
+    for statistic in _without_duplicates(s for s in candidates if s.varies_enough):
+        definition = statistic.definition
+        top = scan.top(statistic.name, 1)[0]
+        if statistic.is_far_above(top.value):
+            heads.append(_standout_head(scan, statistic, top, definition.says))
+        if definition.least:
+            low = scan.top(statistic.name, 1, lowest=True)[0]
+            if statistic.is_far_below(low.value):
+                heads.append(_standout_head(scan, statistic, low, definition.least))
+    return heads
 
 
-def _different(several: Iterable[DrawnStatistic]) -> list[DrawnStatistic]:
-    """Without those that say the same again: the first token may be the only special one."""
-    found: list[DrawnStatistic] = []
-    for one in several:
-        drawn = _digits(one)
-        if all(_digits(other) != drawn for other in found):
-            found.append(one)
-    return found
+def _without_duplicates(statistics: Iterable[DrawnStatistic]) -> list[DrawnStatistic]:
+    """Drop statistics with the same picture, as where the first token is the only special one."""
+    distinct: dict[str, DrawnStatistic] = {}
+    for statistic in statistics:
+        distinct.setdefault(str(_formatted_rows(statistic)), statistic)
+    return list(distinct.values())
 
 
-def _digits(one: DrawnStatistic) -> list[list[str]]:
-    return [["" if value != value else one.scale.short(value) for value in r] for r in one.rows]
+def _formatted_rows(statistic: DrawnStatistic) -> list[list[str]]:
+    short = statistic.scale.format_short
+    return [["" if value != value else short(value) for value in row] for row in statistic.rows]
 
 
-def _says(scan: HeadScan, one: DrawnStatistic, head: HeadValue, phrase: str) -> StandoutHead:
-    value, middle = one.long(head.value), one.long(one.middle)
-    if one.name == WIDTH:
-        value, middle = (f"about {_tokens(count)} tokens" for count in (head.value, one.middle))
+def _standout_head(
+    scan: HeadScan, statistic: DrawnStatistic, head: HeadValue, phrase: str
+) -> StandoutHead:
+    value, middle = statistic.format_long(head.value), statistic.format_long(statistic.middle)
+    if statistic.name == WIDTH:
+        value, middle = (
+            f"about {_format_token_count(count)} tokens" for count in (head.value, statistic.middle)
+        )
         if scan.sequences == 1:
-            value = f"about {_tokens(head.value)} of {scan.tokens:,} tokens"
+            value = f"about {_format_token_count(head.value)} of {scan.tokens:,} tokens"
     return StandoutHead(head, phrase.format(value), middle)
 
 
-def _tokens(count: float) -> str:
+def _format_token_count(count: float) -> str:
     return f"{count:.1f}" if count < 9.95 else f"{count:,.0f}"
 
 
-def _minus(text: str) -> str:
+def _with_minus_sign(text: str) -> str:
     return text.replace("-", "−")
 
 
-def visible(text: str) -> str:
-    """Text in which nothing is unseen: what cannot be printed is escaped, mere spaces are drawn.
+def escape_unprintable(text: str) -> str:
+    """Escape characters that cannot be printed, and show a text of spaces as ``␣``.
 
-    A control character would otherwise reach the reader's terminal, and do there what it does.
+    A control character from a file would otherwise act on the terminal.
     """
     if text and not text.strip(" "):
         return "␣" * len(text)

@@ -1,1 +1,1 @@
-"""Scans: what every head of a model does, from its own forward pass, with no matrix written."""
+"""Scans: statistics of every head of a model, from its own forward pass."""

@@ -1,13 +1,13 @@
-"""Context of an attention call, as it was observed: the tokens of its keys, its output projection.
+"""Observed context of an attention call: the tokens of its keys and its output projection.
 
-Nothing is guessed by a length alone. Tokens are those that the model itself was given, and that
-an embedding looked up; they belong to the layers of the same part of the model; and of a cache
-they are known only if every key was seen to come in, from the first one on.
+Tokens are model inputs that an embedding looked up, never tensors that only have a fitting length.
+They belong to the layers of the same part of the model. Tokens in a cache are known only if every
+key was observed to come in.
 
-A module is the output projection if it is given the head outputs side by side, number for number;
-multiplies them by a matrix of its own and does nothing else; and, where it lies inside of the
-attention module, gives what that module gives. An adapter around the matrix, a gate beside it, or
-a norm in between is none of it: then no projection is known.
+A module counts as the output projection if it receives exactly the concatenated head outputs and
+only multiplies them by its weight and adds its bias. Inside the attention module, its output must
+also be the output of that module. An adapter around the weight, a gate beside it, or a norm in
+between fails this check; then the projection is unknown.
 """
 
 from __future__ import annotations
@@ -20,65 +20,67 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from headwise.kernels.bound_scores import accumulation_dtype
-from headwise.scanning.captured_call import CapturedCall, known
-from headwise.scanning.module_calls import ModuleCall, as_floats
+from headwise.scanning.captured_call import CapturedCall, not_none
+from headwise.scanning.module_calls import ModuleCall, dequantized
 
 # ---- tokens -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class _Stream:
-    """Tokens that were looked up in this pass."""
+    """Tokens that an embedding looked up in this pass."""
 
-    part: str  # of the model: the beginning of its layers' names
-    within: ModuleCall | None  # the run that the embedding ran in, less modules of embeddings
+    part: str  # prefix of the layer names in the same part of the model
+    within: ModuleCall | None  # the innermost module around the embedding, embeddings apart
     tokens: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class KeyTokens:
-    """What is known of the keys of one call.
+    """The tokens of the keys of one call.
 
     Attributes:
-        tokens: (batch, keys), −1 where a cache has room to spare; None where they are not known.
-        seen: how many tokens have come in, up to the last query; None where that is not known.
-        dropped: how many of them a cache no longer holds.
+        tokens: (batch, keys), −1 in the free space of a cache; None if unknown.
+        count: number of tokens that have come in, up to the last query; None if unknown.
+        dropped: number of these that a cache no longer holds.
     """
 
     tokens: Tensor | None = None
-    seen: int | None = None
+    count: int | None = None
     dropped: int = 0
 
 
 class TokenStreams:
-    """The tokens that one model has looked up: in this pass, and before it where it has a cache."""
+    """The tokens that one model has looked up in this pass, and in earlier ones with a cache."""
 
     def __init__(self) -> None:
-        self._given: list[Tensor] = []
+        self._inputs: list[Tensor] = []
         self._streams: list[_Stream] = []
         self._history: dict[str, Tensor] = {}
 
     def begin_input(self) -> None:
-        """Other sequences: what a cache held before is forgotten."""
+        """Start another input, and drop the tokens of earlier sequences."""
         self._history.clear()
         self._streams.clear()
 
-    def begin_pass(self, given: list[Tensor]) -> None:
-        """The model runs, and was given these tensors of integers."""
-        self._given = given
+    def begin_pass(self, inputs: list[Tensor]) -> None:
+        """Start a forward pass of the model with these integer inputs."""
+        self._inputs = inputs
         self._streams.clear()
 
-    def look_up(self, embedding: str, tokens: Tensor, around: list[ModuleCall]) -> bool:
-        """An embedding of this name looks ``tokens`` up, (batch, length), ``around`` it run these.
+    def add_lookup(self, embedding: str, tokens: Tensor, outer_calls: list[ModuleCall]) -> bool:
+        """Add tokens (batch, length) that an embedding looks up inside ``outer_calls``.
 
-        Return whether these are tokens that the model was given. The same tokens again, in the
-        same run, are the same text: some models have a second table.
+        Return True if the tokens are a model input. Some models have a second embedding, so equal
+        tokens in the same run count as one text.
         """
-        if not any(_equal(tokens, own) for own in self._given):
-            return False  # places, kinds of tokens, or what the model made itself
-        part = _part_of(embedding)
-        outside = [running for running in around[1:] if "embed" not in running.name]
-        within = next(iter([*reversed(outside), *around[:1]]), None)
+        if not any(_equal(tokens, model_input) for model_input in self._inputs):
+            return False  # positions, segment ids, or ids that the model computed
+        part = _model_part_of(embedding)
+        outside = [
+            module_call for module_call in outer_calls[1:] if "embed" not in module_call.name
+        ]
+        within = next(iter([*reversed(outside), *outer_calls[:1]]), None)
         before = [
             text.tokens for text in self._streams if (text.part, text.within) == (part, within)
         ]
@@ -91,65 +93,64 @@ class TokenStreams:
             self._history[part] = torch.cat([past, tokens], 1) if fits else tokens[:, :0]
         return True
 
-    def of_self(
+    def for_self_attention(
         self,
         layer: str,
         shape: tuple[int, int, int, int],
-        around: list[ModuleCall],
+        outer_calls: list[ModuleCall],
         *,
         own_key: int | None,
         windowed: bool,
     ) -> KeyTokens:
-        """The keys of self-attention, for a matrix (batch, heads, queries, keys).
+        """Return the tokens of the keys of self-attention.
 
         Args:
-            layer: its name.
-            shape: of the matrix.
-            around: the runs that the layer runs in, outermost first.
-            own_key: the key that stands where query 0 stands, where the mask says so.
-            windowed: whether old keys may have been dropped, since none can be seen any more.
+            layer: the name of the layer.
+            shape: of the matrix, (batch, heads, queries, keys).
+            outer_calls: the modules around the layer that are running, outermost first.
+            own_key: the key at the position of query 0, if the mask determines it.
+            windowed: True if a window allows the cache to drop old keys.
         """
         batch, _, queries, keys = shape
-        stream = self._text_of(layer, (batch, queries), around)
+        stream = self._stream_of_layer(layer, (batch, queries), outer_calls)
         if stream is None:
             return KeyTokens()
-        if own_key == 0:  # the first of a text, or all of it
+        if own_key == 0:  # the queries begin the text
             self._history[stream.part] = stream.tokens
         past = self._history.get(stream.part)
         if past is None or past.shape[0] != batch or past.shape[1] < queries:
             return KeyTokens()
         seen = past.shape[1]
         if seen > keys:
-            return KeyTokens(seen=seen, dropped=seen - keys) if windowed else KeyTokens()
+            return KeyTokens(count=seen, dropped=seen - keys) if windowed else KeyTokens()
         if own_key is not None and own_key != seen - queries:
-            return KeyTokens()  # the cache holds something else than what was seen to come in
-        return KeyTokens(pad(past, (0, keys - seen), value=-1), seen=seen)
+            return KeyTokens()  # the cache holds other tokens than those that were observed
+        return KeyTokens(pad(past, (0, keys - seen), value=-1), count=seen)
 
-    def _text_of(
-        self, layer: str, shape: tuple[int, int], around: list[ModuleCall]
+    def _stream_of_layer(
+        self, layer: str, shape: tuple[int, int], outer_calls: list[ModuleCall]
     ) -> _Stream | None:
-        """The text (batch, length) of a layer: of its part, from the innermost run around it.
+        """Return the text (batch, length) of the layer's part, from the innermost run around it.
 
-        An encoder that runs twice reads two texts. Where two of one shape were looked up in one
-        run, either may be the layer's: then none is known.
+        An encoder that runs twice reads two texts. If one run looked up two texts of one shape,
+        the text of the layer is unknown.
         """
 
-        def nearness(text: _Stream) -> tuple[int, int]:
-            place = next((n for n, run in enumerate(around) if run is text.within), -1)
-            return place, len(text.part)
+        def nearness(stream: _Stream) -> tuple[int, int]:
+            depth = next((n for n, run in enumerate(outer_calls) if run is stream.within), -1)
+            return depth, len(stream.part)
 
-        own = [text for text in self._streams if layer.startswith(text.part)]
-        nearest = max(map(nearness, own), default=None)
-        fitting = [t for t in own if nearness(t) == nearest and t.tokens.shape == shape]
+        streams = [stream for stream in self._streams if layer.startswith(stream.part)]
+        nearest = max(map(nearness, streams), default=None)
+        fitting = [s for s in streams if nearness(s) == nearest and s.tokens.shape == shape]
         return fitting[0] if len(fitting) == 1 else None
 
-    def of_cross(self, layer: str, shape: tuple[int, int, int, int]) -> KeyTokens:
-        """The keys of cross attention: those of the only other text of this length, if any."""
+    def for_cross_attention(self, layer: str, shape: tuple[int, int, int, int]) -> KeyTokens:
+        """Return the tokens of the keys of cross attention: the only other text, if it fits."""
         batch, _, _, keys = shape
-        own = [s for s in self._streams if s.part and layer.startswith(s.part)]
-        others = [s for s in self._streams if s not in own]
+        others = [s for s in self._streams if not (s.part and layer.startswith(s.part))]
         fitting = [s for s in others if s.tokens.shape == (batch, keys)]
-        # The layer's own text was looked up after the one that it attends to.
+        # The text of the queries must have been looked up after the text of the keys.
         if len(self._streams) != 2 or not fitting or fitting[0] is self._streams[-1]:
             return KeyTokens()
         return KeyTokens(fitting[0].tokens)
@@ -159,12 +160,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and bool(torch.equal(a, b)))
 
 
-def _part_of(embedding: str) -> str:
-    """``text_model.`` for text_model.embeddings.token_embedding; all of a model is ""."""
+def _model_part_of(embedding: str) -> str:
+    """Return ``text_model.`` for text_model.embeddings.token_embedding, "" for a whole model."""
     parts = embedding.split(".")[:-1]
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if "embed" in part:
-            parts = parts[:place]
+            parts = parts[:index]
             break
     return "".join(f"{part}." for part in parts)
 
@@ -173,51 +174,58 @@ def _part_of(embedding: str) -> str:
 
 
 class PendingProjection:
-    """A call whose output projection has not been seen yet.
+    """A call whose output projection has not run yet.
 
     Args:
-        call: what was shown.
-        block: the block around it, whose state the output is added to; None where it is not known.
-        version: of the head outputs when they were shown: it counts changes in place.
+        call: the captured call.
+        block: the block around the layer, to whose state the output is added; None if unknown.
+        version: the version of the head outputs at the call, which counts changes in place.
     """
 
     def __init__(self, call: CapturedCall, block: ModuleCall | None, *, version: int) -> None:
         self.call, self.block, self.version = call, block, version
-        self._outputs = known(call.outputs)
-        self.is_settled = False
-        self.was_read = False  # a module was given the head outputs, as they are
-        # A module that runs on the head outputs -> whether it stands inside the module.
-        self._given: dict[ModuleCall, bool] = {}
-        self._inside: list[tuple[Tensor, Tensor]] = []  # projections there, and what they gave
+        self._outputs = not_none(call.outputs)
+        self.is_complete = False
+        self.was_read = False  # True once a module received the unchanged head outputs
+        # True for a consumer of the head outputs that is inside the attention module.
+        self._consumers: dict[ModuleCall, bool] = {}
+        self._inside: list[tuple[Tensor, Tensor]] = []  # projections there, and their outputs
 
-    def before(self, running: ModuleCall, around: list[nn.Module]) -> None:
-        """A module is about to run; ``around`` are those that are running."""
-        if running.state is not None and _is_merged(running.state, self._outputs):
-            self._given[running], self.was_read = self.call.module in around, True
+    def before(self, module_call: ModuleCall, outer_modules: list[nn.Module]) -> None:
+        """Note a module that is about to run inside ``outer_modules``."""
+        if module_call.state is not None and _is_concatenated_heads(
+            module_call.state, self._outputs
+        ):
+            self._consumers[module_call] = self.call.module in outer_modules
+            self.was_read = True
 
-    def after(self, running: ModuleCall, output: Any) -> None:
-        """A module has run."""
-        given = _first_tensor(output)
-        if running.module is self.call.module:
-            fitting = [by for by, own in self._inside if given is not None and _begin(own, given)]
+    def after(self, module_call: ModuleCall, output: Any) -> None:
+        """Note the output of a module, and complete the call if it was the output projection."""
+        result = _first_tensor(output)
+        if module_call.module is self.call.module:
+            fitting = [
+                weight
+                for weight, projected in self._inside
+                if result is not None and _same_first_token(projected, result)
+            ]
             self.call.out_proj = fitting[0] if fitting else None
-            self.is_settled = bool(self._inside)
+            self.is_complete = bool(self._inside)
             return
-        is_inside = self._given.pop(running, None)
-        if is_inside is None or given is None:
+        is_inside = self._consumers.pop(module_call, None)
+        if is_inside is None or result is None:
             return
-        found = by_head(running.module, self._outputs)
-        if found is None or not _is_product(running, given):
+        weight = split_by_head(module_call.module, self._outputs)
+        if weight is None or not _is_linear_output(module_call, result):
             return
         if is_inside:
-            self._inside.append((found, given))
+            self._inside.append((weight, result))
         else:
-            self.call.out_proj, self.is_settled = found, True
+            self.call.out_proj, self.is_complete = weight, True
 
 
-def by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
-    """(heads, value_dim, embed_dim): the part of a module's matrix that each head goes through."""
-    matrix = _matrix(module)
+def split_by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
+    """Return (heads, value_dim, embed_dim): each head's part of the weight of a module."""
+    matrix = _weight_matrix(module)
     _, heads, _, value_dim = outputs.shape
     if matrix is None or matrix.shape[0] != heads * value_dim:
         return None
@@ -225,35 +233,35 @@ def by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
     return parts
 
 
-def _matrix(module: nn.Module) -> Tensor | None:
-    """(in, out), of floating-point numbers."""
-    held = getattr(module, "weight", None)
-    weight = as_floats(held.detach()) if isinstance(held, Tensor) else None
+def _weight_matrix(module: nn.Module) -> Tensor | None:
+    """Return the floating-point weight (in, out) of a module, if it has one."""
+    stored = getattr(module, "weight", None)
+    weight = dequantized(stored.detach()) if isinstance(stored, Tensor) else None
     if weight is None or weight.dim() != 2:
         return None
-    # transformers' Conv1D, as in GPT-2, holds it so; linear layers the other way round.
+    # The Conv1D of transformers, as in GPT-2, stores (in, out); linear layers store (out, in).
     return weight if type(module).__name__.startswith("Conv1D") else weight.mT
 
 
-def _is_product(running: ModuleCall, given: Tensor) -> bool:
-    """Whether a module gave its first token times its matrix, plus its bias, up to rounding.
+def _is_linear_output(module_call: ModuleCall, result: Tensor) -> bool:
+    """True if a module's first output is its first input times its weight, plus its bias.
 
-    Off by at most n u (|x| |W|) in the sum of n products, in the dtype of accumulation, and by two
+    The error may be n u (|x| |W|) from the sum of n products in the dtype of accumulation, and two
     roundings of the result (docs/budget.md).
     """
-    matrix, state = known(_matrix(running.module)), known(running.state)
+    matrix, state = not_none(_weight_matrix(module_call.module)), not_none(module_call.state)
     x, w = state.reshape(-1, matrix.shape[0])[0].double(), matrix.double()
-    bias = getattr(running.module, "bias", None)
+    bias = getattr(module_call.module, "bias", None)
     exact = x @ w + (bias.double() if isinstance(bias, Tensor) else 0.0)
-    if given.shape[-1] != len(exact):
+    if result.shape[-1] != len(exact):
         return False
-    unit = torch.finfo(accumulation_dtype(given.dtype)).eps
-    allowed = len(x) * unit * (x.abs() @ w.abs()) + 2 * torch.finfo(given.dtype).eps * exact.abs()
-    return bool(((given.reshape(-1, len(exact))[0].double() - exact).abs() <= allowed).all())
+    unit = torch.finfo(accumulation_dtype(result.dtype)).eps
+    allowed = len(x) * unit * (x.abs() @ w.abs()) + 2 * torch.finfo(result.dtype).eps * exact.abs()
+    return bool(((result.reshape(-1, len(exact))[0].double() - exact).abs() <= allowed).all())
 
 
-def _is_merged(state: Tensor, outputs: Tensor) -> bool:
-    """Whether a module's input is the head outputs side by side: the first token, the last."""
+def _is_concatenated_heads(state: Tensor, outputs: Tensor) -> bool:
+    """True if the first and the last token of a module's input are concatenated head outputs."""
     if state.numel() != outputs.numel() or not state.numel():
         return False
     tokens = state.reshape(-1, outputs.shape[1] * outputs.shape[3])
@@ -261,8 +269,8 @@ def _is_merged(state: Tensor, outputs: Tensor) -> bool:
     return torch.equal(tokens[0], first) and torch.equal(tokens[-1], last)
 
 
-def _begin(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors begin with the same token."""
+def _same_first_token(a: Tensor, b: Tensor) -> bool:
+    """True if the first tokens of two tensors are equal."""
     return a.shape[-1] == b.shape[-1] and torch.equal(
         a.reshape(-1, a.shape[-1])[0], b.reshape(-1, b.shape[-1])[0]
     )

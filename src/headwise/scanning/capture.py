@@ -1,13 +1,13 @@
-"""Every attention call of a running model, whatever it is computed by.
+"""Capture of every attention call of a running model.
 
-Reached are layers of headwise; models of transformers that go through its attention interface;
-`torch.nn.MultiheadAttention` and torch's transformer layers; and whatever calls
-`scaled_dot_product_attention`. No layer is rewritten: hooks and settings are put back as they were,
-also after an exception. What torch.compile has compiled runs uncompiled meanwhile. Attention that a
-module computes by matrix products of its own, or in a graph that was exported or scripted, is not
-reached; `AttentionCapture.unseen` names the modules that look like it.
+Four sources are captured: layers of headwise, models of transformers that use its attention
+interface, `torch.nn.MultiheadAttention` with torch's transformer layers, and any code that calls
+`scaled_dot_product_attention`. No layer is rewritten. Hooks and settings are restored afterwards,
+also after an exception, and compiled modules run uncompiled in between. Explicit matrix products
+and exported or scripted graphs are not captured. `AttentionCapture.missed_modules` lists the
+modules that look like attention and were not captured.
 
-What is said around a call is observed, or not said at all.
+Everything reported about a call is observed at run time; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -25,42 +25,43 @@ from headwise.errors import OptionError
 from headwise.huggingface.enable import switched
 from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.band import Band
-from headwise.scanning.call_context import KeyTokens, PendingProjection, TokenStreams, by_head
+from headwise.scanning.call_context import KeyTokens, PendingProjection, TokenStreams, split_by_head
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.module_calls import ModuleCall, ModuleCalls, same, version_of
+from headwise.scanning.module_calls import ModuleCall, ModuleCalls, tensors_equal, version_of
 from headwise.scanning.torch_calls import TorchCalls
 from headwise.support.kernel_calls import telling_own_calls
 
-# A module of these names that ran and showed nothing may be attention that was not reached.
-LOOKS_LIKE = ("attention", "attn")
-MOST_NAMES = 4  # of these, before the rest is counted
+# A module whose class has one of these words in its name is expected to compute attention.
+ATTENTION_WORDS = ("attention", "attn")
+MOST_NAMES = 4  # modules that a note names; the others are counted
 
 Watch = Callable[[CapturedCall], Tensor | None]
-Settled = Callable[[CapturedCall], None]
+OnComplete = Callable[[CapturedCall], None]
 
-_one_at_a_time = threading.RLock()  # hooks of two readers of one model would meet
+_capture_lock = threading.RLock()  # the hooks of two captures of one model would collide
 
 
 class AttentionCapture:
-    """What was reached of one model; filled while it runs.
+    """The attention calls of one model, collected while the model runs.
 
-    ``layers`` holds the layers whose attention was seen, in call order: name -> class;
-    ``tables`` the shapes of the embeddings that looked up tokens.
+    Attributes:
+        layers: the class of each layer whose attention was captured, by layer name in call order.
+        tables: the shapes of the embeddings that looked up tokens.
     """
 
     def __init__(
-        self, model: nn.Module | None, watch: Watch | None, settled: Settled | None
+        self, model: nn.Module | None, watch: Watch | None, on_complete: OnComplete | None
     ) -> None:
         self.layers: dict[str, str] = {}
         self.tables: set[tuple[int, ...]] = set()
-        self._watch, self._settled = watch, settled
+        self._watch, self._on_complete = watch, on_complete
         self._pending: PendingProjection | None = None
         self._ran: dict[str, str] = {}
-        # Block, and real queries, of the last self-attention.
+        # The block and the real queries of the last self-attention.
         self._last_block: tuple[str, Tensor | None] = ("", None)
         self._heads: dict[str, int] = {}
-        self._bare = 0
-        self._looks_up = model is not None and any(
+        self._calls_outside_modules = 0
+        self._has_embedding = model is not None and any(
             isinstance(module, nn.Embedding) for module in model.modules()
         )
         self._tokens = TokenStreams()
@@ -68,115 +69,117 @@ class AttentionCapture:
         self.modules = ModuleCalls(whole, before=self._before, after=self._after)
 
     @property
-    def unseen(self) -> dict[str, str]:
-        """Modules that ran, look like attention and showed none: name -> class."""
-        seen = [name.partition(" (")[0] for name in self.layers]
+    def missed_modules(self) -> dict[str, str]:
+        """The class of each module that ran, looks like attention and was not captured."""
+        captured = [name.partition(" (")[0] for name in self.layers]
 
         def is_covered(name: str) -> bool:
             return any(
-                name == own or own.startswith(name + ".") or name.startswith(own + ".")
-                for own in seen
+                name == layer or layer.startswith(name + ".") or name.startswith(layer + ".")
+                for layer in captured
             )
 
-        named = {n: kind for n, kind in self._ran.items() if not is_covered(n)}
+        missed = {name: kind for name, kind in self._ran.items() if not is_covered(name)}
         return {
             name: kind
-            for name, kind in named.items()
-            if not any(other.startswith(name + ".") for other in named)
+            for name, kind in missed.items()
+            if not any(other.startswith(name + ".") for other in missed)
         }
 
     def require_any(self, model: str) -> None:
-        """Raise OptionError if no attention of the model was seen."""
+        """Raise OptionError if no attention of the model was captured."""
         if self.layers:
             return
-        similar = ", ".join(sorted(set(self.unseen.values()))) or "none"
+        similar = ", ".join(sorted(set(self.missed_modules.values()))) or "none"
         raise OptionError(
-            saw=f"{model}, in which no attention was seen; looking like it: {similar}",
-            needed="attention that goes through transformers' interface, torch's layers, "
-            "scaled_dot_product_attention, or headwise",
-            do="where a module multiplies queries and keys itself, put an AttentionMatrix there",
+            saw=f"{model}, in which no attention was captured; modules that look like it: "
+            f"{similar}",
+            needed="attention computed by transformers' attention interface, torch's layers, "
+            "scaled_dot_product_attention or headwise",
+            do="use an AttentionMatrix in the module that multiplies queries and keys itself",
         )
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What looks like attention, ran, and was not seen, in a sentence; none if all was."""
-        if not (unseen := self.unseen):
+        """A sentence on the modules that look like attention and were not captured, if any."""
+        if not (missed := self.missed_modules):
             return ()
-        names = ", ".join(f"{name} ({kind})" for name, kind in list(unseen.items())[:MOST_NAMES])
-        more = f" and {len(unseen) - MOST_NAMES} more" if len(unseen) > MOST_NAMES else ""
+        names = ", ".join(f"{name} ({kind})" for name, kind in list(missed.items())[:MOST_NAMES])
+        more = f" and {len(missed) - MOST_NAMES} more" if len(missed) > MOST_NAMES else ""
         return (
-            f"{len(self.layers)} layers were seen; {len(unseen)} that look like attention ran and "
-            "were not: they multiply matrices themselves, call the kernel of another library, or "
-            f"are scripted or exported graphs: {names}{more}",
+            f"{len(self.layers)} layers were captured; {len(missed)} modules that look like "
+            "attention ran and were not: they multiply matrices themselves, call the kernel of "
+            f"another library, or are scripted or exported graphs: {names}{more}",
         )
 
     def begin(self) -> None:
-        """Another input: other sequences, and what runs outside of any module counts anew."""
-        self._bare, self._last_block = 0, ("", None)
+        """Start another input, with other sequences and a new count of calls outside modules."""
+        self._calls_outside_modules, self._last_block = 0, ("", None)
         self._tokens.begin_input()
 
     def show(self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
-        """A watcher of `headwise.layers.hooks`."""
-        self.settle()
+        """Record one attention call; a watcher of `headwise.layers.hooks`."""
+        self.complete_call()
         stack = self.modules.stack
         call = self._call(matrix, v, outputs)
         block = _block_of(stack, matrix)
         if stack:
             stack[-1].last_keys = matrix.k, call.is_cross
-        for running in stack:
-            running.attended += 1
+        for module_call in stack:
+            module_call.attended += 1
         self._forget_projected()
         self.layers.setdefault(call.layer, type(call.module).__name__)
         changed = None if self._watch is None else self._watch(call)
-        if self._settled is not None:
+        if self._on_complete is not None:
             self._pending = PendingProjection(call, block, version=version_of(outputs))
             if isinstance(call.module, nn.MultiheadAttention):
                 # Its projection is applied by a function.
-                call.out_proj = by_head(call.module.out_proj, outputs)
-                self.settle()
+                call.out_proj = split_by_head(call.module.out_proj, outputs)
+                self.complete_call()
         return outputs if changed is None else changed
 
-    def settle(self) -> None:
-        """Nothing more will be known of the last call."""
+    def complete_call(self) -> None:
+        """Hand the last call on, with all that was observed around it."""
         pending, self._pending = self._pending, None
-        if pending is None or self._settled is None:
+        if pending is None or self._on_complete is None:
             return
         if pending.was_read:
-            self._forget_projected()  # what went into the output projection is no query and no key
+            self._forget_projected()  # the input of the output projection is no query and no key
         call, block = pending.call, pending.block
-        # A model may have changed its head outputs since they were shown.
+        # A model may have changed its head outputs in place since the call.
         if not version_of(call.outputs) == pending.version >= 0:
             call.outputs = None
         if block is not None and version_of(block.state) == block.version >= 0:
             assert block.state is not None
             width = None if call.out_proj is None else call.out_proj.shape[-1]
             call.residual = block.state if block.state.shape[-1] == width else None
-        self._settled(call)
+        self._on_complete(call)
 
     def _forget_projected(self) -> None:
-        for running in self.modules.stack:
-            if running.attended:  # else it began after the last call
-                running.projected.clear()
+        for module_call in self.modules.stack:
+            if module_call.attended:  # a module that began after the last call keeps its inputs
+                module_call.projected.clear()
 
     def _layer_name(self, matrix: AttentionMatrix) -> str:
         stack, heads = self.modules.stack, matrix.shape[1]
         if not stack:
-            self._bare += 1
-            return "attention" if self._bare == 1 else f"attention ({self._bare})"
-        name, turn = stack[-1].name, stack[-1].turn(len(matrix.q) * matrix.shape[2])
+            self._calls_outside_modules += 1
+            count = self._calls_outside_modules
+            return "attention" if count == 1 else f"attention ({count})"
+        name, turn = stack[-1].name, stack[-1].next_turn(len(matrix.q) * matrix.shape[2])
         name = name if turn == 1 else f"{name} (call {turn})"
         if self._heads.setdefault(name, heads) != heads:
             return f"{name} ({heads} heads)"
         return name
 
     def _call(self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> CapturedCall:
-        """The record of a call, with what is known before anything else runs."""
+        """Return the record of a call, with what is known before anything else runs."""
         stack, layer = self.modules.stack, self._layer_name(matrix)
         batch, _, queries, keys = matrix.shape
         is_cross = _is_cross(stack, matrix)
-        own_key, known = self._place(layer, matrix, is_cross=is_cross)
+        own_key, key_tokens = self._locate_queries(layer, matrix, is_cross=is_cross)
         real_keys = _real_keys(matrix, own_key)
-        block = next((running.name for running in stack if running.is_block), "")
+        block = next((module_call.name for module_call in stack if module_call.is_block), "")
         if own_key is not None and own_key + queries <= keys:
             real_queries = real_keys[:, own_key : own_key + queries]
             self._last_block = block, real_queries
@@ -197,85 +200,84 @@ class AttentionCapture:
             own_key=own_key,
             real_queries=real_queries,
             real_keys=real_keys,
-            tokens=known.tokens,
-            dropped=known.dropped,
+            tokens=key_tokens.tokens,
+            dropped=key_tokens.dropped,
         )
 
-    def _place(
+    def _locate_queries(
         self, layer: str, matrix: AttentionMatrix, *, is_cross: bool
     ) -> tuple[int | None, KeyTokens]:
-        """Where the queries stand among the keys, and which tokens these are."""
+        """Return the key index of query 0, and the tokens of the keys."""
         if is_cross:
-            return None, self._tokens.of_cross(layer, matrix.shape)
+            return None, self._tokens.for_cross_attention(layer, matrix.shape)
         _, _, queries, keys = matrix.shape
         left, right = matrix.bound_mask.reach
         upper = None if right is None else min(max(0, right), max(0, keys - queries))
         own_key = 0 if queries == keys else upper
-        known = self._tokens.of_self(
+        key_tokens = self._tokens.for_self_attention(
             layer,
             matrix.shape,
             self.modules.stack,
             own_key=own_key,
             windowed=left is not None,
         )
-        if own_key is None and known.seen is not None:
-            own_key = known.seen - known.dropped - queries
-        return own_key, known
+        if own_key is None and key_tokens.count is not None:
+            own_key = key_tokens.count - key_tokens.dropped - queries
+        return own_key, key_tokens
 
-    def _before(self, running: ModuleCall) -> None:
+    def _before(self, module_call: ModuleCall) -> None:
         is_whole = not self.modules.stack
         if is_whole:
-            self._tokens.begin_pass(running.tokens)
-        # Without an embedding, the tokens that the whole model is given are looked up by nobody.
-        is_embedding = isinstance(running.module, nn.Embedding)
-        if running.tokens and (is_embedding or (is_whole and not self._looks_up)):
-            name = running.name if is_embedding else ""
-            looked_up = self._tokens.look_up(name, running.tokens[0], self.modules.stack)
-            if looked_up and isinstance(running.module, nn.Embedding):
-                self.tables.add(tuple(running.module.weight.shape))
-        if any(word in type(running.module).__name__.lower() for word in LOOKS_LIKE):
-            self._ran[running.name.partition(" (")[0]] = type(running.module).__name__
+            self._tokens.begin_pass(module_call.tokens)
+        # In a model without an embedding, the tokens of the model's input count as looked up.
+        is_embedding = isinstance(module_call.module, nn.Embedding)
+        if module_call.tokens and (is_embedding or (is_whole and not self._has_embedding)):
+            name = module_call.name if is_embedding else ""
+            looked_up = self._tokens.add_lookup(name, module_call.tokens[0], self.modules.stack)
+            if looked_up and isinstance(module_call.module, nn.Embedding):
+                self.tables.add(tuple(module_call.module.weight.shape))
+        if any(word in type(module_call.module).__name__.lower() for word in ATTENTION_WORDS):
+            self._ran[module_call.name.partition(" (")[0]] = type(module_call.module).__name__
         if self._pending is not None:
-            self._pending.before(running, [one.module for one in self.modules.stack])
+            self._pending.before(module_call, [outer.module for outer in self.modules.stack])
 
-    def _after(self, running: ModuleCall, output: Any) -> None:
+    def _after(self, module_call: ModuleCall, output: Any) -> None:
         if self._pending is not None:
-            self._pending.after(running, output)
-            if self._pending.is_settled or running.is_block or not self.modules.stack:
-                self.settle()
+            self._pending.after(module_call, output)
+            if self._pending.is_complete or module_call.is_block or not self.modules.stack:
+                self.complete_call()
 
 
 @contextmanager
-def reached(
-    model: nn.Module | None, watch: Watch | None = None, *, settled: Settled | None = None
+def capture_attention(
+    model: nn.Module | None, watch: Watch | None = None, *, on_complete: OnComplete | None = None
 ) -> Iterator[AttentionCapture]:
-    """Follow every attention call of ``model`` while the block runs it.
+    """Capture every attention call of ``model`` while the block runs.
 
     Args:
-        model: None where what runs is a function.
-        watch: given each call at once; returns the head outputs to go on with, or None for its
-            own.
-        settled: given each call, or given it once more, when all that can be known around it is
-            known.
+        model: None where a function runs.
+        watch: called at once with each call; returns head outputs to continue with, or None to
+            leave them as they are.
+        on_complete: called later with each call, when all that is observed around it is recorded.
     """
-    with _one_at_a_time, ExitStack() as stack:
-        reach = AttentionCapture(model, watch, settled)
-        # A compiled graph shows nothing: what is compiled runs as it was written, for this time.
+    with _capture_lock, ExitStack() as stack:
+        capture = AttentionCapture(model, watch, on_complete)
+        # Hooks do not run inside a compiled graph, so compiled modules run uncompiled here.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if model is not None:
             stack.enter_context(switched(model))
-        stack.enter_context(reach.modules.followed())
-        stack.enter_context(attention_hook(reach.show))
+        stack.enter_context(capture.modules.attach_hooks())
+        stack.enter_context(attention_hook(capture.show))
         stack.enter_context(telling_own_calls())
         stack.enter_context(TorchCalls())
-        yield reach
-        reach.settle()
+        yield capture
+        capture.complete_call()
 
 
 def _real_keys(matrix: AttentionMatrix, own_key: int | None) -> Tensor:
-    """(batch, keys): False where a key is hidden from every query, other than by a band.
+    """Return (batch, keys), False where every query is barred from a key by more than a band.
 
-    Behind the last query's own key a band hides what a cache has room for.
+    A band counts behind the last query alone: the keys there are free space of a cache.
     """
     real = matrix.bound_mask.real_keys()
     for bias in matrix.score_bias.tensors:
@@ -288,36 +290,38 @@ def _real_keys(matrix: AttentionMatrix, own_key: int | None) -> Tensor:
 
 
 def _is_cross(stack: list[ModuleCall], matrix: AttentionMatrix) -> bool:
-    """Whether keys are projected from something else than queries.
+    """True if keys are projected from another tensor than queries.
 
-    By name, where the modules that run inside of the block were given a source; else by what the
-    matrices were given since the last attention call: queries first, then keys.
+    A source that a module inside the block receives by name decides. Otherwise the inputs of the
+    matrices since the last attention call decide: queries first, then keys.
     """
-    for running in reversed(stack):
-        if running.is_block:
+    for module_call in reversed(stack):
+        if module_call.is_block:
             break
-        if running.has_source:
+        if module_call.has_source:
             return True
-    given = next((running.projected for running in reversed(stack) if running.projected), [])
+    inputs = next(
+        (module_call.projected for module_call in reversed(stack) if module_call.projected), []
+    )
     last = stack[-1].last_keys if stack else None
-    if not given and last is not None and same(last[0], matrix.k):  # attends once more
+    if not inputs and last is not None and tensors_equal(last[0], matrix.k):  # attends once more
         return last[1]
-    if not given or matrix.mask.of_kind(Band):
+    if not inputs or matrix.mask.of_kind(Band):
         return False
-    queries, keys = given[0], given[1] if len(given) > 1 else given[0]
-    return not same(queries, keys)
+    queries, keys = inputs[0], inputs[1] if len(inputs) > 1 else inputs[0]
+    return not tensors_equal(queries, keys)
 
 
 def _block_of(stack: list[ModuleCall], matrix: AttentionMatrix) -> ModuleCall | None:
-    """The innermost block around the layer, before its first attention.
+    """Return the innermost block around the layer, before the first attention of the block.
 
-    Its state is (batch, queries, width), which cannot be told from (queries, batch, width) where
-    both are as long.
+    The state of the block must be (batch, queries, width). Where batch and queries are equal,
+    (queries, batch, width) is possible too, so no block is returned.
     """
     batch, _, queries, _ = matrix.shape
-    for running in reversed(stack[:-1]):
-        if running.is_block:
-            state = running.state
+    for module_call in reversed(stack[:-1]):
+        if module_call.is_block:
+            state = module_call.state
             fits = state is not None and state.dim() == 3 and state.shape[:2] == (batch, queries)
-            return running if fits and not running.attended and batch != queries else None
+            return module_call if fits and not module_call.attended and batch != queries else None
     return None

@@ -1,4 +1,4 @@
-"""Attention call of a running model: the one record that capture fills and statistics read."""
+"""Record of one attention call of a running model, from capture to the statistics."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from headwise.support.axes import sizes
 from headwise.support.integers import as_int64
 
 CELLS = 64  # a map is this many blocks of queries by this many blocks of keys
-SAMPLES = 64  # rows that are kept of each sequence, at most
-Known = TypeVar("Known")
+SAMPLES = 64  # sampled rows of each sequence, at most
+T = TypeVar("T")
 
 
 class SampledRows:
-    """The rows of some queries of each sequence, out of all tiles.
+    """Whole rows of the weights, for sampled queries of each sequence.
 
-    Which ones depends on the sequence alone, never on what else is in its batch or on padding.
+    The sample depends on the sequence alone, never on padding or on the rest of the batch.
 
     Attributes:
-        places: (batch, samples), the queries; any number where there is no such sample.
-        real: (batch, samples), whether there is one.
+        queries: (batch, samples), the sampled queries; any number where ``real`` is False.
+        real: (batch, samples), False beyond the last sample of a short sequence.
         weights: (batch, heads, samples, keys).
         sink: (batch, heads, samples), the sink's share; 0 without a sink.
-        counted: (batch, heads, samples), whether the query may attend to something.
+        counted: (batch, heads, samples), True if the query may attend to a key.
     """
 
     def __init__(
         self, matrix: AttentionMatrix, real_queries: Bool[Tensor, "batch queries"]
     ) -> None:
         batch, heads, _, keys = matrix.shape
-        self.places, self.real = evenly_spaced(real_queries, at_most=SAMPLES)
-        samples, device = self.places.shape[1], matrix.q.device
+        self.queries, self.real = evenly_spaced_positions(real_queries, at_most=SAMPLES)
+        samples, device = self.queries.shape[1], matrix.q.device
         exact = accumulation_dtype(matrix.q.dtype)
         self.weights = torch.zeros(batch, heads, samples, keys, dtype=exact, device=device)
         self.sink = torch.zeros(batch, heads, samples, dtype=exact, device=device)
         self.counted = torch.zeros(batch, heads, samples, dtype=torch.bool, device=device)
 
 
-def evenly_spaced(
+def evenly_spaced_positions(
     real: Bool[Tensor, "batch length"], *, at_most: int
 ) -> tuple[Int[Tensor, "batch samples"], Bool[Tensor, "batch samples"]]:
-    """The middles of as many equal stretches of each sequence; all of a sequence that is shorter.
+    """Return the middles of equal stretches of each sequence, or all positions of a short one.
 
     Returns:
-        Places, and whether there is one: sequences differ in length.
+        Positions, and False where a sequence has fewer.
     """
     samples = min(at_most, real.shape[1])
     count = real.sum(-1, keepdim=True)
@@ -75,55 +75,55 @@ class RepeatedTokens:
         self, tokens: Integer[Tensor, "batch keys"], real: Bool[Tensor, "batch keys"]
     ) -> None:
         tokens = as_int64(tokens, "tokens")
-        # Padding, and what is not known, is a token of its own that nothing asks about.
-        known = real & (tokens >= 0)
-        name = torch.unique(tokens, return_inverse=True)[1] + 1
-        name = name.masked_fill(~known, 0)
-        self._order = name.argsort(dim=-1, stable=True)
-        in_order = name.gather(1, self._order)
-        self._first = torch.searchsorted(in_order, name)  # where the token's keys begin
-        nth = torch.arange(name.shape[1], device=name.device).expand_as(name)
-        place = torch.empty_like(name).scatter_(1, self._order, nth)
-        self.earlier = (place - self._first).masked_fill(~known, 0)
-        """(batch, keys): how many earlier keys hold the token of this one."""
+        # Padding and unknown tokens share the index 0 and never count as repeats.
+        is_token = real & (tokens >= 0)
+        index = torch.unique(tokens, return_inverse=True)[1] + 1
+        index = index.masked_fill(~is_token, 0)
+        self._order = index.argsort(dim=-1, stable=True)
+        in_order = index.gather(1, self._order)
+        self._first = torch.searchsorted(in_order, index)  # where the token's keys begin
+        nth = torch.arange(index.shape[1], device=index.device).expand_as(index)
+        rank = torch.empty_like(index).scatter_(1, self._order, nth)
+        self.earlier = (rank - self._first).masked_fill(~is_token, 0)
+        """(batch, keys): number of earlier keys with the token of this key."""
 
-    def pairs(self, batches: slice, own: Int[Tensor, " rows"]) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch, row, key) of every earlier key with the token of one of the rows' own keys."""
-        earlier = self.earlier[batches][:, own].flatten()
-        row = torch.repeat_interleave(torch.arange(len(earlier), device=own.device), earlier)
-        nth = torch.arange(len(row), device=own.device) - (earlier.cumsum(0) - earlier)[row]
-        place = self._first[batches][:, own].flatten()[row] + nth
-        batch = row // max(1, len(own))
-        return batch, row - batch * len(own), self._order[batches][batch, place]
+    def pairs(self, batches: slice, keys: Int[Tensor, " rows"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (batch, row, key) of every earlier key with the token of the row's key."""
+        earlier = self.earlier[batches][:, keys].flatten()
+        row = torch.repeat_interleave(torch.arange(len(earlier), device=keys.device), earlier)
+        nth = torch.arange(len(row), device=keys.device) - (earlier.cumsum(0) - earlier)[row]
+        rank = self._first[batches][:, keys].flatten()[row] + nth
+        batch = row // max(1, len(keys))
+        return batch, row - batch * len(keys), self._order[batches][batch, rank]
 
 
 @dataclass(eq=False, kw_only=True)
 class CapturedCall:
-    """What a layer computes, and what is known around it.
+    """One attention call of a layer, with what was observed around it.
 
-    What is None is not known; statistics that need it are left out.
+    An attribute is None if it is unknown; statistics that need it are left out.
 
     Attributes:
         matrix: the attention matrix.
-        real_queries: False where a query is padding. Padding attends, but means nothing.
+        real_queries: False where a query is padding.
         real_keys: False where a key is padding.
-        own_key: the key that stands where query 0 stands: 0 in self-attention, the number of
-            earlier keys with a cache; None in cross attention, where no key is a query's own.
-        tokens: the token of each key; below 0 where it is not known.
+        own_key: the key at the position of query 0: 0 in self-attention, the number of earlier
+            keys with a cache, and None in cross attention.
+        tokens: the token of each key; below 0 where it is unknown.
         separators: True where a key holds a separator, such as a full stop or [SEP].
         specials: True where a key holds one of the tokenizer's special tokens.
-        dropped: how many keys before the first one a cache holds no more: no query sees them.
-        values: what is attended to.
+        dropped: number of earlier keys that a cache has dropped; no query sees them.
+        values: the values of the keys.
         outputs: the head outputs, before any output projection.
-        out_proj: each head's part of the output projection, known once that was called.
-        residual: what the layer's output is added to: the state that its block was given. Known
-            for the first attention of a block, if the state was not changed since.
-        unembedding: what turns a residual into a score for each token of the vocabulary.
-        layer: its name in the model; "(2)" where the same module runs again in one pass, and
-            "(call 2)" where one run of it attends once more for the same tokens.
-        module: the module that ran; None outside of any.
-        state: the first floating-point tensor that the module was given.
-        is_cross: whether keys come from elsewhere than queries.
+        out_proj: each head's part of the output projection, recorded once that has run.
+        residual: the tensor to which the layer's output is added: the input state of its block.
+            Recorded for the first attention of a block, if the state has not changed since.
+        unembedding: the weight that maps a residual to a score for each token of the vocabulary.
+        layer: the layer's name in the model; with "(2)" where the same module runs again in one
+            pass, and with "(call 2)" where one run attends once more for the same tokens.
+        module: the module that ran; None outside of modules.
+        state: the first floating-point input of the module.
+        is_cross: True if keys and queries are projected from different tensors.
     """
 
     matrix: AttentionMatrix
@@ -148,12 +148,12 @@ class CapturedCall:
         batch, _, queries, keys = self.matrix.shape
         lengths = dict.fromkeys(("real_keys", "tokens", "separators", "specials"), keys)
         for name, length in {"real_queries": queries, **lengths}.items():
-            given, axis = getattr(self, name), "queries" if name == "real_queries" else "keys"
-            if given is not None and given.shape != (batch, length):
+            tensor, axis = getattr(self, name), "queries" if name == "real_queries" else "keys"
+            if tensor is not None and tensor.shape != (batch, length):
                 raise ShapeError(
-                    saw=f"{name} {sizes(given, ('batch', axis))}",
+                    saw=f"{name} {sizes(tensor, ('batch', axis))}",
                     needed=f"(batch {batch}, {axis} {length})",
-                    do=f"say it of each of the {axis} of each sequence",
+                    do=f"give one entry for each of the {axis} of each sequence",
                 )
 
     @classmethod
@@ -163,7 +163,7 @@ class CapturedCall:
         *,
         real: Bool[Tensor, "batch keys"] | None = None,
         own_key: int | None = 0,
-        **known: Any,
+        **attributes: Any,
     ) -> CapturedCall:
         """Return a call of self-attention, where queries are keys.
 
@@ -171,7 +171,7 @@ class CapturedCall:
             matrix: its attention matrix.
             real: False where a key, and the query that stands there, is padding; none is if None.
             own_key: as in the class; None for cross attention, whose queries are all real.
-            known: any other attribute.
+            attributes: any other attribute.
         """
         batch, _, queries, keys = matrix.shape
         if real is None:
@@ -182,7 +182,7 @@ class CapturedCall:
             else real[:, own_key : own_key + queries]
         )
         return cls(
-            matrix=matrix, real_queries=real_queries, real_keys=real, own_key=own_key, **known
+            matrix=matrix, real_queries=real_queries, real_keys=real, own_key=own_key, **attributes
         )
 
     def of_heads(self, heads: Int[Tensor, " heads"]) -> CapturedCall:
@@ -218,45 +218,45 @@ class CapturedCall:
 
     @cached_property
     def query_cells(self) -> Int[Tensor, "batch queries"]:
-        """The block of a map that each query is in, -1 for padding."""
+        """The map block of each query, −1 for padding."""
         if self.own_key is None:
-            return _cells(self.real_queries)
+            return _map_cells(self.real_queries)
         queries = self.matrix.shape[2]
-        cells = _cells(self.real_keys)[:, self.own_key : self.own_key + queries]
+        cells = _map_cells(self.real_keys)[:, self.own_key : self.own_key + queries]
         return cells.masked_fill(~self.real_queries, -1)
 
     @cached_property
     def key_cells(self) -> Float[Tensor, "batch keys cells"]:
         """1 where a key is in a block of a map."""
-        cells = _cells(self.real_keys)
+        cells = _map_cells(self.real_keys)
         return (cells[..., None] == torch.arange(CELLS, device=cells.device)).float()
 
     @cached_property
     def seen_by(self) -> Int[Tensor, "batch _ keys"]:
-        """How many real queries may attend to each key; one axis of heads where all agree."""
+        """Number of real queries that may attend to each key; one head if all heads agree."""
         return self.matrix.seen_by(self.real_queries)
 
     @cached_property
     def repeats(self) -> RepeatedTokens:
-        """Where tokens stand again."""
-        return RepeatedTokens(known(self.tokens), self.real_keys)
+        """Earlier keys with the same token, for each key."""
+        return RepeatedTokens(not_none(self.tokens), self.real_keys)
 
     @cached_property
     def samples(self) -> SampledRows:
-        """Whole rows of some queries, which the tiles fill in."""
+        """Sampled rows, which the tiles fill in."""
         return SampledRows(self.matrix, self.real_queries)
 
     @cached_property
     def out_proj_factors(self) -> Float[Tensor, "heads value_dim width"]:
-        """F with ‖z W_O‖ = ‖z F‖ for every z, no wider than z: the cheap way to a norm."""
+        """F with ‖z W_O‖ = ‖z F‖ for every z: no wider than z, so that norms are cheap."""
         # W_O^T = Q R, and Q keeps norms. Squaring W_O would lose half of the digits.
-        factors: Tensor = torch.linalg.qr(known(self.out_proj).double().mT, mode="r")[1].mT
+        factors: Tensor = torch.linalg.qr(not_none(self.out_proj).double().mT, mode="r")[1].mT
         return factors
 
     @cached_property
     def value_norms(self) -> Float[Tensor, "batch heads keys"]:
-        """The norm of what each head would write if it looked at one key alone."""
-        values = known(self.values)
+        """‖v W_O‖ of each key: the norm of the contribution of a head that attends to it alone."""
+        values = not_none(self.values)
         batch, heads, _, keys = self.matrix.shape
         group = heads // values.shape[1]
         exact = accumulation_dtype(values.dtype)
@@ -267,14 +267,14 @@ class CapturedCall:
         return norms
 
 
-def known(fact: Known | None) -> Known:
-    """Return what a statistic reads of a call; its ``needs`` say that it is not None."""
-    assert fact is not None, "a statistic that reads this says so in its needs"
-    return fact
+def not_none(value: T | None) -> T:
+    """Return a value that the ``needs`` of a statistic declare to be there."""
+    assert value is not None, "a statistic must list what it uses in its needs"
+    return value
 
 
-def _cells(real: Bool[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
-    """Block floor(i * CELLS / n) for the i-th of n real positions, -1 for padding."""
-    place = real.long().cumsum(-1) - 1
+def _map_cells(real: Bool[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
+    """Return block floor(i * CELLS / n) for the i-th of n real positions, −1 for padding."""
+    position = real.long().cumsum(-1) - 1
     count = real.sum(-1, keepdim=True).clamp(min=1)
-    return (place * CELLS // count).masked_fill(~real, -1)
+    return (position * CELLS // count).masked_fill(~real, -1)

@@ -1,11 +1,11 @@
-"""A scan of many documents that can be interrupted: what is done is kept, a file a document.
+"""Resumable scan of many documents, with one file for each document.
 
-    out/parts/00000-first.safetensors     the scan of each document, and what it was made from
+    out/parts/00000-first.safetensors     the scan of one document, with digests of its inputs
     out/parts/00001-second.safetensors
-    out/scan.safetensors                  all of them as one, in their order
+    out/scan.safetensors                  the merged scan, in the order of the documents
 
-A run that was killed is simply started again. What it writes is byte for byte what it would have
-written undisturbed. One run at a time may write to a folder.
+Start a killed run again to resume it. The files are byte for byte those of an uninterrupted run.
+Only one run at a time may write to a folder.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 from headwise.errors import OptionError
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan_file import damaged, digest_of, read, write
-from headwise.scanning.scan_schema import FieldError, checked, excerpt
+from headwise.scanning.scan_file import damaged_file_error, digest_of, read, write
+from headwise.scanning.scan_schema import FieldError, check_value, excerpt
 from headwise.scanning.statistics.statistic import Statistic
 
 SCAN, PARTS = "scan.safetensors", "parts"
 SUFFIX = ".safetensors"
-# What is kept beside a part.
+# The schema of the document entry in a part.
 DOCUMENT = {"name": str, "digest": str, "made_with": {...: str}}
 REMOVE = (
-    "remove this file and start the same run again: the other parts are kept, and only the "
-    "document of this part is scanned again"
+    "remove this file and start the same run again: it keeps the other parts and scans only the "
+    "document of this part again"
 )
 
 
@@ -41,27 +41,27 @@ def scan_corpus(
     statistics: Iterable[Statistic] = (),
     progress: Callable[[str, int, int], None] = lambda _name, _done, _total: None,
 ) -> HeadScan:
-    """Scan documents one by one, or go on where an earlier run ended.
+    """Scan documents one by one, or resume an earlier run.
 
     Args:
-        scan_one: the scan of one document's inputs.
-        documents: a name and the inputs of each, in the order in which they are merged.
-        out: the folder to write to; it is made.
-        made_with: what ``scan_one`` depends on, by name, as for `digest_of`:
+        scan_one: a function that scans the inputs of one document.
+        documents: the name and the inputs of each document, in the order of the merge.
+        out: the folder to write to; a missing folder is made.
+        made_with: all that ``scan_one`` depends on, by name, as for `digest_of`:
             ``{"weights": model.state_dict(), "statistics": names}``. Parts that were made with
-            other such are refused.
-        statistics: those that are not in headwise's catalogue, for reading the parts.
-        progress: is told a document's name, how many are done and how many there are: those met so
-            far, where ``documents`` has no length.
+            other values are refused.
+        statistics: statistics that are not in headwise's catalogue, to read the parts.
+        progress: called with a document's name, the number of documents done, and their total
+            (the number so far, if ``documents`` has no length).
 
     Returns:
-        All documents as one scan, which is also in ``out/scan.safetensors``.
+        The merged scan of all documents, which is also in ``out/scan.safetensors``.
 
     Raises:
-        OptionError: no documents; a part of other content, made with something else, or of no
-            document; scans that do not fit together; a folder that holds a scan without parts.
+        OptionError: no documents; a part of other content, made with other values, or of no
+            document; scans that cannot be merged; a folder that holds a scan without parts.
     """
-    folder = _Folder(Path(out).absolute(), made_with, tuple(statistics))
+    folder = _CorpusFolder(Path(out).absolute(), made_with, tuple(statistics))
     total: HeadScan | None = None
     done = 0
     for index, (name, inputs) in enumerate(documents):
@@ -75,22 +75,22 @@ def scan_corpus(
         raise OptionError(
             saw="no documents",
             needed="at least one (name, inputs)",
-            do="look at where the documents come from; a generator can be read only once",
+            do="pass a list of documents; a generator can be read only once",
         )
     folder.refuse_parts_from(done)
     total.save(folder.out / SCAN)
     return total
 
 
-def parts_in(out: Path) -> list[tuple[int, Path]]:
-    """Return the number and the path of each part that a folder holds, in order."""
-    found = sorted((out / PARTS).glob(f"[0-9]*-*{SUFFIX}"))
-    named = [(path.name.partition("-")[0], path) for path in found if path.is_file()]
-    return [(int(number), path) for number, path in named if re.fullmatch("[0-9]+", number)]
+def list_parts(out: Path) -> list[tuple[int, Path]]:
+    """Return the number and the path of each part in a folder, in order."""
+    paths = sorted((out / PARTS).glob(f"[0-9]*-*{SUFFIX}"))
+    numbered = [(path.name.partition("-")[0], path) for path in paths if path.is_file()]
+    return [(int(number), path) for number, path in numbered if re.fullmatch("[0-9]+", number)]
 
 
-class _Folder:
-    """The parts that there are, and what a part must be made from to be taken."""
+class _CorpusFolder:
+    """The existing parts in a folder, and the checks that a part must pass."""
 
     def __init__(
         self, out: Path, made_with: Mapping[str, Any], statistics: tuple[Statistic, ...]
@@ -98,14 +98,16 @@ class _Folder:
         self.out, self.parts = out, out / PARTS
         self._made_with = {name: digest_of(value) for name, value in made_with.items()}
         self._statistics = statistics
-        for left in [*out.glob(f".{SCAN}.*.part"), *self.parts.glob(f".*{SUFFIX}.*.part")]:
-            left.unlink(missing_ok=True)  # of a run that was killed while it wrote
-        self._found: dict[int, Path] = {}
-        for index, path in parts_in(out):
-            if index in self._found:
-                raise _refused(path, f"beside {self._found[index].name}", "one part a document")
-            self._found[index] = path
-        if not self._found and (out / SCAN).exists():
+        for partial in [*out.glob(f".{SCAN}.*.part"), *self.parts.glob(f".*{SUFFIX}.*.part")]:
+            partial.unlink(missing_ok=True)  # from a run that was killed while it wrote
+        self._parts_by_index: dict[int, Path] = {}
+        for index, path in list_parts(out):
+            if index in self._parts_by_index:
+                raise _part_error(
+                    path, f"beside {self._parts_by_index[index].name}", "one part a document"
+                )
+            self._parts_by_index[index] = path
+        if not self._parts_by_index and (out / SCAN).exists():
             raise OptionError(
                 saw=f"{out / SCAN}, a scan without its parts",
                 needed="a folder of an earlier run, or one without a scan",
@@ -121,66 +123,67 @@ class _Folder:
         *,
         fits: HeadScan | None,
     ) -> HeadScan:
-        """A document's scan as it stands in its part, which is written where there is none."""
+        """Return the scan of a document from its part, which is written if it is missing."""
         document = {
-            # Without half characters, which a file's name can have and UTF-8 cannot.
+            # A file name can hold surrogates, which UTF-8 cannot.
             "name": name.encode("utf-8", "backslashreplace").decode("utf-8"),
             "digest": digest_of(inputs),
             "made_with": self._made_with,
         }
-        path = self._found.get(index)
+        path = self._parts_by_index.get(index)
         if path is None:
-            # As a file can be called on every system.
+            # A file name that every system accepts.
             plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "document"
             path = self.parts / f"{index:05}-{plain}{SUFFIX}"
             fresh = scan_one(inputs)
-            # What does not fit is not kept: without the document, the run can go on.
+            # A scan that cannot be merged is not written, so the run can resume without it.
             if fits is not None and (difference := fits.difference(fresh)) is not None:
                 raise OptionError(
                     saw=f"document {index}, {name}: {difference}",
                     needed="the layers, heads and statistics of the documents before it",
-                    do="leave it out, or scan documents of its kind into a folder of their own",
+                    do="leave this document out, or scan documents of its kind into another folder",
                 )
             write(fresh, path, document=document)
         fields, saved = read(path, self._statistics, remedy=REMOVE)
         if saved is None:
-            raise _refused(path, "a scan that no run over documents wrote", "parts of such a run")
+            raise _part_error(path, "a scan that scan_corpus did not write", "parts of a corpus")
         try:
-            checked(saved, DOCUMENT, "document")
+            check_value(saved, DOCUMENT, "document")
         except FieldError as fault:
-            raise damaged(path, fault, REMOVE) from fault
+            raise damaged_file_error(path, fault, REMOVE) from fault
         self._check(path, saved, document)
-        kept = HeadScan(**fields)
-        if fits is not None and (difference := fits.difference(kept)) is not None:
-            raise _refused(path, difference, "scans of the same layers, heads and statistics")
-        return kept
+        scan = HeadScan(**fields)
+        if fits is not None and (difference := fits.difference(scan)) is not None:
+            raise _part_error(path, difference, "scans of the same layers, heads and statistics")
+        return scan
 
     def refuse_parts_from(self, number: int) -> None:
-        """Parts beyond the last document are of other documents."""
-        if beyond := [path for index, path in self._found.items() if index >= number]:
-            raise _refused(beyond[0], f"with {number} documents", "a part for each document")
+        """Raise OptionError if there are parts beyond the last document."""
+        if beyond := [path for index, path in self._parts_by_index.items() if index >= number]:
+            raise _part_error(beyond[0], f"with {number} documents", "a part for each document")
 
     def _check(self, path: Path, saved: dict[str, Any], document: dict[str, Any]) -> None:
         if saved["name"] != document["name"]:
-            was = excerpt(saved["name"])
-            raise _refused(path, f"made from {was!r}", f"one of {document['name']!r}")
-        # First, since it may be why the content is another: a length that cuts it, for one.
+            raise _part_error(
+                path, f"made from {excerpt(saved['name'])!r}", f"a part of {document['name']!r}"
+            )
+        # Checked before the content: other options, such as a length, may explain other content.
         before, now = saved["made_with"], document["made_with"]
         if other := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
-            what = excerpt(other[0])
-            raise _refused(path, f"made with other {what}", f"the {what} given now")
+            option = excerpt(other[0])
+            raise _part_error(path, f"made with other {option}", f"the {option} given now")
         if saved["digest"] != document["digest"]:
-            raise _refused(
+            raise _part_error(
                 path,
                 f"made from other content of {document['name']!r}: "
                 + excerpt(saved["digest"][:16]),
-                f"one of the content given now, {document['digest'][:16]}",
+                f"a part of the content given now, {document['digest'][:16]}",
             )
 
 
-def _refused(path: Path, saw: str, needed: str) -> OptionError:
+def _part_error(path: Path, saw: str, needed: str) -> OptionError:
     return OptionError(
         saw=f"{path}, {saw}",
         needed=needed,
-        do="name another folder, or remove the parts that are no longer wanted",
+        do="name another folder, or remove the parts that you no longer need",
     )

@@ -1,8 +1,8 @@
-"""How long a scan will take, and how much memory: estimated before it starts.
+"""Estimate of the time and memory of a scan, made before the scan starts.
 
-Time is that of the model's matrix products and of one pass over the weights for each head, at the
-speed that this machine has just now on a small problem of each kind. Memory is what the process
-holds, and the largest things that a layer keeps at once. Both are estimates.
+The time is that of the model's matrix products and of one pass over the weights of each head, at
+the speed measured on a small problem of each kind. The memory is that of the process now, plus the
+largest tensors that a layer holds at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
 from headwise.kernels.tiles import TILE_ELEMENTS
 from headwise.masks.mask import Mask
-from headwise.scanning.capture import reached
+from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CELLS, CapturedCall
-from headwise.scanning.statistics.statistic import TileStatistic, sweep
+from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.axes import human_bytes
 
-TILES_AT_ONCE = 8  # scores, weights, and what statistics make of one tile
-STATES_AT_ONCE = 6  # of the model's width: residuals, what is normalised, inputs of a product
-SAMPLE = 256  # queries and keys of the problem that is timed
+TILES_AT_ONCE = 8  # scores, weights, and temporary tensors of statistics
+STATES_AT_ONCE = 6  # tensors of the model's width: residuals, normalised ones, inputs of a product
+SAMPLE = 256  # queries and keys of the timed problem
 FLOAT = 4  # bytes
 ROOT = Path("/")
 
@@ -39,12 +39,12 @@ class CallSizes:
     """The sizes of one attention call."""
 
     heads: int
-    width: int  # of a head: head_dim and value_dim together
+    width: int  # head_dim plus value_dim
     is_causal: bool
-    span: int | None  # keys that a query may see, under a window
+    span: int | None  # keys that a query may attend to, under a window
 
     def entries(self, length: int) -> float:
-        """Weights that are looked at."""
+        """Return the number of weights that the statistics read."""
         if self.span is not None and self.span < length:
             return float(self.heads * length * self.span)
         return self.heads * length * length / (2 if self.is_causal else 1)
@@ -52,21 +52,21 @@ class CallSizes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds, and bytes: on top of what is held, and with it."""
+    """Seconds of a scan, its additional bytes, and the bytes of the whole process."""
 
     seconds: float
-    more: int
-    whole: int
+    extra_bytes: int
+    total_bytes: int
 
     def __str__(self) -> str:
         """``about 40 s, 1.9 GB``."""
-        return f"about {_time(self.seconds)}, {human_bytes(self.whole)}"
+        return f"about {_format_seconds(self.seconds)}, {human_bytes(self.total_bytes)}"
 
 
 @torch.no_grad()
-def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[CallSizes]:
-    """The attention calls of a short run."""
-    found: list[CallSizes] = []
+def record_call_sizes(model: nn.Module, run: Callable[[], Any]) -> list[CallSizes]:
+    """Return the sizes of the attention calls of a short run."""
+    calls: list[CallSizes] = []
 
     def watch(call: CapturedCall) -> None:
         matrix, bound = call.matrix, call.matrix.bound_mask
@@ -74,11 +74,11 @@ def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[CallSizes]:
         left, right = bound.reach
         span = None if left is None or right is None else left + right + 1
         width = matrix.q.shape[-1] + call.values.shape[-1]
-        found.append(CallSizes(matrix.shape[1], width, bound.is_causal, span))
+        calls.append(CallSizes(matrix.shape[1], width, bound.is_causal, span))
 
-    with reached(model, watch):
+    with capture_attention(model, watch):
         run()
-    return found
+    return calls
 
 
 def estimate(
@@ -87,16 +87,16 @@ def estimate(
     statistics: Iterable[TileStatistic],
     lengths: Sequence[int],
     *,
-    held: int,
+    held_bytes: int,
     speed: tuple[float, float] | None = None,
 ) -> Estimate:
-    """Of a scan of sequences of these lengths, one after the other.
+    """Estimate a scan of sequences of these lengths, one after the other.
 
-    ``held`` are the bytes that the process holds already, with the model. The speed of this machine
-    is measured now if it is None.
+    ``held_bytes`` is the memory of the process with the model. If ``speed`` is None, it is measured
+    now.
     """
     statistics = tuple(statistics)
-    product, entry = speed or measured_speed(calls, statistics)
+    product, entry = speed or measure_speed(calls, statistics)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     products = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
     seconds = 0.0
@@ -104,53 +104,53 @@ def estimate(
         entries = sum(call.entries(length) for call in calls)
         attended = sum(call.entries(length) * call.width for call in calls)
         seconds += product * (length * products + attended) + entry * entries
-    more = memory(model, calls, statistics, max(lengths))
-    return Estimate(seconds, more, held + more)
+    extra_bytes = memory(model, calls, statistics, max(lengths))
+    return Estimate(seconds, extra_bytes, held_bytes + extra_bytes)
 
 
 def memory(
     model: nn.Module, calls: Sequence[CallSizes], statistics: Sequence[TileStatistic], length: int
 ) -> int:
-    """Bytes that reading ``length`` tokens takes on top of the model."""
+    """Return the bytes that a scan of ``length`` tokens needs in addition to the model."""
     heads = max(call.heads for call in calls)
     width = max(call.heads * call.width for call in calls)
-    numbers = length * (STATES_AT_ONCE * width + 2 * _widest(model))
+    numbers = length * (STATES_AT_ONCE * width + 2 * _widest_matrix(model))
     scalars = sum(not statistic.definition.axes for statistic in statistics)
     gathered = 9 * heads * length * scalars + 8 * heads * length + 8 * CELLS * length
     tiles = TILES_AT_ONCE * FLOAT * max(TILE_ELEMENTS, length * 2)
-    return FLOAT * numbers + gathered + tiles + FLOAT * length * _logits(model)
+    return FLOAT * numbers + gathered + tiles + FLOAT * length * _logits_per_token(model)
 
 
-def _widest(model: nn.Module) -> int:
-    """Numbers for each token inside a block: the widest matrix that is no table of tokens."""
+def _widest_matrix(model: nn.Module) -> int:
+    """Return the width of the widest matrix inside a block, embeddings apart."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     rows = {table.num_embeddings for table in tables}
     sides = [max(p.shape) for p in model.parameters() if p.dim() == 2 and p.shape[0] not in rows]
     return max(sides, default=0)
 
 
-def _logits(model: Any) -> int:
-    """Numbers for each token that a language model ends with, where it gives them for all."""
-    named = getattr(model, "get_output_embeddings", None)
-    last = named() if named is not None else None
-    taken = inspect.signature(model.forward).parameters
-    if last is None or "logits_to_keep" in taken:  # then a scan asks for those of one token
+def _logits_per_token(model: Any) -> int:
+    """Return the number of logits for each token, 0 if a scan computes those of one token."""
+    getter = getattr(model, "get_output_embeddings", None)
+    last = getter() if getter is not None else None
+    parameters = inspect.signature(model.forward).parameters
+    if last is None or "logits_to_keep" in parameters:
         return 0
     return int(last.weight.shape[0])
 
 
-def measured_speed(
+def measure_speed(
     calls: Sequence[CallSizes], statistics: Sequence[TileStatistic]
 ) -> tuple[float, float]:
-    """Seconds for a multiply-add of a matrix product, and for one weight under all statistics.
+    """Measure the seconds of one multiply-add of a product, and of one weight in all statistics.
 
-    The better of two runs of a small problem; it takes a fraction of a second.
+    The best of a few runs of a small problem counts, in a fraction of a second.
     """
     heads = min(8, max((call.heads for call in calls), default=1))
     width = max(1, max((call.width for call in calls), default=2) // 2)
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(512, 512, generator=generator) for _ in range(2))
-    product = min(_seconds(lambda: x @ w) for _ in range(3)) / 512**3
+    product = min(_elapsed(lambda: x @ w) for _ in range(3)) / 512**3
     q, k, v = (torch.randn(1, heads, SAMPLE, width, generator=generator) for _ in range(3))
     is_causal = all(call.is_causal for call in calls)
     matrix = AttentionMatrix(q, k, mask=Mask.causal() if is_causal else Mask())
@@ -161,17 +161,17 @@ def measured_speed(
     )
     fitting = [s for s in statistics if s.missing(call) is None]
     entries = heads * SAMPLE**2 / (2 if is_causal else 1)
-    entry = min(_seconds(lambda: sweep(call, fitting)) for _ in range(2)) / entries
+    entry = min(_elapsed(lambda: compute_summaries(call, fitting)) for _ in range(2)) / entries
     return product, entry
 
 
 def require_memory(needed: int, *, what: str, do: str) -> None:
-    """Raise OptionError if more memory is needed than there is."""
-    there = available()
-    if needed > there:
-        more, left = human_bytes(needed), human_bytes(there)
+    """Raise OptionError if more memory is needed than this machine has left."""
+    free = available_memory()
+    if needed > free:
+        more, left = human_bytes(needed), human_bytes(free)
         if more == left:
-            more, left = f"{needed:,} B", f"{there:,} B"
+            more, left = f"{needed:,} B", f"{free:,} B"
         raise OptionError(
             saw=f"{what}: about {more} more memory",
             needed=f"at most {left}, which is what this machine has left",
@@ -179,13 +179,13 @@ def require_memory(needed: int, *, what: str, do: str) -> None:
         )
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _elapsed(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
-def _time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     if seconds < 1:
         return "1 s"
     if seconds < 100:
@@ -193,26 +193,26 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-# ---- memory of this machine: what psutil says, and the limits of control groups ----------------
+# ---- memory of this machine, from psutil and the limits of control groups -----------------------
 
 
-def available(root: Path = ROOT) -> int:
-    """Bytes that can still be taken, by the machine or by a control group of the process.
+def available_memory(root: Path = ROOT) -> int:
+    """Return the free bytes of the machine, or of a control group of the process if it has fewer.
 
-    psutil knows the machine alone: in a container the group has less.
+    psutil covers the machine only; in a container the limit of the group is lower.
     """
-    return min((int(psutil.virtual_memory().available), *_of_groups(root)))
+    return min((int(psutil.virtual_memory().available), *_cgroup_memory_left(root)))
 
 
-def in_use() -> int:
-    """Bytes that this process holds."""
+def process_memory() -> int:
+    """Return the bytes that this process holds."""
     return int(psutil.Process().memory_info().rss)
 
 
-def _of_groups(root: Path) -> Iterator[int]:
-    """What each group of the process, and those around it, has left."""
+def _cgroup_memory_left(root: Path) -> Iterator[int]:
+    """Yield the free bytes of each control group of the process and of the groups around it."""
     for line in _lines(root / "proc/self/cgroup"):
-        _, kinds, place = line.split(":", 2)
+        _, kinds, path = line.split(":", 2)
         if kinds == "":
             base, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
         elif "memory" in kinds.split(","):
@@ -220,11 +220,11 @@ def _of_groups(root: Path) -> Iterator[int]:
             limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        inner = Path(place.lstrip("/"))
+        inner = Path(path.lstrip("/"))
         for folder in dict.fromkeys([inner, *inner.parents, Path()]):
             most, now = (_lines(base / folder / name) for name in (limit, used))
             if most and now and most[0].isdecimal():  # "max" is no limit
-                # Files that were read and can be forgotten count as used.
+                # The kernel counts cached files as used, although it can drop them.
                 stat = dict(line.split() for line in _lines(base / folder / "memory.stat"))
                 yield max(0, int(most[0]) - int(now[0]) + int(stat.get("inactive_file", 0)))
 

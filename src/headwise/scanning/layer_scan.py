@@ -1,4 +1,4 @@
-"""What was seen of each layer, and every statistic of every head, to read."""
+"""Summaries of each scanned layer, and access to every statistic of every head."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic
+from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic_error
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
 from headwise.support.axes import describe_value
 from headwise.support.integers import as_count
 from headwise.support.optional_imports import require
 
-OTHER_HEAD = "other_head"  # the axis of a statistic that sets the heads of a layer side by side
+OTHER_HEAD = "other_head"  # the axis of a statistic that compares the heads of a layer
 Row = dict[str, str | int | float]
 
 
 class HeadValue(NamedTuple):
-    """One head's number."""
+    """The value of a statistic for one head."""
 
     layer: str
     layer_index: int
@@ -32,16 +32,16 @@ class HeadValue(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class LayerScan:
-    """What was seen of one layer. A scan fills it, call by call, and a `HeadScan` keeps it.
+    """Summaries of the statistics of one layer, updated with every attention call.
 
     Attributes:
-        name: of the layer in the model, such as "encoder.layer.3.attention.self".
-        num_heads: of the layer.
-        heads: those that were looked at; summaries have a row for each, in this order.
-        kind: whether queries and keys are the same tokens.
-        calls: how many attention calls were seen.
-        summaries: of each statistic, by its name.
-        missing: statistic -> why this layer does not have it.
+        name: the layer's name in the model, such as "encoder.layer.3.attention.self".
+        num_heads: number of heads of the layer.
+        heads: the selected heads; summaries have a row for each, in this order.
+        kind: "self" if queries and keys are the same tokens, else "cross".
+        calls: number of attention calls.
+        summaries: the summary of each statistic, by its name.
+        missing: the reason why this layer lacks a statistic, by its name.
     """
 
     name: str
@@ -54,7 +54,7 @@ class LayerScan:
 
     @classmethod
     def of(cls, call: CapturedCall, heads: tuple[int, ...] | None) -> LayerScan:
-        """Return the scan of a call's layer, before any call, of these heads or all.
+        """Return an empty scan of a call's layer, for these heads or all.
 
         Raises:
             OptionError: the layer does not have these heads.
@@ -64,7 +64,7 @@ class LayerScan:
             raise OptionError(
                 saw=f"heads {describe_value(list(heads))} of {call.layer}",
                 needed=f"heads from 0 to {count - 1}: the layer has {count}",
-                do="name heads that every layer has, or layers that have these heads",
+                do=f"heads=[{count - 1}], or layers= with layers that have these heads",
             )
         return cls(
             name=call.layer,
@@ -74,14 +74,14 @@ class LayerScan:
         )
 
     def add(self, statistic: Statistic, summary: Summary) -> None:
-        """Merge a summary of what was read next into that of what was read before."""
+        """Merge the summary of a further call into the summary of this layer."""
         name, before = statistic.definition.name, self.summaries
         both = [before[name], summary] if name in before else [summary]
         self.summaries[name] = statistic.merge(both)
 
     @classmethod
     def merged(cls, layers: Sequence[LayerScan], statistics: Iterable[Statistic]) -> LayerScan:
-        """Return the scan of one layer from several scans of it, between which nothing differs."""
+        """Merge several scans of one layer, between which `difference` is None."""
         first = layers[0]
         names = [s.definition.name for s in statistics]
         return replace(
@@ -100,27 +100,27 @@ class LayerScan:
         )
 
     def difference(self, other: LayerScan) -> str | None:
-        """The first thing that keeps two from being scans of one layer; None where nothing does."""
+        """Return the first difference that prevents a merge with ``other``, or None."""
         if self.name != other.name:
             return f"layer {self.name}, and {other.name} in its place"
-        for own, others in (
+        for here, there in (
             (f"{self.kind} attention", f"{other.kind} attention"),
             (f"{self.num_heads} heads", f"{other.num_heads} heads"),
-            (f"heads {_listed(self.heads)}", f"heads {_listed(other.heads)}"),
+            (f"heads {_comma_list(self.heads)}", f"heads {_comma_list(other.heads)}"),
         ):
-            if own != others:
-                return f"layer {self.name} with {own}, and with {others}"
+            if here != there:
+                return f"layer {self.name} with {here}, and with {there}"
         for name in [*self.summaries, *other.summaries]:
             for has, lacks in ((self, other), (other, self)):
                 if name in has.summaries and name not in lacks.summaries:
-                    why = lacks.missing.get(name, "it was not asked for")
-                    return f"layer {self.name} with {name}, and without: {why}"
+                    reason = lacks.missing.get(name, "it was not requested")
+                    return f"layer {self.name} with {name}, and without: {reason}"
         return None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class ScanReadings:
-    """The statistics of the heads of a model, as tensors and tables; `HeadScan` is one."""
+    """Statistics of the heads of a model as tensors and tables; the base of `HeadScan`."""
 
     model: str
     sequences: int
@@ -135,52 +135,52 @@ class ScanReadings:
             raise OptionError(
                 saw=f"two statistics with the name {twice[0]}",
                 needed="a name for each statistic",
-                do="leave one out, or name it otherwise in its Definition",
+                do="leave one out, or change the name in its Definition",
             )
         for layer in self.layer_scans:
-            said = {*layer.summaries, *layer.missing}
-            if unsaid := [name for name in names if name not in said]:
+            accounted = {*layer.summaries, *layer.missing}
+            if lacking := [name for name in names if name not in accounted]:
                 raise OptionError(
-                    saw=f"layer {layer.name} without {unsaid[0]}, and without a reason",
-                    needed="a summary of each statistic, or why it is missing",
-                    do=f"put {unsaid[0]} into LayerScan.missing",
+                    saw=f"layer {layer.name} without {lacking[0]}, and without a reason",
+                    needed="a summary of each statistic, or the reason why it is missing",
+                    do=f"put {lacking[0]} into LayerScan.missing",
                 )
 
-    # ---- to read ----------------------------------------------------------------------------
+    # ---- access -----------------------------------------------------------------------------
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The names of the layers, in call order."""
+        """Names of the layers, in call order."""
         return tuple(layer.name for layer in self.layer_scans)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the statistics."""
+        """Names of the requested statistics."""
         return tuple(statistic.definition.name for statistic in self.statistics)
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """Those that at least one layer has."""
-        seen = {name for layer in self.layer_scans for name in layer.summaries}
-        return tuple(name for name in self.names if name in seen)
+        """Names of the statistics that at least one layer has."""
+        present = {name for layer in self.layer_scans for name in layer.summaries}
+        return tuple(name for name in self.names if name in present)
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """Those that at least one layer has, and that are one number a head."""
+        """Names of the measured statistics with one number for each head."""
         return tuple(name for name in self.measured if not self.definition(name).axes)
 
     @property
     def known_for(self) -> tuple[str, ...]:
-        """Scalars that a head is known for, in the order in which they are said.
+        """Names of the scalars that can characterise a head, in the order of the reports.
 
-        They are those of the catalogue, and others that have words for it (`Definition.most`).
+        The catalogue lists them; your own statistics are included if they have `Definition.most`.
         """
         others = (n for n in self.scalars if n not in PICTURED and self.definition(n).most)
         return (*(name for name in KNOWN_FOR if name in self.scalars), *others)
 
     @property
     def heads(self) -> list[tuple[str, int, int]]:
-        """Each head that was looked at: its layer's name, its layer's index, its number."""
+        """Each scanned head as (layer name, layer index, head)."""
         return [
             (layer.name, index, head)
             for index, layer in enumerate(self.layer_scans)
@@ -188,7 +188,7 @@ class ScanReadings:
         ]
 
     def definition(self, name: str) -> Definition:
-        """What a statistic means.
+        """Return the definition of a statistic.
 
         Raises:
             OptionError: the scan has no such statistic.
@@ -199,35 +199,35 @@ class ScanReadings:
         return iter(self.names)
 
     def __getitem__(self, name: str) -> Tensor:
-        """A statistic of all heads.
+        """Return a statistic of all heads.
 
         Returns:
-            (layers, heads, *axes) in float64. The heads are as many as the largest layer has, and
-            entry [l, h] is head h of layer l; so is an axis "other_head". It is NaN where there is
-            no such head, where the head was not looked at, where the layer lacks the statistic,
-            and where nothing counted.
+            (layers, heads, *axes) in float64. The axis of heads, like an axis "other_head", is as
+            long as the largest layer needs; entry [l, h] is head h of layer l. It is NaN for a
+            head that does not exist or was not scanned, for a layer without the statistic, and
+            where nothing counted.
 
         Raises:
-            OptionError: the scan has no such statistic, or no layer could have it.
+            OptionError: the scan has no such statistic, or no layer has it.
         """
         statistic = self._statistic(name)
         heads = max((layer.num_heads for layer in self.layer_scans), default=0)
-        found = {
-            index: _by_number(statistic, layer, heads)
+        results = {
+            index: _align_heads(statistic, layer, heads)
             for index, layer in enumerate(self.layer_scans)
             if name in layer.summaries
         }
-        if not found:
+        if not results:
             raise self._missing_everywhere(name)
-        # Layers may differ along any axis, as they do in their heads.
+        # The length of any axis may differ between layers, as the number of heads may.
         sizes = [
-            max(axis) for axis in zip(*(rows.shape[1:] for rows in found.values()), strict=True)
+            max(axis) for axis in zip(*(rows.shape[1:] for rows in results.values()), strict=True)
         ]
         whole = torch.full((len(self.layers), heads, *sizes), torch.nan, dtype=torch.float64)
-        for index, rows in found.items():
-            heads_of = list(self.layer_scans[index].heads)
-            place: tuple[Any, ...] = (index, heads_of, *map(slice, rows.shape[1:]))
-            whole[place] = rows
+        for index, rows in results.items():
+            scanned = list(self.layer_scans[index].heads)
+            target: tuple[Any, ...] = (index, scanned, *map(slice, rows.shape[1:]))
+            whole[target] = rows
         return whole
 
     def top(self, name: str, n: int = 5, *, lowest: bool = False) -> list[HeadValue]:
@@ -241,21 +241,21 @@ class ScanReadings:
             lowest: True for the heads with the least.
 
         Raises:
-            OptionError: the scan has no such statistic, no layer could have it, or it is not one
-                number a head.
+            OptionError: the scan has no such statistic, no layer has it, or it is not one number
+                a head.
         """
-        return top_of(self.layers, self._scalar(name), n, lowest=lowest)
+        return top_heads(self.layers, self._scalar(name), n, lowest=lowest)
 
     def table(self) -> list[Row]:
-        """A row for each head that was looked at.
+        """Return a row for each scanned head.
 
-        It holds layer (its name), layer_index and head, and the statistics of `scalars`; NaN where
-        a layer lacks one.
+        A row holds layer (the name), layer_index, head and the statistics of `scalars`; NaN where
+        a layer lacks a statistic.
         """
-        return table_of(self.heads, {name: self[name] for name in self.scalars})
+        return head_table(self.heads, {name: self[name] for name in self.scalars})
 
     def to_pandas(self) -> Any:
-        """The `table` as a pandas.DataFrame.
+        """Return the `table` as a pandas.DataFrame.
 
         Raises:
             MissingExtraError: pandas is not installed.
@@ -264,23 +264,24 @@ class ScanReadings:
         columns = ["layer", "layer_index", "head", *self.scalars]
         return pandas.DataFrame(self.table(), columns=columns)
 
-    # ---- within -----------------------------------------------------------------------------
+    # ---- checks -----------------------------------------------------------------------------
 
     def _statistic(self, name: str) -> Statistic:
         for statistic in self.statistics:
             if statistic.definition.name == name:
                 return statistic
-        raise unknown_statistic(
+        raise unknown_statistic_error(
             name, self.names, do="take one of these, or name it in statistics= when you scan"
         )
 
     def _missing_everywhere(self, name: str) -> OptionError:
         reasons = dict.fromkeys(layer.missing[name] for layer in self.layer_scans)
         return OptionError(
-            saw=f"{name}, which no layer has: {'; '.join(reasons) or 'no layer was seen'}",
+            saw=f"statistic {name!r}, which no layer has: "
+            f"{'; '.join(reasons) or 'the scan has no layers'}",
             needed=f"a statistic that was measured: {', '.join(self.measured) or 'none was'}",
-            do="give the scan what the statistic needs: "
-            + (", ".join(self._statistic(name).needs) or "a layer to look at"),
+            do="scan a model and inputs with what the statistic needs: "
+            + (", ".join(self._statistic(name).needs) or "an attention layer"),
         )
 
     def _scalar(self, name: str) -> Tensor:
@@ -293,8 +294,8 @@ class ScanReadings:
         return self[name]
 
 
-def _by_number(statistic: Statistic, layer: LayerScan, heads: int) -> Tensor:
-    """(looked at, *axes) with an axis of other heads as long as all heads, each at its number."""
+def _align_heads(statistic: Statistic, layer: LayerScan, heads: int) -> Tensor:
+    """Return (scanned heads, *axes), with an axis "other_head" indexed by head number."""
     rows = statistic.result(layer.summaries[statistic.definition.name])
     for axis, name in enumerate(statistic.definition.axes, start=1):
         if name == OTHER_HEAD:
@@ -304,31 +305,31 @@ def _by_number(statistic: Statistic, layer: LayerScan, heads: int) -> Tensor:
     return rows
 
 
-def _listed(heads: tuple[int, ...]) -> str:
+def _comma_list(heads: tuple[int, ...]) -> str:
     return ", ".join(map(str, heads))
 
 
-def top_of(layers: tuple[str, ...], values: Tensor, n: int, *, lowest: bool) -> list[HeadValue]:
-    """The ``n`` largest of (layers, heads), or the smallest; NaN is left out."""
+def top_heads(layers: tuple[str, ...], values: Tensor, n: int, *, lowest: bool) -> list[HeadValue]:
+    """Return the ``n`` largest of (layers, heads), or the smallest; NaN is left out."""
     count = as_count(n)
     if count is None or count < 0:
         raise OptionError(
-            saw=f"top(n={describe_value(n)})",
-            needed="how many heads, from 0",
-            do="e.g. n=5",
+            saw=f"n={describe_value(n)}",
+            needed="a number of heads, from 0",
+            do="n=5",
         )
     flat = values.flatten()
     order = flat.argsort(descending=not lowest, stable=True).tolist()
-    real = [place for place in order if not flat[place].isnan()][:count]
-    found = []
-    for place in real:
-        index, head = divmod(place, values.shape[1])
-        found.append(HeadValue(layers[index], index, head, float(flat[place])))
-    return found
+    ranked = [position for position in order if not flat[position].isnan()][:count]
+    heads = []
+    for position in ranked:
+        index, head = divmod(position, values.shape[1])
+        heads.append(HeadValue(layers[index], index, head, float(flat[position])))
+    return heads
 
 
-def table_of(heads: Iterable[tuple[str, int, int]], columns: Mapping[str, Tensor]) -> list[Row]:
-    """A row for each head (layer, its index, head), with its entry of each (layers, heads)."""
+def head_table(heads: Iterable[tuple[str, int, int]], columns: Mapping[str, Tensor]) -> list[Row]:
+    """Return a row for each head, with its entry of each column (layers, heads)."""
     lists = {name: column.tolist() for name, column in columns.items()}
     return [
         {

@@ -1,4 +1,4 @@
-"""`scan`: what every head of a model does, from the forward passes that it makes anyway."""
+"""`scan`: statistics of every attention head of a model, from its own forward pass."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
 from headwise.layers.hooks import call_hook
-from headwise.scanning.capture import AttentionCapture, reached
+from headwise.scanning.capture import AttentionCapture, capture_attention
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.model_inputs import (
     ModelInput,
-    inputs_of,
-    no_model,
-    prepared,
+    not_a_model_error,
+    parse_inputs,
+    prepare_inputs,
     require_finite,
-    run,
+    run_model,
 )
-from headwise.scanning.module_calls import as_written, unembedding_of
+from headwise.scanning.module_calls import unembedding_of, unwrap_compiled
 from headwise.scanning.selection import (
     Layers,
     Numbers,
@@ -31,7 +31,7 @@ from headwise.scanning.selection import (
     select_statistics,
     select_tokens,
 )
-from headwise.scanning.statistics.statistic import TileStatistic, sweep
+from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.axes import describe_value
 from headwise.support.module_modes import evaluating
 from headwise.support.progress import Progress, no_progress
@@ -51,34 +51,34 @@ def scan(
     call: Callable[..., Any] | None = None,
     progress: Progress | None = None,
 ) -> HeadScan:
-    """What every attention head of ``model`` does while it reads ``inputs``.
+    """Run a model, and return the statistics of every attention head.
 
-    The model runs in eval mode and without gradients, and is left as it was found. Neither weights
-    nor masks of queries x keys are written down. What looks like attention and was not reached is
-    named in ``HeadScan.notes``.
+    The model runs in eval mode and without gradients, and keeps its mode and settings. No tensor
+    of queries x keys is allocated. ``HeadScan.notes`` lists modules that look like attention and
+    were not captured.
 
     Args:
-        model: of transformers, with torch's or headwise's layers, or one that calls
+        model: a model of transformers, one with torch's or headwise's layers, or one that calls
             ``scaled_dot_product_attention``; a function that does; or an `AttentionMatrix`, with
             its values as ``inputs``.
         inputs: a tensor, a tuple of positional arguments, or a mapping of named ones; or a list
             of several such inputs, which are merged. Token ids are (batch, length).
-        statistics: names of the standard set, or objects of one's own; the standard set if None.
-            This and the next four may also be a single one.
+        statistics: names of the standard set, or your own objects; the standard set if None.
+            This argument and the next four also take a single value.
         layers: names of layers, or patterns such as "*layer.3.*"; all if None.
         heads: numbers of heads; all if None.
         separators: token ids that separate, such as that of "." or "[SEP]".
         specials: the tokenizer's special token ids.
-        call: how to run it, e.g. ``lambda model, **given: model.generate(**given)``.
-        progress: told (layer, attention calls seen, 0).
+        call: runs the model, e.g. ``lambda model, **inputs: model.generate(**inputs)``.
+        progress: called with (layer, number of attention calls so far, 0).
 
     Raises:
-        OptionError: an input, statistic, layer or head that does not fit, weights that are no
-            numbers, or no attention that was seen.
+        OptionError: an input, statistic, layer or head that does not fit, weights that are not
+            finite, or a model in which no attention was captured.
     """
     if isinstance(model, AttentionMatrix):
         inputs, model = (model, inputs), _attend
-    model = as_written(model)
+    model = unwrap_compiled(model)
     _require_callables(model, call=call, progress=progress)
     collector = _Collector(
         separators=select_tokens("separators", separators),
@@ -88,37 +88,37 @@ def scan(
         layers=SelectedLayers(layers, heads),
         progress=progress or no_progress,
     )
-    return _scanned(model, inputs_of(inputs), collector, call)
+    return _run_scan(model, parse_inputs(inputs), collector, call)
 
 
-def _scanned(
-    model: Any, several: list[ModelInput], collector: _Collector, call: Callable[..., Any] | None
+def _run_scan(
+    model: Any, inputs: list[ModelInput], collector: _Collector, call: Callable[..., Any] | None
 ) -> HeadScan:
-    """Run the model on each input, and return what was collected."""
+    """Run the model on each input, and return the collected scan."""
     module = model if isinstance(model, nn.Module) else None
     if module is not None:
         require_finite(module)
-    asking_for_less = prepared(model, several)
+    prepared = prepare_inputs(model, inputs)
     with torch.no_grad(), evaluating(module):
-        with reached(module, settled=collector.add) as reach:
-            for one, less in zip(several, asking_for_less, strict=True):
-                collector.next_input(reach)
+        with capture_attention(module, on_complete=collector.add) as capture:
+            for original, shortened in zip(inputs, prepared, strict=True):
+                collector.next_input(capture)
                 if call is None:
-                    run(model, less)
+                    run_model(model, shortened)
                 else:
-                    call(model, *one.positional, **one.named)
-        return collector.result(_name_of(model), reach)
+                    call(model, *original.positional, **original.named)
+        return collector.result(_model_name(model), capture)
 
 
-def _require_callables(model: object, **given: object) -> None:
+def _require_callables(model: object, **functions: object) -> None:
     if not callable(model) or isinstance(model, type):
-        raise no_model(model, "a model, a function that attends, or an AttentionMatrix")
-    for name, function in given.items():
+        raise not_a_model_error(model, "a model, a function that attends, or an AttentionMatrix")
+    for name, function in functions.items():
         if function is not None and not callable(function):
             raise OptionError(
                 saw=f"{name}={describe_value(function)}",
                 needed="a function, or None",
-                do="call=lambda model, **given: model.generate(**given)"
+                do="call=lambda model, **inputs: model.generate(**inputs)"
                 if name == "call"
                 else "progress=lambda layer, calls, total: print(layer, calls)",
             )
@@ -145,13 +145,13 @@ class _Collector:
         self._first: str | None = None
         self._is_new = True
 
-    def next_input(self, reach: AttentionCapture) -> None:
-        """Other sequences come now."""
-        reach.begin()
+    def next_input(self, capture: AttentionCapture) -> None:
+        """Start another input, with other sequences."""
+        capture.begin()
         self._is_new = True
 
     def add(self, call: CapturedCall) -> None:
-        """Reduce one call of the model to its summaries, and merge them with those before."""
+        """Reduce one attention call to summaries, and merge them into those of its layer."""
         self._calls += 1
         self._progress(call.layer, self._calls, 0)
         self._first = self._first or call.layer
@@ -159,12 +159,12 @@ class _Collector:
             self._sequences += len(call.matrix.q) if self._is_new else 0
             self._tokens += int(call.real_queries.sum())
             self._is_new = False
-        layer = self._layers.see(call)
+        layer = self._layers.record_call(call)
         if layer is None:
             return
         if layer.heads != tuple(range(layer.num_heads)):
             call = call.of_heads(torch.tensor(layer.heads, device=call.matrix.q.device))
-        self._say(call)
+        self._annotate(call)
         fitting = []
         for statistic in self._statistics:
             name, reason = statistic.definition.name, statistic.missing(call)
@@ -173,46 +173,46 @@ class _Collector:
                 layer.missing.pop(name, None)
             elif name not in layer.summaries:
                 layer.missing[name] = reason
-        found = sweep(call, fitting)
+        summaries = compute_summaries(call, fitting)
         for statistic in fitting:
-            layer.add(statistic, found[statistic.definition.name])
+            layer.add(statistic, summaries[statistic.definition.name])
 
-    def _say(self, call: CapturedCall) -> None:
-        """Say of a call what is known beyond it: token ids that were named, the unembedding."""
+    def _annotate(self, call: CapturedCall) -> None:
+        """Add the separators, the special tokens and the unembedding to a call."""
         tokens, table = call.tokens, self._unembedding
         if tokens is not None:
-            call.separators = _among(tokens, self._separators)
-            call.specials = _among(tokens, self._specials)
+            call.separators = _is_in(tokens, self._separators)
+            call.specials = _is_in(tokens, self._specials)
         if table is not None and call.out_proj is not None:
             call.unembedding = table if table.shape[-1] == call.out_proj.shape[-1] else None
 
-    def result(self, model: str, reach: AttentionCapture) -> HeadScan:
-        """Return everything, in call order.
+    def result(self, model: str, capture: AttentionCapture) -> HeadScan:
+        """Return the scan, with layers in call order.
 
         Raises:
-            OptionError: no attention was seen, no layer has one of the names that were asked for,
-                or no layer fits a statistic that was asked for by name.
+            OptionError: no attention was captured, no layer has a requested name, or no layer
+                has a statistic that was requested by name.
         """
-        reach.require_any(model)
+        capture.require_any(model)
         layers = self._layers.chosen()
         for name in self._named:
             if not any(name in layer.summaries for layer in layers):
                 raise OptionError(
-                    saw=f"{name}, which no layer has: {layers[0].missing[name]}",
-                    needed="what the statistic is made of",
-                    do="see docs/statistics.md for what each of them needs, or leave it out",
+                    saw=f"statistic {name}, which no layer has: {layers[0].missing[name]}",
+                    needed="a model and inputs from which the statistic can be computed",
+                    do=f"leave {name} out, or see docs/statistics.md for what it needs",
                 )
         return HeadScan(
             model=model,
             sequences=self._sequences,
             tokens=self._tokens,
-            notes=reach.notes,
+            notes=capture.notes,
             statistics=self._statistics,
             layer_scans=layers,
         )
 
 
-def _among(tokens: Tensor, chosen: tuple[int, ...]) -> Tensor | None:
+def _is_in(tokens: Tensor, chosen: tuple[int, ...]) -> Tensor | None:
     if not chosen:
         return None
     return torch.isin(tokens, torch.tensor(chosen, device=tokens.device, dtype=tokens.dtype))
@@ -222,7 +222,7 @@ def _attend(matrix: AttentionMatrix, v: Tensor) -> Tensor:
     return call_hook(matrix, v, matrix @ v)
 
 
-def _name_of(model: Any) -> str:
+def _model_name(model: Any) -> str:
     if isinstance(model, nn.Module):
         return type(model).__name__
     return "AttentionMatrix" if model is _attend else getattr(model, "__name__", "a function")

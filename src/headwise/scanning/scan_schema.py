@@ -1,4 +1,4 @@
-"""Content of a saved scan: its JSON fields, by their schemas, and its tensors."""
+"""Content of a saved scan: JSON fields with their schemas, and tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_HEADS = 2**20  # of a layer
 LONGEST_SHOWN = 40
 LONGEST_EXCERPT = 400
 
-# ---- what the JSON holds: schemas, as `checked` reads them ---------------------------------------
+# ---- schemas of the JSON, for `check_value` ------------------------------------------------------
 
 STATISTIC = {**dict.fromkeys(WORDS, str), "axes": [str]}
 LAYER = {
@@ -43,25 +43,25 @@ SCAN = {
 
 
 class FieldError(Exception):
-    """A field that no scan has: where it is, and what it is."""
+    """A wrong field of a saved scan, with its position and its value."""
 
 
-def checked(value: Any, schema: Any, where: str) -> Any:
-    """Return a value of JSON that is as its schema says.
+def check_value(value: Any, schema: Any, where: str) -> Any:
+    """Check a JSON value against a schema, and return the value.
 
-    A schema is a range of whole numbers, of which True and 1.0 are none; str, or a tuple of the
-    texts that there may be; a list with the schema of its entries; or a mapping of all the fields
-    to their schemas, with ``...`` for any field. ``object`` is anything.
+    A schema is a range of whole numbers (True and 1.0 do not count), ``str``, a tuple of allowed
+    strings, a list with the schema of its entries, or a mapping of field names to schemas, where
+    ``...`` allows any name. ``object`` allows any value.
 
     Args:
         value: the value.
-        schema: its schema.
+        schema: the schema.
         where: the name of the field; empty for the whole JSON.
 
     Raises:
-        FieldError: it is not.
+        FieldError: the value does not fit the schema.
     """
-    at, saw = where or "its JSON", f"{where or 'its JSON'} is {shown(value)}"
+    at, saw = where or "its JSON", f"{where or 'its JSON'} is {describe_json(value)}"
     if isinstance(schema, range):
         if type(value) is not int or value not in schema:
             raise FieldError(f"{saw} and no whole number from {schema.start} to {schema.stop - 1}")
@@ -69,21 +69,21 @@ def checked(value: Any, schema: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise FieldError(f"{saw} and no list")
         for index, entry in enumerate(value):
-            checked(entry, schema[0], f"{where}[{index}]")
+            check_value(entry, schema[0], f"{where}[{index}]")
     elif isinstance(schema, dict):
         if not isinstance(value, dict):
             raise FieldError(f"{saw} and no mapping")
         if absent := [name for name in schema if name is not ... and name not in value]:
             raise FieldError(f"{at} has no field {absent[0]!r}")
         if ... not in schema and (odd := sorted({*value} - {*schema})):
-            raise FieldError(f"{at} has a field {shown(odd[0])} that no scan has")
+            raise FieldError(f"{at} has a field {describe_json(odd[0])} that no scan has")
         for name, entry in value.items():
-            checked(name, str, f"a key of {at}")
-            checked(entry, schema.get(name, schema.get(...)), f"{where}.{name}".lstrip("."))
+            check_value(name, str, f"a key of {at}")
+            check_value(entry, schema.get(name, schema.get(...)), f"{where}.{name}".lstrip("."))
     elif schema is not object:
         if not isinstance(value, str):
             raise FieldError(f"{saw} and no text")
-        # What can be written in UTF-8.
+        # Surrogates cannot be written in UTF-8.
         if any("\ud800" <= letter <= "\udfff" for letter in value):
             raise FieldError(f"{at} holds half of a surrogate pair, which is no character")
         if schema is not str and value not in schema:
@@ -92,13 +92,13 @@ def checked(value: Any, schema: Any, where: str) -> Any:
 
 
 def excerpt(words: str) -> str:
-    """Return a text from a file, short and without control codes, for a message."""
+    """Return a short excerpt of a string from a file for a message, without control codes."""
     short = words if len(words) <= LONGEST_EXCERPT else f"{words[:LONGEST_EXCERPT]}…"
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in short)
 
 
-def shown(value: Any) -> str:
-    """Describe a value in a few words, whatever its size."""
+def describe_json(value: Any) -> str:
+    """Describe a JSON value of any size in a few words."""
     if isinstance(value, dict):
         return f"a mapping of {len(value)} fields"
     if isinstance(value, list):
@@ -110,18 +110,18 @@ def shown(value: Any) -> str:
     return ascii(value)
 
 
-# ---- to write -----------------------------------------------------------------------------------
+# ---- write --------------------------------------------------------------------------------------
 
 
 def fields_of_statistic(definition: Definition) -> dict[str, Any]:
-    """Return the words of a statistic, for people, and its id, for `HeadScan.load`."""
+    """Return the words of a definition and its id."""
     words = {name: value for name, value in asdict(definition).items() if name in WORDS}
     return {**words, "axes": list(definition.axes), "id": definition.id}
 
 
 def fields_of_layer(layer: LayerScan) -> dict[str, Any]:
-    """Return all of a layer but its tensors."""
-    # The file says itself which tensors it should hold, in the order of the summary.
+    """Return the fields of a layer, without its tensors."""
+    # The names of the tensors are saved too, so that a missing tensor is noticed.
     summaries = {name: list(summary) for name, summary in layer.summaries.items()}
     return {**vars(layer), "heads": list(layer.heads), "summaries": summaries}
 
@@ -129,7 +129,7 @@ def fields_of_layer(layer: LayerScan) -> dict[str, Any]:
 def tensors_of(scan: ScanReadings) -> dict[str, Tensor]:
     """Return every tensor of a scan by its name in a file."""
     return {
-        # safetensors takes no views, and no memory that is shared.
+        # safetensors accepts neither views nor shared memory.
         f"{index}/{name}/{part}": tensor.clone(memory_format=torch.contiguous_format)
         for index, layer in enumerate(scan.layer_scans)
         for name, summary in layer.summaries.items()
@@ -137,20 +137,20 @@ def tensors_of(scan: ScanReadings) -> dict[str, Tensor]:
     }
 
 
-# ---- to read ------------------------------------------------------------------------------------
+# ---- read ---------------------------------------------------------------------------------------
 
 
 def check_fields(about: dict[str, Any], *, has_digest: bool) -> None:
-    """Raise FieldError for the first field of a scan's JSON that no scan has.
+    """Raise FieldError for the first wrong field in the JSON of a scan.
 
     Args:
         about: the JSON.
-        has_digest: True if it has a digest, and an id for each statistic; False in format 1.
+        has_digest: True if the JSON has a digest and an id for each statistic; False in format 1.
     """
     schema: dict[str, Any] = {**SCAN, "document": {...: object}} if "document" in about else SCAN
     if has_digest:
         schema = {**schema, "digest": str, "statistics": [{**STATISTIC, "id": str}]}
-    checked(about, schema, "")
+    check_value(about, schema, "")
     names = [saved["name"] for saved in about["statistics"]]
     if len({*names}) < len(names):
         raise FieldError("statistics has two entries of one name")
@@ -160,7 +160,7 @@ def check_fields(about: dict[str, Any], *, has_digest: bool) -> None:
 
 def _check_layer(layer: dict[str, Any], where: str, names: list[str]) -> None:
     heads, missing, summaries = layer["heads"], layer["missing"], layer["summaries"]
-    checked(heads, [range(layer["num_heads"])], f"{where}.heads")
+    check_value(heads, [range(layer["num_heads"])], f"{where}.heads")
     if len({*heads}) < len(heads):
         raise FieldError(f"{where}.heads has a head twice")
     for name in names:
@@ -169,7 +169,7 @@ def _check_layer(layer: dict[str, Any], where: str, names: list[str]) -> None:
                 f"{where} needs either a summary of {name} or a reason why it is missing"
             )
     if odd := sorted({*missing, *summaries} - {*names}):
-        raise FieldError(f"{where} has {shown(odd[0])}, which is not in statistics")
+        raise FieldError(f"{where} has {describe_json(odd[0])}, which is not in statistics")
 
 
 def layers_of(
@@ -177,17 +177,17 @@ def layers_of(
     tensors: dict[str, Tensor],
     statistics: Iterable[Statistic],
 ) -> tuple[LayerScan, ...]:
-    """Return the layers of checked fields with their tensors.
+    """Return the layers from checked fields and their tensors.
 
     Raises:
-        FieldError: a tensor is wrong, is not there, or belongs to no layer.
+        FieldError: a tensor is wrong, is missing, or belongs to no layer.
     """
     by_name = {statistic.definition.name: statistic for statistic in statistics}
     rest = dict(tensors)
-    found = tuple(_layer(index, layer, rest, by_name) for index, layer in enumerate(layers))
+    scans = tuple(_layer(index, layer, rest, by_name) for index, layer in enumerate(layers))
     if rest:
-        raise FieldError(f"it holds a tensor {shown(min(rest))} that no layer has")
-    return found
+        raise FieldError(f"it holds a tensor {describe_json(min(rest))} that no layer has")
+    return scans
 
 
 def _layer(
@@ -196,7 +196,7 @@ def _layer(
     tensors: dict[str, Tensor],
     statistics: Mapping[str, Statistic],
 ) -> LayerScan:
-    """Return a layer with its tensors, which are taken out of ``tensors``."""
+    """Return a layer with its tensors, and remove these from ``tensors``."""
     summaries: dict[str, Summary] = {}
     for name, parts in saved["summaries"].items():
         where = f"layers[{index}].summaries.{name}"
@@ -204,7 +204,7 @@ def _layer(
         for part in parts:
             key = f"{index}/{name}/{part}"
             if key not in tensors:
-                raise FieldError(f"it lacks the tensor {shown(key)}")
+                raise FieldError(f"it lacks the tensor {describe_json(key)}")
             summary[part] = tensors.pop(key)
         _check_summary(statistics[name], summary, len(saved["heads"]), where)
     return LayerScan(**{**saved, "heads": tuple(saved["heads"]), "summaries": summaries})
@@ -215,7 +215,7 @@ def _check_summary(statistic: Statistic, summary: Summary, heads: int, where: st
         if (fault := fault_of_summary(statistic.parts, summary, num_heads=heads)) is not None:
             raise FieldError(f"{where}.{fault[0]} {fault[1]}")
         return
-    # Only the statistic itself can say what its summary holds: its result has a known shape.
+    # Without `parts`, only the shape of the result can be checked.
     try:
         result = statistic.result(summary)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The layers, heads, tokens and statistics that an option names: several, or a single one."""
+"""Selection of layers, heads, tokens and statistics by the options of a scan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.axes import describe_value
 from headwise.support.integers import is_integer
 
-MOST_LAYERS = 12  # names of layers to choose from, before the rest is counted
+MOST_LAYERS = 12  # layers that a message names; the others are counted
 
 Layers = str | Collection[str] | None
 Numbers = int | Collection[int]
@@ -30,11 +30,11 @@ def select_layers(layers: Layers) -> tuple[str, ...] | None:
     """Return names and patterns of layers, or None for all.
 
     Raises:
-        OptionError: something that is no text.
+        OptionError: an entry that is not a string.
     """
     if layers is None or isinstance(layers, str):
         return None if layers is None else (layers,)
-    chosen = _several("layers", layers, needed="names of layers, or patterns", do='layers="*.3.*"')
+    chosen = _as_tuple("layers", layers, needed="names of layers, or patterns", do='layers="*.3.*"')
     for name in chosen:
         if not isinstance(name, str):
             raise OptionError(
@@ -51,11 +51,11 @@ def select_heads(heads: Numbers | None) -> tuple[int, ...] | None:
     """Return numbers of heads, each once, or None for all.
 
     Raises:
-        OptionError: something that is no whole number, or no head.
+        OptionError: an entry that is not a whole number, or no entry.
     """
     if heads is None:
         return None
-    chosen = tuple(dict.fromkeys(_whole("heads", heads, do="heads=[0, 3], or heads=3")))
+    chosen = tuple(dict.fromkeys(_as_integers("heads", heads, do="heads=[0, 3], or heads=3")))
     if not chosen:
         raise OptionError(
             saw=f"heads={describe_value(heads)}, which names no head",
@@ -69,17 +69,17 @@ def select_tokens(name: str, tokens: Numbers) -> tuple[int, ...]:
     """Return token ids.
 
     Raises:
-        OptionError: something that is no whole number.
+        OptionError: an entry that is not a whole number.
     """
     do = f"{name}=tokenizer.convert_tokens_to_ids([...]), or the numbers themselves"
-    return _whole(name, tokens, do=do)
+    return _as_integers(name, tokens, do=do)
 
 
 def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...], tuple[str, ...]]:
-    """Return the statistics, all of the standard set for None; and which of them were named.
+    """Return the selected statistics (the standard set for None), and the names among them.
 
     Raises:
-        OptionError: a name that no statistic of the standard set has, or something else.
+        OptionError: a name that is not in the standard set, or an entry of another type.
     """
     if statistics is None:
         return catalogue.STANDARD, ()
@@ -87,31 +87,32 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...]
     chosen: tuple[Any, ...] = (
         (statistics,)
         if single
-        else _several(
+        else _as_tuple(
             "statistics", statistics, needed="names, or TileStatistic objects", do='["entropy"]'
         )
     )
-    for one in chosen:
-        if isinstance(one, Importance):
+    for entry in chosen:
+        if isinstance(entry, Importance):
             raise OptionError(
-                saw=f"statistics with {one.definition.name}, which no pass over the weights tells",
+                saw=f"statistics with {entry.definition.name}, which cannot be computed from "
+                "attention weights",
                 needed="statistics of attention calls",
                 do="headwise.scanning.importance.gradients or .ablations",
             )
-        if not isinstance(one, str | TileStatistic):
-            is_class = isinstance(one, type) and issubclass(one, TileStatistic)
+        if not isinstance(entry, str | TileStatistic):
+            is_class = isinstance(entry, type) and issubclass(entry, TileStatistic)
             raise OptionError(
-                saw=f"statistics with {describe_value(one)}",
+                saw=f"statistics with {describe_value(entry)}",
                 needed="names of the standard set, or TileStatistic objects",
-                do=f"{one.__name__}(), an object of the class" if is_class else '["entropy"]',
+                do=f"{entry.__name__}(), an object of the class" if is_class else '["entropy"]',
             )
-    names = tuple(one for one in chosen if isinstance(one, str))
-    by_name = dict(zip(names, catalogue.named(names), strict=True))
-    return tuple(by_name[one] if isinstance(one, str) else one for one in chosen), names
+    names = tuple(entry for entry in chosen if isinstance(entry, str))
+    by_name = dict(zip(names, catalogue.standard_statistics(names), strict=True))
+    return tuple(by_name[x] if isinstance(x, str) else x for x in chosen), names
 
 
 class SelectedLayers:
-    """The layers whose attention a model shows while it runs, and which of them are asked for.
+    """The layers of a running model, and which of them are selected.
 
     Args:
         layers: names of layers, or patterns such as "*layer.3.*"; all if None.
@@ -120,10 +121,10 @@ class SelectedLayers:
 
     def __init__(self, layers: Layers, heads: Numbers | None = None) -> None:
         self._patterns, self._heads = select_layers(layers), select_heads(heads)
-        self._seen: dict[str, LayerScan | None] = {}  # None where it is not asked for
+        self._seen: dict[str, LayerScan | None] = {}  # None for a layer that is not selected
 
-    def see(self, call: CapturedCall) -> LayerScan | None:
-        """Count a call, and return its layer if it is asked for."""
+    def record_call(self, call: CapturedCall) -> LayerScan | None:
+        """Count a call, and return its layer if that is selected."""
         if call.layer not in self._seen:
             is_chosen = self._patterns is None or any(
                 fnmatchcase(call.layer, pattern) for pattern in self._patterns
@@ -135,53 +136,53 @@ class SelectedLayers:
         return layer
 
     def chosen(self) -> tuple[LayerScan, ...]:
-        """Return those that are asked for, in call order.
+        """Return the selected layers, in call order.
 
         Raises:
-            OptionError: no attention was seen, or none of the layers that are asked for.
+            OptionError: no attention was captured, or no selected layer.
         """
-        if found := tuple(layer for layer in self._seen.values() if layer is not None):
-            return found
+        if selected := tuple(layer for layer in self._seen.values() if layer is not None):
+            return selected
         patterns, seen = self._patterns or (), list(self._seen)
         near = get_close_matches((patterns or ("",))[0][: catalogue.LONGEST_NAME], seen, n=1)
         more = f", and {len(seen) - MOST_LAYERS} more" if len(seen) > MOST_LAYERS else ""
         raise OptionError(
             saw=f"layers {describe_value(list(patterns))}",
             needed=f"among {', '.join(map(repr, seen[:MOST_LAYERS])) or 'none'}{more}: the layers "
-            "whose attention was seen",
-            do=f'{near[0]!r}, the nearest, or a pattern such as "*"'
+            "whose attention was captured",
+            do=f'{near[0]!r}, the nearest name, or a pattern such as "*"'
             if near
-            else 'name some of them, or give a pattern such as "*"',
+            else 'some of these names, or a pattern such as "*"',
         )
 
-    def complete(self) -> tuple[LayerScan, ...]:
-        """Return the chosen ones, without a summary where one input could not be measured."""
+    def without_incomplete_summaries(self) -> tuple[LayerScan, ...]:
+        """Return the selected layers, without summaries of layers that some input left out."""
         for layer in self.chosen():
             if layer.missing:
                 layer.summaries.clear()
         return self.chosen()
 
 
-def _whole(name: str, numbers: Any, *, do: str) -> tuple[int, ...]:
+def _as_integers(name: str, numbers: Any, *, do: str) -> tuple[int, ...]:
     needed = "a whole number, or several"
     if isinstance(numbers, str | bytes):
         raise OptionError(saw=f"{name}={describe_value(numbers)}", needed=needed, do=do)
-    single = _is_whole(numbers)
-    chosen = (numbers,) if single else _several(name, numbers, needed=needed, do=do)
-    if not all(_is_whole(n) for n in chosen):
+    single = _is_integer(numbers)
+    chosen = (numbers,) if single else _as_tuple(name, numbers, needed=needed, do=do)
+    if not all(_is_integer(n) for n in chosen):
         raise OptionError(saw=f"{name}={describe_value(numbers)}", needed=needed, do=do)
     return tuple(index(n) for n in chosen)
 
 
-def _is_whole(number: Any) -> bool:
-    """True for an integer or a tensor of one; a bool is none, in a tensor too."""
+def _is_integer(number: Any) -> bool:
+    """True for an integer or a scalar tensor of integers, never for a bool."""
     if isinstance(number, Tensor):
         return number.dim() == 0 and is_integer(number)
-    one_number = isinstance(number, SupportsIndex) and not getattr(number, "shape", ())
-    return one_number and not isinstance(number, bool)
+    is_scalar = isinstance(number, SupportsIndex) and not getattr(number, "shape", ())
+    return is_scalar and not isinstance(number, bool)
 
 
-def _several(name: str, value: Any, *, needed: str, do: str) -> tuple[Any, ...]:
+def _as_tuple(name: str, value: Any, *, needed: str, do: str) -> tuple[Any, ...]:
     is_scalar = isinstance(value, Tensor) and value.dim() == 0
     if not isinstance(value, Iterable) or isinstance(value, bytes) or is_scalar:
         raise OptionError(saw=f"{name}={describe_value(value)}", needed=needed, do=do)

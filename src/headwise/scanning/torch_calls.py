@@ -1,9 +1,9 @@
-"""Attention that a model computes by torch's own functions, shown as a matrix.
+"""Capture of attention that a model computes with torch's own functions.
 
-`scaled_dot_product_attention` runs as it is, and is shown beside; what goes through
-`multi_head_attention_forward`, as `torch.nn.MultiheadAttention` does, is computed by headwise's
-functional form, which is the same function. While the mode is on, torch's layers leave their fused
-inference path by themselves.
+`scaled_dot_product_attention` runs unchanged, and its operands are recorded as a matrix. Calls of
+`multi_head_attention_forward`, as from `torch.nn.MultiheadAttention`, run headwise's functional
+form, which is the same function. While the mode is on, torch's layers leave their fused inference
+path by themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AXES = "batch heads queries keys"
 
 
 class TorchCalls(TorchFunctionMode):
-    """While it is on, torch's attention functions are shown to the watcher."""
+    """Mode in which torch's attention functions notify the watcher."""
 
     def __torch_function__(
         self,
@@ -40,16 +40,16 @@ class TorchCalls(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Any function of torch."""
+        """Run a function of torch, and record attention."""
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             return multi_head_attention_forward(*args, **kwargs)
         if func is F.scaled_dot_product_attention and not is_own_call():
-            return _attend(func(*args, **kwargs), *args, **kwargs)
+            return _record_attention(func(*args, **kwargs), *args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _attend(
+def _record_attention(
     outputs: Tensor,
     query: Tensor,
     key: Tensor,
@@ -60,54 +60,59 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The outputs after the watcher has seen them, shaped as they were."""
+    """Notify the watcher, and return its outputs in their first shape."""
     axes = _Axes(outputs.shape[:-2], is_grouped=enable_gqa)
-    head_outputs = axes.four(outputs)
+    head_outputs = axes.with_four_axes(outputs)
     heads = head_outputs.shape[1]
     query, key, value = as_autocast_has_it(query, key, value)
-    q, k, v = axes.four(query, heads=heads), axes.four(key), axes.four(value)
+    q, k, v = (
+        axes.with_four_axes(query, heads=heads),
+        axes.with_four_axes(key),
+        axes.with_four_axes(value),
+    )
     if k.shape[1] != v.shape[1]:  # a layer has one number of kv heads
         k, v = (reference.share_heads(x, heads=heads) for x in (k, v))
     mask, score_bias = Mask(), ScoreBias()
     if is_causal:
         mask = Mask.causal(align="top-left")
     elif attn_mask is not None:
-        given = axes.four_of_mask(attn_mask)
-        if given.dtype == torch.bool:
-            mask = Mask.may_attend(given, axes=AXES)
+        torch_mask = axes.mask_with_four_axes(attn_mask)
+        if torch_mask.dtype == torch.bool:
+            mask = Mask.may_attend(torch_mask, axes=AXES)
         else:
-            mask, score_bias = taken_apart(given, axes=AXES)
+            mask, score_bias = taken_apart(torch_mask, axes=AXES)
     matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias, scale=scale)
     return call_hook(matrix, v, head_outputs).reshape(outputs.shape)
 
 
 @dataclass(frozen=True)
 class _Axes:
-    """The leading axes of one call, as batch and heads: torch takes none, or any number of them.
+    """The leading axes of one call of torch, of any number, as batch and heads.
 
-    Those of the outputs are what torch broadcast all operands to. The last is heads, and those
-    before it are batch; where it is alone it is batch, unless heads are grouped.
+    ``leading`` are the axes of the outputs, to which torch broadcast all operands. The last is
+    heads and the others are batch. A single axis is batch, unless heads are grouped.
     """
 
     leading: tuple[int, ...]
     is_grouped: bool
 
-    def four(self, x: Tensor, *, heads: int | None = None) -> Tensor:
-        """(batch, heads, length, width) of the whole batch; its own number of heads if not said."""
+    def with_four_axes(self, x: Tensor, *, heads: int | None = None) -> Tensor:
+        """Return (batch, heads, length, width); with the heads of ``x`` if ``heads`` is None."""
         *batch, _ = self._batch_and_heads(self.leading)
         x = self._broadcastable(x)
         heads = x.shape[-3] if heads is None else heads
         return x.expand(*batch, heads, -1, -1).flatten(0, -4)
 
-    def four_of_mask(self, mask: Tensor) -> Tensor:
-        """The same, but what serves the whole batch is not repeated for it."""
-        once = self._broadcastable(mask)
-        return once.flatten(0, -4) if once.shape[:-3].numel() == 1 else self.four(mask)
+    def mask_with_four_axes(self, mask: Tensor) -> Tensor:
+        """Return a mask with four axes; a mask for the whole batch is not repeated."""
+        single = self._broadcastable(mask)
+        is_shared = single.shape[:-3].numel() == 1
+        return single.flatten(0, -4) if is_shared else self.with_four_axes(mask)
 
     def _broadcastable(self, x: Tensor) -> Tensor:
-        own = x.shape[:-2]
-        missing = (1,) * (len(self.leading) - len(own))
-        return x.reshape(*self._batch_and_heads((*missing, *own)), *x.shape[-2:])
+        leading = x.shape[:-2]
+        missing = (1,) * (len(self.leading) - len(leading))
+        return x.reshape(*self._batch_and_heads((*missing, *leading)), *x.shape[-2:])
 
     def _batch_and_heads(self, leading: tuple[int, ...]) -> tuple[int, ...]:
         if len(leading) == 1 and not self.is_grouped:

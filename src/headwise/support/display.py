@@ -13,8 +13,8 @@ Form = Literal["text", "html"]
 
 # (class, form) -> the function that draws a result of this class
 DRAWN_BY: dict[tuple[str, Form], str] = {
-    ("HeadScan", "text"): "headwise.reports.terminal.printed",
-    ("HeadScan", "html"): "headwise.reports.scan_page.framed",
+    ("HeadScan", "text"): "headwise.reports.terminal.scan_text",
+    ("HeadScan", "html"): "headwise.reports.scan_page.render_in_frame",
 }
 
 

@@ -32,7 +32,7 @@ from headwise.kernels import observe_tiles, tiles
 from headwise.kernels.bound_scores import accumulation_dtype
 from headwise.scanning import captured_call
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.scanning.statistics.statistic import Summary, sweep
+from headwise.scanning.statistics.statistic import Summary, compute_summaries
 from tests.scanning.statistics.calls import KINDS, Call, Kind, roundoff
 from tests.scanning.statistics.dense_statistics import REFERENCE
 
@@ -65,7 +65,7 @@ def summaries(kind: str, elements: int) -> dict[str, Summary]:
         patch.setattr(captured_call, "SAMPLES", call.samples)
         observation = call.observation()
         chosen = [s for s in STANDARD if s.missing(observation) is None]
-        return sweep(observation, chosen)
+        return compute_summaries(observation, chosen)
 
 
 def assert_as_dense(call: Call, found: dict[str, Tensor]) -> None:
@@ -130,7 +130,7 @@ def test_two_calls_merged_are_one() -> None:
     kind: Kind = KINDS["causal"]
     parts = [kind.call(batch=part).observation() for part in (slice(0, 1), slice(1, None))]
     chosen = [statistic for statistic in STANDARD if statistic.missing(parts[0]) is None]
-    first, second = (sweep(part, chosen) for part in parts)
+    first, second = (compute_summaries(part, chosen) for part in parts)
     merged = {name: BY_NAME[name].merge([first[name], second[name]]) for name in first}
     assert_as_dense(kind.call(), {name: BY_NAME[name].result(merged[name]) for name in merged})
 

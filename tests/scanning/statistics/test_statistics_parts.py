@@ -18,11 +18,11 @@ from headwise.kernels import observe_tiles, tiles
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.scanning import captured_call
-from headwise.scanning.captured_call import CapturedCall, RepeatedTokens, evenly_spaced
+from headwise.scanning.captured_call import CapturedCall, RepeatedTokens, evenly_spaced_positions
 from headwise.scanning.statistics import statistic
-from headwise.scanning.statistics.catalogue import STANDARD, named
-from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, sweep
-from headwise.scanning.statistics.view_statistics import TopKeys, pyramid
+from headwise.scanning.statistics.catalogue import STANDARD, standard_statistics
+from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, compute_summaries
+from headwise.scanning.statistics.view_statistics import TopKeys, map_pyramid
 from tests.honest import normal
 from tests.memory import LargestTensor
 from tests.scanning.statistics.calls import KINDS, assert_is
@@ -53,9 +53,12 @@ def test_definitions_are_complete(one: statistic.TileStatistic) -> None:
 
 
 def test_statistics_by_name() -> None:
-    assert [s.definition.name for s in named(["cka", "entropy"])] == ["cka", "entropy"]
+    assert [s.definition.name for s in standard_statistics(["cka", "entropy"])] == [
+        "cka",
+        "entropy",
+    ]
     with pytest.raises(OptionError, match="statistic 'entrophy'") as refused:
-        named(["entropy", "entrophy", "x"])
+        standard_statistics(["entropy", "entrophy", "x"])
     assert "previous_token" in refused.value.needed
 
 
@@ -70,14 +73,16 @@ def test_what_is_not_known_is_said(one: statistic.TileStatistic) -> None:
     assert reason == (MISSING[one.needs[0]] if one.needs else None)
     if reason is not None:
         with pytest.raises(OptionError, match=one.definition.name) as refused:
-            sweep(unknown, [one])
+            compute_summaries(unknown, [one])
         assert reason in str(refused.value)
 
 
 def test_a_sweep_of_nothing_and_of_no_queries() -> None:
-    assert sweep(bare(), []) == {}
-    empty = sweep(bare(length=0), named(["entropy", "map", "most_received", "total_variation"]))
-    for one in named(empty):
+    assert compute_summaries(bare(), []) == {}
+    empty = compute_summaries(
+        bare(length=0), standard_statistics(["entropy", "map", "most_received", "total_variation"])
+    )
+    for one in standard_statistics(empty):
         assert one.result(empty[one.definition.name]).isnan().all()
 
 
@@ -94,10 +99,10 @@ def test_what_is_said_of_tokens_has_their_number() -> None:
 def test_autocast_changes_nothing() -> None:
     observation = KINDS["sink"].call().observation()
     chosen = [one for one in STANDARD if one.missing(observation) is None]
-    plain = sweep(observation, chosen)
+    plain = compute_summaries(observation, chosen)
     again = KINDS["sink"].call().observation()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = sweep(again, chosen)
+        cast = compute_summaries(again, chosen)
     for name, summary in plain.items():
         assert all(torch.equal(summary[key], cast[name][key]) for key in summary), name
 
@@ -112,7 +117,7 @@ def test_the_example_of_the_docstring_runs_as_it_stands() -> None:
     exec(textwrap.dedent("\n".join(lines[start:])), names)
     own = names["SelfWeight"]()
     observation = bare()
-    found = own.result(sweep(observation, [own])["self"])
+    found = own.result(compute_summaries(observation, [own])["self"])
     expected = observation.matrix.dense()[0].diagonal(dim1=1, dim2=2).mean(1)
     assert_is(found, expected)
 
@@ -131,7 +136,7 @@ class LargestScore(RowMean):
 def test_scores_are_there_for_those_that_read_them() -> None:
     observation = bare(mask=Mask.causal())
     matrix = observation.matrix
-    found = LargestScore().result(sweep(observation, [LargestScore()])["largest_score"])
+    found = LargestScore().result(compute_summaries(observation, [LargestScore()])["largest_score"])
     scores = (matrix.q @ matrix.k.mT / 2).masked_fill(~torch.ones(12, 12).tril().bool(), -torch.inf)
     assert_is(found, scores[0].amax(-1).mean(-1))
 
@@ -163,15 +168,15 @@ TOO_FAR: dict[str, Callable[[Any], Tensor]] = {
 @pytest.mark.parametrize("beside", [[], ["within_16"]], ids=["alone", "beside a wider one"])
 @pytest.mark.parametrize("asked", TOO_FAR)
 def test_no_statistic_reads_farther_than_it_said(asked: str, beside: list[str]) -> None:
-    chosen = [*named(beside), Around(TOO_FAR[asked])]
+    chosen = [*standard_statistics(beside), Around(TOO_FAR[asked])]
     with pytest.raises(OptionError, match="by a statistic with reach 0") as refused:
-        sweep(bare(), chosen)
+        compute_summaries(bare(), chosen)
     assert asked.replace("within", "band") in refused.value.saw
 
 
 def test_a_statistic_that_raises_leaves_gradients_on() -> None:
     with pytest.raises(OptionError):
-        sweep(bare(), [Around(TOO_FAR["band(4)"])])
+        compute_summaries(bare(), [Around(TOO_FAR["band(4)"])])
     assert torch.is_grad_enabled()
 
 
@@ -199,8 +204,10 @@ def test_the_own_key_is_within_any_reach(read: str) -> None:
         return found.squeeze(-1) if read == "band" else found
 
     one = Around(own)
-    for beside in ([], named(["within_16", "previous_token"])):
-        assert_is(one.result(sweep(observation, [*beside, one, *beside])["around"]), expected)
+    for beside in ([], standard_statistics(["within_16", "previous_token"])):
+        assert_is(
+            one.result(compute_summaries(observation, [*beside, one, *beside])["around"]), expected
+        )
 
 
 # ---- what keys are seen by ---------------------------------------------------------------------
@@ -242,7 +249,7 @@ def test_who_sees_a_key(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_are_the_middles_of_equal_stretches() -> None:
     real = torch.ones(3, 12, dtype=torch.bool)
     real[1, 7:], real[2, :9] = False, False
-    places, there = evenly_spaced(real, at_most=4)
+    places, there = evenly_spaced_positions(real, at_most=4)
     assert places[0].tolist() == [1, 4, 7, 10]
     assert places[1].tolist() == [0, 2, 4, 6]
     assert places[2, :3].tolist() == [9, 10, 11]
@@ -268,8 +275,8 @@ def test_padding_changes_no_sample(name: str, monkeypatch: pytest.MonkeyPatch) -
         out_proj=alone.out_proj,
         unembedding=alone.unembedding,
     )
-    (one,) = named([name])
-    there, here = (one.result(sweep(x, [one])[name]) for x in (alone, padded))
+    (one,) = standard_statistics([name])
+    there, here = (one.result(compute_summaries(x, [one])[name]) for x in (alone, padded))
     assert_is(here, there)
 
 
@@ -292,7 +299,7 @@ def test_tokens_that_are_not_known_are_no_repeats() -> None:
 def test_top_keys_of_chosen_queries() -> None:
     call = KINDS["left padding"].call()
     one = TopKeys(queries=(0, 5, -2))
-    found = one.result(sweep(call.observation(), [one])["top_keys"])
+    found = one.result(compute_summaries(call.observation(), [one])["top_keys"])
     expected = top_keys((0, 5, -2))(call.seen(*(x.double() for x in call.inputs)))
     assert found.shape == (6, 3, 8, 3)
     assert torch.equal(found[..., :2].nan_to_num(-2), expected[..., :2].nan_to_num(-2))
@@ -300,12 +307,15 @@ def test_top_keys_of_chosen_queries() -> None:
 
 def test_top_keys_of_a_query_that_does_not_exist() -> None:
     one = TopKeys(queries=(50,))
-    assert one.result(sweep(bare(), [one])["top_keys"]).isnan().all()
+    assert one.result(compute_summaries(bare(), [one])["top_keys"]).isnan().all()
 
 
 def test_top_keys_keep_the_first_sequence() -> None:
     one = TopKeys()
-    a, b = (sweep(KINDS[kind].call().observation(), [one])["top_keys"] for kind in ("none", "sink"))
+    a, b = (
+        compute_summaries(KINDS[kind].call().observation(), [one])["top_keys"]
+        for kind in ("none", "sink")
+    )
     nothing = {**b, "seen": torch.zeros_like(b["seen"])}
     for summaries, kept in (([a, b], a), ([b, a], b), ([nothing, a, b], a)):
         merged = one.merge(summaries)
@@ -313,13 +323,13 @@ def test_top_keys_keep_the_first_sequence() -> None:
 
 
 def test_equal_shares_are_told_apart_by_their_place() -> None:
-    (one,) = named(["most_received"])
+    (one,) = standard_statistics(["most_received"])
     parts = []
     for tokens in ([4, 5, 6], [6, 5, 3]):
         zeros = torch.zeros(1, 2, 3, 4, dtype=torch.float64)
         matrix = AttentionMatrix(zeros, zeros)
         call = CapturedCall.of(matrix, tokens=torch.tensor([tokens]))
-        parts.append(sweep(call, [one])["most_received"])
+        parts.append(compute_summaries(call, [one])["most_received"])
     expected = [[0, 4], [0, 6], [1, 5], [1, 5], [2, 3], [2, 6]]
     for order in (parts, parts[::-1]):
         found = one.result(one.merge(order))
@@ -333,7 +343,7 @@ def test_equal_shares_are_told_apart_by_their_place() -> None:
 @pytest.mark.parametrize("kind", ["both lengths", "left padding", "cross", "cached"])
 def test_a_pyramid_of_short_sequences(kind: str) -> None:
     call = replace(KINDS[kind], dtype=torch.float64).call()
-    maps = pyramid(sweep(call.observation(), named(["map"]))["map"])
+    maps = map_pyramid(compute_summaries(call.observation(), standard_statistics(["map"]))["map"])
     for size in (1, 2, 8, 32):
         assert_is(maps[size], block_map(size)(call.seen(*call.inputs)))
 
@@ -358,5 +368,5 @@ def test_memory_never_grows_with_queries_times_keys(monkeypatch: pytest.MonkeyPa
     )
     chosen = [one for one in STANDARD if one.missing(observation) is None]
     with LargestTensor() as seen:
-        sweep(observation, chosen)
+        compute_summaries(observation, chosen)
     assert seen.bytes < length * length * 4 / 4, seen.name

@@ -1,7 +1,7 @@
-"""``headwise scan``: a model reads, and each of its attention heads is looked at.
+"""``headwise scan``: statistics of every attention head of a stored model.
 
-command.py   the command, its options, and the way from these to a report
-asked.py     what was asked for, checked
-reading.py   the model, a folder's or the one that ships, and what it reads
-work.py      the scan itself, of one text or of a corpus
+command.py          the command with its options
+scan_options.py     the checked options
+model_and_text.py   the model and the tokens that it reads
+run_scan.py         the scan, of one text or of a corpus
 """

@@ -1,4 +1,4 @@
-"""``headwise scan``: what every attention head of a stored model does, from one reading."""
+"""The command ``headwise scan`` with its options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 PAGE = Path("headwise-scan/index.html")
 
 
-def _split(given: list[str] | None) -> tuple[str, ...] | None:
-    """``a,b`` and ``a --stats b`` are the same."""
-    if not given:
+def _split_names(values: list[str] | None) -> tuple[str, ...] | None:
+    """Split names at commas, so that ``a,b`` and ``a --stats b`` are the same."""
+    if not values:
         return None
-    return tuple(name for part in given for name in part.replace(" ", "").split(",") if name)
+    return tuple(name for part in values for name in part.replace(" ", "").split(",") if name)
 
 
 ModelDir = Annotated[
@@ -37,39 +37,39 @@ Demo = Annotated[
 ]
 Texts = Annotated[
     list[Path] | None,
-    typer.Option(help="A text to read; a folder, or several, to read as a corpus."),
+    typer.Option(help="A text file to read; several files or a folder are read as a corpus."),
 ]
 Tokens = Annotated[Path | None, typer.Option(help="A file of token ids to read.")]
 RandomRepeats = Annotated[
     bool,
     typer.Option(
-        "--random-repeats", help="Read random tokens twice over: shows induction and copying."
+        "--random-repeats", help="Read random tokens twice, to show induction and copying."
     ),
 ]
 Length = Annotated[
     int | None,
-    typer.Option(help="Tokens to read at most.", show_default="what the model takes, to 4,096"),
+    typer.Option(help="Most tokens to read.", show_default="those of the model, up to 4,096"),
 ]
 Stats = Annotated[
     list[str] | None,
     typer.Option(
-        callback=_split, help="Statistics by name, with commas between.", show_default="all"
+        callback=_split_names, help="Statistics by name, separated by commas.", show_default="all"
     ),
 ]
 Layers = Annotated[
     list[str] | None,
     typer.Option(
-        callback=_split, help="Layers by number, or as in '*layer.3.*'.", show_default="all"
+        callback=_split_names, help="Layers by number or pattern: '*layer.3.*'.", show_default="all"
     ),
 ]
 Out = Annotated[
-    Path | None, typer.Option(help="A folder to keep the scan in; it can be resumed there.")
+    Path | None, typer.Option(help="A folder for the scan, in which a run can be resumed.")
 ]
 Page = Annotated[Path, typer.Option(help="The HTML page to write.")]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the code that lies beside the weights.")
+    bool, typer.Option("--trust-remote-code", help="Run the code in the folder of the weights.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Start even if memory will hardly do.")]
+Force = Annotated[bool, typer.Option("--force", help="Skip the memory check.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print every number as JSON instead of pictures.")
 ]
@@ -91,64 +91,64 @@ def scan(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let a model read a text, and look at each of its attention heads.
+    """Run a model on a text, and show statistics of every attention head.
 
-    Prints what stands out, and writes a page with everything. A corpus that was
-    interrupted goes on where it was when it is asked for again.
+    Prints the heads that stand out, and writes a page with everything. To resume an
+    interrupted corpus, run the same command again.
     """
-    options = locals()  # by the names that they have in `ScanOptions`, all but one
+    options = locals()  # all but as_json are fields of `ScanOptions`
     del options["as_json"]
     _scan(ScanOptions(**options), as_json=as_json)
 
 
-def _scan(asked: ScanOptions, *, as_json: bool) -> None:
+def _scan(options: ScanOptions, *, as_json: bool) -> None:
     import time
 
-    from headwise.cli.output import aside, end
+    from headwise.cli.output import print_result, stderr_console
 
-    asked.require_sense()
+    options.require_sense()
     start = time.perf_counter()
-    report = report_of(asked)
+    report = scan_report(options)
     from rich.console import Console
 
     from headwise.cli.scan.run_scan import KEPT
     from headwise.reports.scan_page import save
     from headwise.reports.terminal import show_scan
 
-    end(
-        save(report, asked.page),
+    print_result(
+        save(report, options.page),
         start=start,
         show=lambda terminal: show_scan(report, terminal),
         as_json=report.as_json if as_json else None,
     )
-    if asked.out is not None:
-        console = aside() if as_json else Console(highlight=False)
-        console.print(KEPT, str(asked.out.absolute()), sep="\n", markup=False, soft_wrap=True)
+    if options.out is not None:
+        console = stderr_console() if as_json else Console(highlight=False)
+        console.print(KEPT, str(options.out.absolute()), sep="\n", markup=False, soft_wrap=True)
 
 
-def report_of(asked: ScanOptions) -> ScanReport:
-    """Do the scan; the estimate and how far it is are told beside standard output.
+def scan_report(options: ScanOptions) -> ScanReport:
+    """Run the scan, with the estimate and the progress on standard error.
 
     Raises:
-        typer.Exit: with status 130, after a line on what is kept, if the user interrupts.
+        typer.Exit: with status 130, after a line on the saved files, if the user interrupts.
     """
-    from headwise.cli.output import aside
-    from headwise.cli.progress_bar import on_a_bar
+    from headwise.cli.output import stderr_console
+    from headwise.cli.progress_bar import progress_bar
 
-    console = aside()
-    left = "Interrupted before anything was read."
+    console = stderr_console()
+    message = "Interrupted before the scan began."
     try:
-        with on_a_bar(console, "loading the model"):
+        with progress_bar(console, "loading the model"):
             from headwise.cli.scan.run_scan import prepare
 
-            work = prepare(asked)
-        console.print(work.begins_with, markup=False)
-        with on_a_bar(console, "reading") as progress:
+            work = prepare(options)
+        console.print(work.opening_lines, markup=False)
+        with progress_bar(console, "reading") as progress:
             try:
                 return work.run(progress)
             except KeyboardInterrupt:
-                left = work.when_interrupted
+                message = work.interrupted_message
                 raise
     except KeyboardInterrupt:
-        console.print(left, markup=False)
+        console.print(message, markup=False)
         raise typer.Exit(INTERRUPTED) from None

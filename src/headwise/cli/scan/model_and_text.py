@@ -1,4 +1,4 @@
-"""The model that is scanned, a folder's or the one that ships, and the tokens that it reads."""
+"""The model to scan, from a folder or from headwise, and the tokens that it reads."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from torch import Tensor, nn
 
 from headwise.cli.scan.scan_options import ScanOptions
 from headwise.errors import OptionError
-from headwise.reports.wording import visible
+from headwise.reports.wording import escape_unprintable
 from headwise.scanning.estimate import require_memory
-from headwise.scanning.model_inputs import OUTSIDE
+from headwise.scanning.model_inputs import CHECK_TOKENIZER
 from headwise.support.axes import many
 
-MOST_NAMES = 6  # of special tokens: some models have hundreds
-TEXT_LENGTH = 4096  # tokens of a text, where nothing else is said
+MOST_NAMES = 6  # special tokens that are named; some models have hundreds
+TEXT_LENGTH = 4096  # default number of tokens of a text
 REPEATS_LENGTH = 512
 SEED = 0
-TWO = "two tokens or more: a token alone can only look at itself"
+TWO = "two tokens or more, since a single token can only attend to itself"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelToScan:
-    """A model, and what is known of its tokens.
+    """A model with its tokenizer.
 
     Attributes:
-        title: what it is called.
-        model: in eval mode.
-        inputs: what it is called with, for (batch, length) ids.
-        vocabulary: how many tokens it knows.
-        positions: the longest input it can take; None where there is no such.
-        usual: how much it read at once when it was trained, where that is known.
-        begin: the token that begins a text, where there is one.
-        separators: token ids by how they are written.
-        specials: token ids.
-        encode: (text, at most so many tokens, or all of it) -> ids; None without a tokenizer.
-        name_of: how a token is written; None without a tokenizer.
-        notes: what is not as it was stored.
+        title: the name of the model.
+        model: the model in eval mode.
+        inputs: a function from ids (batch, length) to the input of the model.
+        vocabulary: number of tokens in the vocabulary.
+        positions: the longest input, or None without a limit.
+        usual: the length of inputs in training, if known.
+        begin: the token at the beginning of a text, if there is one.
+        separators: ids of separators, by their text.
+        specials: ids of special tokens.
+        encode: (text, largest number of tokens or None) -> ids; None without a tokenizer.
+        name_of: a function from an id to its text; None without a tokenizer.
+        notes: sentences on differences from the stored model.
     """
 
     title: str
@@ -64,54 +64,54 @@ class ModelToScan:
         parameters = list(self.model.parameters())
         count = sum(p.numel() for p in parameters)
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
-        return (
-            f"{type(self.model).__name__}, {_in_words(count)} parameters in {' and '.join(kinds)}"
-        )
+        size = f"{_count_in_words(count)} parameters in {' and '.join(kinds)}"
+        return f"{type(self.model).__name__}, {size}"
 
     @property
     def chosen(self) -> str:
-        """Which tokens count as separators and as special, in a sentence."""
+        """Sentences on the tokens that count as separators and as special."""
         separators = ", ".join(_quoted(name) for name in self.separators)
         specials = ", ".join(_quoted(self.name(token)) for token in self.specials[:MOST_NAMES])
         if len(self.specials) > MOST_NAMES:
             specials += f" and {len(self.specials) - MOST_NAMES} more"
-        said = [f"Separators: {separators}."] if separators else []
-        return " ".join([*said, *([f"Special tokens: {specials}."] if specials else [])])
+        sentences = [f"Separators: {separators}."] if separators else []
+        sentences += [f"Special tokens: {specials}."] if specials else []
+        return " ".join(sentences)
 
     def name(self, token: int) -> str:
-        """How a token is written, or its number."""
+        """Return the text of a token, or its number without a tokenizer."""
         return str(token) if self.name_of is None else self.name_of(token)
 
     def require_tokens(self, ids: Tensor) -> None:
-        """Raise OptionError if there are tokens that the model does not know."""
+        """Raise OptionError for tokens outside of the vocabulary."""
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocabulary:
             raise OptionError(
                 saw=f"tokens from {low} to {high}",
-                needed=f"tokens from 0 to {self.vocabulary - 1}: {self.title} knows "
+                needed=f"tokens from 0 to {self.vocabulary - 1}: {self.title} has a vocabulary of "
                 f"{self.vocabulary:,}",
-                do=OUTSIDE,
+                do=CHECK_TOKENIZER,
             )
 
 
-def model_of(asked: ScanOptions) -> ModelToScan:
-    """The model that was asked for.
+def load_model(options: ScanOptions) -> ModelToScan:
+    """Load the model of the options.
 
     Raises:
-        HeadwiseError: as `headwise.checkpoints.stored_model.load`; or memory will not do.
+        HeadwiseError: as `headwise.checkpoints.stored_model.load`; or too little memory.
     """
-    if asked.model_dir is None:
-        return of_tiny()
+    if options.model_dir is None:
+        return load_tiny()
     from headwise.checkpoints.stored_model import load, require_model
 
-    size = require_model(asked.model_dir)
-    if not asked.force:
+    size = require_model(options.model_dir)
+    if not options.force:
         require_memory(
             size,
-            what=f"the weights in {asked.model_dir}",
+            what=f"the weights in {options.model_dir}",
             do="use a machine with more memory, or --force",
         )
-    stored = load(asked.model_dir, trust_remote_code=asked.trust_remote_code)
+    stored = load(options.model_dir, trust_remote_code=options.trust_remote_code)
     tokenizer = stored.tokenizer
 
     def encode(text: str, most: int | None) -> list[int]:
@@ -119,7 +119,7 @@ def model_of(asked: ScanOptions) -> ModelToScan:
         return tokenizer.ids(text) if most is None else tokenizer.cut(text, most)
 
     return ModelToScan(
-        title=title_of(asked.model_dir),
+        title=model_title(options.model_dir),
         model=stored.model,
         inputs=stored.inputs,
         vocabulary=stored.vocabulary,
@@ -133,20 +133,20 @@ def model_of(asked: ScanOptions) -> ModelToScan:
     )
 
 
-def title_of(folder: Path) -> str:
-    """The folder's name, with the name above it where it says nothing by itself.
+def model_title(folder: Path) -> str:
+    """Return the name of a folder, with the folder above it if the name is just "model".
 
-    In transformers' own cache, models--owner--name/snapshots/revision, it is owner/name.
+    In transformers' cache, models--owner--name/snapshots/revision, the title is owner/name.
     """
-    whole = folder.resolve()
-    for part in whole.parts:
+    path = folder.resolve()
+    for part in path.parts:
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/")
-    return f"{whole.parent.name}/{whole.name}" if whole.name == "model" else whole.name
+    return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
 
 
-def of_tiny() -> ModelToScan:
-    """The model of bytes that ships with headwise."""
+def load_tiny() -> ModelToScan:
+    """Load the model of bytes that ships with headwise."""
     from headwise.bundled_models import tiny
 
     def name(token: int) -> str:
@@ -168,58 +168,59 @@ def of_tiny() -> ModelToScan:
 
 
 def _quoted(name: str) -> str:
-    shown = visible(name)
-    return f"“{shown}”" if len(shown) < 3 else shown
+    text = escape_unprintable(name)
+    return f"“{text}”" if len(text) < 3 else text
 
 
-def _in_words(count: int) -> str:
+def _count_in_words(count: int) -> str:
     for size, word in ((10**9, "billion"), (10**6, "million")):
         if count >= size:
             return f"{count / size:.1f} {word}"
     return f"{count:,}"
 
 
-# ---- what it reads -------------------------------------------------------------------------------
+# ---- the tokens to read --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class TextToRead:
-    """One sequence of tokens; ``words`` says what it is."""
+    """One sequence of tokens, with a phrase that describes it."""
 
     name: str
     ids: Int[Tensor, "1 length"]
-    words: str
+    description: str
 
 
-def files_of(paths: Sequence[Path]) -> list[Path]:
-    """The text files that are named, and those ending in .txt of folders that are named.
+def text_files(paths: Sequence[Path]) -> list[Path]:
+    """Return the named text files, and the .txt files of named folders.
 
     Raises:
-        OptionError: one that is not there, or a folder without any.
+        OptionError: a missing file, or a folder without .txt files.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         inside = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         if not inside or not all(file.is_file() for file in inside):
+            fault = "a folder without .txt files" if path.is_dir() else "no file"
             raise OptionError(
-                saw=f"{path}, {'a folder without .txt files' if path.is_dir() else 'no file'}",
+                saw=f"--text {path}, {fault}",
                 needed="a file of text in UTF-8, or a folder of .txt files",
-                do="look where the text is, and name it",
+                do="--text with the path of the text",
             )
-        found += inside
-    return found
+        files += inside
+    return files
 
 
-def passages_of(subject: ModelToScan, asked: ScanOptions) -> list[TextToRead]:
-    """What was asked for; of files the beginning of each; by default what ships with headwise."""
-    length = asked.length
-    if asked.random_repeats or (asked.demo and not asked.text and asked.tokens is None):
-        # On random tokens a head that carries on a repeat has nothing else to go by.
+def texts_to_read(subject: ModelToScan, options: ScanOptions) -> list[TextToRead]:
+    """Return the texts of the options, cut to the length; by default the text in headwise."""
+    length = options.length
+    if options.random_repeats or (options.demo and not options.text and options.tokens is None):
+        # On random tokens only induction can predict the next token.
         return [repeats(subject, length)]
-    if asked.tokens is not None:
-        return [stored_tokens(subject, asked.tokens, length)]
-    if asked.text:
-        return [text(subject, _content(f), length, name=f.name) for f in files_of(asked.text)]
+    if options.tokens is not None:
+        return [stored_tokens(subject, options.tokens, length)]
+    if options.text:
+        return [text(subject, _read_utf8(f), length, name=f.name) for f in text_files(options.text)]
     from headwise.bundled_models import demo_text as alice
 
     whole = "\n\n".join(alice.paragraphs())
@@ -227,44 +228,44 @@ def passages_of(subject: ModelToScan, asked: ScanOptions) -> list[TextToRead]:
 
 
 def text(subject: ModelToScan, content: str, length: int | None, *, name: str) -> TextToRead:
-    """The beginning of a text.
+    """Return the beginning of a text as tokens.
 
     Raises:
-        OptionError: no tokenizer, a length the model cannot take, or a text of fewer than two
-            tokens.
+        OptionError: no tokenizer, a length that the model cannot take, or fewer than two tokens.
     """
     if subject.encode is None:
         raise OptionError(
             saw=f"{name}, for {subject.title}, whose folder holds no tokenizer",
-            needed="tokens",
-            do="--tokens FILE, with token ids that you have made, or --random-repeats",
+            needed="a tokenizer, or token ids",
+            do="--tokens FILE with your token ids, or --random-repeats",
         )
-    most = length_of(subject, length, default=TEXT_LENGTH)
+    most = tokens_to_read(subject, length, default=TEXT_LENGTH)
     whole, ids = subject.encode(content, None), subject.encode(content, most)
     if len([token for token in whole if token not in subject.specials]) < 2:
         raise OptionError(
             saw=f"{name}, " + ("a text of one token" if content.strip() else "which is empty"),
             needed=f"a text of {TWO}",
-            do="give a longer text, or none: one ships with headwise",
+            do="use a longer text, or leave --text out for the text in headwise",
         )
     part = "all" if len(ids) == len(whole) else f"the first {len(ids):,} of"
     return TextToRead(name, torch.tensor([ids]), f"{name}, {part} {len(whole):,} tokens")
 
 
 def stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> TextToRead:
-    """Token ids out of a file: numbers with spaces, commas or line ends between them.
+    """Read token ids from a file, separated by spaces, commas or line ends.
 
     Raises:
-        OptionError: no such file, something that is no token of the model, too few, or too many.
+        OptionError: no such file, an entry that is no token of the model, or too few or too many
+            tokens.
     """
-    content = _content(file)
+    content = _read_utf8(file)
     words = re.split(r"[\s,]+", content.strip().strip("[]").strip())
     strange = [word for word in words if not re.fullmatch(r"-?\d{1,15}", word)]
     if strange and words != [""]:
         raise OptionError(
             saw=f"{file}, with {strange[0][:40]!r}",
-            needed="whole numbers, with spaces, commas or line ends between them",
-            do="--text FILE, for a text",
+            needed="whole numbers, separated by spaces, commas or line ends",
+            do="--text FILE for a text",
         )
     whole = [] if words == [""] else [int(word) for word in words]
     if len(whole) < 2:
@@ -274,67 +275,67 @@ def stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> TextT
             do="write more token ids into the file",
         )
     ids = torch.tensor([whole])
-    subject.require_tokens(ids)  # also what is cut off
-    most = length_of(subject, length, default=TEXT_LENGTH)
+    subject.require_tokens(ids)  # before the cut
+    most = tokens_to_read(subject, length, default=TEXT_LENGTH)
     part = f"all {len(whole):,}" if len(whole) <= most else f"the first {most:,} of {len(whole):,}"
     return TextToRead(file.name, ids[:, :most], f"{file.name}, {part} tokens")
 
 
 def repeats(subject: ModelToScan, length: int | None) -> TextToRead:
-    """Random tokens, and the same again: what comes next can only be known from the first time.
+    """Return random tokens followed by the same tokens, so that only induction can predict them.
 
     Raises:
-        OptionError: a length the model cannot take, or one too short to repeat anything.
+        OptionError: a length that the model cannot take, or that is too short for a repeat.
     """
-    most = length_of(subject, length, default=REPEATS_LENGTH)
+    most = tokens_to_read(subject, length, default=REPEATS_LENGTH)
     begin = [] if subject.begin is None else [subject.begin]
     half = (most - len(begin)) // 2
     if half < 2:
         raise OptionError(
             saw=f"--random-repeats with --length {most}",
-            needed=f"{4 + len(begin)} tokens or more: two of them, and these again",
+            needed=f"{4 + len(begin)} tokens or more, to repeat two tokens",
             do="leave --length out",
         )
     plain = torch.tensor([t for t in range(subject.vocabulary) if t not in subject.specials])
     generator = torch.Generator().manual_seed(SEED)
-    # None stands twice in the first half, as long as the vocabulary lasts.
+    # No token comes twice in the first half, if the vocabulary is large enough.
     order = torch.randperm(len(plain), generator=generator)
     once = plain[order.repeat(-(-half // len(plain)))[:half]]
     ids = torch.cat([torch.tensor(begin, dtype=once.dtype), once, once])[None]
     return TextToRead("random repeats", ids, f"{half:,} random tokens and the same {half:,} again")
 
 
-def length_of(subject: ModelToScan, asked: int | None, *, default: int) -> int:
-    """How many tokens are read at most.
+def tokens_to_read(subject: ModelToScan, length: int | None, *, default: int) -> int:
+    """Return the largest number of tokens to read.
 
     Raises:
-        OptionError: fewer than two, or more than the model has positions for.
+        OptionError: fewer than two tokens, or more than the model has positions for.
     """
-    if asked is None:
+    if length is None:
         return min(subject.usual or default, subject.positions or default)
-    if asked < 2:
-        raise OptionError(saw=f"--length {asked}", needed=TWO, do="leave --length out")
-    if subject.positions is not None and asked > subject.positions:
+    if length < 2:
+        raise OptionError(saw=f"--length {length}", needed=TWO, do="leave --length out")
+    if subject.positions is not None and length > subject.positions:
         raise OptionError(
-            saw=f"--length {asked:,}",
-            needed=f"at most {subject.positions:,}: {subject.title} has positions for so many",
+            saw=f"--length {length:,}",
+            needed=f"at most {subject.positions:,}, the number of positions of {subject.title}",
             do=f"--length {subject.positions}",
         )
-    return asked
+    return length
 
 
-def _content(file: Path) -> str:
+def _read_utf8(file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise OptionError(
-            saw=f"{file}, in which byte {error.start} is no UTF-8",
+            saw=f"{file}, in which byte {error.start} is not UTF-8",
             needed="text in UTF-8",
-            do="convert it, or give token ids with --tokens",
+            do="convert the file to UTF-8, or pass token ids with --tokens",
         ) from error
     except OSError as error:
         raise OptionError(
             saw=f"{file}, which cannot be read ({error.strerror})",
-            needed="a file on this machine",
-            do="look where it is, and name it",
+            needed="a file that can be read",
+            do="check the path and the permissions of the file",
         ) from error

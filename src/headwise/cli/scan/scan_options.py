@@ -1,4 +1,4 @@
-"""What a scan was asked for, and whether it makes sense before anything is loaded."""
+"""Options of ``headwise scan``, and their checks before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headwise.errors import OptionError
 
 @dataclass(frozen=True, kw_only=True)
 class ScanOptions:
-    """The options of ``headwise scan``, by their names there; see its help."""
+    """The options of ``headwise scan``, with the names in its help."""
 
     page: Path
     model_dir: Path | None = None
@@ -28,55 +28,55 @@ class ScanOptions:
 
     @property
     def layer_patterns(self) -> tuple[str, ...] | None:
-        """A number stands for the layers that have it in their name."""
+        """The patterns of ``--layers``; a number stands for layers with this number in the name."""
         if self.layers is None:
             return None
         return tuple(
             pattern
             for name in self.layers
             for pattern in (
-                # In brackets stands which run or which call of a module it is.
+                # A name may end with the number of the run or call in brackets.
                 (f"*.{name}.*", f"*.{name}", f"*.{name} (*") if name.isdecimal() else (name,)
             )
         )
 
     def require_sense(self) -> None:
-        """Raise OptionError if options contradict each other, or one is missing or misspelt."""
+        """Raise OptionError if options contradict each other, are missing or misspelt."""
         if (self.model_dir is None) != self.demo:
             raise OptionError(
                 saw="no MODEL_DIR" if not self.demo else f"{self.model_dir} and --demo",
                 needed="one model: a folder, or the one that ships with headwise",
                 do="headwise scan MODEL_DIR, or headwise scan --demo",
             )
-        ways = {
+        sources = {
             "--text": self.text,
             "--tokens": self.tokens,
             "--random-repeats": self.random_repeats,
         }
-        given = [name for name, value in ways.items() if value]
-        if len(given) > 1:
+        inputs = [name for name, value in sources.items() if value]
+        if len(inputs) > 1:
             raise OptionError(
-                saw=" and ".join(given),
-                needed="one thing to read",
-                do=f"leave {given[1]} out, or scan twice",
+                saw=" and ".join(inputs),
+                needed="a single input",
+                do=f"leave {inputs[1]} out, or scan twice",
             )
         texts = self.text or ()
         if self.out is None and (len(texts) > 1 or any(path.is_dir() for path in texts)):
             raise OptionError(
                 saw="several texts, and no --out",
-                needed="a folder that keeps what is done, a file for each text",
-                do="--out DIR; to be interrupted is no loss then",
+                needed="a folder for the scan of each text, in which the run can be resumed",
+                do="--out DIR",
             )
         if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise OptionError(
                 saw=f"--out {self.out}, which is a file",
                 needed="a folder to write into",
-                do="name another",
+                do="--out with the path of a folder",
             )
         if self.stats is not None:
-            from headwise.scanning.statistics.catalogue import STANDARD, unknown_statistic
+            from headwise.scanning.statistics.catalogue import STANDARD, unknown_statistic_error
 
             known = [statistic.definition.name for statistic in STANDARD]
             if unknown := [name for name in self.stats if name not in known]:
                 do = "choose from these"
-                raise unknown_statistic(unknown[0], known, do=do, parameter="stats")
+                raise unknown_statistic_error(unknown[0], known, do=do, parameter="stats")

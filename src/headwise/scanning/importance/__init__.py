@@ -1,17 +1,17 @@
-"""Head importance: what the loss of a model has of each head.
+"""Head importance: the effect of each head on the loss of a model.
 
-    gradients    by the gradient of a gate on every head: one backward pass for all of them
-    ablations    by what is lost without it: one forward pass for each head
+    gradients    from the gradient of a gate on every head: one backward pass for all heads
+    ablations    from the loss without a head: one forward pass for each head
 
-Both give a `HeadScan`, so that ``scan["gate_gradient"]`` is a tensor (layers, heads), and scans of
-parts of the data merge into the scan of all of it. The loss is one number for each sequence:
+Both return a `HeadScan`, so ``scan["gate_gradient"]`` is a tensor (layers, heads), and scans of
+parts of the data can be merged. The loss is one number for each sequence:
 
     scan = gradients(tiny.load(), tiny.encode(text)[None])
     scan = gradients(model, {"input_ids": ids, "attention_mask": mask})
-    scan = gradients(model, inputs, loss=lambda output, given: loss_of(output).mean(-1))
+    scan = gradients(model, inputs, loss=lambda output, inputs: loss_of(output).mean(-1))
 
-    headwise.scanning.statistics.importance_statistics   what each measure means, and its source
-    losses.py        the default loss, and what a loss must be
+    headwise.scanning.statistics.importance_statistics   definition and source of each measure
+    losses.py        the default loss, and the check of a loss
 """
 
 from headwise.scanning.importance.ablations import ablations, mean_outputs

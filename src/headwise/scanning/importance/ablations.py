@@ -1,6 +1,6 @@
 """Importance by ablation: one forward pass for each head, with the head off.
 
-While it is off, a head gives nothing, its mean, or what it gives another sequence.
+The output of a head that is off is zero, its mean, or its output for another sequence.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.scanning import selection
-from headwise.scanning.capture import AttentionCapture, reached
-from headwise.scanning.captured_call import CapturedCall, known
+from headwise.scanning.capture import AttentionCapture, capture_attention
+from headwise.scanning.captured_call import CapturedCall, not_none
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.layer_scan import LayerScan
-from headwise.scanning.model_inputs import ModelInput, inputs_of, prepared, require_module, run
+from headwise.scanning.model_inputs import (
+    ModelInput,
+    parse_inputs,
+    prepare_inputs,
+    require_module,
+    run_model,
+)
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance_statistics import ABLATIONS, Importance
 from headwise.scanning.statistics.statistic import Summary
@@ -45,25 +51,26 @@ def ablations(
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> HeadScan:
-    """L(x; head off) − L(x) of every head: ``ablation_zero``, ``_mean`` or ``_resample``.
+    """Measure L(x; head off) − L(x): ``ablation_zero``, ``ablation_mean`` or ``ablation_resample``.
 
-    Each input is run once as it is and once for each head; ``by="mean"`` runs it once more, before.
-    After the first run ``progress`` is told how many there will be. The model runs in evaluation
-    mode and without gradients, and is left as it was found.
+    Each input runs once with all heads and once without each head. ``by="mean"`` runs each input
+    once more before that. The model runs in evaluation mode without gradients, and keeps its mode
+    and settings.
 
     Args:
         model: as for `headwise.scan`.
-        inputs: what the model is called with: a tensor, a tuple of positional arguments, or a
-            mapping of named ones; or a list of several such inputs, which are merged.
-        by: what the head gives while it is off: "zero", nothing; "mean", its mean output over all
-            real positions of all ``inputs``, or of other data by their `mean_outputs`; "resample",
-            what it gives another sequence of the same input.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of named ones; or a list of
+            several such inputs, which are merged.
+        by: the output of a head that is off. "zero": zero. "mean": its mean output over all real
+            positions of all ``inputs``; pass `mean_outputs` of other data to use their mean.
+            "resample": its output for another sequence of the same input.
         loss: (output, input) -> (batch,): one number for each sequence. By default `next_token`:
             the mean cross-entropy of each next token.
         layers: names of layers, or patterns such as "*layer.3.*"; all if None.
         heads: numbers of heads; all if None.
-        seed: draws the other sequence for "resample".
-        progress: told (layer and head, forward passes done, in all).
+        seed: the seed of the draw for "resample".
+        progress: called with (layer and head, forward passes done, total). The total is known
+            after the first run.
 
     Raises:
         OptionError: no loss for a model that is not causal, layers or heads that do not exist, an
@@ -71,26 +78,26 @@ def ablations(
         ShapeError, DTypeError: a loss that is not one number for each sequence.
     """
     model = require_module(model)
-    several, before = prepared(model, inputs_of(inputs), with_logits=True), 0
+    model_inputs, before = prepare_inputs(model, parse_inputs(inputs), with_logits=True), 0
     if by == "mean":
-        by, before = mean_outputs(model, inputs, layers=layers), len(several)
+        by, before = mean_outputs(model, inputs, layers=layers), len(model_inputs)
     chosen = SelectedLayers(layers, heads)
     replacement = _replacement(by, seed)
     statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
     ablation = _HeadAblation(chosen, replacement, statistic, causal=loss is None)
-    with torch.no_grad(), evaluating(model), reached(model, ablation) as reach:
-        for index, one in enumerate(several):
-            tell = partial(_tell, progress, before, len(several), index)
-            ablation.measure(partial(_losses, model, one, reach, loss), tell)
-    return ablation.scan(type(model).__name__, reach.notes)
+    with torch.no_grad(), evaluating(model), capture_attention(model, ablation) as capture:
+        for index, model_input in enumerate(model_inputs):
+            report = partial(_report_progress, progress, before, len(model_inputs), index)
+            ablation.measure(partial(_losses, model, model_input, capture, loss), report)
+    return ablation.scan(type(model).__name__, capture.notes)
 
 
 def mean_outputs(
     model: nn.Module, inputs: Any, *, layers: selection.Layers = None
 ) -> dict[str, Float[Tensor, "heads value_dim"]]:
-    """The mean output of each head of each layer, over all real positions of all inputs.
+    """Return the mean output of each head of each layer over all real positions of all inputs.
 
-    For ``ablations(..., by=means)`` of parts of the data, whose results can then be merged.
+    Pass the means to ``ablations(..., by=means)`` of parts of the data, to merge the results.
 
     Args:
         model: as for `headwise.scan`.
@@ -98,7 +105,7 @@ def mean_outputs(
         layers: names of layers, or patterns; all if None.
 
     Raises:
-        OptionError: layers that do not exist, or no attention that was seen.
+        OptionError: layers that do not exist, or no captured attention.
     """
     model = require_module(model)
     chosen = SelectedLayers(layers)
@@ -106,18 +113,18 @@ def mean_outputs(
     counts: Counter[str] = Counter()
 
     def watch(call: CapturedCall) -> None:
-        if chosen.see(call) is None or call.outputs is None:
+        if chosen.record_call(call) is None or call.outputs is None:
             return
         real = call.real_queries
-        # Filled, not multiplied by 0: what stands at padding may be infinite.
+        # masked_fill, since infinite values at padding times 0 are NaN.
         outputs = call.outputs.double().masked_fill(~real[:, None, :, None], 0.0)
         sums[call.layer] = sums.get(call.layer, 0) + outputs.sum((0, 2))
         counts[call.layer] += int(real.sum())
 
-    with torch.no_grad(), evaluating(model), reached(model, watch) as reach:
-        for one in prepared(model, inputs_of(inputs), with_logits=True):
-            reach.begin()
-            run(model, one)
+    with torch.no_grad(), evaluating(model), capture_attention(model, watch) as capture:
+        for model_input in prepare_inputs(model, parse_inputs(inputs), with_logits=True):
+            capture.begin()
+            run_model(model, model_input)
     return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.chosen()}
 
 
@@ -127,34 +134,36 @@ def _replacement(by: str | Means, seed: int) -> Replacement:
     if by not in ABLATIONS:
         raise OptionError(
             saw=f"by={describe_value(by)}",
-            needed=f"one of {', '.join(ABLATIONS)}, or what mean_outputs gave",
+            needed=f"one of {', '.join(ABLATIONS)}, or the result of mean_outputs",
             do='by="zero"',
         )
     return Replacement() if by == "zero" else Resample(seed)
 
 
 def _losses(
-    model: nn.Module, one: ModelInput, reach: AttentionCapture, loss: Loss | None
+    model: nn.Module, model_input: ModelInput, capture: AttentionCapture, loss: Loss | None
 ) -> Tensor:
-    reach.begin()
-    return losses.of_run(model, reach, run(model, one), one.given, loss)
+    capture.begin()
+    return losses.sequence_losses(
+        model, capture, run_model(model, model_input), model_input.original, loss
+    )
 
 
-def _tell(
+def _report_progress(
     progress: Progress, before: int, inputs: int, index: int, stage: str, done: int, each: int
 ) -> None:
-    """Tell of one input's passes as a part of those of all inputs."""
+    """Report the passes of one input as a part of the passes of all inputs."""
     progress(stage, before + index * each + done, before + inputs * each)
 
 
 class _HeadAblation:
-    """A watcher that looks at every layer, or takes one head off.
+    """Watcher that records the layers in a first pass, then replaces the output of one head.
 
     Args:
-        layers: which, and which of their heads.
-        replacement: what is put in a head's place.
-        statistic: what is measured.
-        causal: whether every call must be causal, as the default loss needs.
+        layers: the selected layers and heads.
+        replacement: the output of a head that is off.
+        statistic: the measure.
+        causal: True if every call must be causal, as for the default loss.
     """
 
     def __init__(
@@ -168,72 +177,72 @@ class _HeadAblation:
         self._layers, self._replacement = layers, replacement
         self._statistic, self._causal = statistic, causal
         self._off: tuple[LayerScan, int] | None = None
-        self._place = 0  # of the next call in this pass
-        self._real: list[Tensor] = []  # of each call of this input, in order
+        self._call_index = 0  # of the next call in this pass
+        self._real_queries: list[Tensor] = []  # of each call of this input, in order
         self._shapes: dict[str, torch.Size] = {}  # of each layer's head outputs, for this input
         self._sequences = self._tokens = 0
 
     def __call__(self, call: CapturedCall) -> Tensor | None:
-        """The head outputs, one head's replaced while it is off."""
-        place, self._place = self._place, self._place + 1
-        outputs = known(call.outputs)
+        """Return the head outputs with the head that is off replaced, or None in a first pass."""
+        index, self._call_index = self._call_index, self._call_index + 1
+        outputs = not_none(call.outputs)
         if self._off is None:
             if self._causal:
                 losses.require_causal(call)
-            self._real.append(call.real_queries)
+            self._real_queries.append(call.real_queries)
             self._shapes[call.layer] = outputs.shape
-            self._layers.see(call)
+            self._layers.record_call(call)
             return None
         layer, head = self._off
         if call.layer != layer.name:
             return None
         without = outputs.clone()
-        without[:, head] = self._replacement.of(
-            outputs[:, head], self._real[place], layer=layer.name, head=head
+        without[:, head] = self._replacement.replace_outputs(
+            outputs[:, head], self._real_queries[index], layer=layer.name, head=head
         )
         return without
 
-    def measure(self, losses_of: Callable[[], Tensor], tell: Progress) -> None:
-        """Run one input as it is, and then once for each head."""
-        self._real.clear()
+    def measure(self, losses_of: Callable[[], Tensor], report: Progress) -> None:
+        """Run one input with all heads, and then once without each head."""
+        self._real_queries.clear()
         self._shapes.clear()
-        as_it_is = self._run(None, losses_of)
-        count = len(as_it_is)
+        baseline = self._run(None, losses_of)
+        count = len(baseline)
         self._sequences += count
-        self._tokens += int(self._real[0].sum()) if self._real else 0
+        self._tokens += int(self._real_queries[0].sum()) if self._real_queries else 0
         self._replacement.begin(count)
         chosen = [layer for layer in self._layers.chosen() if self._is_possible(layer, count)]
         off = [(layer, head) for layer in chosen for head in layer.heads]
-        tell("all heads", 1, 1 + len(off))
+        report("all heads", 1, 1 + len(off))
         effects: dict[str, list[Tensor]] = {layer.name: [] for layer in chosen}
         for done, (layer, head) in enumerate(off, start=2):
             without = self._run((layer, head), losses_of)
-            effects[layer.name].append((without - as_it_is).sum())
-            tell(f"{layer.name}, head {head}", done, 1 + len(off))
+            effects[layer.name].append((without - baseline).sum())
+            report(f"{layer.name}, head {head}", done, 1 + len(off))
         for layer in chosen:
             total = torch.stack(effects[layer.name]).cpu()
             counted = {"sum": total, "count": torch.full_like(total, count)}
-            kept = self._replacement.kept(layer.name, layer.heads)
-            layer.add(self._statistic, {**counted, **kept})
+            extra_summary = self._replacement.extra_summary(layer.name, layer.heads)
+            layer.add(self._statistic, {**counted, **extra_summary})
 
     def scan(self, model: str, notes: tuple[str, ...]) -> HeadScan:
-        """What was found of each layer."""
+        """Return the scan of all inputs so far."""
         return HeadScan(
             model=model,
             sequences=self._sequences,
             tokens=self._tokens,
             notes=notes,
             statistics=(self._statistic,),
-            layer_scans=self._layers.complete(),
+            layer_scans=self._layers.without_incomplete_summaries(),
         )
 
     def _run(self, off: tuple[LayerScan, int] | None, losses_of: Callable[[], Tensor]) -> Tensor:
-        self._off, self._place = off, 0
+        self._off, self._call_index = off, 0
         return losses_of()
 
     def _is_possible(self, layer: LayerScan, count: int) -> bool:
         shape = self._shapes.get(layer.name)
-        if shape is None:  # another input ran it
+        if shape is None:  # this input did not run the layer
             return False
         reason = self._replacement.missing(layer.name, shape, count)
         if reason is not None:
@@ -241,48 +250,48 @@ class _HeadAblation:
         return reason is None
 
 
-# ---- what it gives while it is off --------------------------------------------------------------
+# ---- the output of a head that is off -----------------------------------------------------------
 
 
 class Replacement:
-    """What a head gives while it is off: by default nothing."""
+    """The output of a head that is off: zero by default."""
 
     def begin(self, batch: int) -> None:
-        """Another batch, of this many sequences."""
+        """Start another batch of so many sequences."""
 
     def missing(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
-        """Why a layer with head outputs of this shape cannot have it; None where it can."""
+        """Return why head outputs of this shape cannot be replaced, or None if they can."""
         return None
 
-    def kept(self, layer: str, heads: tuple[int, ...]) -> Summary:  # noqa: ARG002
-        """What has to be kept of a layer beside the sums, a row for each head."""
+    def extra_summary(self, layer: str, heads: tuple[int, ...]) -> Summary:  # noqa: ARG002
+        """Return tensors to save with the sums of a layer, with a row for each head."""
         return {}
 
-    def of(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
-        """(batch, queries, value_dim) in place of a head's; ``real`` is False for padding."""
+    def replace_outputs(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
+        """Return the replaced outputs (batch, queries, value_dim); ``real`` is False at padding."""
         return torch.zeros_like(outputs)
 
 
 class Mean(Replacement):
-    """The same at every query: the head's mean."""
+    """The mean output of the head, at every query."""
 
     def __init__(self, means: Means) -> None:
         self._means = means
 
-    def kept(self, layer: str, heads: tuple[int, ...]) -> Summary:
-        """The means, since sums of effects can be added only where they are the same."""
+    def extra_summary(self, layer: str, heads: tuple[int, ...]) -> Summary:
+        """Return the means, since only effects of equal means can be merged."""
         return {"stood_in": self._means[layer][list(heads)].double().cpu()}
 
     def missing(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
-        """Refuse means of other layers.
+        """Check that the means fit the layer.
 
         Raises:
-            OptionError: there is none for this layer, or it has other sizes.
+            OptionError: no mean for this layer, or a mean of other sizes.
         """
         _, heads, _, value_dim = shape
-        found = self._means.get(layer)
-        if found is None or found.shape != (heads, value_dim):
-            saw = "none" if found is None else str(tuple(found.shape))
+        mean = self._means.get(layer)
+        if mean is None or mean.shape != (heads, value_dim):
+            saw = "none" if mean is None else str(tuple(mean.shape))
             raise OptionError(
                 saw=f"means of {layer}: {saw}",
                 needed=f"(heads {heads}, value_dim {value_dim})",
@@ -290,16 +299,17 @@ class Mean(Replacement):
             )
         return None
 
-    def of(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
-        """The mean, once for each query."""
+    def replace_outputs(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
+        """Return the mean, once for each query."""
         return self._means[layer][head].to(outputs).expand_as(outputs)
 
 
 class Resample(Replacement):
-    """What the head gives another sequence of the batch.
+    """The output of the head for another sequence of the batch.
 
     Args:
-        seed: of the draw, the same for every head; the global generators are not touched.
+        seed: the seed of the draw, which is the same for every head and leaves the global
+            generators alone.
     """
 
     def __init__(self, seed: int) -> None:
@@ -310,33 +320,33 @@ class Resample(Replacement):
         """Draw a partner for each sequence.
 
         Raises:
-            OptionError: a batch of one.
+            OptionError: a batch of one sequence.
         """
         if batch < 2:
             raise OptionError(
-                saw="resample with a batch of 1 sequence",
-                needed="another sequence in the batch, for a head to speak of",
-                do="batches of at least 2, also the last; or by='zero', by='mean'",
+                saw="by='resample' with a batch of 1 sequence",
+                needed="at least 2 sequences in every batch, also in the last",
+                do="larger batches, by='zero' or by='mean'",
             )
-        self._partner = partners(batch, self._generator)
+        self._partner = draw_partners(batch, self._generator)
 
     def missing(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
-        """Where sequences do not stand along the batch, none can be taken for another."""
+        """Return a reason if the first axis is not the batch, which resampling needs."""
         return None if shape[0] == batch else f"a batch of {shape[0]} for {batch} sequences"
 
-    def of(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
-        """The i-th real query takes the partner's real query i modulo their number."""
+    def replace_outputs(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
+        """Give the i-th real query the output of the partner's real query i modulo their number."""
         partner = self._partner.to(real.device)
-        place = (real.long().cumsum(-1) - 1).clamp(min=0)
+        position = (real.long().cumsum(-1) - 1).clamp(min=0)
         counts = real.sum(-1).clamp(min=1)[partner]
-        # The partner's real places in order, then the others.
+        # The partner's real positions in order, then the others.
         order = (~real).long().argsort(dim=-1, stable=True)[partner]
-        index = order.gather(1, place % counts[:, None])
+        index = order.gather(1, position % counts[:, None])
         return outputs[partner[:, None], index]
 
 
-def partners(batch: int, generator: torch.Generator) -> Int[Tensor, " batch"]:
-    """Another sequence for each: a random circle through all of them, so none is its own."""
+def draw_partners(batch: int, generator: torch.Generator) -> Int[Tensor, " batch"]:
+    """Return another sequence for each, by a random circle through all sequences."""
     order = torch.randperm(batch, generator=generator)
     partner = torch.empty_like(order)
     partner[order] = order.roll(1)

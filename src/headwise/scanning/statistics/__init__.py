@@ -1,13 +1,14 @@
-"""Head statistics: what a head does, in numbers that are read from one pass over its weights.
+"""Head statistics, computed in one pass over the attention weights.
 
-    tile.py          a part of a call, with the readings that several statistics share
-    statistic.py     the bases, the tensors of a summary, and `sweep`: any number in one pass
-    catalogue.py     the standard set, by name
-    importance.py    measures that come from runs of the model, not from its weights
+    weight_tile.py             a part of the weights, with values that several statistics share
+    statistic.py               base classes, summaries, and `compute_summaries` in one pass
+    catalogue.py               the standard set, by name
+    statistic_ids.py           stable ids of the definitions
+    importance_statistics.py   measures from runs of the model, not from its weights
 
-The standard set, each with its formula, source, unit and what it leaves out:
+The standard set, with formulas, sources, units and exclusions:
 
-    rows.py          means over queries of what a row is worth: how widely it looks, and where
-    outputs.py       what a head writes, and how alike the heads of a layer are
-    views.py         what a page shows of one head: weights by offset, a map, the largest weights
+    row_statistics.py          means over queries: how widely a head attends, and where
+    output_statistics.py       head outputs: norm, rank, copying, similarity of heads
+    view_statistics.py         views of one head: weights by offset, a map, the largest weights
 """

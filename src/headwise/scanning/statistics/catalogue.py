@@ -37,7 +37,7 @@ STANDARD: tuple[TileStatistic, ...] = (
     TopKeys(),
     Map(),
 )
-# The order of pictures; statistics that are not named here come after these.
+# The order of pictures; all other statistics come after these.
 PICTURED = (
     "effective_keys",
     "previous_token",
@@ -63,7 +63,7 @@ PICTURED = (
     "within_64",
     "within_256",
 )
-# What a head is known for, in the order in which it is said.
+# The statistics that can characterise a head, in the order of the reports.
 KNOWN_FOR = (
     "previous_token",
     "induction",
@@ -77,42 +77,42 @@ KNOWN_FOR = (
     "distance",
     "relative_contribution",
 )
-LONGEST_NAME = 80  # characters that are compared with those of the names
+LONGEST_NAME = 80  # characters of an unknown name that are compared with the known names
 
 
-def named(names: Iterable[str]) -> tuple[TileStatistic, ...]:
-    """These of the standard set, in the order given.
+def standard_statistics(names: Iterable[str]) -> tuple[TileStatistic, ...]:
+    """Return statistics of the standard set, in the order of the names.
 
     Raises:
-        OptionError: a name that none of them has.
+        OptionError: a name that is not in the standard set.
     """
     by_name = {statistic.definition.name: statistic for statistic in STANDARD}
-    wanted = tuple(names)
-    for name in wanted:
+    names = tuple(names)
+    for name in names:
         if name not in by_name:
-            raise unknown_statistic(
+            raise unknown_statistic_error(
                 name, by_name, do="choose from these, or pass a Statistic of your own"
             )
-    return tuple(by_name[name] for name in wanted)
+    return tuple(by_name[name] for name in names)
 
 
-def unknown_statistic(
+def unknown_statistic_error(
     name: object, known: Iterable[str], *, do: str, parameter: str = ""
 ) -> OptionError:
-    """Return the error for a name that is not among these, with the nearest, if any is near.
+    """Return the error for an unknown name, with the nearest known name if there is one.
 
     Args:
-        name: what was given.
-        known: the names that there are.
-        do: the advice where none is near.
-        parameter: the argument that the name was given as, where the message is to say it.
+        name: the unknown name.
+        known: the known names.
+        do: the advice if no known name is near.
+        parameter: the parameter that holds the name, if the message shows it.
     """
     known = tuple(known)
-    what = f"{{{parameter}}}" if parameter else "statistic"
+    label = f"{{{parameter}}}" if parameter else "statistic"
     if near := get_close_matches(str(name)[:LONGEST_NAME], known, n=1):
-        do = f"{what} {near[0]}" if parameter else f"{near[0]!r} is the nearest"
+        do = f"{label} {near[0]}" if parameter else f"{near[0]!r} is the nearest"
     return OptionError(
-        saw=f"{what} {describe_value(name)}",
+        saw=f"{label} {describe_value(name)}",
         needed=f"one of {', '.join(known)}",
         do=do,
         parameter=parameter,

@@ -1,7 +1,7 @@
-"""What each measure of importance means, and how its summaries are read.
+"""Definitions of the measures of head importance.
 
-They are statistics whose summaries come from runs of the model, not from tiles of its weights: a
-sum over sequences and the number of sequences. So they merge, and are kept, as all others are.
+Their summaries come from runs of the model: a sum over sequences, and the number of sequences. They
+are merged and saved like those of all other statistics.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headwise.scanning.statistics.statistic import (
     SummaryPart,
 )
 
-LOSS = "the loss's own; nats a token for the default loss"
+LOSS = "that of the loss; nats a token for the default loss"
 ALL = "nothing; what the loss leaves out has no part in it"
 PADDING = "padded queries have no part in what the head gives instead"
 ABLATION = "mean over sequences x of L(x; head h off) − L(x); off: its outputs are "
@@ -30,7 +30,7 @@ WANG = "Wang et al. 2022, arXiv:2211.00593"
 
 
 class Importance(Statistic):
-    """The mean over sequences of a number that running the model gives each head."""
+    """The mean over sequences of a number for each head, from runs of the model."""
 
     parts: ClassVar[Parts] = MEAN
 
@@ -39,35 +39,35 @@ class Importance(Statistic):
 
 
 class _ShareOfLayer(Importance):
-    """As a share of its layer's, so that layers can be compared."""
+    """A measure divided by its norm over the heads of the layer, so that layers can be compared."""
 
     def result(self, summary: Summary) -> Tensor:
-        """(heads,): the mean over sequences, of length 1 over the heads."""
+        """Return (heads,): the mean over sequences, with norm 1 over the heads."""
         mean = super().result(summary)
         length = torch.linalg.vector_norm(mean)
         return torch.where(length == 0, mean, mean / length)
 
 
 class _OfMeans(Importance):
-    """An ablation by means, which can be merged only where these are the same."""
+    """An ablation by means; only ablations by equal means can be merged."""
 
     parts: ClassVar[Parts] = {**MEAN, "stood_in": SummaryPart(axes=("value_dim",))}
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
-        """Sums; the outputs that stood in for the heads must be the same.
+        """Add the sums of ablations by equal means.
 
         Raises:
-            OptionError: they are not.
+            OptionError: the means differ.
         """
         first, *others = summaries
         stood_in = first["stood_in"]
         if not all(torch.equal(stood_in, other["stood_in"]) for other in others):
             raise OptionError(
-                saw="ablations by mean outputs that are not the same",
-                needed="one mean, over all of the data: the parts are then measured alike",
+                saw="ablations by different mean outputs",
+                needed="one mean over all of the data, for all parts",
                 do="means = mean_outputs(model, all_inputs), and ablations(..., by=means) of parts",
             )
-        sums = [{n: t for n, t in own.items() if n != "stood_in"} for own in summaries]
+        sums = [{n: t for n, t in summary.items() if n != "stood_in"} for summary in summaries]
         return {**super().merge(sums), "stood_in": stood_in.clone()}
 
 

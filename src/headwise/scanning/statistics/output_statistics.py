@@ -1,8 +1,4 @@
-"""Statistics of head outputs and of sampled rows, each for a head or for two heads of a layer.
-
-How much a head writes, in how many directions, whether it writes what it reads, and how alike two
-heads are.
-"""
+"""Statistics of head outputs: norm, effective rank, copying, and similarity of two heads."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from torch import Tensor
 
 from headwise.error_budget.rounding import LAMBDA, Roundoff
 from headwise.kernels.bound_scores import accumulation_dtype
-from headwise.scanning.captured_call import CapturedCall, known
+from headwise.scanning.captured_call import CapturedCall, not_none
 from headwise.scanning.statistics.row_statistics import EXCLUDED, RowStatistic
 from headwise.scanning.statistics.statistic import (
     COUNT,
@@ -29,28 +25,28 @@ from headwise.scanning.statistics.statistic import (
 )
 from headwise.scanning.statistics.weight_tile import WeightTile
 
-AT_ONCE = 2**20  # numbers that are looked at together
-FEWEST = 4  # rows of which an unbiased CKA can be had
+AT_ONCE = 2**20  # numbers that are processed at once
+FEWEST = 4  # rows that the unbiased CKA needs
 PAIRS = mean_over(HEADS)
-# None of it is one head's own: a norm acts on the sum of all heads.
+# These cannot be attributed to one head: a norm acts on the sum of all heads.
 BEHIND = (
     "; what stands between the output projection and the residual: its bias, a norm (as in OLMo 2) "
     "and a factor (as in Granite)"
 )
 
 
-# ---- how much it writes -------------------------------------------------------------------------
+# ---- contributions ------------------------------------------------------------------------------
 
 
-def _residual(tile: WeightTile) -> Tensor:
-    """(batches, 1, rows): the norm of what the layer's output is added to."""
-    cut = known(tile.call.residual)[tile.batches, tile.rows].to(tile.weights.dtype)
-    norms: Tensor = torch.linalg.vector_norm(cut, dim=-1)
+def _residual_norms(tile: WeightTile) -> Tensor:
+    """Return (batches, 1, rows): the norm of the residual that the layer's output is added to."""
+    residual = not_none(tile.call.residual)[tile.batches, tile.rows].to(tile.weights.dtype)
+    norms: Tensor = torch.linalg.vector_norm(residual, dim=-1)
     return norms[:, None]
 
 
 def _relative_contribution(tile: WeightTile) -> Tensor:
-    norms = _residual(tile)
+    norms = _residual_norms(tile)
     return tile.contribution_norms / norms.where(norms > 0, 1.0)
 
 
@@ -63,8 +59,8 @@ CONTRIBUTED = (
         unit="of the residual, before any norm or factor",
         excluded=EXCLUDED + BEHIND,
         source="Kobayashi et al. 2021, arXiv:2109.07152, of one head",
-        title="Length of what it adds",
-        most="adds most: {}",
+        title="Norm of the contribution",
+        most="has the largest contribution: norm {}",
         needs=("outputs", "out_proj"),
     ),
     RowStatistic(
@@ -75,9 +71,9 @@ CONTRIBUTED = (
         unit="ratio, from 0",
         excluded=EXCLUDED + "; queries with a residual of 0" + BEHIND,
         source="mixing against preserving: Kobayashi et al. 2021, arXiv:2109.07152, of one head",
-        title="How much it adds",
-        most="adds most: {} times the length of what was there",
-        counts=lambda tile: tile.counted & (_residual(tile) > 0),
+        title="Relative contribution",
+        most="has the largest contribution: {} times the norm of the residual",
+        counts=lambda tile: tile.counted & (_residual_norms(tile) > 0),
         needs=("outputs", "out_proj", "residual"),
     ),
     RowStatistic(
@@ -87,15 +83,15 @@ CONTRIBUTED = (
         unit="of the residual; at least contribution_norm",
         excluded=EXCLUDED + "; biases of the projections; a sink, which has no value",
         source="Kobayashi et al. 2020, arXiv:2004.10102, summed over the keys",
-        title="Length of what it moves, before it cancels",
-        most="moves most: {}",
+        title="Value-weighted norm, before values cancel",
+        most="has the largest value-weighted norm: {}",
         needs=("values", "out_proj"),
     ),
 )
 
 
 class EffectiveRank(TileStatistic):
-    """In how many directions a head's outputs spread."""
+    """The number of directions in which a head's outputs vary."""
 
     definition = Definition(
         name="effective_rank",
@@ -104,8 +100,8 @@ class EffectiveRank(TileStatistic):
         unit="directions, from 1 to the width of the head's values",
         excluded=EXCLUDED + "; no value where all outputs are equal",
         source="Roy and Vetterli 2007, The effective rank, EUSIPCO; from centred second moments",
-        title="Directions it writes in",
-        most="writes in most directions: {}",
+        title="Effective rank of the outputs",
+        most="has outputs in most directions: {}",
     )
     needs = ("outputs",)
     parts: ClassVar[Parts] = {
@@ -115,7 +111,7 @@ class EffectiveRank(TileStatistic):
     }
 
     def start(self, call: CapturedCall) -> Tensor:
-        """Which queries count."""
+        """Return a tensor for the queries that count."""
         shape, device = call.matrix.shape[:3], call.matrix.q.device
         return torch.zeros(shape, dtype=torch.bool, device=device)
 
@@ -123,8 +119,8 @@ class EffectiveRank(TileStatistic):
         gathered[tile.batches, tile.heads, tile.rows] = tile.counted
 
     def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
-        """Count, sum, and sum of outer products, in float64: singular values are their roots."""
-        outputs = known(call.outputs)
+        """Return count, sum and sum of outer products, in float64."""
+        outputs = not_none(call.outputs)
         _, heads, _, width = outputs.shape
         rows = outputs.transpose(1, 2).flatten(0, 1)
         counted = gathered.transpose(1, 2).flatten(0, 1)
@@ -144,16 +140,16 @@ class EffectiveRank(TileStatistic):
         mean = summary["sum"] / count[:, None]
         centred = outer - count[:, None, None] * mean[:, :, None] * mean[:, None, :]
         squares = torch.linalg.eigvalsh(centred)
-        sigma = squares.where(squares > _noise(outer, count)[:, None], 0.0).sqrt()
+        sigma = squares.where(squares > _rounding_noise(outer, count)[:, None], 0.0).sqrt()
         p = sigma / sigma.sum(-1, keepdim=True)  # NaN where nothing is left
         rank: Tensor = torch.special.entr(p).sum(-1).exp()
         return rank
 
 
-def _noise(outer: Tensor, count: Tensor) -> Tensor:
-    """(heads,): what rounding may leave of a square that is 0, from the raw second moments.
+def _rounding_noise(outer: Tensor, count: Tensor) -> Tensor:
+    """Return (heads,): a bound on the rounding of an eigenvalue that is 0.
 
-    Sums of n terms for the outer product and for each mean, and the eigenvalues of its width.
+    The bound covers sums of n terms for the outer product and each mean, and the eigenvalues.
     """
     terms = torch.minimum(count, LAMBDA * count.sqrt())  # headwise.error_budget.rounding.growth
     u = Roundoff.of(torch.float64).u
@@ -162,7 +158,7 @@ def _noise(outer: Tensor, count: Tensor) -> Tensor:
 
 
 class Copying(TileStatistic):
-    """How far a head raises the tokens it looks at above the others that it could look at."""
+    """The share of the raised logits that belongs to the tokens a head attends to."""
 
     definition = Definition(
         name="copying",
@@ -177,23 +173,23 @@ class Copying(TileStatistic):
         source="Olsson et al. 2022, arXiv:2209.11895, copying score: logits centred over the "
         "tokens of the context, cut off at 0, the share of the token attended to (there rescaled "
         "to [−1, 1]); here on any text, and each token attended to counts by its weight",
-        title="Copying: raises what it looks at",
-        most="raises the tokens it looks at: {} of all that it raises among those it sees",
+        title="Copying: raises the tokens it attends to",
+        most="raises the logits of tokens it attends to: {} of all that it raises",
     )
     needs = ("tokens", "outputs", "out_proj", "unembedding")
     parts = MEAN
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        tile.keep_samples()
+        tile.copy_samples()
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
-        """One sequence after the other, each with its own tokens, and one head after the other."""
+        """Return the sums over sequences, each with its tokens, one head after the other."""
         samples = call.samples
         for sequence in range(call.matrix.shape[0]):
-            tokens, written = _tokens(call, sequence), _written(call, sequence)
+            tokens, written = _token_rows(call, sequence), _head_contributions(call, sequence)
             pairs = zip(samples.weights[sequence], written, strict=True)
-            found = [tokens.shares(weights, z) for weights, z in pairs]
-            share, raises = (torch.stack(part) for part in zip(*found, strict=True))
+            scores = [tokens.shares(weights, z) for weights, z in pairs]
+            share, raises = (torch.stack(part) for part in zip(*scores, strict=True))
             counted = samples.counted[sequence] & samples.real[sequence] & raises
             gathered["sum"] += share.masked_fill(~counted, 0.0).sum(1)
             gathered["count"] += counted.sum(1)
@@ -202,12 +198,12 @@ class Copying(TileStatistic):
 
 @dataclass(frozen=True)
 class _TokenRows:
-    """The different tokens of a sequence.
+    """The distinct tokens of a sequence.
 
     Attributes:
-        keys: those that hold them.
-        kind: which of them each of these keys holds.
-        directions: the row of the unembedding of each of them.
+        keys: the keys whose token is known and has a row in the unembedding.
+        kind: the index of the distinct token of each of these keys.
+        directions: the row of the unembedding of each distinct token.
     """
 
     keys: Tensor
@@ -215,7 +211,7 @@ class _TokenRows:
     directions: Tensor
 
     def shares(self, weights: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
-        """(samples,) twice: the score of each row of a head, and whether it raises anything."""
+        """Return (samples,) scores of the rows of a head, and True where a row raises a token."""
         rows = weights[:, self.keys].double()
         on_token = rows.new_zeros(len(rows), len(self.directions)).index_add_(1, self.kind, rows)
         unseen = on_token <= 0
@@ -228,29 +224,29 @@ class _TokenRows:
         return share, total > 0
 
 
-def _tokens(call: CapturedCall, sequence: int) -> _TokenRows:
-    """Those that are known, and that the unembedding has a row for."""
-    unembedding, own = known(call.unembedding), known(call.tokens)[sequence]
-    has_row = (own >= 0) & (own < len(unembedding))
+def _token_rows(call: CapturedCall, sequence: int) -> _TokenRows:
+    """Return the distinct tokens of a sequence that have a row in the unembedding."""
+    unembedding, tokens = not_none(call.unembedding), not_none(call.tokens)[sequence]
+    has_row = (tokens >= 0) & (tokens < len(unembedding))
     keys = (call.real_keys[sequence] & has_row).nonzero().squeeze(1)
-    kinds, kind = torch.unique(own[keys], return_inverse=True)
-    exact = accumulation_dtype(known(call.outputs).dtype)
+    kinds, kind = torch.unique(tokens[keys], return_inverse=True)
+    exact = accumulation_dtype(not_none(call.outputs).dtype)
     return _TokenRows(keys, kind, unembedding[kinds].to(exact))
 
 
-def _written(call: CapturedCall, sequence: int) -> Tensor:
-    """(heads, samples, embed_dim): what each head adds to the residual at the sampled queries."""
-    outputs, out_proj = known(call.outputs), known(call.out_proj)
+def _head_contributions(call: CapturedCall, sequence: int) -> Tensor:
+    """Return (heads, samples, embed_dim): each head's contribution at the sampled queries."""
+    outputs, out_proj = not_none(call.outputs), not_none(call.out_proj)
     exact = accumulation_dtype(outputs.dtype)
-    z = outputs[sequence][:, call.samples.places[sequence]].to(exact)
+    z = outputs[sequence][:, call.samples.queries[sequence]].to(exact)
     return torch.bmm(z, out_proj.to(exact))
 
 
-# ---- how alike two heads are --------------------------------------------------------------------
+# ---- similarity of two heads --------------------------------------------------------------------
 
 
 class TotalVariation(TileStatistic):
-    """How alike two heads look."""
+    """Similarity of the weights of two heads."""
 
     definition = Definition(
         name="total_variation",
@@ -264,10 +260,10 @@ class TotalVariation(TileStatistic):
     parts = PAIRS
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        tile.keep_samples()
+        tile.copy_samples()
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
-        """Sums of similarities over rows, and the number of rows."""
+        """Return sums of similarities over rows, and the number of rows."""
         samples = call.samples
         heads, keys = samples.weights.shape[1], samples.weights.shape[3]
         step = max(1, AT_ONCE // max(1, heads * keys))
@@ -285,7 +281,7 @@ class TotalVariation(TileStatistic):
 
 
 class OutputCosine(TileStatistic):
-    """How alike the directions are that two heads write."""
+    """Cosine of the contributions of two heads."""
 
     definition = Definition(
         name="output_cosine",
@@ -300,8 +296,8 @@ class OutputCosine(TileStatistic):
     needs = ("outputs", "out_proj")
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
-        """Sums of cosines over rows, and the number of rows."""
-        outputs, out_proj = known(call.outputs), known(call.out_proj)
+        """Return sums of cosines over rows, and the number of rows."""
+        outputs, out_proj = not_none(call.outputs), not_none(call.out_proj)
         exact = accumulation_dtype(outputs.dtype)
         rows = outputs.transpose(1, 2)[call.real_queries]
         step = max(1, AT_ONCE // (out_proj.shape[0] * out_proj.shape[2]))
@@ -316,7 +312,7 @@ class OutputCosine(TileStatistic):
 
 
 class CKA(TileStatistic):
-    """How alike the outputs of two heads are, up to rotation and scale."""
+    """Similarity of the outputs of two heads, up to rotation and scale."""
 
     definition = Definition(
         name="cka",
@@ -335,29 +331,29 @@ class CKA(TileStatistic):
     needs = ("outputs",)
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        tile.keep_samples()
+        tile.copy_samples()
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
-        """Sums of HSIC over sequences: small whatever the heads' width, and exact to merge."""
+        """Return sums of HSIC over sequences, which are small and can be merged exactly."""
         samples = call.samples
-        for outputs, places, counted in zip(
-            known(call.outputs), samples.places, samples.counted.all(1), strict=True
+        for outputs, sampled, counted in zip(
+            not_none(call.outputs), samples.queries, samples.counted.all(1), strict=True
         ):
-            rows = places[counted]
+            rows = sampled[counted]
             if len(rows) >= FEWEST:
                 gathered["sum"] += _hsic(outputs[:, rows].double())
                 gathered["count"] += 1
         return super().finish(gathered, call)
 
     def result(self, summary: Summary) -> Tensor:
-        """(heads, other_head); NaN where a head's outputs do not vary."""
-        own = summary["sum"].diagonal()
-        own = own.where(own > 0, torch.nan).sqrt()
-        return summary["sum"] / (own[:, None] * own)
+        """Return (heads, other_head); NaN where a head's outputs do not vary."""
+        norms = summary["sum"].diagonal()
+        norms = norms.where(norms > 0, torch.nan).sqrt()
+        return summary["sum"] / (norms[:, None] * norms)
 
 
 def _hsic(z: Tensor) -> Tensor:
-    """(heads, heads): the unbiased estimate from (heads, rows, width) outputs.
+    """Return (heads, heads): the unbiased estimate from outputs (heads, rows, width).
 
     HSIC₁ of Song et al. 2012 (JMLR 13), with kernels K = Z Zᵀ whose diagonal is set to 0.
     """

@@ -1,4 +1,4 @@
-"""Means over queries of what one row of the weights is worth: a table, a row for each statistic."""
+"""Statistics that are means over queries of a value of each row of the weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.scanning.captured_call import known
+from headwise.scanning.captured_call import not_none
 from headwise.scanning.statistics.statistic import Definition, Need, RowMean
 from headwise.scanning.statistics.weight_tile import WeightTile
 
@@ -24,7 +24,7 @@ OfRows = Callable[[WeightTile], Tensor]  # (batches, heads, rows) of a tile
 
 
 class RowStatistic(RowMean):
-    """The mean of ``of_rows`` over the queries that ``counts``, in words of a `Definition`."""
+    """The mean of ``of_rows`` over the queries for which ``counts`` is True."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class RowStatistic(RowMean):
         return tile.counted if self._counts is None else self._counts(tile)
 
 
-# ---- how widely a head looks --------------------------------------------------------------------
+# ---- how widely a head attends ------------------------------------------------------------------
 
 
 def _choices(tile: WeightTile) -> Tensor:
@@ -58,7 +58,7 @@ def _participation(tile: WeightTile) -> Tensor:
     if tile.sink is None:
         squares = torch.linalg.vecdot(tile.weights, tile.weights)
         return torch.where(squares > 0, 1 / squares, 0.0)
-    # 1 less a large share would be rounding alone, and squares of what it leaves would vanish.
+    # With a large sink the weights are tiny and their squares vanish, so they are rescaled first.
     largest = tile.maximum.where(tile.maximum > 0, 1.0)
     weights = tile.weights / largest[..., None]
     squares = torch.linalg.vecdot(weights, weights)
@@ -84,8 +84,8 @@ SPREAD = (
         unit="share of the entropy of even weights, 0 to 1",
         excluded="padded queries, and those with one key or none, which have no choice",
         source="Zhai et al. 2023, arXiv:2303.06296, whose entropy is divided by its largest value",
-        title="How even its weights are",
-        most="has the most even weights: {} of the largest entropy that it could have",
+        title="Relative entropy of the weights",
+        most="has the most even weights: {} of the largest possible entropy",
         counts=lambda tile: tile.counted & (_choices(tile) > 1),
     ),
     RowStatistic(
@@ -96,8 +96,8 @@ SPREAD = (
         excluded=EXCLUDED,
         source="confidence: Voita et al. 2019, arXiv:1905.09418, section 4 (which leaves out "
         "the end of sentence; here it counts)",
-        title="Its largest weight",
-        most="is surest of one token: {} of its weight",
+        title="Maximum weight",
+        most="has the largest maximum weight: {} on average",
     ),
     RowStatistic(
         lambda tile: tile.entropy.exp(),
@@ -106,9 +106,9 @@ SPREAD = (
         unit="keys, from 1",
         excluded=EXCLUDED,
         source="the perplexity of the row: exp of the entropy, Clark et al. 2019, arXiv:1906.04341",
-        title="How many tokens it looks at",
-        most="looks most widely: at {}",
-        least="looks most narrowly: at {}",
+        title="Effective keys: tokens it attends to",
+        most="attends most widely: to {}",
+        least="attends most narrowly: to {}",
     ),
     RowStatistic(
         _participation,
@@ -117,8 +117,8 @@ SPREAD = (
         unit="keys, from 1",
         excluded=EXCLUDED + "; where a sink takes all of the weight, the row counts as 0",
         source="the inverse participation ratio: Bell and Dean 1970, doi:10.1039/DF9705000055",
-        title="Tokens it looks at, by squares",
-        most="looks at most tokens: {}",
+        title="Participation: tokens it attends to, by squares",
+        most="attends to most tokens, by squares: {}",
     ),
     RowStatistic(
         lambda tile: tile.logsumexp,
@@ -127,54 +127,54 @@ SPREAD = (
         unit="nats",
         excluded=EXCLUDED,
         source="the normaliser of the softmax; kept by FlashAttention, arXiv:2205.14135",
-        title="How large its scores are, logsumexp",
-        most="has the largest scores: {}",
+        title="Logsumexp of the scores",
+        most="has the largest logsumexp of scores: {}",
     ),
-    # From about 17 on, float32 rounds weights away.
+    # From a range of about 17 on, float32 rounds the smallest weights to 0.
     RowStatistic(
-        lambda tile: tile.highest - known(tile.lowest),
+        lambda tile: tile.highest - not_none(tile.lowest),
         name="score_range",
         formula="mean over queries i of maxⱼ s[i, j] − minⱼ s[i, j], over the keys i may attend to",
         unit="nats",
         excluded="padded queries, and those with one key or none",
         source="saturation of the softmax: Zhai et al. 2023, arXiv:2303.06296 (bounds by the "
         "spectral norm of the scores)",
-        title="How far its scores lie apart",
-        most="has scores furthest apart: {}",
+        title="Range of the scores",
+        most="has the widest range of scores: {}",
         counts=lambda tile: tile.counted & (tile.allowed > 1),
         reads_lowest=True,
     ),
 )
 
 
-# ---- where it looks: the first key, a sink, and what is near -------------------------------------
+# ---- where it attends: the first key, a sink, near keys ------------------------------------------
 
 
 def _on_first_token(tile: WeightTile) -> Tensor:
     if tile.call.dropped:
         return torch.zeros_like(tile.maximum)
-    place = tile.call.first_key[tile.batches] - tile.columns.start
-    inside = (place >= 0) & (place < tile.weights.shape[-1])
-    place = place.clamp(0, tile.weights.shape[-1] - 1)
-    batch = torch.arange(len(place), device=place.device)
-    on_first: Tensor = tile.weights[batch, :, :, place] * inside[:, None, None]
+    column = tile.call.first_key[tile.batches] - tile.columns.start
+    inside = (column >= 0) & (column < tile.weights.shape[-1])
+    column = column.clamp(0, tile.weights.shape[-1] - 1)
+    batch = torch.arange(len(column), device=column.device)
+    on_first: Tensor = tile.weights[batch, :, :, column] * inside[:, None, None]
     return on_first
 
 
 def _distance(tile: WeightTile) -> Tensor:
-    # Sums of terms that are never negative: nothing cancels at any length.
-    first, last = int(tile.own[0]), int(tile.own[-1])
+    # All terms of the sums are at least 0, so nothing cancels at any length.
+    first, last = int(tile.own_keys[0]), int(tile.own_keys[-1])
     keys = torch.arange(tile.columns.start, tile.columns.stop, device=tile.weights.device)
     before, after = (keys < first).sum().item(), (keys <= last).sum().item()
-    near = (tile.own[:, None] - keys[before:after]).abs().to(tile.weights.dtype)
+    near = (tile.own_keys[:, None] - keys[before:after]).abs().to(tile.weights.dtype)
     total: Tensor = torch.linalg.vecdot(tile.weights[..., before:after], near)
-    # Keys that all stand on one side: to the edge, and on from there.
+    # Keys on one side of all queries: the distance to the edge, plus the distance from there.
     for part, edge in ((slice(None, before), first), (slice(after, None), last)):
         weights, beyond = tile.weights[..., part], keys[part]
         if beyond.numel():
             # One vector at a time: a product with two columns takes ten times as long on CPU.
             to_edge = torch.matmul(weights, (beyond - edge).abs().to(weights.dtype))
-            total += to_edge + weights.sum(-1) * (tile.own - edge).abs()
+            total += to_edge + weights.sum(-1) * (tile.own_keys - edge).abs()
     return total
 
 
@@ -207,7 +207,7 @@ ONE_KEY = (
         most="puts {} of its weight on the first token",
     ),
     RowStatistic(
-        lambda tile: known(tile.sink),
+        lambda tile: not_none(tile.sink),
         name="sink",
         formula="mean over queries i of 1 − Σⱼ A[i, j], what the learned sink takes",
         unit=SHARE,
@@ -228,7 +228,7 @@ PREVIOUS_TOKEN = RowStatistic(
     title="Weight on the token before",
     most="puts {} of its weight on the token before",
     counts=lambda tile: (
-        tile.counted & (tile.own > tile.call.first_key[tile.batches, None])[:, None]
+        tile.counted & (tile.own_keys > tile.call.first_key[tile.batches, None])[:, None]
     ),
     needs=("own_key",),
     reach=1,
@@ -241,8 +241,8 @@ NEAR = (
         unit="tokens, from 0",
         excluded=EXCLUDED,
         source="Vig and Belinkov 2019, arXiv:1906.04284, section 4.2",
-        title="How far away it looks",
-        most="looks furthest: {} away on average",
+        title="Mean distance of the weight",
+        most="attends furthest: {} away on average",
         needs=("own_key",),
     ),
     _within(16),
@@ -251,11 +251,11 @@ NEAR = (
 )
 
 
-# ---- at which tokens ----------------------------------------------------------------------------
+# ---- which tokens it attends to -----------------------------------------------------------------
 
 
 def _after_repeats(tile: WeightTile, after: int) -> Tensor:
-    """The weight on keys ``after`` places behind an earlier key with the query's own token."""
+    """Return the weight on keys ``after`` positions behind an earlier key with the token."""
     batch, row, key = tile.repeats
     batches, heads, rows, columns = tile.weights.shape
     column = key + after - tile.columns.start
@@ -267,9 +267,9 @@ def _after_repeats(tile: WeightTile, after: int) -> Tensor:
 
 
 def _is_repeat(tile: WeightTile) -> Tensor:
-    repeated = tile.call.repeats.earlier[tile.batches][:, tile.own] > 0
+    repeated = tile.call.repeats.earlier[tile.batches][:, tile.own_keys] > 0
     if tile.call.specials is not None:
-        repeated = repeated & ~tile.call.specials[tile.batches][:, tile.own]
+        repeated = repeated & ~tile.call.specials[tile.batches][:, tile.own_keys]
     return tile.counted & repeated[:, None]
 
 
@@ -281,8 +281,8 @@ REPEATED = (
         unit=SHARE,
         excluded=WITHOUT_A_REPEAT,
         source="duplicate token heads: Wang et al. 2022, arXiv:2211.00593, section 3",
-        title="Weight on the same token, earlier",
-        most="puts {} of its weight on its own token, where it stood before",
+        title="Weight on earlier copies of the token",
+        most="puts {} of its weight on earlier copies of the token",
         counts=_is_repeat,
         needs=("own_key", "tokens"),
     ),
@@ -295,15 +295,15 @@ REPEATED = (
         excluded=WITHOUT_A_REPEAT,
         source="prefix matching: Olsson et al. 2022, arXiv:2209.11895, on any text in place of "
         "random tokens that are repeated",
-        title="Weight on what came next last time",
-        most="puts {} of its weight on what followed its token the last time",
+        title="Induction: weight on what followed earlier copies",
+        most="puts {} of its weight on what followed earlier copies of the token (induction)",
         counts=_is_repeat,
         needs=("own_key", "tokens"),
     ),
 )
 MARKED = (
     RowStatistic(
-        lambda tile: tile.on(known(tile.call.separators)),
+        lambda tile: tile.on(not_none(tile.call.separators)),
         name="separator",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a separator",
         unit=SHARE,
@@ -314,7 +314,7 @@ MARKED = (
         needs=("separators",),
     ),
     RowStatistic(
-        lambda tile: tile.on(known(tile.call.specials)),
+        lambda tile: tile.on(not_none(tile.call.specials)),
         name="special",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a special token",
         unit=SHARE,

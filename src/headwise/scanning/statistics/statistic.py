@@ -1,12 +1,12 @@
-"""Statistics of heads: objects over tiles, whose summaries can be merged and kept.
+"""Base classes of head statistics, whose summaries can be merged and saved.
 
-    start     memory for one call
-    update    look at one tile
-    finish    the call's summary: named tensors that hold all that is ever needed of it
-    merge     several summaries into one
-    result    the number, or numbers, of each head
+    start     allocate accumulators for one call
+    update    add one tile of the weights
+    finish    return the summary of the call: named tensors
+    merge     combine several summaries
+    result    return the number or numbers of each head
 
-A statistic has no state of its own. To write one, take `RowMean` and say what a row is worth:
+A statistic is stateless. To write one, derive from `RowMean` and return a value for each row:
 
     class SelfWeight(RowMean):
         definition = Definition(
@@ -53,40 +53,40 @@ Need = Literal[
 ]
 Summary = dict[str, Tensor]
 
-# need -> why a statistic is left out where it is not met
+# The reason why a statistic is left out, for each need that is not met.
 MISSING: dict[Need, str] = {
-    "own_key": "cross attention: no key stands where a query stands",
-    "tokens": "the tokens are not known",
-    "separators": "no token was named a separator",
-    "specials": "the special tokens are not known",
+    "own_key": "cross attention: no key has the position of a query",
+    "tokens": "the tokens are unknown",
+    "separators": "no token was named as a separator",
+    "specials": "the special tokens are unknown",
     "sink": "the layer has no learned sink",
-    "values": "the values are not known",
-    "outputs": "the head outputs are not known",
-    "out_proj": "no output projection was found",
-    "residual": "what the output is added to was not found",
-    "unembedding": "the model has no unembedding that was found",
+    "values": "the values are unknown",
+    "outputs": "the head outputs are unknown",
+    "out_proj": "no output projection was observed",
+    "residual": "the residual was not observed",
+    "unembedding": "the model has no known unembedding",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
-    """What a statistic means, in words for a page or a report.
+    """Definition of a statistic, in words for tables, pages and files.
 
     Attributes:
-        name: what it is called in tables and files.
-        formula: what is computed; A[i, j] is the weight that query i gives to key j.
-        unit: of the number, and its range.
-        excluded: what does not count.
-        source: the paper or file that defines it.
+        name: the name in tables and files.
+        formula: the formula; A[i, j] is the weight that query i gives to key j.
+        unit: the unit of the number, and its range.
+        excluded: queries, keys or effects that do not count.
+        source: the paper or file that defines the statistic.
         axes: the axes of the result after heads; none for one number a head.
-        version: of the meaning of a statistic of your own. Give one where the words may change
-            later, and raise it where other numbers are computed. Without a version, other words
-            are another meaning.
-        title: the heading of its picture; the name if it is empty.
-        most: what the head with the most of it does, with {} for the value.
-        least: the same of the head with the least, where that is worth saying.
+        version: the version of your own statistic. With a version, the formula may be reworded;
+            raise it when the numbers change. Without a version, other words are another
+            statistic.
+        title: the heading of the picture; the name if empty.
+        most: a phrase on the head with the highest value, with {} for the value.
+        least: a phrase on the head with the lowest value, if that is worth a report.
 
-    The last three are words for pages and terminals. Files do not keep them, and `id` does not
+    The last three appear on pages and in terminals. Files do not save them, and `id` does not
     depend on them.
     """
 
@@ -103,10 +103,10 @@ class Definition:
 
     @property
     def id(self) -> str:
-        """The name of the meaning: definitions with one id describe the same numbers.
+        """The id of the meaning: two definitions with the same id describe the same numbers.
 
-        It is ``entropy-1`` for a statistic of headwise, ``mine@1`` for one with a version of its
-        own, and otherwise the name and a digest of formula and axes.
+        ``entropy-1`` for a statistic of headwise, ``mine@1`` for your own with a version, and
+        otherwise the name with a digest of formula and axes.
         """
         if self.version is not None:
             return f"{self.name}@{self.version}"
@@ -114,13 +114,13 @@ class Definition:
 
     @property
     def id_of_words(self) -> str:
-        """The name, and a digest of formula and axes."""
+        """The name with a digest of formula and axes."""
         words = "\0".join((self.formula, *self.axes)).encode("utf-8", "surrogatepass")
         return f"{self.name}:{hashlib.sha256(words).hexdigest()[:16]}"
 
     @property
     def label(self) -> str:
-        """The name in a sentence."""
+        """The name with spaces, for sentences."""
         return self.name.replace("_", " ")
 
     @property
@@ -130,14 +130,14 @@ class Definition:
 
     @property
     def says(self) -> str:
-        """What the head with the most of it does, with {} for the value."""
+        """A phrase on the head with the highest value, with {} for the value."""
         return self.most or f"has the most {self.label}: {{}}"
 
     @property
     def drawn(self) -> Literal["weight", "share", "range"]:
-        """The scale of its picture: a share is drawn from 0 to 1, all else from lowest to highest.
+        """The colour scale: "share" runs from 0 to 1, "range" from the lowest to the highest value.
 
-        A share of the weight has a scale of its own, on which small weights can be told apart.
+        "weight" is a share of the weight on a scale that spreads small values.
         """
         if self.unit.startswith("share of the weight"):
             return "weight"
@@ -146,7 +146,7 @@ class Definition:
 
 # ---- the tensors of a summary --------------------------------------------------------------------
 
-HEADS = "heads"  # an axis with one entry for each head that was looked at
+HEADS = "heads"  # an axis with one entry for each scanned head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,21 +154,21 @@ class SummaryPart:
     """One tensor of a summary.
 
     Attributes:
-        axes: the axes after heads: a length, `HEADS`, or a name. Axes of one name have one length
-            within a summary.
-        values: "number" is any float64; "count" is a float64 that is a whole number from 0 on;
-            "weight" is a float64 from 0 on, or −1 for none; "integer" is any int64.
+        axes: the axes after heads: a length, `HEADS`, or a name. Axes with the same name have the
+            same length within a summary.
+        values: "number" for any float64; "count" for a float64 that is a whole number from 0;
+            "weight" for a float64 from 0, or −1 for none; "integer" for any int64.
     """
 
     axes: tuple[int | str, ...] = ()
     values: Literal["number", "count", "weight", "integer"] = "number"
 
     def fault(self, tensor: Tensor, *, lengths: dict[str, int]) -> str | None:
-        """Return the first thing that no summary has; None where there is none.
+        """Return the first fault of a tensor, or None.
 
         Args:
-            tensor: the tensor that should be this part.
-            lengths: the length of each named axis that is known; lengths that are new are added.
+            tensor: the tensor to check.
+            lengths: the known lengths of named axes, to which new ones are added.
         """
         dtype = torch.int64 if self.values == "integer" else torch.float64
         if tensor.dtype != dtype:
@@ -192,7 +192,7 @@ class SummaryPart:
             (tensor.isfinite() & (tensor >= 0) & (tensor == tensor.floor())).all()
         ):
             return "holds a number that is no count: a count is a whole number from 0 on"
-        # A model can give weights that are NaN, so NaN is no fault here.
+        # The weights of a model can be NaN, so NaN is not a fault.
         if self.values == "weight" and bool(((tensor < 0) & (tensor != -1)).any()):
             return "holds a negative weight"
         return None
@@ -203,7 +203,7 @@ COUNT = SummaryPart(values="count")
 
 
 def mean_over(*axes: int | str) -> Parts:
-    """Return the parts of a mean for each head and each entry of these axes."""
+    """Return the parts of a mean over queries, for each head and each entry of these axes."""
     return {"sum": SummaryPart(axes=axes), "count": SummaryPart(axes=axes, values="count")}
 
 
@@ -213,9 +213,9 @@ MEAN = mean_over()  # one number for each head
 def fault_of_summary(
     parts: Parts, summary: Mapping[str, Tensor], *, num_heads: int
 ) -> tuple[str, str] | None:
-    """Return the name of the first wrong tensor and what is wrong with it; None where none is."""
+    """Return the name and the fault of the first wrong tensor, or None."""
     if odd := sorted({*parts} ^ {*summary}):
-        return odd[0], "is not there" if odd[0] in parts else "belongs to no such statistic"
+        return odd[0], "is missing" if odd[0] in parts else "does not belong to the statistic"
     lengths = {HEADS: num_heads}
     for name, part in parts.items():
         if (fault := part.fault(summary[name], lengths=lengths)) is not None:
@@ -227,19 +227,19 @@ def fault_of_summary(
 
 
 class Statistic:
-    """A number for each head, or several, whose summaries can be merged and kept.
+    """One or several numbers for each head, with summaries that can be merged and saved.
 
-    `TileStatistic` is the base of those that are read from the weights, and `Importance` of those
-    that come from runs of the model.
+    `TileStatistic` is the base of statistics of the weights, `Importance` of those from runs of
+    the model.
     """
 
     definition: Definition
-    parts: ClassVar[Parts | None] = None  # of a summary; None: they are not checked in files
-    needs: tuple[Need, ...] = ()  # what must be known of a call
-    reach: int = 0  # how far from a query's own key the tile is asked for
+    parts: ClassVar[Parts | None] = None  # tensors of a summary; None if files do not check them
+    needs: tuple[Need, ...] = ()  # attributes of a call that must be known
+    reach: int = 0  # largest distance from a query's key that `diagonal` and `band` may ask for
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
-        """The summary of all calls together. By default each tensor is a sum, in float64."""
+        """Return the summary of all calls together: by default sums in float64."""
         first, *others = summaries
         total = {name: value.clone() for name, value in first.items()}
         for other in others:
@@ -248,33 +248,33 @@ class Statistic:
         return total
 
     def result(self, summary: Summary) -> Tensor:
-        """(heads, *axes) in float64; NaN where nothing counted. By default a mean."""
+        """Return (heads, *axes) in float64, NaN where nothing counted: by default a mean."""
         return summary["sum"] / summary["count"]
 
 
 class TileStatistic(Statistic):
     """A statistic from one pass over the weights."""
 
-    reads_scores: bool = False  # every score: a copy of the tile
-    reads_lowest: bool = False  # the smallest of each row alone
+    reads_scores: bool = False  # True if tiles need `scores`, a copy of the tile
+    reads_lowest: bool = False  # True if tiles need `lowest`, the smallest score of each row
 
     def __init_subclass__(cls) -> None:
-        """Forget the parts of a base class where ``finish`` makes another summary."""
+        """Drop the parts of a base class if ``finish`` is overridden and ``parts`` is not."""
         super().__init_subclass__()
         if "finish" in vars(cls) and "parts" not in vars(cls):
             cls.parts = None
 
     def missing(self, call: CapturedCall) -> str | None:
-        """Why this call cannot have the statistic; None where it can."""
+        """Return why the statistic cannot be computed for a call, or None if it can."""
         for need in self.needs:
             if getattr(call.matrix if need == "sink" else call, need) is None:
                 return MISSING[need]
         return None
 
     def start(self, call: CapturedCall) -> Any:
-        """What is gathered from the tiles of one call, before the first.
+        """Return the accumulators of one call, before the first tile.
 
-        By default a sum for each of ``parts``, whose axes are then numbers or `HEADS`.
+        By default a sum for each of ``parts``, whose axes must then be numbers or `HEADS`.
         """
         heads, device = call.matrix.shape[1], call.matrix.q.device
         return {
@@ -288,37 +288,37 @@ class TileStatistic(Statistic):
         }
 
     def update(self, gathered: Any, tile: WeightTile) -> None:
-        """Add one tile; by default none is looked at."""
+        """Add one tile to the accumulators; by default do nothing."""
 
     def finish(self, gathered: Any, call: CapturedCall) -> Summary:  # noqa: ARG002
-        """What is kept of the call, by default what was gathered.
+        """Return the summary of the call, by default the accumulators.
 
-        No tensor of it grows with the number of tokens.
+        No tensor of a summary may grow with the number of tokens.
         """
         return {name: value.cpu() for name, value in gathered.items()}
 
 
 class RowMean(TileStatistic, ABC):
-    """The mean over queries of a number that each query's row has."""
+    """The mean over queries of a value of each row of the weights."""
 
     parts = MEAN
 
     @abstractmethod
     def of_rows(self, tile: WeightTile) -> Tensor:
-        """(batches, heads, rows): the number of each row of the tile."""
+        """Return (batches, heads, rows): the value of each row of the tile."""
 
     def counts(self, tile: WeightTile) -> Tensor:
-        """(batches, heads, rows): which rows count; those with a key that are no padding."""
+        """Return (batches, heads, rows): True for rows that count, by default all real queries."""
         return tile.counted
 
     def start(self, call: CapturedCall) -> tuple[Tensor, Tensor]:
-        """Every row's number, and whether it counts."""
+        """Return tensors for the value of each row, and for the rows that count."""
         shape, device = call.matrix.shape[:3], call.matrix.q.device
         values = torch.zeros(shape, dtype=torch.float64, device=device)
         return values, torch.zeros(shape, dtype=torch.bool, device=device)
 
     def update(self, gathered: tuple[Tensor, Tensor], tile: WeightTile) -> None:
-        """Write the tile's rows."""
+        """Store the values of the tile's rows."""
         values, counted = gathered
         at = tile.batches, tile.heads, tile.rows
         values[at] = self.of_rows(tile).to(values.dtype)
@@ -329,24 +329,25 @@ class RowMean(TileStatistic, ABC):
         gathered: tuple[Tensor, Tensor],
         call: CapturedCall,  # noqa: ARG002
     ) -> Summary:
-        """The sum, and the number of rows, of each head."""
+        """Return the sum and the number of rows of each head."""
         values, counted = gathered
         values = values.masked_fill_(~counted, 0.0)
         return {"sum": values.sum((0, 2)).cpu(), "count": counted.sum((0, 2)).double().cpu()}
 
 
-# ---- any number of them, in one pass ------------------------------------------------------------
+# ---- all statistics in one pass -----------------------------------------------------------------
 
 
 @torch.no_grad()
-def sweep(call: CapturedCall, statistics: Iterable[TileStatistic]) -> dict[str, Summary]:
-    """The summary of each statistic by its name; ``statistic.result(summary)`` reads it.
+def compute_summaries(
+    call: CapturedCall, statistics: Iterable[TileStatistic]
+) -> dict[str, Summary]:
+    """Return the summary of each statistic by its name, for ``statistic.result(summary)``.
 
     Memory grows with queries and with keys, never with queries x keys.
 
     Raises:
-        OptionError: a statistic needs what the call does not have; `TileStatistic.missing` says
-            so beforehand.
+        OptionError: a need of a statistic is not met; `TileStatistic.missing` returns the reason.
     """
     statistics = tuple(statistics)
     for statistic in statistics:
@@ -354,26 +355,26 @@ def sweep(call: CapturedCall, statistics: Iterable[TileStatistic]) -> dict[str, 
             raise OptionError(
                 saw=f"{statistic.definition.name}: {reason}",
                 needed=", ".join(statistic.needs),
-                do="say it in the CapturedCall, or leave the statistic out",
+                do="set these attributes of the CapturedCall, or leave the statistic out",
             )
     with without_autocast(call.matrix.q):
         gathered = [(statistic, statistic.start(call)) for statistic in statistics]
-        looking = [
-            (statistic, own)
-            for statistic, own in gathered
+        reading = [
+            (statistic, sums)
+            for statistic, sums in gathered
             if type(statistic).update is not TileStatistic.update
         ]
-        if looking:
-            reach = max(statistic.reach for statistic, _ in looking)
+        if reading:
+            reach = max(statistic.reach for statistic, _ in reading)
             tiles = call.matrix.tiles(
-                with_scores=any(statistic.reads_scores for statistic, _ in looking),
-                with_lowest=any(statistic.reads_lowest for statistic, _ in looking),
+                with_scores=any(statistic.reads_scores for statistic, _ in reading),
+                with_lowest=any(statistic.reads_lowest for statistic, _ in reading),
             )
             for observed in tiles:
                 tile = WeightTile(observed, call, reach=reach)
-                for statistic, own in looking:
+                for statistic, sums in reading:
                     tile.reach = statistic.reach
-                    statistic.update(own, tile)
+                    statistic.update(sums, tile)
         return {
-            statistic.definition.name: statistic.finish(own, call) for statistic, own in gathered
+            statistic.definition.name: statistic.finish(sums, call) for statistic, sums in gathered
         }

@@ -1,9 +1,9 @@
-"""Stable ids of the statistics that headwise has, by the words of their definitions.
+"""Stable ids of headwise's statistics, by a digest of their definitions.
 
-An id names a meaning: two definitions with one id describe the same numbers. Files of scans keep
-it, and scans are merged and compared only where it is the same. A definition whose words change
-gets one more row here, with its old id if it still computes the same numbers, and with a new one
-(``entropy-2``) if it does not. No row is ever removed: old files have old words.
+Two definitions with the same id describe the same numbers. Files of scans save the id, and scans
+are merged and compared only if the ids agree. When the words of a definition change, add a row:
+with the old id if the numbers are the same, else with a new id (``entropy-2``). Never remove a row,
+since old files have old words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a page shows of one head beside numbers: weights by offset, a map, the largest weights."""
+"""Statistics for the views of one head: weights by offset, a map, the largest weights."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from headwise.scanning.statistics.statistic import (
 )
 from headwise.scanning.statistics.weight_tile import WeightTile
 
-RANKS = 8  # how many keys are kept
-NOTHING = -1.0  # the weight of a rank that no key has
+RANKS = 8  # keys in a list of the largest weights
+NOTHING = -1.0  # the weight of a rank without a key
 
 
 class OffsetProfile(TileStatistic):
-    """The weight on each of the places around the query's own."""
+    """The weight at each offset from the query's position."""
 
     OFFSETS = 16
     definition = Definition(
@@ -45,13 +45,13 @@ class OffsetProfile(TileStatistic):
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
         offsets = torch.arange(-self.OFFSETS, self.OFFSETS + 1, device=tile.weights.device)
-        place = tile.own[:, None] + offsets
+        key = tile.own_keys[:, None] + offsets
         real = tile.call.real_keys[tile.batches]
-        exists = (place >= 0) & (place < real.shape[1])
-        stands = real[:, place.clamp(0, real.shape[1] - 1)] & exists
-        counted = tile.counted[..., None] & stands[:, None]
-        found = tile.band(self.OFFSETS).double().masked_fill(~counted, 0.0)
-        gathered["sum"][tile.heads] += found.sum((0, 2))
+        exists = (key >= 0) & (key < real.shape[1])
+        exists = real[:, key.clamp(0, real.shape[1] - 1)] & exists
+        counted = tile.counted[..., None] & exists[:, None]
+        weights = tile.band(self.OFFSETS).double().masked_fill(~counted, 0.0)
+        gathered["sum"][tile.heads] += weights.sum((0, 2))
         gathered["count"][tile.heads] += counted.sum((0, 2))
 
 
@@ -76,12 +76,12 @@ class Map(TileStatistic):
     def update(self, gathered: Summary, tile: WeightTile) -> None:
         blocks, weights = tile.by_cell
         key_cells = tile.call.key_cells[tile.batches, tile.columns].to(weights.dtype)
-        found = torch.matmul(weights, key_cells[:, None])
-        gathered["sum"][tile.heads, blocks] += found.double().sum(0)
+        weights = torch.matmul(weights, key_cells[:, None])
+        gathered["sum"][tile.heads, blocks] += weights.double().sum(0)
         cells = tile.call.query_cells[tile.batches, tile.rows]
         inside = torch.arange(blocks.start, blocks.stop, device=cells.device)
         member = (cells[..., None] == inside).to(weights.dtype)
-        counted = torch.matmul(tile.counted.to(weights.dtype), member)
+        counted = torch.matmul(tile.counted.to(member.dtype), member)
         gathered["count"][tile.heads, blocks] += counted.double().sum(0)
 
     def result(self, summary: Summary) -> Tensor:
@@ -89,11 +89,10 @@ class Map(TileStatistic):
         return summary["sum"] / summary["count"][..., None]
 
 
-def pyramid(summary: Summary) -> dict[int, Tensor]:
-    """The map of a summary at every size: 64 x 64, 32 x 32, ..., 1 x 1, as (heads, size, size).
+def map_pyramid(summary: Summary) -> dict[int, Tensor]:
+    """Return the map at every size: 64 x 64, 32 x 32, ..., 1 x 1, as (heads, size, size).
 
-    Each is exact, as if the sequences had been cut into so many blocks: blocks of half as many
-    cells are made of two whole ones.
+    Every size is exact, since a coarser block consists of two whole blocks.
     """
     total, count = summary["sum"], summary["count"]
     maps = {}
@@ -110,10 +109,10 @@ def pyramid(summary: Summary) -> dict[int, Tensor]:
 
 
 class MostReceived(TileStatistic):
-    """The keys that receive most from all queries together."""
+    """The keys that receive most weight from all queries together."""
 
-    # A sum, not a mean over the queries that see the key: under a causal mask the last key is seen
-    # by one query alone, and any weight of that one would be the largest mean.
+    # A sum, since a mean over the queries that see a key favours the last keys: under a causal
+    # mask, only one query sees the last key.
     definition = Definition(
         name="most_received",
         formula="α[k] = Σᵢ A[i, k] over all queries i of the sequence; the 8 largest of all keys "
@@ -133,7 +132,7 @@ class MostReceived(TileStatistic):
     }
 
     def start(self, call: CapturedCall) -> Tensor:
-        """What each key receives."""
+        """Return a tensor for the weight that each key receives."""
         batch, heads, _, keys = call.matrix.shape
         device = call.matrix.q.device
         return torch.zeros(batch, heads, keys, dtype=torch.float64, device=device)
@@ -142,7 +141,7 @@ class MostReceived(TileStatistic):
         gathered[tile.batches, tile.heads, tile.columns] += tile.by_cell[1].double().sum(2)
 
     def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
-        """The largest sums of this call."""
+        """Return the largest sums of this call."""
         received = gathered.masked_fill(call.seen_by == 0, NOTHING)
         received = received.masked_fill(~call.real_keys[:, None], NOTHING)
         batch, heads, keys = received.shape
@@ -155,17 +154,17 @@ class MostReceived(TileStatistic):
         )
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
-        """The largest of all, whatever the order."""
+        """Return the largest sums of all calls, in any order."""
         together = [torch.cat([s[name] for s in summaries], 1) for name in summaries[0]]
         return _largest(*together)
 
     def result(self, summary: Summary) -> Tensor:
-        """(heads, rank, field): key, token, what it receives; NaN where there are fewer keys."""
-        return fields(summary["received"], summary["key"], summary["token"])
+        """Return (heads, rank, field): key, token, received weight; NaN beyond the last key."""
+        return stack_fields(summary["received"], summary["key"], summary["token"])
 
 
 def _largest(received: Tensor, key: Tensor, token: Tensor) -> Summary:
-    """The first by weight; of equal ones the earlier key, then the smaller token."""
+    """Return the keys with the largest weights; ties by the earlier key, then the smaller token."""
     parts = {"received": received, "key": key, "token": token}
     for name, descending in (("token", False), ("key", False), ("received", True)):
         order = parts[name].argsort(dim=1, stable=True, descending=descending)
@@ -178,19 +177,19 @@ def _largest(received: Tensor, key: Tensor, token: Tensor) -> Summary:
     }
 
 
-def fields(weight: Tensor, key: Tensor, token: Tensor) -> Tensor:
-    """(..., rank, field) of key, token and weight; NaN where there is no such key."""
-    found = torch.stack([key.double(), token.double(), weight], -1)
-    return found.masked_fill((weight < 0)[..., None], torch.nan)
+def stack_fields(weight: Tensor, key: Tensor, token: Tensor) -> Tensor:
+    """Return (..., rank, field) with key, token and weight; NaN where there is no key."""
+    stacked = torch.stack([key.double(), token.double(), weight], -1)
+    return stacked.masked_fill((weight < 0)[..., None], torch.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Chosen:
-    """Which rows of which sequence, and what was found of them."""
+class _ChosenQueries:
+    """The chosen queries of a sequence, and their largest weights so far."""
 
     sequence: int
     rows: list[int | None]
-    found: Summary
+    largest: Summary
 
 
 class TopKeys(TileStatistic):
@@ -219,20 +218,20 @@ class TopKeys(TileStatistic):
     def __init__(self, queries: int | tuple[int, ...] = (-1,)) -> None:
         self.queries = (queries,) if isinstance(queries, int) else tuple(queries)
 
-    def start(self, call: CapturedCall) -> _Chosen:
-        """Where the queries are; nothing found yet."""
+    def start(self, call: CapturedCall) -> _ChosenQueries:
+        """Return the rows of the chosen queries, and tensors for their largest weights."""
         real = call.real_queries
         sequence = int(torch.nn.functional.pad(real.any(-1).int(), (0, 1)).argmax())
         some = bool(real.any())
-        places = real[sequence].nonzero().squeeze(1).tolist() if some else []
+        real_rows = real[sequence].nonzero().squeeze(1).tolist() if some else []
         size = call.matrix.shape[1], len(self.queries), RANKS
-        return _Chosen(
+        return _ChosenQueries(
             sequence=sequence,
             rows=[
-                places[query] if -len(places) <= query < len(places) else None
+                real_rows[query] if -len(real_rows) <= query < len(real_rows) else None
                 for query in self.queries
             ],
-            found={
+            largest={
                 "share": torch.full(size, NOTHING, dtype=torch.float64),
                 "key": torch.full(size, -1),
                 "token": torch.full(size, -1),
@@ -240,37 +239,37 @@ class TopKeys(TileStatistic):
             },
         )
 
-    def update(self, gathered: _Chosen, tile: WeightTile) -> None:
+    def update(self, gathered: _ChosenQueries, tile: WeightTile) -> None:
         if not tile.batches.start <= gathered.sequence < tile.batches.stop:
             return
         for nth, row in enumerate(gathered.rows):
             if row is not None and tile.rows.start <= row < tile.rows.stop:
-                _keep(gathered, tile, nth=nth, row=row)
+                _store_top_keys(gathered, tile, nth=nth, row=row)
 
-    def finish(self, gathered: _Chosen, call: CapturedCall) -> Summary:  # noqa: ARG002
-        """What was found, and whether there was a sequence."""
-        return gathered.found
+    def finish(self, gathered: _ChosenQueries, call: CapturedCall) -> Summary:  # noqa: ARG002
+        """Return the largest weights, with ``seen`` 1 if there was a sequence."""
+        return gathered.largest
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
-        """Those of the first call that had a sequence."""
+        """Return the summary of the first call with a sequence."""
         chosen = next((s for s in summaries if s["seen"].any()), summaries[0])
         return {name: value.clone() for name, value in chosen.items()}
 
     def result(self, summary: Summary) -> Tensor:
-        """(heads, query, rank, field): key, token, weight; NaN where there are fewer."""
-        return fields(summary["share"], summary["key"], summary["token"])
+        """Return (heads, query, rank, field): key, token, weight; NaN beyond the last key."""
+        return stack_fields(summary["share"], summary["key"], summary["token"])
 
 
-def _keep(chosen: _Chosen, tile: WeightTile, *, nth: int, row: int) -> None:
-    """Write the largest weights of one query; of equal ones the earlier key is first."""
-    tokens, found = tile.call.tokens, chosen.found
+def _store_top_keys(chosen: _ChosenQueries, tile: WeightTile, *, nth: int, row: int) -> None:
+    """Store the largest weights of one query; of equal weights the earlier key comes first."""
+    tokens, largest = tile.call.tokens, chosen.largest
     weights = tile.weights[chosen.sequence - tile.batches.start, :, row - tile.rows.start]
-    share, place = weights.sort(dim=-1, descending=True, stable=True)
-    share, place = share[:, :RANKS].cpu(), place[:, :RANKS].cpu() + tile.columns.start
+    share, key = weights.sort(dim=-1, descending=True, stable=True)
+    share, key = share[:, :RANKS].cpu(), key[:, :RANKS].cpu() + tile.columns.start
     some, at = share > 0, (tile.heads, nth, slice(0, share.shape[1]))
     first = int(tile.call.first_key[chosen.sequence])
-    found["share"][at] = share.double().masked_fill(~some, NOTHING)
-    found["key"][at] = (place - first).masked_fill(~some, -1)
+    largest["share"][at] = share.double().masked_fill(~some, NOTHING)
+    largest["key"][at] = (key - first).masked_fill(~some, -1)
     if tokens is not None:
-        token = tokens[chosen.sequence].long().cpu()[place]
-        found["token"][at] = token.masked_fill(~some, -1)
+        token = tokens[chosen.sequence].long().cpu()[key]
+        largest["token"][at] = token.masked_fill(~some, -1)

@@ -1,4 +1,4 @@
-"""A part of one call's weights, with the readings that several statistics share."""
+"""Tile of the weights of one call, with values that several statistics share."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.kernels.observe_tiles import ObservedTile
-from headwise.scanning.captured_call import CapturedCall, known
+from headwise.scanning.captured_call import CapturedCall, not_none
 
 
 class WeightTile(ObservedTile):
-    """Whole rows of the weights of some heads: what a statistic is shown, one after the other.
+    """Whole rows of the weights of some heads, as a statistic receives them.
 
-    It is the record of the kernel, with the call that it is a part of, ``call``. ``batches``,
-    ``heads``, ``rows`` (queries) and ``columns`` (keys) say which part of the matrix it is. Keys
-    outside of the columns are hidden from all of its queries.
+    A tile extends the record of the kernel by ``call``, to which it belongs. The slices
+    ``batches``, ``heads``, ``rows`` (queries) and ``columns`` (keys) locate the tile in the matrix.
+    Keys outside of the columns are hidden from all of its queries.
 
-    ``weights`` is (batches, heads, rows, columns), and so is ``scores`` for a statistic that
-    ``reads_scores``; ``maximum``, ``logsumexp``, ``entropy``, ``highest`` (the largest score) and
-    ``allowed``, the number of keys that may be attended, are (batches, heads, rows), and so is
-    ``lowest``, the smallest score, for one that ``reads_lowest``. ``sink`` is the sink's share, or
-    None.
+    ``weights`` is (batches, heads, rows, columns), and so is ``scores`` if the statistic has
+    ``reads_scores``. ``maximum``, ``logsumexp``, ``entropy``, ``highest`` (the largest score) and
+    ``allowed`` (the number of keys that may be attended) are (batches, heads, rows), and so is
+    ``lowest`` (the smallest score) with ``reads_lowest``. ``sink`` is the sink's share, or None.
 
-    ``reach`` is that of the statistic which looks at it: how far from a query's own key it may ask.
+    ``reach`` is the reach of the statistic that reads the tile.
 
-    The memory is used again for the next tile: keep results, not parts of it.
+    The next tile reuses the memory: keep results, not views.
     """
 
     def __init__(self, observed: ObservedTile, call: CapturedCall, *, reach: int) -> None:
@@ -35,24 +34,24 @@ class WeightTile(ObservedTile):
         self.call = call
         self.batches, self.heads = self.place.batches, self.place.heads
         self.rows, self.columns = self.place.rows, self.place.columns
-        # One band serves all statistics, as wide as the widest of them asks for.
+        # One band serves all statistics; its width is that of the largest reach.
         self.reach = self._widest = reach
-        self._samples_kept = False
+        self._samples_copied = False
 
     @cached_property
     def counted(self) -> Tensor:
-        """(batches, heads, rows): queries that are no padding and may attend to something."""
+        """(batches, heads, rows): True for real queries that may attend to a key."""
         real = self.call.real_queries[self.batches, self.rows]
         return real[:, None] & (self.allowed > 0)
 
     @cached_property
-    def own(self) -> Tensor:
-        """(rows,): the key that stands where each query stands."""
+    def own_keys(self) -> Tensor:
+        """(rows,): the key at the position of each query."""
         rows = torch.arange(self.rows.start, self.rows.stop, device=self.weights.device)
-        return rows + known(self.call.own_key)
+        return rows + not_none(self.call.own_key)
 
     def on(self, chosen: Tensor) -> Tensor:
-        """(batches, heads, rows): weight on keys, each times its share in ``chosen``.
+        """Return (batches, heads, rows): the weight on keys, each times its entry of ``chosen``.
 
         ``chosen`` is (batch, keys) or (batch, heads, keys), of numbers or bools.
         """
@@ -63,35 +62,35 @@ class WeightTile(ObservedTile):
         return torch.matmul(self.weights, share[..., None]).squeeze(-1)
 
     def diagonal(self, offset: int) -> Tensor:
-        """(batches, heads, rows): weight on the key ``offset`` places after the query's own."""
-        self._require_reach(abs(offset), asked=f"diagonal({offset})")
+        """Return (batches, heads, rows): the weight on the key ``offset`` after the query's."""
+        self._require_reach(abs(offset), call_text=f"diagonal({offset})")
         return self._band[..., self._widest + offset]
 
     def within(self, reach: int) -> Tensor:
-        """(batches, heads, rows): weight on keys at most ``reach`` places away."""
+        """Return (batches, heads, rows): the weight on keys at most ``reach`` positions away."""
         return self.band(reach).sum(-1)
 
     def band(self, reach: int) -> Tensor:
-        """(batches, heads, rows, 2 * reach + 1): weight on the keys around the query's own."""
-        self._require_reach(reach, asked=f"band({reach})")
+        """Return (batches, heads, rows, 2 * reach + 1): the weight on keys around the query's."""
+        self._require_reach(reach, call_text=f"band({reach})")
         return self._band[..., self._widest - reach : self._widest + reach + 1]
 
-    def _require_reach(self, distance: int, *, asked: str) -> None:
-        # That of this statistic alone: another one's would make it run here and fail elsewhere.
+    def _require_reach(self, distance: int, *, call_text: str) -> None:
+        # The reach of this statistic counts: it must not depend on the others in the same pass.
         if not 0 <= distance <= self.reach:
             raise OptionError(
-                saw=f"{asked} by a statistic with reach {self.reach}",
-                needed=f"at most {self.reach} places from the query's own, and no fewer than 0",
-                do=f"say reach = {abs(distance)} in the statistic",
+                saw=f"{call_text} by a statistic with reach {self.reach}",
+                needed=f"a distance from 0 to {self.reach}",
+                do=f"set reach = {abs(distance)} in the statistic",
             )
 
     @cached_property
     def _band(self) -> Tensor:
-        """The widest band that was asked for; 0 where there is no key."""
+        """The band of the largest reach; 0 where there is no key."""
         batches, heads, rows, columns = self.weights.shape
         wide = rows + 2 * self._widest
         block = self.weights.new_zeros(batches, heads, rows, wide)
-        first = int(self.own[0]) - self._widest - self.columns.start  # column 0 of the block
+        first = int(self.own_keys[0]) - self._widest - self.columns.start  # column 0 of the block
         start, stop = max(0, first), min(columns, first + wide)
         if start < stop:
             block[..., start - first : stop - first] = self.weights[..., start:stop]
@@ -102,9 +101,9 @@ class WeightTile(ObservedTile):
 
     @cached_property
     def by_cell(self) -> tuple[slice, Tensor]:
-        """Weights summed over the counted queries of each block of a map.
+        """The blocks of a map in this tile, and the weights summed over the real queries of each.
 
-        The blocks, and (batches, heads, blocks, columns).
+        The sums are (batches, heads, blocks, columns).
         """
         cells = self.call.query_cells[self.batches, self.rows]
         real = cells[cells >= 0]
@@ -115,31 +114,31 @@ class WeightTile(ObservedTile):
 
     @cached_property
     def repeats(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch, row, key) of the earlier keys that hold the token of the row's own key.
+        """(batch, row, key) of the earlier keys with the token of the row's query.
 
-        Batches and rows are counted from where the tile begins, keys from 0.
+        Batches and rows are counted from the start of the tile, keys from 0.
         """
-        return self.call.repeats.pairs(self.batches, self.own)
+        return self.call.repeats.pairs(self.batches, self.own_keys)
 
     @cached_property
     def contribution_norms(self) -> Tensor:
-        """(batches, heads, rows): the norm of what each head writes."""
+        """(batches, heads, rows): the norm of each head's contribution."""
         factors = self.call.out_proj_factors.to(self.weights.dtype)[self.heads]
-        z = known(self.call.outputs)[self.batches, self.heads, self.rows].to(factors.dtype)
+        z = not_none(self.call.outputs)[self.batches, self.heads, self.rows].to(factors.dtype)
         norms: Tensor = torch.linalg.vector_norm(torch.matmul(z, factors), dim=-1)
         return norms
 
-    def keep_samples(self) -> None:
-        """Copy the tile's sampled rows to those of the call, once."""
-        if self._samples_kept:
+    def copy_samples(self) -> None:
+        """Copy the tile's sampled rows to the samples of the call, once."""
+        if self._samples_copied:
             return
-        self._samples_kept = True
-        kept = self.call.samples
-        places = kept.places[self.batches]
-        inside = (places >= self.rows.start) & (places < self.rows.stop)
-        batch, sample = (inside & kept.real[self.batches]).nonzero(as_tuple=True)
-        row, sequence = places[batch, sample] - self.rows.start, batch + self.batches.start
-        kept.weights[sequence, self.heads, sample, self.columns] = self.weights[batch, :, row]
-        kept.counted[sequence, self.heads, sample] = self.counted[batch, :, row]
+        self._samples_copied = True
+        samples = self.call.samples
+        queries = samples.queries[self.batches]
+        inside = (queries >= self.rows.start) & (queries < self.rows.stop)
+        batch, sample = (inside & samples.real[self.batches]).nonzero(as_tuple=True)
+        row, sequence = queries[batch, sample] - self.rows.start, batch + self.batches.start
+        samples.weights[sequence, self.heads, sample, self.columns] = self.weights[batch, :, row]
+        samples.counted[sequence, self.heads, sample] = self.counted[batch, :, row]
         if self.sink is not None:
-            kept.sink[sequence, self.heads, sample] = self.sink[batch, :, row]
+            samples.sink[sequence, self.heads, sample] = self.sink[batch, :, row]
