@@ -1,1 +1,1 @@
-"""Speed and memory, measured beside torch's own layers: ``python -m benchmarks``."""
+"""Benchmarks of speed and memory against other libraries: ``python -m benchmarks``."""

@@ -1,6 +1,6 @@
-"""``python -m benchmarks``: one table, medians over several processes, with their range.
+"""Table of all benchmarks, with medians over several processes: ``python -m benchmarks``.
 
-Run it alone on the machine: a second busy process makes two-thread tiles many times slower.
+Run the benchmarks alone on the machine: a second busy process makes two-thread tiles much slower.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.case import SHAPES
 try:
     from benchmarks import models
     from benchmarks.memory import CASES
-    from benchmarks.timing import MAKERS, MEDIANS, seconds
+    from benchmarks.timing import MAKERS, MEDIANS, wall_seconds
 except ModuleNotFoundError as missing:
     raise SystemExit(f"{missing.name} is missing: pip install -e '.[bench]'") from missing
 
@@ -35,21 +35,23 @@ IMPORT_LIMIT, HELP_LIMIT = 1.10, 0.3  # of the time of `import torch`; seconds
 
 
 def main(
-    processes: Annotated[int, typer.Option(help="How many processes measure every case.")] = 5,
+    processes: Annotated[
+        int, typer.Option(help="Number of processes that measure every case.")
+    ] = 5,
 ) -> None:
-    """Print every figure beside its peer."""
-    # Wide enough for the table also where the output is no terminal.
+    """Print every measurement beside that of its peer."""
+    # Wide enough for the table, also if the output is no terminal.
     console = Console(width=max(160, Console().width))
     console.print(f"{_machine()}; load before: {os.getloadavg()[0]:.2f}")
-    found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    results: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("timing", total=processes * len(MAKERS))
         for seed in range(processes):
             for result in _run_process(seed):
-                found[result["group"], result["name"]].append(result)
+                results[result["group"], result["name"]].append(result)
                 progress.advance(task)
-    console.print(_times(found))
-    console.print(_summary(found))
+    console.print(_times(results))
+    console.print(_summary(results))
     console.print(_memory())
     console.print(_models())
     console.print(_starting())
@@ -74,13 +76,13 @@ def _run_process(seed: int) -> Any:
         raise SystemExit(f"{' '.join(command[1:])} ended with {process.returncode}")
 
 
-def _times(found: dict[tuple[str, str], list[dict[str, Any]]]) -> Table:
+def _times(groups: dict[tuple[str, str], list[dict[str, Any]]]) -> Table:
     table = Table(title="Time", title_justify="left")
     for column in ("what", "batch, length, embed, heads", "fastest peer"):
         table.add_column(column, no_wrap=True)
     for column in ("headwise ms", "peer ms", "ratio", "range", "at most"):
         table.add_column(column, justify="right", no_wrap=True)
-    for (group, name), results in found.items():
+    for (group, name), results in groups.items():
         ratios = [r["ratio"] for r in results]
         limit = results[0]["limit"]
         table.add_row(
@@ -97,7 +99,7 @@ def _times(found: dict[tuple[str, str], list[dict[str, Any]]]) -> Table:
 
 
 def _fastest(results: list[dict[str, Any]]) -> str:
-    """The peer that was the fastest in most processes."""
+    """Return the fastest peer in most processes."""
     return str(mode(r["peer"] for r in results))
 
 
@@ -106,31 +108,33 @@ def _marked(value: float, limit: float | None) -> str:
     return f"[red]{value:.2f} missed[/red]" if missed else f"{value:.2f}"
 
 
-def _summary(found: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
-    """The median over the shapes of each group of six."""
+def _summary(groups: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+    """Return the median over the six shapes of each group."""
     lines = []
-    for group in dict.fromkeys(group for group, _ in found):
-        ratios = [median(r["ratio"] for r in found[key]) for key in found if key[0] == group]
+    for group in dict.fromkeys(group for group, _ in groups):
+        ratios = [median(r["ratio"] for r in groups[key]) for key in groups if key[0] == group]
         if len(ratios) == len(SHAPES):
             limit = MEDIANS.get(group)
-            wanted = "" if limit is None else f" (at most {limit})"
-            lines.append(f"median over shapes, {group}: {_marked(median(ratios), limit)}{wanted}")
+            limit_text = "" if limit is None else f" (at most {limit})"
+            lines.append(
+                f"median over shapes, {group}: {_marked(median(ratios), limit)}{limit_text}"
+            )
     return "\n".join(lines)
 
 
 def _starting() -> str:
-    """How long it takes to begin: whole processes, interleaved."""
+    """Measure the start of whole processes, interleaved."""
     layer = (sys.executable, "-c", "from headwise import MultiheadAttention")
     torch_alone = (sys.executable, "-c", "import torch")
-    door = (str(Path(sys.executable).with_name("headwise")), "--help")
+    command_line = (str(Path(sys.executable).with_name("headwise")), "--help")
 
-    def taken(*command: str) -> float:
-        return seconds(lambda: subprocess.run(command, capture_output=True, check=True))
+    def process_seconds(*command: str) -> float:
+        return wall_seconds(lambda: subprocess.run(command, capture_output=True, check=True))
 
-    for command in (layer, torch_alone, door):
-        taken(*command)
-    ratio = median(taken(*layer) / taken(*torch_alone) for _ in range(STARTS))
-    help_seconds = median(taken(*door) for _ in range(STARTS))
+    for command in (layer, torch_alone, command_line):
+        process_seconds(*command)
+    ratio = median(process_seconds(*layer) / process_seconds(*torch_alone) for _ in range(STARTS))
+    help_seconds = median(process_seconds(*command_line) for _ in range(STARTS))
     return (
         f"from headwise import MultiheadAttention / import torch: "
         f"{_marked(ratio, IMPORT_LIMIT)} (at most {IMPORT_LIMIT})\n"
@@ -157,15 +161,15 @@ def _models() -> Table:
     for column in ("s", "MB", "MB at most"):
         table.add_column(column, justify="right")
     for name, run in track(models.RUNS.items(), "whole models", transient=True):
-        found = models.measure(name)
-        if found is None:
+        measured = models.measure(name)
+        if measured is None:
             table.add_row(run.what, f"{run.package} is not installed", "", "")
             continue
         limit = "" if run.most_mb is None else str(run.most_mb)
-        taken = f"{found['mb']:.0f}"
-        if run.most_mb is not None and found["mb"] > run.most_mb:
-            taken = f"[red]{taken} missed[/red]"
-        table.add_row(run.what, f"{found['seconds']:.1f}", taken, limit)
+        text = f"{measured['mb']:.0f}"
+        if run.most_mb is not None and measured["mb"] > run.most_mb:
+            text = f"[red]{text} missed[/red]"
+        table.add_row(run.what, f"{measured['seconds']:.1f}", text, limit)
     return table
 
 

@@ -1,4 +1,4 @@
-"""One thing that is timed: headwise beside its peers, which do the same job."""
+"""Benchmark cases: a function of headwise, and peers that compute the same."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Case:
     limit: float | None
 
 
-# Made one at a time, so that only the tensors of one case are alive.
+# Makers create one case at a time, so that only its tensors are in memory.
 Make = Callable[[], Case]
 
 
 def step(
     layer: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, *, training: bool
 ) -> Callable[[], Tensor]:
-    """One inference, or one training step, of a layer that ``call`` calls; gives the output."""
+    """Return a function that runs one inference or training step, and returns the output."""
     layer.train(training)
 
     def infer() -> Tensor:

@@ -1,4 +1,4 @@
-"""The native layer beside the layers of other libraries."""
+"""Benchmarks of the native layer against the layers of other libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwise.layers.native.base import Projection
 
 NO_BIAS: dict[str, Any] = dict.fromkeys(["q_bias", "k_bias", "v_bias", "out_bias"], False)
 PADDED = (32, 512, 512, 8)
-# The part of the tokens that is real; limits in inference and in training.
+# The share of real tokens, and the limits in inference and in training.
 FILLS = ((0.28, 0.22, 0.30), (0.62, 0.66, 0.75))
 LONGEST, LEFT = 16384, 256
 TOKENS = (1, 8, 64, 512, 4096)
@@ -54,7 +54,7 @@ def _padded(fill: float, limit: float, *, training: bool) -> Case:
 
 
 def lengths(fill: float, *, batch: int, length: int) -> Tensor:
-    """Uniform around ``fill * length``, from a fixed seed; moved so that this is their mean."""
+    """Draw lengths uniformly around ``fill * length`` from a fixed seed, with this mean."""
     spread = 0.9 * min(fill, 1 - fill)
     drawn = torch.rand(batch, generator=torch.Generator().manual_seed(0))
     n = ((fill + spread * (2 * drawn - 1)) * length).long()
@@ -69,14 +69,14 @@ def _decode() -> Case:
     ours = Attention(embed_dim, heads, num_kv_heads=kv_heads, rotary=Rotary(), **NO_BIAS)
     llama = peers.Llama(ours, first=held, length=1)
     k, v = (torch.randn(batch, kv_heads, held, ours.head_dim) for _ in range(2))
-    # Both take one more token with each call.
+    # Each call appends one token to both caches.
     our_cache, their_cache = ours.cache(batch=batch, length=held + 512), llama.cache(k, v)
     our_cache.append(k, v)
     x = torch.randn(batch, 1, embed_dim)
     ours_step = step(ours, partial(ours, mask=Mask.causal(), cache=our_cache), x, training=False)
     peer_step = step(llama, partial(llama, cache=their_cache), x, training=False)
     outputs = [run()[-1:] for run in (ours_step, peer_step)]
-    require_agreement(ours, x[-1:], outputs, held=(k[-1:], v[-1:]))
+    require_agreement(ours, x[-1:], outputs, cached=(k[-1:], v[-1:]))
     name = f"({batch}, 1, {embed_dim}, {heads}), {held} held, {kv_heads} kv heads"
     return Case("native, decode", name, ours_step, {"Llama": peer_step}, 0.6)
 
@@ -88,7 +88,7 @@ def _window() -> Case:
     x = torch.randn(1, LONGEST, embed_dim)
     ours_step = step(ours, partial(ours, mask=Mask.causal()), x, training=False)
     peer_step = step(peer, partial(peer, mask=Mask.causal()), x, training=False)
-    # The first queries, whose window reaches the first key, are those of a causal layer.
+    # The first queries, whose window reaches the first key, equal those of a causal layer.
     first = slice(None), slice(LEFT + 1)
     causal = Mask.causal(align="bottom-right")
     require_agreement(ours, x[first], [ours_step()[first]], mask=causal)

@@ -1,7 +1,7 @@
-"""Self-attention of other libraries, on the weights of a headwise layer.
+"""Self-attention layers of other libraries, with the weights of a headwise layer.
 
-Each is called with ``x`` (batch, length, embed_dim) and gives the output alone. Llama's and
-x-transformers' projections have no biases, so the layer beside them must have none.
+Each takes ``x`` (batch, length, embed_dim) and returns only the output. Llama's and
+x-transformers' projections have no biases, so the headwise layer must have none either.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Torch(nn.Module):
 class Llama(nn.Module):
     """transformers' LlamaAttention through torch's fused kernel.
 
-    It always rotates; the cosines and sines are given, as a model gives them to all its layers.
-    Where ours does not rotate, they are those of angle 0.
+    The layer always rotates. Cosines and sines are inputs, as in a model. If the headwise layer has
+    no rotary embedding, they are those of angle 0.
     """
 
     def __init__(self, ours: Attention, *, length: int, first: int = 0) -> None:
@@ -70,7 +70,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin)
 
     def cache(self, k: Tensor, v: Tensor) -> DynamicCache:
-        """One that holds these keys and values."""
+        """Return a cache with these keys and values."""
         cache = DynamicCache(config=self.inner.config)
         cache.update(k, v, self.inner.layer_idx)
         return cache

@@ -1,4 +1,4 @@
-"""Statistics of one matrix beside the fused kernel, which returns none of them."""
+"""Benchmarks of a matrix's statistics against the fused kernel, which returns none."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TEN = (
 )
 
 
-def observed(dtype: torch.dtype) -> tuple[CapturedCall, Callable[[], Tensor]]:
-    """A causal call with everything known that a statistic may need, and its fused forward."""
+def make_call(dtype: torch.dtype) -> tuple[CapturedCall, Callable[[], Tensor]]:
+    """Make a causal call with all inputs of the statistics, and its fused forward."""
     q, k, v = (torch.randn(SHAPE).to(dtype) for _ in range(3))
     _, heads, length, width = SHAPE
     matrix = AttentionMatrix(q, k, mask=Mask.causal())
@@ -55,7 +55,7 @@ def observed(dtype: torch.dtype) -> tuple[CapturedCall, Callable[[], Tensor]]:
 
 
 def _case(names: tuple[str, ...] | None, dtype: torch.dtype, limit: float) -> Case:
-    observation, fused = observed(dtype)
+    observation, fused = make_call(dtype)
     statistics = [
         statistic
         for statistic in (

@@ -1,6 +1,6 @@
-"""One process: every case interleaved with its peers, a ratio for each round.
+"""Timing of all cases in one process, interleaved with their peers.
 
-`MEDIANS` is what the median over the six shapes of a group must reach.
+`MEDIANS` holds the limit of the median over the six shapes of a group.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ MEDIANS = {**drop_in.MEDIANS, **native.MEDIANS}
 SECONDS, FEWEST, MOST = 0.8, 2, 200  # of one case in one process; rounds
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Wall time of one call."""
+def wall_seconds(work: Callable[[], object]) -> float:
+    """Return the wall time of one call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
-def measure(case: Case) -> dict[str, object]:
-    """Medians over rounds in which all run, in turn ours and a peer first."""
-    works = [case.ours, *case.peers.values()]
-    one_round = sum(seconds(work) for work in works)
-    if one_round < SECONDS:  # what takes longer is warm after one call
-        for work in works:
-            work()
-        one_round = sum(seconds(work) for work in works)
+def measure_case(case: Case) -> dict[str, object]:
+    """Return medians over rounds that run all functions, in alternating order."""
+    functions = [case.ours, *case.peers.values()]
+    one_round = sum(wall_seconds(function) for function in functions)
+    if one_round < SECONDS:  # a longer function is warm after one call
+        for function in functions:
+            function()
+        one_round = sum(wall_seconds(function) for function in functions)
     rounds = max(FEWEST, min(MOST, round(SECONDS / one_round)))
-    taken: list[list[float]] = []
+    rounds_seconds: list[list[float]] = []
     for index in range(rounds):
-        order = works[::-1] if index % 2 else works
-        one = [seconds(work) for work in order]
-        taken.append(one[::-1] if index % 2 else one)
-    ours, *peers = (list(times) for times in zip(*taken, strict=True))
+        order = functions[::-1] if index % 2 else functions
+        round_seconds = [wall_seconds(function) for function in order]
+        rounds_seconds.append(round_seconds[::-1] if index % 2 else round_seconds)
+    ours, *peers = (list(times) for times in zip(*rounds_seconds, strict=True))
     name, fastest = min(zip(case.peers, peers, strict=True), key=lambda peer: median(peer[1]))
     return {
         "group": case.group,
@@ -58,4 +58,4 @@ def measure(case: Case) -> dict[str, object]:
 if __name__ == "__main__":
     torch.manual_seed(int(sys.argv[1]))
     for make in MAKERS:
-        print(json.dumps(measure(make())), flush=True)
+        print(json.dumps(measure_case(make())), flush=True)

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from tools import mutants
-from tools.mutants import ROOT, SURVIVED, TABLE, Mutant, all_mutants, is_there, noted, table
+from tools.mutants import (
+    ROOT,
+    SURVIVED,
+    TABLE,
+    Mutant,
+    all_mutants,
+    is_existing_test,
+    recorded_results,
+    table,
+)
 
 HINT = "run: make mutants ONLY=name"
 
@@ -38,13 +47,13 @@ def test_no_number_is_used_twice() -> None:
 
 
 def test_the_page_tells_of_every_mutant() -> None:
-    rows = noted()
+    rows = recorded_results()
     assert {name: breaks for name, (breaks, _) in rows.items()} == {
         mutant.name: mutant.breaks for mutant in all_mutants()
     }, HINT
-    assert [test for _, test in rows.values() if test != SURVIVED and not is_there(test)] == [], (
-        HINT
-    )
+    assert [
+        test for _, test in rows.values() if test != SURVIVED and not is_existing_test(test)
+    ] == [], HINT
     assert TABLE.read_text("utf-8") == table(rows)
 
 
@@ -73,10 +82,10 @@ def test_a_row_holds_until_what_it_rests_on_changes(
     mutants.TABLE.write_text(mutants.HEAD)
     mutant = all_mutants()[0]
     assert not mutants.is_done(mutant)
-    mutants.keep(mutant, "tests/test_house.py::test_no_blind_except")
+    mutants.record_result(mutant, "tests/test_house.py::test_no_blind_except")
     assert mutants.is_done(mutant)
     changed = tmp_path / mutant.path.name
     changed.write_text(mutant.path.read_text() + "\n")
     assert not mutants.is_done(Mutant(changed))
-    mutants.keep(mutant, SURVIVED)
+    mutants.record_result(mutant, SURVIVED)
     assert not mutants.is_done(mutant)

@@ -1,7 +1,8 @@
-"""``python -m tools.api``: what users may build on, written into docs/api.json.
+"""Record of the public interface in docs/api.json: ``python -m tools.api``.
 
-With ``--check`` nothing is written, and a difference ends with 1. What was lost or changed is
-written only once CHANGELOG.md's part "Unreleased" has its name in backticks.
+With ``--check`` nothing is written, and the exit status is 1 if the interface differs from the
+record. A removed or changed name is written only if the section "Unreleased" of CHANGELOG.md has
+the name in backticks.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ BASES = (object, Exception, BaseException, nn.Module, tuple, dict)
 
 
 def api() -> dict[str, Any]:
-    """Every public name with its signature, every command, JSON key and exit status."""
+    """Return every public name with its signature, every command, JSON key and exit status."""
     named = _named()
     classes = _classes(list(named.values()))
-    twice = Counter(one.__name__ for one in classes)
+    counts = Counter(kind.__name__ for kind in classes)
     by_name = {
-        one.__name__ if twice[one.__name__] == 1 else f"{one.__module__}.{one.__name__}": one
-        for one in classes
+        kind.__name__ if counts[kind.__name__] == 1 else f"{kind.__module__}.{kind.__name__}": kind
+        for kind in classes
     }
     return {
-        "names": {name: _said(value) for name, value in sorted(named.items())},
-        "classes": {name: dict(_members(one)) for name, one in sorted(by_name.items())},
+        "names": {name: _describe(value) for name, value in sorted(named.items())},
+        "classes": {name: dict(_members(kind)) for name, kind in sorted(by_name.items())},
         "errors": dict(sorted(_errors(HeadwiseError))),
         "warnings": dict(sorted(_errors(Warning))),
         "commands": dict(_commands(get_command(app), "headwise")),
@@ -63,7 +64,7 @@ def api() -> dict[str, Any]:
 
 
 def _named() -> dict[str, Any]:
-    """What the door has, what the documents import, and what a room's ``__all__`` names."""
+    """Return the names of `headwise`, of imports in documents, and of ``__all__`` in packages."""
     named = {f"headwise.{name}": getattr(headwise, name) for name in headwise.__all__}
     written = [match for page in DOCUMENTS for match in IMPORT.findall(page.read_text("utf-8"))]
     for home, names in written:
@@ -75,19 +76,19 @@ def _named() -> dict[str, Any]:
         named |= {f"{home}.{name}": getattr(room, name) for name in getattr(room, "__all__", ())}
     for home, value in list(named.items()):
         if inspect.ismodule(value):
-            names = getattr(value, "__all__", [n for n in vars(value) if _is_own(value, n)])
+            names = getattr(value, "__all__", [n for n in vars(value) if _is_defined_in(value, n)])
             named |= {f"{home}.{name}": getattr(value, name) for name in names}
     return named
 
 
-def _is_own(module: Any, name: str) -> bool:
+def _is_defined_in(module: Any, name: str) -> bool:
     return (
         not name.startswith("_")
         and getattr(vars(module)[name], "__module__", "") == module.__name__
     )
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     if inspect.isclass(value):
         return f"class {value.__name__}"
     return _signature(value) if callable(value) else type(value).__name__
@@ -98,83 +99,83 @@ def _signature(function: Any) -> str:
 
 
 def _classes(values: list[Any]) -> set[type]:
-    """The classes among them, what functions give back, and methods if a document names it."""
-    found: set[type] = set()
+    """Return the classes among the values, and classes returned by functions or named methods."""
+    classes: set[type] = set()
     words = set(re.findall(r"\w+", " ".join(page.read_text("utf-8") for page in DOCUMENTS)))
     while values:
         value = values.pop()
         if inspect.isclass(value):
-            if value in found or not value.__module__.startswith("headwise"):
+            if value in classes or not value.__module__.startswith("headwise"):
                 continue
-            found.add(value)
-            values += [_function(one) for _, one in _public(value)]
+            classes.add(value)
+            values += [_function(member) for _, member in _public(value)]
         elif inspect.isfunction(value):
             returned = re.findall(r"\w+", str(value.__annotations__.get("return", "")))
             home = vars(sys.modules[value.__module__])
-            told = words if "." in value.__qualname__ else home
-            values += [home[n] for n in returned if n in told and inspect.isclass(home.get(n))]
-    return found
+            known = words if "." in value.__qualname__ else home
+            values += [home[n] for n in returned if n in known and inspect.isclass(home.get(n))]
+    return classes
 
 
 def _function(member: Any) -> Any:
     return getattr(member, "fget", None) or getattr(member, "__func__", member)
 
 
-def _public(one: type) -> Iterator[tuple[str, Any]]:
-    for base in one.__mro__:
+def _public(kind: type) -> Iterator[tuple[str, Any]]:
+    for base in kind.__mro__:
         if base.__module__.startswith("headwise"):
             yield from ((n, v) for n, v in vars(base).items() if not n.startswith("_"))
 
 
-def _members(one: type) -> Iterator[tuple[str, Any]]:
-    """Its constructor, methods, properties and fields, those of its bases too."""
-    if one.__init__ not in [base.__init__ for base in BASES]:  # type: ignore[misc]
-        yield "()", _signature(one)
+def _members(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the constructor, methods, properties and fields, including those of base classes."""
+    if kind.__init__ not in [base.__init__ for base in BASES]:  # type: ignore[misc]
+        yield "()", _signature(kind)
     members: dict[str, Any] = {}
-    for base in reversed([b for b in one.__mro__ if b.__module__.startswith("headwise")]):
+    for base in reversed([b for b in kind.__mro__ if b.__module__.startswith("headwise")]):
         fields = vars(base).get("__annotations__", {})
-        members |= {name: str(said) for name, said in fields.items() if name[0] != "_"}
-    for name, member in reversed(list(_public(one))):
+        members |= {name: str(annotation) for name, annotation in fields.items() if name[0] != "_"}
+    for name, member in reversed(list(_public(kind))):
         function = _function(member)
         if isinstance(member, property) or hasattr(member, "func"):  # a cached_property
             returns = getattr(function, "func", function).__annotations__.get("return")
             members[name] = f"property -> {returns}"
         elif callable(function) and not inspect.isclass(function):
-            kind = f"{type(member).__name__} " if function is not member else ""
-            members[name] = f"{kind}{_signature(function)}"
+            prefix = f"{type(member).__name__} " if function is not member else ""
+            members[name] = f"{prefix}{_signature(function)}"
         elif name not in members:
             members[name] = type(member).__name__
     yield from sorted(members.items())
 
 
 def _errors(base: type[BaseException]) -> Iterator[tuple[str, list[str]]]:
-    for one in {base, *base.__subclasses__()}:
-        if one.__module__.startswith("headwise"):
-            yield one.__name__, [parent.__name__ for parent in one.__bases__]
-        if one is not base:
-            yield from _errors(one)
+    for error in {base, *base.__subclasses__()}:
+        if error.__module__.startswith("headwise"):
+            yield error.__name__, [parent.__name__ for parent in error.__bases__]
+        if error is not base:
+            yield from _errors(error)
 
 
 def _commands(command: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     statuses = re.findall(r"(?:: |; )(\d+) ", command.epilog or "")
-    parameters = {" ".join(one.opts): _parameter(one) for one in command.params}
+    parameters = {" ".join(parameter.opts): _parameter(parameter) for parameter in command.params}
     yield path, {"exit": " ".join(statuses), "takes": parameters}
     if isinstance(command, TyperGroup):
         for name, below in sorted(command.commands.items()):
             yield from _commands(below, f"{path} {name}")
 
 
-def _parameter(one: Any) -> str:
-    kind = one.type_descriptor.annotation
-    words = [one.param_type_name, kind.__name__ if inspect.isclass(kind) else str(kind)]
-    words += ["required"] if one.required else []
-    words += ["several times"] if one.multiple else []
-    words += [f"default {one.default}"] if one.default is not None else []
+def _parameter(parameter: Any) -> str:
+    kind = parameter.type_descriptor.annotation
+    words = [parameter.param_type_name, kind.__name__ if inspect.isclass(kind) else str(kind)]
+    words += ["required"] if parameter.required else []
+    words += ["several times"] if parameter.multiple else []
+    words += [f"default {parameter.default}"] if parameter.default is not None else []
     return ", ".join(words)
 
 
 def _json() -> dict[str, Any]:
-    """The keys of what ``--json`` prints: of real output where it is quick to have."""
+    """Return the keys of the output of ``--json``, from real output if that is quick."""
     with tempfile.TemporaryDirectory() as folder:
         layer, page = f"{folder}/layer.safetensors", f"{folder}/page.html"
         save_file(nn.MultiheadAttention(12, 3).state_dict(), layer)
@@ -185,7 +186,7 @@ def _json() -> dict[str, Any]:
             _printed("detect", f"{folder}/{name}.safetensors", "--json", "--heads", "3")
             for name in ("layer", "open")
         ]
-    # docs/study.json is what the command prints; a test holds it to a fresh run.
+    # docs/study.json is output of the command; a test compares it with a new run.
     study = json.loads(PAGE.with_name("study.json").read_text("utf-8"))
     numbers = {answer["id"]: sorted(answer.pop("numbers")) for answer in study["questions"]}
     return {
@@ -207,7 +208,7 @@ def _printed(*arguments: str) -> Any:
 
 
 def _keys(*values: Any) -> Any:
-    """Keys all the way down; the items of a list are one."""
+    """Return nested keys; the items of a list are merged."""
     if all(isinstance(value, dict) for value in values):
         names = sorted({name for value in values for name in value})
         return {name: _keys(*(v[name] for v in values if name in v)) for name in names}
@@ -217,14 +218,14 @@ def _keys(*values: Any) -> Any:
     return " | ".join(sorted({type(value).__name__ for value in values}))
 
 
-def _fields(one: type) -> Any:
-    home = vars(sys.modules[one.__module__])
-    found = {}
-    for name, field in one.__dataclass_fields__.items():  # type: ignore[attr-defined]
+def _fields(kind: type) -> Any:
+    home = vars(sys.modules[kind.__module__])
+    fields = {}
+    for name, field in kind.__dataclass_fields__.items():  # type: ignore[attr-defined]
         classes = [home[word] for word in re.findall(r"\w+", field.type) if word in home]
         below = [each for each in classes if is_dataclass(each)]
-        found[name] = _fields(below[0]) if below else field.type  # type: ignore[arg-type]
-    return found
+        fields[name] = _fields(below[0]) if below else field.type  # type: ignore[arg-type]
+    return fields
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -235,36 +236,40 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, json.dumps(value, ensure_ascii=False)
 
 
-def _outermost(path: str, found: dict[str, str]) -> str:
-    """The outermost part of a lost path of which nothing is left: to tell of that is enough."""
+def _outermost(path: str, current: dict[str, str]) -> str:
+    """Return the outermost part of a removed path of which nothing is left."""
     parts = path.split(" / ")
     wholes = (" / ".join(parts[:count]) for count in range(1, len(parts)))
-    return next((w for w in wholes if not any(p.startswith(f"{w} /") for p in found)), path)
+    return next((w for w in wholes if not any(p.startswith(f"{w} /") for p in current)), path)
 
 
 def main(*, check: bool) -> int:
-    """Compare, and write unless told not to. Returns the exit status."""
+    """Compare with the record, write it unless ``check``, and return the exit status."""
     was = dict(_flat(json.loads(PAGE.read_text("utf-8")))) if PAGE.exists() else {}
     today = api()
-    found = dict(_flat(today))
-    lost = [path for path, said in was.items() if found.get(path) != said]
-    new = [path for path in found if path not in was]
+    current = dict(_flat(today))
+    lost = [path for path, value in was.items() if current.get(path) != value]
+    new = [path for path in current if path not in was]
     for path in lost:
-        now = f"is now {found[path]}" if path in found else "is lost"
+        now = f"is now {current[path]}" if path in current else "is lost"
         print(f"{path}\n    was    {was[path]}\n    {now}")
-    print("".join(f"{path}\n    is new {found[path]}\n" for path in new), end="")
+    print("".join(f"{path}\n    is new {current[path]}\n" for path in new), end="")
     if check:
         if lost or new:
             print(
-                "docs/api.json differs. Write it by `make api`; what was lost or changed must stand"
+                "docs/api.json differs: run `make api`. List removed and changed names in backticks"
             )
-            print('in the table of CHANGELOG.md, "Unreleased", by its name in backticks.')
+            print('in the table of CHANGELOG.md, "Unreleased".')
         return bool(lost or new)
     unreleased = CHANGELOG.read_text("utf-8").split("\n## [")[1]
-    told = {word for code in re.findall(r"`[^`]+`", unreleased) for word in WORD.findall(code)}
-    untold = [path for path in lost if WORD.findall(_outermost(path, found))[-1] not in told]
-    if untold:
-        print("Not written: CHANGELOG.md does not tell of:", *untold, sep="\n    ")
+    documented = {
+        word for code in re.findall(r"`[^`]+`", unreleased) for word in WORD.findall(code)
+    }
+    undocumented = [
+        path for path in lost if WORD.findall(_outermost(path, current))[-1] not in documented
+    ]
+    if undocumented:
+        print("Not written: CHANGELOG.md does not list:", *undocumented, sep="\n    ")
         return 1
     PAGE.write_text(json.dumps(today, indent=1, ensure_ascii=False) + "\n", "utf-8")
     return 0

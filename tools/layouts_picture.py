@@ -1,4 +1,4 @@
-"""Layouts side by side as an SVG picture, which brings its own light and dark card."""
+"""SVG pictures of layouts side by side, with light and dark colours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import cycle
 from headwise.layouts.layout import Layout
 from headwise.layouts.layout_drawing import DrawnCell, pairs, short, sizes_for, strips
 
-ROW = 12  # pixels of one row: its name fits
+ROW = 12  # pixels of a row, enough for its name
 BAND, GAP, LEFT, TOP = 128, 44, 40, 58
 
 _STYLE = """
@@ -38,7 +38,7 @@ text { font: 11px sans-serif; fill: #1d2126 }
 
 @dataclass(frozen=True)
 class Panel:
-    """One column of a picture: a title, a line below it, and bands from top to bottom."""
+    """A column of a picture: a title, a line below it, and bands from top to bottom."""
 
     title: str
     about: str
@@ -46,32 +46,32 @@ class Panel:
 
     @property
     def rows(self) -> int:
-        """How many the bands have together."""
+        """The number of rows of all bands."""
         return self.cells[-1].start + self.cells[-1].length
 
 
-def panel_of(layout: Layout, tensor: str, about: str, **given: int) -> Panel:
-    """The axis of one stored tensor that is shared out among heads."""
-    found = strips(layout, sizes_for(layout, given))[tensor]
-    return Panel(layout.name, about, next(strip.cells for strip in found if strip.cells))
+def make_panel(layout: Layout, tensor: str, about: str, **sizes: int) -> Panel:
+    """Return a panel of the axis of a stored tensor that is split into heads."""
+    axes = strips(layout, sizes_for(layout, sizes))[tensor]
+    return Panel(layout.name, about, next(strip.cells for strip in axes if strip.cells))
 
 
-def bands(panels: Sequence[Panel], *, says: str) -> str:
-    """Panels side by side.
+def draw_panels(panels: Sequence[Panel], *, alt: str) -> str:
+    """Return an SVG picture of panels side by side.
 
     Args:
         panels: the columns.
-        says: what is to be seen, for those who do not see it.
+        alt: the text for screen readers.
     """
     drawn = [
         line for at, panel in enumerate(panels) for line in _panel(panel, LEFT + at * (BAND + GAP))
     ]
     height = TOP + ROW * max(panel.rows for panel in panels) + 18
-    return _svg(drawn, LEFT + len(panels) * (BAND + GAP), height, says)
+    return _svg(drawn, LEFT + len(panels) * (BAND + GAP), height, alt)
 
 
-def turning(head_dim: int, *, says: str) -> str:
-    """The rows of one head, and the two orders in which two of them are rotated together."""
+def draw_rotary_pairs(head_dim: int, *, alt: str) -> str:
+    """Return an SVG picture of the two pairings of a head's rows for rotation."""
     drawn, row = [], 2 * ROW
     for at, rotary in enumerate(("half-split", "interleaved")):
         x = LEFT + at * (BAND + GAP)
@@ -82,7 +82,7 @@ def turning(head_dim: int, *, says: str) -> str:
                 drawn.append(_band(x, y, row, kind, odd=False))
                 text = f"{channel} with {other}"
                 drawn.append(f'<text x="{x + 8}" y="{y + row / 2 + 4:g}">{text}</text>')
-    return _svg(drawn, LEFT + 2 * (BAND + GAP), TOP + row * head_dim + 18, says)
+    return _svg(drawn, LEFT + 2 * (BAND + GAP), TOP + row * head_dim + 18, alt)
 
 
 def _panel(panel: Panel, x: int) -> Iterable[str]:
@@ -109,10 +109,10 @@ def _band(x: int, y: int, height: int, kind: str, *, odd: bool) -> str:
     return f'<rect class="{kinds}" x="{x}" y="{y}" width="{BAND}" height="{height}"/>'
 
 
-def _svg(drawn: Iterable[str], width: int, height: int, says: str) -> str:
+def _svg(drawn: Iterable[str], width: int, height: int, alt: str) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" role="img" aria-label="{escape(says)}">',
+        f'width="{width}" height="{height}" role="img" aria-label="{escape(alt)}">',
         f"<style>{_STYLE}</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>',
         *drawn,

@@ -1,11 +1,11 @@
-"""Move a module or a package, and every word that names it.
+"""Move a module or a package, and update every text that names it.
 
     python tools/move.py headwise.masks headwise.masks.mask
     python tools/move.py tests.layer tests.layers.native
 
-It moves the file or folder with git, and rewrites imports, dotted names, paths, mutant patches,
-the table of suites, documents and import contracts. Names that a module is imported by
-(``from headwise import functional``) are renamed where they are used. Then it formats.
+The tool moves the file or folder with git, and rewrites imports, dotted names, paths, mutant
+patches, the table of suites, documents and import contracts. It renames imported module names
+(``from headwise import functional``) where they are used, and formats the files.
 """
 
 from __future__ import annotations
@@ -22,48 +22,50 @@ ROOT = Path(__file__).resolve().parents[1]
 WHERE = ("src", "tests", "tools", "benchmarks", "docs", ".github")
 LOOSE = ("pyproject.toml", "mkdocs.yml", "Makefile", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 KINDS = {".py", ".md", ".toml", ".yml", ".patch", ".json", ".html"}
-# History: what stood where is what stood there.
+# History keeps the old names.
 UNTOUCHED = {"docs/log.md", "tools/move.py"}
 
 
 def main() -> int:
-    """Move, rewrite, format."""
-    parser = argparse.ArgumentParser(description="Move a module, and every word that names it.")
+    """Move the module, rewrite the texts and format them."""
+    parser = argparse.ArgumentParser(
+        description="Move a module, and update every text that names it."
+    )
     parser.add_argument("old")
     parser.add_argument("new")
-    given = parser.parse_args()
-    source, target = place_of(given.old), place_of(given.new)
+    options = parser.parse_args()
+    source, target = module_path(options.old), module_path(options.new)
     if not source.exists():
         source, target = source.with_suffix(".py"), target.with_suffix(".py")
     if not source.exists() or target.exists():
-        print(f"{source} must be there, and {target} must not")
+        print(f"{source} must exist, and {target} must not")
         return 2
     move(source, target)
-    changed = [path for path in every_text() if rewritten(path, given.old, given.new)]
+    changed = [path for path in text_files() if rewrite_file(path, options.old, options.new)]
     python = [str(path) for path in changed if path.suffix == ".py"] + [str(target)]
     ruff = [sys.executable, "-m", "ruff"]
     subprocess.run([*ruff, "check", "-q", "--fix", "--select", "I", *python], cwd=ROOT, check=False)
     subprocess.run([*ruff, "format", "-q", *python], cwd=ROOT, check=True)
-    print(f"{given.old} -> {given.new}: {len(changed)} files")
+    print(f"{options.old} -> {options.new}: {len(changed)} files")
     return 0
 
 
-def place_of(dotted: str) -> Path:
-    """The folder of a package; of a module, its file without the suffix."""
+def module_path(dotted: str) -> Path:
+    """Return the folder of a package, or the file of a module without its suffix."""
     parts = dotted.split(".")
     return ROOT / ("src" if parts[0] == "headwise" else "") / Path(*parts)
 
 
 def move(source: Path, target: Path) -> None:
-    """With git, also into a package that has the module's own name."""
+    """Move with git, also into a package with the module's name."""
     aside = source.with_name(source.name + ".moving")
     subprocess.run(["git", "mv", source, aside], cwd=ROOT, check=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(["git", "mv", aside, target], cwd=ROOT, check=True)
 
 
-def every_text() -> Iterator[Path]:
-    """Each file that may name a module."""
+def text_files() -> Iterator[Path]:
+    """Yield each file that may name a module."""
     for name in LOOSE:
         yield ROOT / name
     for folder in WHERE:
@@ -73,12 +75,12 @@ def every_text() -> Iterator[Path]:
                 yield path
 
 
-def rewritten(path: Path, old: str, new: str) -> bool:
+def rewrite_file(path: Path, old: str, new: str) -> bool:
     """Rewrite one file; True if it changed."""
     before = text = path.read_text("utf-8")
     if path.suffix == ".py":
-        text = imports_from_the_parent(text, old, new)
-    # Not twice, where a module moves into a package of its own name.
+        text = rename_parent_imports(text, old, new)
+    # Not twice, if a module moves into a package with its name.
     again = ""
     if new.startswith(old + "."):
         leaf = new.rpartition(".")[2]
@@ -92,8 +94,8 @@ def rewritten(path: Path, old: str, new: str) -> bool:
     return True
 
 
-def imports_from_the_parent(text: str, old: str, new: str) -> str:
-    """``from headwise import functional``, and each use of the name in this file."""
+def rename_parent_imports(text: str, old: str, new: str) -> str:
+    """Rename the module in ``from parent import module``, and each use of it in this file."""
     parent, _, leaf = old.rpartition(".")
     new_parent, _, new_leaf = new.rpartition(".")
     if leaf not in text or f"from {parent} import" not in text:
@@ -108,13 +110,13 @@ def imports_from_the_parent(text: str, old: str, new: str) -> str:
         moved = [alias for alias in node.names if alias.name == leaf]
         if not moved:
             continue
-        kept = [ast.unparse(alias) for alias in node.names if alias.name != leaf]
+        others = [ast.unparse(alias) for alias in node.names if alias.name != leaf]
         called = moved[0].asname
         renamed |= called is None and leaf != new_leaf
         indent = " " * node.col_offset
         written = f"from {new_parent} import {new_leaf}" + (f" as {called}" if called else "")
-        if kept:
-            written = f"from {parent} import {', '.join(kept)}\n{indent}{written}"
+        if others:
+            written = f"from {parent} import {', '.join(others)}\n{indent}{written}"
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         span = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
@@ -125,7 +127,7 @@ def imports_from_the_parent(text: str, old: str, new: str) -> str:
                 at = (node.lineno, node.col_offset, node.lineno, node.col_offset + len(leaf))
                 edits.append((*at, new_leaf))
     for line, column, last, end, written in sorted(edits, reverse=True):
-        # Offsets of ast are of UTF-8.
+        # Offsets of ast count UTF-8 bytes.
         head = lines[line - 1].encode()[:column].decode()
         tail = lines[last - 1].encode()[end:].decode()
         lines[line - 1 : last] = [head + written + tail]

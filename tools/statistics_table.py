@@ -1,4 +1,4 @@
-"""``python -m tools.statistics_table``: the standard set, written into docs/statistics.md."""
+"""Table of the standard statistics in docs/statistics.md: ``python -m tools.statistics_table``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEGIN, END = "<!-- the standard set -->", "<!-- end of the standard set -->"
 
 
 def table() -> str:
-    """Every definition, one row for each."""
+    """Return a table with one row for each definition."""
     return "\n".join(_rows())
 
 
@@ -21,18 +21,24 @@ def _rows() -> Iterator[str]:
     yield "| name | what is computed | unit | left out | source |"
     yield "| --- | --- | --- | --- | --- |"
     for statistic in STANDARD:
-        own = statistic.definition
-        axes = f" ({', '.join(own.axes)})" if own.axes else ""
-        cells = (f"`{own.name}`{axes}", own.formula, own.unit, own.excluded, own.source)
+        definition = statistic.definition
+        axes = f" ({', '.join(definition.axes)})" if definition.axes else ""
+        cells = (
+            f"`{definition.name}`{axes}",
+            definition.formula,
+            definition.unit,
+            definition.excluded,
+            definition.source,
+        )
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def with_table(page: str) -> str:
-    """The page with the table of today."""
+    """Return the page with the current table."""
     pattern = re.compile(f"(?<={BEGIN}\n).*(?={END})", re.S)
-    found, count = pattern.subn(lambda _: f"\n{table()}\n\n", page)
-    assert count == 1, f"{PAGE.name} holds the place of the table {count} times"
-    return found
+    text, count = pattern.subn(lambda _: f"\n{table()}\n\n", page)
+    assert count == 1, f"{PAGE.name} has {count} table markers, not one"
+    return text
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def test_the_folder_is_found_without_importing_the_package() -> None:
 @here
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_the_weights_in_torchs_packing_give_the_layers_output(implementation: str) -> None:
-    reading = minilm.read(TEXT, SHORTER, implementation=implementation)
+    reading = minilm.record_run(TEXT, SHORTER, implementation=implementation)
     assert len(reading.calls) == 6
     assert reading.num_heads == 12
     assert reading.tokens[:4] == ("[CLS]", "down", ",", "down")
@@ -60,7 +60,7 @@ def test_the_weights_in_torchs_packing_give_the_layers_output(implementation: st
 @here
 def test_it_reports_its_steps() -> None:
     steps: list[tuple[str, int, int]] = []
-    minilm.read(TEXT, SHORTER, progress=lambda *step: steps.append(step))
+    minilm.record_run(TEXT, SHORTER, progress=lambda *step: steps.append(step))
     assert steps[0] == ("loading all-MiniLM-L6-v2", 0, 2)
     assert steps[-1][1] == steps[-1][2]
 
@@ -70,7 +70,7 @@ def test_without_the_package_the_message_holds_the_pip_line(
 ) -> None:
     monkeypatch.setattr(minilm, "MODULE", "a_module_that_is_not_there")
     with pytest.raises(MissingExtraError) as error:
-        minilm.read(TEXT, SHORTER)
+        minilm.record_run(TEXT, SHORTER)
     assert "a_module_that_is_not_there is not installed" in error.value.saw
     assert (
         error.value.do
@@ -95,5 +95,5 @@ def test_without_transformers_the_message_holds_the_pip_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match="transformers is not installed") as error:
-        minilm.read(TEXT, SHORTER)
+        minilm.record_run(TEXT, SHORTER)
     assert error.value.do == "pip install 'headwise[demo]'"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headwise.bundled_models import planted
-from headwise.bundled_models.planted.network import SHARPNESS, code
+from headwise.bundled_models.planted.network import SHARPNESS, binary_code
 from headwise.bundled_models.planted.plan import EMBED_DIM, GAP, LAYERS, SECTIONS, TOKEN_BITS
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
@@ -108,7 +108,7 @@ def test_what_single_heads_write(model: planted.Planted) -> None:
     found = model.contributions(ids)
     (layer, head), before = where("previous token"), torch.cat([ids[:, :1], ids[:, :-1]], dim=1)
     expected = torch.zeros(*ids.shape, EMBED_DIM)
-    expected[..., SECTIONS["previous"]] = code(before, bits=TOKEN_BITS)
+    expected[..., SECTIONS["previous"]] = binary_code(before, bits=TOKEN_BITS)
     assert torch.equal(found[layer][:, head], expected)
     layer, head = where("dead")
     assert not found[layer][:, head].any()
@@ -132,7 +132,7 @@ def test_induction_foretells_what_is_repeated(model: planted.Planted) -> None:
 def test_logits(model: planted.Planted) -> None:
     ids = texts(tokens=5)
     induced = planted.contributions_truth(ids)[1].sum(1)[..., SECTIONS["induced"]]
-    expected = SHARPNESS * induced @ code(torch.arange(64), bits=TOKEN_BITS).double().mT
+    expected = SHARPNESS * induced @ binary_code(torch.arange(64), bits=TOKEN_BITS).double().mT
     assert error(model(ids), expected) <= of_logits(ids.shape[1])
 
 

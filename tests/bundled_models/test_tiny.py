@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise.bundled_models import tiny
-from headwise.bundled_models.tiny.model import TinySizes, parameters_of
+from headwise.bundled_models.tiny.model import TinySizes, count_parameters
 from headwise.bundled_models.tiny.weights import TRAINING, WEIGHTS
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 from tools.tiny import measures
-from tools.tiny.batches import twice
+from tools.tiny.batches import repeated_bytes
 
 FILES = resources.files("headwise.bundled_models.tiny")
 MOST_BYTES = 8_000_000
@@ -56,7 +56,7 @@ def test_the_file_is_small_and_what_training_says(model: tiny.Tiny) -> None:
     said = tiny.training()
     assert said == json.loads(FILES.joinpath(TRAINING).read_text("utf-8"))
     assert len(raw) == said["file_bytes"] <= MOST_BYTES
-    assert parameters_of(model) == said["parameters"]
+    assert count_parameters(model) == said["parameters"]
     assert model.sizes._asdict() == said["plan"]["sizes"]
     assert said["tokens"] == said["steps"] * said["plan"]["batch"] * said["plan"]["length"]
     assert [point["step"] for point in said["curve"]] == list(range(100, said["steps"] + 1, 100))
@@ -99,7 +99,7 @@ def test_it_foretells_unseen_text_better_than_counts_of_that_text(model: tiny.Ti
 def test_what_was_measured_holds(model: tiny.Tiny) -> None:
     said = tiny.training()
     # Measured on the same bytes here, whatever this Python's library is.
-    found = measures.best(measures.induction_scores(model))
+    found = measures.best_head(measures.induction_scores(model))
     assert (found.layer, found.head) == (said["induction"]["layer"], said["induction"]["head"])
     assert abs(found.score - said["induction"]["score"]) < 2e-4  # four decimals are written
 
@@ -114,12 +114,12 @@ def test_a_head_looks_at_the_byte_before(exact: tiny.Tiny) -> None:
     before = dense.diagonal(-1, -2, -1).mean((1, 3))
     assert float((scores - before).abs().max()) <= SAME
     assert float(scores.max()) >= 0.9
-    assert measures.best(scores).head == int(before.flatten().argmax()) % TinySizes().num_heads
+    assert measures.best_head(scores).head == int(before.flatten().argmax()) % TinySizes().num_heads
 
 
 def test_a_head_finds_what_followed_before(exact: tiny.Tiny) -> None:
     copy = 31
-    ids = twice(batch=3, bytes=copy)
+    ids = repeated_bytes(batch=3, bytes=copy)
     scores = measures.induction_scores(exact, batch=3, copy=copy)
     dense = torch.stack([matrix.dense() for matrix in exact.matrices(ids)])
     found = []
@@ -135,7 +135,7 @@ def test_a_head_finds_what_followed_before(exact: tiny.Tiny) -> None:
 
 def test_what_is_repeated_is_foretold(model: tiny.Tiny) -> None:
     copy = 96
-    ids = twice(batch=4, bytes=copy)
+    ids = repeated_bytes(batch=4, bytes=copy)
     nats = F.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
     # Random bytes cost 8 bits each; the second copy is half as dear, or less.
     assert float(nats[:, copy + 1 :].mean()) < float(nats[:, :copy].mean()) / 2

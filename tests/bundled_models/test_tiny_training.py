@@ -49,7 +49,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_each_file_is_on_one_side_and_begins_with_the_symbol(source: Path) -> None:
-    read = corpus.read(source)
+    read = corpus.read_corpus(source)
     names = sorted(f"part/m{i}.py" for i in range(60))
     kept = [name for name in names if corpus.is_held_out(name)]
     assert (read.files, read.held_out_files) == (60 - len(kept), len(kept))
@@ -67,22 +67,22 @@ def test_a_file_is_held_out_by_its_name_alone() -> None:
     # Of this library's names in 2026: the same ones for everybody.
     share = sum(corpus.is_held_out(f"{i}.py") for i in range(4000)) / 4000
     assert abs(share - 1 / 20) < 0.01
-    assert not corpus.is_read("test/test_os.py")
-    assert not corpus.is_read("_sysconfigdata__x.py")
-    assert corpus.is_read("json/decoder.py")
+    assert not corpus.is_in_corpus("test/test_os.py")
+    assert not corpus.is_in_corpus("_sysconfigdata__x.py")
+    assert corpus.is_in_corpus("json/decoder.py")
 
 
 def test_refuses_a_folder_without_python(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="0 Python files"):
-        corpus.read(tmp_path)
+        corpus.read_corpus(tmp_path)
 
 
 # ---- the batches -------------------------------------------------------------------------------
 
 
 def test_windows_are_text_or_repeated_slices(source: Path) -> None:
-    stream = corpus.read(source).train
-    drawn = batches.draw(stream, torch.Generator().manual_seed(1), batch=16, length=61)
+    stream = corpus.read_corpus(source).train
+    drawn = batches.draw_batch(stream, torch.Generator().manual_seed(1), batch=16, length=61)
     assert drawn.repeated == 2
     assert drawn.ids.shape == drawn.targets.shape == (16, 61)
     assert drawn.ids[:, 0].tolist() == [BEGIN] * 16
@@ -101,8 +101,8 @@ def test_windows_are_text_or_repeated_slices(source: Path) -> None:
 
 def test_windows_to_measure_on_are_fixed_and_reach_both_ends() -> None:
     stream = torch.arange(200) % 256
-    sample = batches.spread(stream, batch=3, length=20)
-    again = batches.spread(stream, batch=3, length=20)
+    sample = batches.evenly_spaced_batch(stream, batch=3, length=20)
+    again = batches.evenly_spaced_batch(stream, batch=3, length=20)
     assert torch.equal(sample.ids, again.ids)
     assert sample.ids[0, 1:].tolist() == list(range(19))
     assert sample.targets[0].tolist() == list(range(20))
@@ -110,7 +110,7 @@ def test_windows_to_measure_on_are_fixed_and_reach_both_ends() -> None:
 
 
 def test_copies_hold_no_byte_twice() -> None:
-    ids = batches.twice(batch=3, bytes=41)
+    ids = batches.repeated_bytes(batch=3, bytes=41)
     assert ids.shape == (3, 83)
     assert torch.equal(ids[:, 1:42], ids[:, 42:])
     assert all(len(set(row.tolist())) == 42 for row in ids[:, :42])

@@ -57,7 +57,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[RecordedRun], None]:
     """Makes the trained encoder a small one, which has read at once."""
 
     def at_once(reading: RecordedRun) -> None:
-        monkeypatch.setattr(trained_encoder, "trained", lambda _progress: reading)
+        monkeypatch.setattr(trained_encoder, "run_minilm", lambda _progress: reading)
 
     monkeypatch.setattr(minilm, "folder", lambda: Path("the model"))
     at_once(small_reading())

@@ -33,7 +33,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Show:
             progress("made-up", 1, 2)
             return given
 
-        monkeypatch.setattr(studies, "study", at_once)
+        monkeypatch.setattr(studies, "run_study", at_once)
 
     show(made_up())
     return show
@@ -81,12 +81,12 @@ def test_what_was_left_out_is_announced(shown: Show, tmp_path: Path) -> None:
 def test_the_list_has_every_question(tmp_path: Path) -> None:
     out, _ = run("--list")
     rows = [line.split(maxsplit=1) for line in out.splitlines()]
-    assert rows == [[name, studies.load(name).asks] for name in studies.IDS]
+    assert rows == [[name, studies.load_question(name).asks] for name in studies.IDS]
 
 
 def test_the_list_of_some(tmp_path: Path) -> None:
     out, _ = run("split", "--list")
-    assert out.split() == ["split", *studies.load("split").asks.split()]
+    assert out.split() == ["split", *studies.load_question("split").asks.split()]
 
 
 def test_the_fallback_is_announced(shown: Show, tmp_path: Path) -> None:

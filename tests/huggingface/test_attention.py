@@ -14,7 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from headwise.attention_matrix import AttentionMatrix
 from headwise.error_budget.budget import Budget
 from headwise.errors import DTypeError, MaskError, OptionError
-from headwise.huggingface.attention import REFUSED, attend
+from headwise.huggingface.attention import UNSUPPORTED, attend
 from headwise.huggingface.lazy_mask import LazyMask
 from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.dense import Dense
@@ -208,12 +208,12 @@ def test_autocast_settles_the_dtypes() -> None:
     ).assert_holds(out.transpose(1, 2))
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_cannot_be_honoured_is_refused(name: str) -> None:
     q, k, v = ordinary(torch.float32)
     with pytest.raises(OptionError, match=f"{name} from Layer") as error:
         attend(Layer(), q, k, v, None, **{name: torch.zeros(1)})
-    assert error.value.do == 'attn_implementation="eager" or "sdpa" for this model'
+    assert error.value.do == 'load this model with attn_implementation="eager" or "sdpa"'
     attend(Layer(), q, k, v, None, **{name: None})
 
 
@@ -224,7 +224,7 @@ def test_masks_that_are_none_are_refused() -> None:
         attend(Layer(), q, k, v, lower(QUERIES, KEYS).long())
     with pytest.raises(MaskError, match="keys 28"):
         attend(Layer(), q, k, v, lower(QUERIES, KEYS - 1))
-    with pytest.raises(OptionError, match="a str in the place of a tensor"):
+    with pytest.raises(OptionError, match="a str instead of a tensor"):
         attend(Layer(), q, k, v, "causal")  # type: ignore[arg-type]
 
 

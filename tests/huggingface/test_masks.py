@@ -217,13 +217,13 @@ def test_where_python_does_not_run_at_every_call_it_is_written() -> None:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     yield
-    mask_functions.known.cache_clear()
+    mask_functions.trusted_readers.cache_clear()
 
 
 @pytest.mark.usefixtures("forgotten")
 def test_all_of_this_version_are_known() -> None:
-    mask_functions.known.cache_clear()
-    assert len(mask_functions.known()) == len(mask_functions._KINDS)
+    mask_functions.trusted_readers.cache_clear()
+    assert len(mask_functions.trusted_readers()) == len(mask_functions._KINDS)
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -243,7 +243,7 @@ def test_another_version_is_not_trusted(change: str, monkeypatch: pytest.MonkeyP
     else:
         new = another if change == "another meaning" else with_two
         monkeypatch.setattr(masking_utils, "sliding_window_overlay", new)
-    mask_functions.known.cache_clear()
-    assert len(mask_functions.known()) == len(mask_functions._KINDS) - 1
+    mask_functions.trusted_readers.cache_clear()
+    assert len(mask_functions.trusted_readers()) == len(mask_functions._KINDS) - 1
     check_written(call(PLACES["no cache"], and_masks(another(4), KINDS["causal"]), None))
     check_lazy(call(PLACES["no cache"], KINDS["causal"], None))

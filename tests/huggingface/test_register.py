@@ -34,11 +34,11 @@ def test_registering_again_changes_nothing() -> None:
 
 
 def test_mask_functions_are_learned_before_a_model_runs() -> None:
-    mask_functions.known.cache_clear()
+    mask_functions.trusted_readers.cache_clear()
     with torch.device("meta"):
         register_huggingface()
-    assert len(mask_functions.known()) == len(mask_functions._KINDS)
-    assert mask_functions.known.cache_info().currsize == 1
+    assert len(mask_functions.trusted_readers()) == len(mask_functions._KINDS)
+    assert mask_functions.trusted_readers.cache_info().currsize == 1
 
 
 def test_nothing_heavy_is_loaded_before_it_is_called() -> None:
@@ -81,7 +81,7 @@ def test_a_model_with_attention_of_its_own_does_not_go_on_silently(config: Any) 
     ids = torch.arange(10)[None]
     with pytest.raises(OptionError, match=f'"headwise" for {type(model).__name__}') as error:
         model(ids, attention_mask=(ids > 3).long())
-    assert error.value.do == 'attn_implementation="eager" for this model'
+    assert error.value.do == 'load this model with attn_implementation="eager"'
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "bart"])

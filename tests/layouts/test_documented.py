@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tools.layouts_table import IMAGES, PAGE, pictures, with_table
+from tools.layouts_table import IMAGES, PAGE, pictures, replace_table
 
 HINT = "run: python -m tools.layouts_table"
 
 
 def test_the_table_is_that_of_the_catalogue() -> None:
     page = PAGE.read_text("utf-8")
-    assert with_table(page) == page, HINT
+    assert replace_table(page) == page, HINT
 
 
 @pytest.mark.parametrize("name", ["fused.svg", "grouped.svg", "pairing.svg"])

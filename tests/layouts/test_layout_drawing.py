@@ -20,7 +20,7 @@ from headwise.layouts.layout_drawing import (
     strips,
 )
 from headwise.layouts.registry import layout, published
-from tools.layouts_picture import ROW, TOP, bands, panel_of, turning
+from tools.layouts_picture import ROW, TOP, draw_panels, draw_rotary_pairs, make_panel
 
 NAMES = sorted(one.name for family in published().values() for one in family)
 GROUPED = Layout(
@@ -133,8 +133,8 @@ def test_what_is_in_no_tensor() -> None:
 
 
 def test_a_picture_has_a_band_for_each_cell_at_its_place() -> None:
-    panel = panel_of(layout("neox"), "query_key_value.weight", 'by <head> & "more"', heads=4)
-    drawn = ElementTree.fromstring(bands([panel, panel], says='a "picture" of <two>'))
+    panel = make_panel(layout("neox"), "query_key_value.weight", 'by <head> & "more"', heads=4)
+    drawn = ElementTree.fromstring(draw_panels([panel, panel], alt='a "picture" of <two>'))
     kinds = [part.get("class") for part in drawn if part.tag.endswith("rect")]
     assert kinds[:4] == ["card", "band q", "band k", "band v"]
     assert len(kinds) == 1 + 2 * 12
@@ -146,12 +146,14 @@ def test_a_picture_has_a_band_for_each_cell_at_its_place() -> None:
 
 
 def test_a_picture_of_the_rotation_has_a_colour_for_each_pair() -> None:
-    drawn = turning(6, says="two orders")
+    drawn = draw_rotary_pairs(6, alt="two orders")
     assert "prefers-color-scheme: dark" in drawn
     parts = [part for part in ElementTree.fromstring(drawn) if part.get("class") is not None]
-    bands = [(p.get("class"), p.get("y")) for p in parts if p.get("class", "").startswith("band")]
+    draw_panels = [
+        (p.get("class"), p.get("y")) for p in parts if p.get("class", "").startswith("band")
+    ]
     tops = [str(TOP + 2 * ROW * row) for row in range(6)]
-    halves, neighbours = bands[:6], bands[6:]
+    halves, neighbours = draw_panels[:6], draw_panels[6:]
     assert halves == [(f"band {'qkv'[row % 3]}", tops[row]) for row in (0, 3, 1, 4, 2, 5)]
     assert neighbours == [(f"band {'qkv'[row // 2]}", tops[row]) for row in range(6)]
     assert drawn.index("0 with 3") < drawn.index("3 with 0")

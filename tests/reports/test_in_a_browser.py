@@ -25,8 +25,8 @@ def scans_page(heads: int) -> str:
 
 
 def studys_page() -> str:
-    record = documentation.read()
-    return study_page.render(Study(tuple(documentation.answers(record)), (), record["setting"]))
+    record = documentation.read_record()
+    return study_page.render(Study(tuple(documentation.answers_of(record)), (), record["setting"]))
 
 
 PAGES = {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from headwise.study.question import Answer, Question
-from headwise.study.run import ask
+from headwise.study.run import answer_question
 
 
 def failed_facts(question: Question) -> list[str]:
     """The facts that do not hold, each of which the verdict names."""
-    return failing(ask(question))
+    return failing(answer_question(question))
 
 
 def failing(answer: Answer) -> list[str]:

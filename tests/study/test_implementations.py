@@ -28,7 +28,7 @@ each = pytest.mark.parametrize("key", PEERS)
 
 def peer(key: str, *, given: SharedWeights | None = None, **options: Any) -> Implementation:
     made = PEERS[key](EMBED_DIM, NUM_HEADS, **options)
-    return made.fill(given).eval() if given else made.eval()
+    return made.load_weights(given).eval() if given else made.eval()
 
 
 def given(key: str) -> SharedWeights:
@@ -63,7 +63,7 @@ def may_attend() -> Tensor:
 @each
 def test_what_is_filled_is_held(key: str) -> None:
     weights = given(key)
-    held = peer(key, given=weights).held()
+    held = peer(key, given=weights).stored_weights()
     assert len(held.tensors) == len(weights.tensors)
     for mine, theirs in zip(held.tensors, weights.tensors, strict=True):
         assert torch.equal(mine, theirs)
@@ -73,11 +73,13 @@ def test_what_is_filled_is_held(key: str) -> None:
 def test_what_is_held_is_what_computes(key: str) -> None:
     x, layer = torch.randn(BATCH, LENGTH, EMBED_DIM), peer(key, given=given(key))
     with torch.no_grad():
-        for tensor in layer.held().tensors:
+        for tensor in layer.stored_weights().tensors:
             before = layer(x)
             tensor.mul_(1.5)  # a view: the parameter itself
             # A bias of the keys moves all scores of a query alike.
-            inert = tensor.dim() == 1 and torch.equal(tensor, (layer.held().biases or ())[1])
+            inert = tensor.dim() == 1 and torch.equal(
+                tensor, (layer.stored_weights().biases or ())[1]
+            )
             assert inert or not torch.allclose(layer(x), before, rtol=1e-3, atol=1e-3)
 
 
@@ -85,13 +87,13 @@ def test_what_is_held_is_what_computes(key: str) -> None:
 def test_biases_that_are_not_given_are_zero_or_refused(key: str) -> None:
     layer = peer(key)
     if PEERS[key].biased:
-        layer.fill(SharedWeights.random(EMBED_DIM, biased=True)).fill(
+        layer.load_weights(SharedWeights.random(EMBED_DIM, biased=True)).load_weights(
             SharedWeights.random(EMBED_DIM)
         )
-        assert not any(bias.any() for bias in layer.held().biases or ())
+        assert not any(bias.any() for bias in layer.stored_weights().biases or ())
     else:
         with pytest.raises(OptionError, match="its projections have none"):
-            layer.fill(SharedWeights.random(EMBED_DIM, biased=True))
+            layer.load_weights(SharedWeights.random(EMBED_DIM, biased=True))
 
 
 def test_random_weights_keep_the_width() -> None:
@@ -114,7 +116,7 @@ def test_the_output_is_the_formula(key: str, masked: bool) -> None:
         lambda *tensors: written_out(*tensors, hidden=hidden)[0], x, *weights.tensors
     )
     layer = peer(key, given=weights)
-    mask = layer.spell(may_attend()) if masked else None
+    mask = layer.convert_mask(may_attend()) if masked else None
     with torch.no_grad():
         budget.assert_holds(layer(x, mask))
     budget.assert_holds(layer(x, mask))  # with gradients torch takes another path
@@ -148,7 +150,7 @@ def test_hugging_face_through_torchs_kernel(key: str) -> None:
         lambda *tensors: written_out(*tensors, hidden=~may_attend())[0], x, *weights.tensors
     )
     layer = peer(key, given=weights, implementation="sdpa")
-    mask = layer.spell(may_attend())
+    mask = layer.convert_mask(may_attend())
     assert mask.dtype == torch.bool
     budget.assert_holds(layer(x, mask))
 
@@ -177,7 +179,7 @@ def test_no_other_block_adds_anything(key: str) -> None:
 @each
 def test_a_mask_keeps_its_axes(key: str) -> None:
     layer = peer(key)
-    assert layer.spell(may_attend()).shape == (BATCH, LENGTH, LENGTH)
+    assert layer.convert_mask(may_attend()).shape == (BATCH, LENGTH, LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_a_mask_keeps_its_axes(key: str) -> None:
     ],
 )
 def test_the_values_of_a_mask(key: str, may: float, may_not: float) -> None:
-    mask = peer(key).spell(may_attend())
+    mask = peer(key).convert_mask(may_attend())
     assert mask[may_attend()].unique().tolist() == [may]
     assert mask[~may_attend()].unique().tolist() == [may_not]
 

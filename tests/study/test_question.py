@@ -23,7 +23,9 @@ def test_the_verdict_is_said_when_every_fact_holds() -> None:
 def test_one_fact_that_fails_turns_the_verdict_and_is_named() -> None:
     given = answer(bars=[1.0, 1.5])
     assert not given.holds
-    assert given.verdict == ("The claim is not borne out. These do not hold: a bar is 1.50 high.")
+    assert given.verdict == (
+        "The experiment did not confirm the claim. These facts do not hold: a bar is 1.50 high."
+    )
 
 
 def test_the_record_has_stable_keys() -> None:
@@ -58,4 +60,4 @@ def test_columns_of_figures_are_told_from_columns_of_words() -> None:
         ("what", "n", "words", "mixed"), (("1", "(2, 3)", "4x", "5"), ("2", "−0.5", "a", ""))
     )
     given = replace(answer(), question=replace(answer().question, table=table))
-    assert given.are_figures == (False, True, False, True)
+    assert given.numeric_columns == (False, True, False, True)

@@ -15,7 +15,7 @@ import pytest
 from headwise.reports import study_page as charts
 from headwise.study import run as catalogue
 from headwise.study.question import Answer, Question
-from headwise.study.run import ask
+from headwise.study.run import answer_question
 from tests.reports.html import Tree
 from tools import study as documentation
 
@@ -25,12 +25,12 @@ NAMES = re.compile(r"GPT-2|MiniLM-L6-v2|q?u?int8|b?float(16|32|64)|LLM\.int8|ten
 
 @cache
 def documented() -> dict[str, dict[str, Any]]:
-    return {record["id"]: record for record in documentation.read()["questions"]}
+    return {record["id"]: record for record in documentation.read_record()["questions"]}
 
 
 def templates(question: Question) -> list[str]:
     rows = question.table.rows if question.table else ()
-    facts = (fact.says for fact in question.facts)
+    facts = (fact.sentence for fact in question.facts)
     return [question.verdict, question.why, question.caption, *facts, *(c for r in rows for c in r)]
 
 
@@ -73,8 +73,8 @@ QUESTIONS = [
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_it_is_borne_out_and_the_documentation_has_its_numbers(name: str) -> None:
-    question = catalogue.load(name)
-    answer = ask(question)
+    question = catalogue.load_question(name)
+    answer = answer_question(question)
     assert answer.holds, answer.verdict
     recorded = documented()[name]["numbers"]
     assert answer.numbers.keys() == recorded.keys()
@@ -86,21 +86,21 @@ def test_it_is_borne_out_and_the_documentation_has_its_numbers(name: str) -> Non
 @pytest.mark.parametrize("name", catalogue.IDS)
 def test_the_documentation_was_written_from_answers_that_hold(name: str) -> None:
     record = documented()[name]
-    answer = Answer(catalogue.load(name), record["numbers"])
+    answer = Answer(catalogue.load_question(name), record["numbers"])
     assert answer.holds, answer.verdict
     assert answer.as_json() == record
 
 
 @pytest.mark.parametrize("name", catalogue.IDS)
 def test_every_number_that_is_said_was_measured(name: str) -> None:
-    for template in templates(catalogue.load(name)):
+    for template in templates(catalogue.load_question(name)):
         words = "".join(text for text, *_ in string.Formatter().parse(template))
         assert not re.search(r"\d", NAMES.sub("", words)), template
 
 
 @pytest.mark.parametrize("name", catalogue.IDS)
 def test_a_question_is_short_and_in_its_place(name: str) -> None:
-    question = catalogue.load(name)
+    question = catalogue.load_question(name)
     answer = Answer(question, documented()[name]["numbers"])
     assert question.id == name
     assert question.asks.endswith("?")
@@ -129,21 +129,23 @@ def test_the_comparison_can_fail() -> None:
 
 
 def test_the_page_is_written_from_the_record() -> None:
-    assert documentation.PAGE.read_text("utf-8") == documentation.page(documentation.read())
+    assert documentation.PAGE.read_text("utf-8") == documentation.render_page(
+        documentation.read_record()
+    )
 
 
 def test_the_readme_is_written_from_the_record() -> None:
     text = documentation.README.read_text("utf-8")
     assert len(documentation.BLOCK.findall(text)) == 1
-    assert text == documentation.readme(text, documentation.read())
+    assert text == documentation.render_readme(text, documentation.read_record())
 
 
 @pytest.mark.parametrize("name", catalogue.IDS)
 def test_the_picture_is_that_of_the_record(name: str) -> None:
-    answer = Answer(catalogue.load(name), documented()[name]["numbers"])
+    answer = Answer(catalogue.load_question(name), documented()[name]["numbers"])
     drawn = Tree((documentation.PICTURES / f"{name}.svg").read_text("utf-8")).root
     anew = Tree(charts.svg(answer)).root
     (element,) = drawn.all("svg")
-    assert element.attributes["aria-label"] == answer.say(answer.question.caption)
+    assert element.attributes["aria-label"] == answer.fill(answer.question.caption)
     # Places of lines may differ in the last digit from machine to machine; what is said may not.
     assert [text.text for text in drawn.all("text")] == [text.text for text in anew.all("text")]

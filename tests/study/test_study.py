@@ -11,7 +11,7 @@ import torch
 from headwise.errors import MissingExtraError, OptionError
 from headwise.study import run as catalogue
 from headwise.study.question import Question
-from headwise.study.run import ask, study
+from headwise.study.run import answer_question, run_study
 from tests.study.answers import QUESTION
 
 
@@ -24,23 +24,23 @@ def two(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     questions = {"made-up": QUESTION, "needy": replace(QUESTION, id="needy", measure=missing)}
     monkeypatch.setattr(catalogue, "IDS", tuple(questions))
-    monkeypatch.setattr(catalogue, "load", questions.__getitem__)
+    monkeypatch.setattr(catalogue, "load_question", questions.__getitem__)
     return SimpleNamespace(**{name.replace("-", "_"): q for name, q in questions.items()})
 
 
 def test_ids_come_in_the_order_of_the_catalogue_and_once() -> None:
-    assert catalogue.chosen() == catalogue.IDS
-    assert catalogue.chosen(["parameters", "split", "parameters"]) == ("split", "parameters")
+    assert catalogue.select_ids() == catalogue.IDS
+    assert catalogue.select_ids(["parameters", "split", "parameters"]) == ("split", "parameters")
 
 
 def test_an_unknown_id_is_refused_with_those_there_are() -> None:
     with pytest.raises(OptionError, match="the question 'heads'") as refused:
-        catalogue.chosen(["parameters", "heads"])
+        catalogue.select_ids(["parameters", "heads"])
     assert "picture, split, parameters" in str(refused.value)
 
 
 def test_what_needs_an_extra_is_left_out_of_the_whole_study(two: SimpleNamespace) -> None:
-    result = study()
+    result = run_study()
     assert [a.question.id for a in result.answers] == ["made-up"]
     (left,) = result.left_out
     assert (left.id, left.reason, left.remedy) == ("needy", "no such thing", "pip install thing")
@@ -52,12 +52,12 @@ def test_what_needs_an_extra_is_left_out_of_the_whole_study(two: SimpleNamespace
 
 def test_what_was_named_and_needs_an_extra_is_an_error(two: SimpleNamespace) -> None:
     with pytest.raises(MissingExtraError, match="no such thing"):
-        study(["needy"])
+        run_study(["needy"])
 
 
 def test_progress_rises_to_the_end(two: SimpleNamespace) -> None:
     seen: list[tuple[str, int, int]] = []
-    study(progress=lambda *step: seen.append(step))
+    run_study(progress=lambda *step: seen.append(step))
     assert [step[1] for step in seen] == sorted(step[1] for step in seen)
     assert seen[0] == ("made-up", 0, 200)
     assert seen[-1] == ("done", 200, 200)
@@ -69,7 +69,7 @@ def test_random_numbers_are_the_same_every_time_and_nobody_elses() -> None:
 
     question: Question = replace(QUESTION, measure=drawn)
     before = torch.get_rng_state()
-    first = ask(question).numbers
+    first = answer_question(question).numbers
     torch.testing.assert_close(torch.get_rng_state(), before)
     torch.rand(3)
-    assert ask(question).numbers == first
+    assert answer_question(question).numbers == first

@@ -11,17 +11,17 @@ from headwise.study import trained_encoder
 def test_what_was_read_is_kept_and_says_why_it_is_not_the_trained_encoder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trained_encoder, "_once", [])
+    monkeypatch.setattr(trained_encoder, "_cache", [])
     monkeypatch.setattr(minilm, "MODULE", "a_module_that_is_not_there")
     monkeypatch.setattr(small_encoder, "STEPS", 10)
     assert trained_encoder.fallback() is None
     steps: list[str] = []
-    first = trained_encoder.reading(lambda stage, *_: steps.append(stage))
+    first = trained_encoder.encoder_run(lambda stage, *_: steps.append(stage))
     assert first.model == "an encoder trained on the spot"
     assert "training a small encoder" in steps
     found = trained_encoder.fallback()
     assert found is not None
     assert found.reason == "a_module_that_is_not_there is not installed"
     steps.clear()
-    assert trained_encoder.reading(lambda stage, *_: steps.append(stage)) is first
+    assert trained_encoder.encoder_run(lambda stage, *_: steps.append(stage)) is first
     assert steps == []

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.study.question import say, scientific
+from headwise.study.question import fill_template, scientific
 
 
 def test_a_key_an_inner_key_and_a_place() -> None:
     numbers = {"heads": 8, "loss": {"8": 0.25, "out_proj.weight": 0.5}, "shape": [2, 12, 256]}
     template = "{heads} heads: {loss[8]:.2f}, {loss[out_proj.weight]}, {shape[2]}"
-    assert say(template, numbers) == "8 heads: 0.25, 0.5, 256"
+    assert fill_template(template, numbers) == "8 heads: 0.25, 0.5, 256"
 
 
 def test_inner_keys_go_on() -> None:
-    assert say("{a[b][1][c]}", {"a": {"b": [0, {"c": 7}]}}) == "7"
+    assert fill_template("{a[b][1][c]}", {"a": {"b": [0, {"c": 7}]}}) == "7"
 
 
 def test_a_number_that_was_not_measured_is_an_error() -> None:
     with pytest.raises(KeyError):
-        say("{heads}", {"queries": 3})
+        fill_template("{heads}", {"queries": 3})
     with pytest.raises(KeyError):
-        say("{loss[8]}", {"loss": {"4": 1.0}})
+        fill_template("{loss[8]}", {"loss": {"4": 1.0}})
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_a_number_that_was_not_measured_is_an_error() -> None:
     ],
 )
 def test_how_it_is_written(spec: str, value: object, words: str) -> None:
-    assert say(f"{{x:{spec}}}", {"x": value}).replace("\u00a0", " ") == words
+    assert fill_template(f"{{x:{spec}}}", {"x": value}).replace("\u00a0", " ") == words
 
 
 def test_a_number_and_its_unit_stay_on_one_line() -> None:
-    assert " " not in say("{x:sci}{y:percent}", {"x": 1e-6, "y": 0.5})
+    assert " " not in fill_template("{x:sci}{y:percent}", {"x": 1e-6, "y": 0.5})
 
 
 def test_the_mantissa_is_rounded_before_the_exponent_is_read() -> None:

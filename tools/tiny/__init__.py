@@ -1,1 +1,1 @@
-"""The training of `headwise.bundled_models.tiny`: its text, its batches, its measures."""
+"""Training of `headwise.bundled_models.tiny`: corpus, batches and measurements."""

@@ -1,9 +1,9 @@
-"""Windows of the corpus to train on, and fixed ones to measure on.
+"""Training batches from the corpus, and fixed batches for measurements.
 
-Every window begins with the begin symbol, so that position 0 says nothing of the text. One row in
-eight is no text but a slice that repeats until the window is full, every other one of them of
-random bytes: only a head that finds the earlier copy can foretell them, so that induction heads
-form early and hold for bytes of any kind. The first copy of such a slice is not asked for.
+Every window starts with the begin symbol, so that position 0 carries no information. One row in
+eight is a slice that repeats until the window is full; half of these slices are random bytes. Only
+a head that attends to the earlier copy can predict them, so induction heads form early and work for
+any bytes. The first copy of a slice does not count in the loss.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 
 from headwise.bundled_models.tiny.symbols import BEGIN
 
-IGNORED = -100  # what cross_entropy leaves out
+IGNORED = -100  # targets that cross_entropy ignores
 REPEATED_ONE_IN = 8
 SHORTEST_SLICE = 8
 
 
 class Batch(NamedTuple):
-    """Ids, what comes next at each, and how many of the last rows are repeated slices."""
+    """Ids, the next id at each position, and the number of last rows with repeated slices."""
 
     ids: Int[Tensor, "batch length"]
     targets: Int[Tensor, "batch length"]
     repeated: int
 
 
-def draw(
+def draw_batch(
     stream: Int[Tensor, " ids"], generator: torch.Generator, *, batch: int, length: int
 ) -> Batch:
-    """One batch to train on."""
-    windows = _windows(stream, _places(stream, batch, length, generator), length)
+    """Draw a training batch."""
+    windows = _windows(stream, _random_starts(stream, batch, length, generator), length)
     repeated = batch // REPEATED_ONE_IN
     ignored = torch.zeros_like(windows, dtype=torch.bool)
     for number, row in enumerate(range(batch - repeated, batch)):
@@ -45,34 +45,34 @@ def draw(
     return _batch(windows, ignored, repeated)
 
 
-def spread(stream: Int[Tensor, " ids"], *, batch: int, length: int) -> Batch:
-    """Windows at even distances over a stream, the same each time."""
+def evenly_spaced_batch(stream: Int[Tensor, " ids"], *, batch: int, length: int) -> Batch:
+    """Return windows at even distances over a stream."""
     last = len(stream) - length - 1
-    places = torch.linspace(0, last, batch, dtype=torch.float64).long()
-    windows = _windows(stream, places, length)
+    starts = torch.linspace(0, last, batch, dtype=torch.float64).long()
+    windows = _windows(stream, starts, length)
     return _batch(windows, torch.zeros_like(windows, dtype=torch.bool), 0)
 
 
-def twice(*, batch: int, bytes: int, seed: int = 0) -> Int[Tensor, "batch length"]:  # noqa: A002
-    """The begin symbol and random bytes, no two of them equal, twice."""
+def repeated_bytes(*, batch: int, bytes: int, seed: int = 0) -> Int[Tensor, "batch length"]:  # noqa: A002
+    """Return the begin symbol, and random distinct bytes twice."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randperm(256, generator=generator)[:bytes] for _ in range(batch)]
     copy = torch.stack(rows)
     return torch.cat([torch.full((batch, 1), BEGIN), copy, copy], dim=1)
 
 
-def _places(stream: Tensor, batch: int, length: int, generator: torch.Generator) -> Tensor:
+def _random_starts(stream: Tensor, batch: int, length: int, generator: torch.Generator) -> Tensor:
     return torch.randint(len(stream) - length, (batch,), generator=generator)
 
 
-def _windows(stream: Tensor, places: Tensor, length: int) -> Tensor:
-    """(batch, length + 1): the begin symbol, and ``length`` ids of the stream."""
-    windows = stream[places[:, None] + torch.arange(-1, length).clamp(min=0)].long()
+def _windows(stream: Tensor, starts: Tensor, length: int) -> Tensor:
+    """Return the begin symbol and ``length`` ids of the stream, (batch, length + 1)."""
+    windows = stream[starts[:, None] + torch.arange(-1, length).clamp(min=0)].long()
     windows[:, 0] = BEGIN
     return windows
 
 
 def _batch(windows: Tensor, ignored: Tensor, repeated: int) -> Batch:
-    # The begin symbol is never foretold: where a file ends is not a byte.
+    # The begin symbol is no target, because the end of a file is not a byte.
     targets = windows.masked_fill(ignored | (windows == BEGIN), IGNORED)
     return Batch(windows[:, :-1], targets[:, 1:], repeated)

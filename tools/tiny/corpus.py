@@ -1,4 +1,4 @@
-"""What the model is trained on: the source of Python's standard library, as one stream of ids."""
+"""Training corpus: the source of Python's standard library as one stream of ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.bundled_models.tiny.symbols import encode
 from headwise.errors import OptionError
 
-# Tests, other people's packages, tables of characters, generated files and the like.
+# Tests, third-party packages, character tables, generated files and similar.
 LEFT_OUT = frozenset(
     {
         "__pycache__",
@@ -33,7 +33,7 @@ HELD_OUT_ONE_IN = 20
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Two streams of ids, in each of which every file begins with the begin symbol."""
+    """Two streams of ids, in which every file starts with the begin symbol."""
 
     train: Int[Tensor, " ids"]
     held_out: Int[Tensor, " held_out_ids"]
@@ -42,49 +42,49 @@ class Corpus:
 
     @property
     def bytes(self) -> int:
-        """What there is to learn from."""
+        """The number of bytes for training."""
         return self.train.numel() - self.files
 
     @property
     def held_out_bytes(self) -> int:
-        """What is never learned from."""
+        """The number of held-out bytes."""
         return self.held_out.numel() - self.held_out_files
 
 
 def standard_library() -> Path:
-    """Where this Python keeps its standard library."""
+    """Return the folder of this Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
-def read(folder: Path) -> Corpus:
-    """The Python files of a folder, by name; one in twenty is held out, by a hash of its name.
+def read_corpus(folder: Path) -> Corpus:
+    """Read the Python files of a folder; hold out one in twenty, by a hash of its name.
 
     Raises:
-        OptionError: the folder has no file on one of the two sides.
+        OptionError: there is no training file, or no held-out file.
     """
     sides: dict[bool, list[bytes]] = {True: [], False: []}
     for name in sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*.py")):
-        if is_read(name):
+        if is_in_corpus(name):
             sides[is_held_out(name)].append(folder.joinpath(name).read_bytes())
-    learned, kept = len(sides[False]), len(sides[True])
-    if not learned or not kept:
+    train_files, held_out_files = len(sides[False]), len(sides[True])
+    if not train_files or not held_out_files:
         raise OptionError(
-            saw=f"{learned} Python files to train on and {kept} held out in {folder}",
-            needed="at least one of each",
-            do="name a folder with many Python files: one in twenty is held out",
+            saw=f"{train_files} training and {held_out_files} held-out Python files in {folder}",
+            needed="at least one file of each kind",
+            do="choose a folder with more Python files: one in twenty is held out",
         )
     train, held_out = (_stream(sides[side]) for side in (False, True))
-    return Corpus(train, held_out, files=learned, held_out_files=kept)
+    return Corpus(train, held_out, files=train_files, held_out_files=held_out_files)
 
 
-def is_read(name: str) -> bool:
-    """Whether a file, named from the folder on, belongs to the corpus."""
+def is_in_corpus(name: str) -> bool:
+    """Check whether a file, named relative to the folder, belongs to the corpus."""
     parts = name.split("/")
     return not LEFT_OUT & set(parts) and not parts[0].startswith(("config-", "_sysconfigdata"))
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file is kept for measuring: the same ones everywhere."""
+    """Check whether a file is held out; the choice is the same on every machine."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 
 

@@ -1,4 +1,4 @@
-"""What is measured of a model: bits for each byte, and the two heads that everybody looks for."""
+"""Measurements of a model: bits per byte, and the best previous-token and induction heads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from headwise.bundled_models.tiny.model import Tiny
 from tools.tiny import batches
 from tools.tiny.batches import IGNORED
 
-COPY = 96  # bytes that stand twice where induction is measured
-ROWS = 16  # windows that are read at once
+COPY = 96  # bytes of each of the two copies that measure induction
+ROWS = 16  # windows of a batch
 
 
 @dataclass(frozen=True)
@@ -30,60 +30,60 @@ class Head:
 
 @torch.no_grad()
 def bits_per_byte(model: Tiny, stream: Int[Tensor, " ids"], *, windows: int, length: int) -> float:
-    """The loss on windows at even distances; every byte of a window counts, the early ones too."""
-    sample = batches.spread(stream, batch=windows, length=length)
+    """Return the mean loss of all bytes in windows at even distances."""
+    sample = batches.evenly_spaced_batch(stream, batch=windows, length=length)
     nats, count = 0.0, 0
     for ids, targets in zip(sample.ids.split(ROWS), sample.targets.split(ROWS), strict=True):
-        nats += float(losses(model(ids), targets).sum(dtype=torch.float64))
+        nats += float(token_losses(model(ids), targets).sum(dtype=torch.float64))
         count += int((targets != IGNORED).sum())
     return nats / count / math.log(2)
 
 
-def losses(
+def token_losses(
     logits: Float[Tensor, "batch length vocabulary"], targets: Int[Tensor, "batch length"]
 ) -> Float[Tensor, "batch length"]:
-    """Nats for each byte, 0 where none was asked for."""
+    """Return the loss of each byte in nats, 0 for ignored targets."""
     return F.cross_entropy(logits.float().mT, targets, ignore_index=IGNORED, reduction="none")
 
 
 def previous_token_scores(
     model: Tiny, ids: Int[Tensor, "batch length"]
 ) -> Float[Tensor, "layers heads"]:
-    """The mean weight on the key before, over all queries that have one."""
+    """Return the mean weight on the previous key, over queries that have one."""
     return torch.stack([d.mean((0, 2)) for d in _diagonals(model, ids, -1)])
 
 
 def induction_scores(
     model: Tiny, *, batch: int = 8, copy: int = COPY
 ) -> Float[Tensor, "layers heads"]:
-    """The mean weight on what followed the same byte, over the second of two equal copies.
+    """Return the mean weight on the key after the same byte, over the second of two copies.
 
-    The bytes of a copy are random and differ, so that each has one earlier occurrence.
+    The bytes of a copy are random and distinct, so that each has one earlier occurrence.
     """
-    ids = batches.twice(batch=batch, bytes=copy)
-    # From a byte to the key after its first occurrence; the queries are those of the second copy.
+    ids = batches.repeated_bytes(batch=batch, bytes=copy)
+    # The key after a byte's first occurrence; the queries are the second copy.
     return torch.stack([d[..., -copy:].mean((0, 2)) for d in _diagonals(model, ids, 1 - copy)])
 
 
-def best(scores: Float[Tensor, "layers heads"]) -> Head:
-    """The head with the highest score."""
-    place = int(scores.argmax())
-    layer, head = divmod(place, scores.shape[1])
+def best_head(scores: Float[Tensor, "layers heads"]) -> Head:
+    """Return the head with the highest score."""
+    index = int(scores.argmax())
+    layer, head = divmod(index, scores.shape[1])
     return Head(layer, head, round(float(scores[layer, head]), 4))
 
 
 @torch.no_grad()
-def measured(
+def measure_model(
     model: Tiny, held_out: Int[Tensor, " ids"], *, windows: int, length: int
 ) -> dict[str, object]:
-    """All three, as they go into training.json."""
-    text = batches.spread(held_out, batch=ROWS, length=length).ids
+    """Return all three measurements for training.json."""
+    text = batches.evenly_spaced_batch(held_out, batch=ROWS, length=length).ids
     return {
         "held_out_bits_per_byte": round(
             bits_per_byte(model, held_out, windows=windows, length=length), 4
         ),
-        "previous_token": asdict(best(previous_token_scores(model, text))),
-        "induction": asdict(best(induction_scores(model))),
+        "previous_token": asdict(best_head(previous_token_scores(model, text))),
+        "induction": asdict(best_head(induction_scores(model))),
     }
 
 

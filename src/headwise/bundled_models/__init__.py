@@ -1,7 +1,7 @@
-"""Small models to look at.
+"""Small models for demos, tests and the study.
 
-* `planted`: weights written by hand, so that every head is known exactly.
-* `tiny`: a language model of bytes, trained; its weights ship with the package.
-* `minilm` and `small`: encoders, one from another package, one trained on the spot. Each is read
-  once; what its attention layers were given, and gave, comes back as a `Reading`.
+* `planted`: weights written by hand, with an exact rule for every head.
+* `tiny`: a trained language model of bytes, whose weights ship with the package.
+* `minilm` and `small_encoder`: encoders, one from another package, one trained on the spot. Each
+  records the inputs and outputs of its attention layers in a `RecordedRun`.
 """

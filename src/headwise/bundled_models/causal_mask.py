@@ -1,4 +1,4 @@
-"""The mask of a language model that may be given padded sequences."""
+"""Causal mask of a language model for padded sequences."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from headwise.masks.mask import Mask
 
 
-def mask_of(lengths: Integer[Tensor, " batch"] | None) -> Mask:
-    """No later token, and no padding: the first ``lengths[b]`` tokens of a sequence are real."""
+def causal_padding_mask(lengths: Integer[Tensor, " batch"] | None) -> Mask:
+    """Return a causal mask that hides padding after the first ``lengths[b]`` tokens."""
     if lengths is None:
         return Mask.causal()
     return Mask.causal() & Mask.lengths(queries=lengths, keys=lengths)

@@ -1,4 +1,4 @@
-"""The text that the demo reads: it ships with the package."""
+"""Text of the demo, which ships with the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SOURCE = "Lewis Carroll, 1865, in the public domain"
 
 
 def paragraphs() -> tuple[str, ...]:
-    """The opening of the book, paragraph by paragraph."""
+    """Return the opening of the book as paragraphs."""
     text = (
         resources.files("headwise.bundled_models").joinpath("alice.txt").read_text(encoding="utf-8")
     )

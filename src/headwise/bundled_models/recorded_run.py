@@ -1,4 +1,4 @@
-"""What an encoder's attention layers were given, and gave, while it read a text."""
+"""Recorded inputs and outputs of an encoder's attention layers over a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 class Projections:
     """The weights of one attention layer, packed as in `torch.nn.MultiheadAttention`.
 
-    The rows of ``in_proj_weight`` are those of the queries, then the keys, then the values.
+    ``in_proj_weight`` has the rows of the queries, then of the keys, then of the values.
     """
 
     in_proj_weight: Float[Tensor, "three_embed_dim embed_dim"]
@@ -25,7 +25,7 @@ class Projections:
 class AttentionCall:
     """One attention layer during the model's own forward pass.
 
-    ``output`` is what came out of the output projection, before the residual and the LayerNorm.
+    ``output`` is the result of the output projection, before the residual and the LayerNorm.
     """
 
     x: Float[Tensor, "batch queries embed_dim"]
@@ -35,14 +35,14 @@ class AttentionCall:
 
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """A text, and a shorter one padded to its length, read by an encoder.
+    """Attention calls of an encoder over a text, and a shorter text padded to its length.
 
     Attributes:
         model: the model's name.
         num_heads: heads of each layer.
         tokens: the tokens of the whole text, which is sequence 0 of the batch and has no padding.
         real: True where a position holds a token, False where it is padding.
-        calls: one for each layer, first layer first.
+        calls: the call of each layer, in order.
     """
 
     model: str

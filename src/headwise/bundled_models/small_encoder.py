@@ -1,8 +1,8 @@
-"""A small encoder trained on the spot, for when the trained one cannot be had.
+"""Small encoder trained on the spot, the fallback for the trained encoder.
 
-It reads letters. Its task is to name, at every letter, the letter before and the letter after it.
-A position cannot know its neighbours but by attending to them, so within 300 steps (some seconds)
-heads of the first layer become previous-letter and next-letter heads.
+The encoder predicts, at every letter of a text, the letter before and the letter after. A position
+can predict its neighbours only by attending to them, so within 300 steps (some seconds) heads of
+the first layer become previous-letter and next-letter heads.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from headwise.support.progress import Progress, no_progress
 from headwise.support.thread_count import one_thread
 
 EMBED_DIM, NUM_HEADS, NUM_LAYERS = 64, 4, 2
-LENGTH, SHORTER = 256, 90  # letters that are read; the second is padded to the first
+LENGTH, SHORTER = 256, 90  # letters; the shorter text is padded to LENGTH
 STEPS, WINDOW, BATCH = 300, 64, 16
 NEIGHBOURS = (-1, 1)
 
 
 class EncoderBlock(nn.Module):
-    """Attention and a two-layer network, each after a LayerNorm and added to its input."""
+    """Encoder block: attention and a two-layer network, with LayerNorm before and a residual."""
 
     def __init__(self, attention: type[nn.MultiheadAttention]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class EncoderBlock(nn.Module):
     def attend(
         self, x: Float[Tensor, "batch queries embed_dim"], padding: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What the attention layer is given, and what it gives."""
+        """Return the input and the output of the attention layer."""
         x = self.norm(x)
         output, _ = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)
         return x, output
@@ -45,14 +45,14 @@ class EncoderBlock(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch queries embed_dim"], padding: Tensor | None = None
     ) -> Float[Tensor, "batch queries embed_dim"]:
-        """One block; ``padding`` (batch, keys) is True where a key is ignored."""
+        """Compute the block; ``padding`` (batch, keys) is True for ignored keys."""
         x = x + self.attend(x, padding)[1]
         y: Tensor = self.narrow(F.gelu(self.wide(self.second_norm(x))))
         return x + y
 
 
 class SmallEncoder(nn.Module):
-    """Letters and positions in, one guess for each neighbour out."""
+    """Encoder of letters that predicts the neighbours of each letter."""
 
     def __init__(self, letters: int, attention: type[nn.MultiheadAttention]) -> None:
         super().__init__()
@@ -65,15 +65,17 @@ class SmallEncoder(nn.Module):
     def embed(
         self, ids: Int[Tensor, "batch queries"], start: Int[Tensor, "batch 1"] | None = None
     ) -> Float[Tensor, "batch queries embed_dim"]:
-        """Letters with their places, counted from ``start``."""
-        place = torch.arange(ids.shape[1]) if start is None else start + torch.arange(ids.shape[1])
+        """Embed letters with their positions, counted from ``start``."""
+        position = (
+            torch.arange(ids.shape[1]) if start is None else start + torch.arange(ids.shape[1])
+        )
         letters: Tensor = self.letters(ids)
-        return letters + _waves(place)
+        return letters + _position_encoding(position)
 
     def forward(
         self, ids: Int[Tensor, "batch queries"], start: Int[Tensor, "batch 1"] | None = None
     ) -> Float[Tensor, "batch queries neighbours letters"]:
-        """Scores of each letter of the alphabet for each neighbour."""
+        """Return the logits of each letter of the alphabet for each neighbour."""
         x = self.embed(ids, start)
         for block in self.blocks:
             x = block(x)
@@ -81,22 +83,22 @@ class SmallEncoder(nn.Module):
         return scores
 
 
-def read(
+def record_run(
     text: str,
     *,
     attention: type[nn.MultiheadAttention] = nn.MultiheadAttention,
     progress: Progress = no_progress,
 ) -> RecordedRun:
-    """Train on a text, then read its beginning.
+    """Train on a text, then record a run over its beginning.
 
-    The model is trained with ``attention`` as its layers. It is then read with torch's own layer
-    holding the same weights, so that there is something to compare with. The random numbers are
-    its own: the weights come out the same every time on one machine.
+    Training uses ``attention`` as the layers. The recorded run uses torch's own layer with the same
+    weights, as an independent reference. Training starts from a fixed seed, so the weights are the
+    same every time on one machine.
 
     Args:
         text: at least 256 letters.
-        attention: torch.nn.MultiheadAttention, or a class that stands in for it.
-        progress: told of each tenth of the training.
+        attention: torch.nn.MultiheadAttention, or a class with the same interface.
+        progress: called at each tenth of the training.
     """
     alphabet = sorted(set(text))
     ids = torch.tensor([alphabet.index(letter) for letter in text])
@@ -128,7 +130,7 @@ def _train(
         if step % (STEPS // 10) == 0:
             progress("training a small encoder", step, STEPS)
         offset = torch.randint(len(ids) - WINDOW, (BATCH, 1))
-        # Windows are put at random places, so that every place of the reading is practised.
+        # Windows start at random positions, so that training covers every position.
         start = torch.randint(LENGTH - WINDOW + 1, (BATCH, 1))
         loss = _loss(model, ids[offset + torch.arange(WINDOW)], start)
         optimizer.zero_grad()
@@ -139,7 +141,7 @@ def _train(
 
 
 def _loss(model: SmallEncoder, window: Tensor, start: Tensor) -> Tensor:
-    """Cross-entropy of both neighbours, at the letters that have two."""
+    """Return the mean cross-entropy of both neighbours, at letters that have two."""
     guesses = model(window, start)[:, 1:-1]
     losses = [
         F.cross_entropy(
@@ -155,7 +157,7 @@ def _loss(model: SmallEncoder, window: Tensor, start: Tensor) -> Tensor:
 def _calls(model: SmallEncoder, batch: Tensor, real: Tensor) -> tuple[AttentionCall, ...]:
     state, calls = model.embed(batch), []
     for block in model.blocks:
-        assert isinstance(block, EncoderBlock)  # nn.ModuleList forgets its type
+        assert isinstance(block, EncoderBlock)  # for mypy
         x, output = block.attend(state, ~real)
         calls.append(AttentionCall(x, output, _projections(block.attention)))
         state = block(state, ~real)
@@ -171,12 +173,14 @@ def _projections(layer: nn.MultiheadAttention) -> Projections:
     )
 
 
-def _waves(place: Int[Tensor, "*places"]) -> Float[Tensor, "*places embed_dim"]:
-    """Sines and cosines of each place, as in Attention Is All You Need section 3.5.
+def _position_encoding(
+    position: Int[Tensor, "*positions"],
+) -> Float[Tensor, "*positions embed_dim"]:
+    """Return sines and cosines of each position, as in Attention Is All You Need section 3.5.
 
-    The longest wave is 100 places instead of 10,000, and their size is doubled: neighbours
-    differ more, and the heads find them in fewer steps.
+    The longest wave is 100 positions instead of 10,000, and the amplitude is 2 instead of 1.
+    Neighbours then differ more, and heads learn them in fewer steps.
     """
     rate = torch.exp(torch.arange(0, EMBED_DIM, 2) * (-math.log(100.0) / EMBED_DIM))
-    angle = place[..., None] * rate
+    angle = position[..., None] * rate
     return 2 * torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)

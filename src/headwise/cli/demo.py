@@ -99,7 +99,7 @@ def _scan_trained_encoder(page: Path) -> ScanReport:
     from headwise.study.experiments.same_weights import same_function
 
     with progress_bar(stderr_console(), "loading the trained encoder") as progress:
-        recorded = trained_encoder.trained(progress)
+        recorded = trained_encoder.run_minilm(progress)
         same = same_function(recorded)
     report = scan_report(ScanOptions(model_dir=minilm.folder(), page=page))
     return replace(report, title=recorded.model, same_function=same)

@@ -47,14 +47,13 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
     start = time.perf_counter()
     with progress_bar(stderr_console(), "loading torch") as progress:
         from headwise.reports.study_page import require_matplotlib, save
-        from headwise.study.run import chosen
-        from headwise.study.run import study as ask
+        from headwise.study.run import run_study, select_ids
 
         # Everything that can be refused is refused before the work and before a folder is made.
-        chosen(questions)
+        select_ids(questions)
         require_matplotlib()
         require_writable(out)
-        result = ask(questions, progress=progress)
+        result = run_study(questions, progress=progress)
         page = save(result, out)
     from headwise.reports.terminal import show_study
 
@@ -71,9 +70,9 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
 
 
 def _print_list(questions: list[str]) -> None:
-    from headwise.study.run import chosen, load
+    from headwise.study.run import load_question, select_ids
 
-    names = chosen(questions)
+    names = select_ids(questions)
     wide = max(map(len, names))
     for name in names:
-        typer.echo(f"{name:<{wide}}  {load(name).asks}")
+        typer.echo(f"{name:<{wide}}  {load_question(name).asks}")

@@ -1,27 +1,26 @@
-"""Hugging Face models through headwise: the attention and the masks of transformers' interface."""
+"""Support for Hugging Face models: attention and masks for transformers' attention interface."""
 
 from __future__ import annotations
 
 from headwise.errors import MissingExtraError
 
 NAME = "headwise"
-OLDEST = 5  # the first version whose models all take both functions by name
+OLDEST = 5  # first version in which models look up both functions by name
 
 
 def register_huggingface() -> str:
-    """Let transformers' models compute attention by `AttentionMatrix`; returns the name to ask for.
+    """Register headwise as an attention implementation of transformers, and return its name.
 
         headwise.register_huggingface()
-        model = AutoModel.from_pretrained(place, attn_implementation="headwise")
+        model = AutoModel.from_pretrained(model_dir, attn_implementation="headwise")
 
-    ``model.set_attn_implementation("headwise")`` switches a model that exists. Every model that
-    goes through transformers' attention interface can be built or switched so. A model that
-    computes attention by its own code cannot: it raises when it asks for its mask. The few of
-    those that ask for none (DeBERTa, FlauBERT) go on by their own code, as they do under every
-    name; ``set_attn_implementation`` warns of them.
+    ``model.set_attn_implementation("headwise")`` switches an existing model. Both work for every
+    model that uses transformers' attention interface. A model that computes attention in its own
+    code raises an error when it makes its mask. A few such models (DeBERTa, FlauBERT) make no mask,
+    and keep using their own code under every name; ``set_attn_implementation`` warns about them.
 
-    Calling it again changes nothing. `headwise.huggingface.masks` says which masks stay lazy,
-    `headwise.huggingface.attention` what a model may hand over.
+    Repeated calls have no effect. `headwise.huggingface.masks` lists the masks that stay lazy, and
+    `headwise.huggingface.attention` the supported options.
 
     Raises:
         MissingExtraError: transformers is not installed, or is older than 5.0.
@@ -34,9 +33,9 @@ def register_huggingface() -> str:
         raise _missing(f"transformers {transformers.__version__}")
 
     from headwise.huggingface.attention import attend
-    from headwise.huggingface.masks import from_transformers, prepare
+    from headwise.huggingface.masks import from_transformers, load_readers
 
-    prepare()
+    load_readers()
     transformers.AttentionMaskInterface.register(NAME, from_transformers)
     transformers.AttentionInterface.register(NAME, attend)
     return NAME
@@ -45,6 +44,6 @@ def register_huggingface() -> str:
 def _missing(saw: str) -> MissingExtraError:
     return MissingExtraError(
         saw=saw,
-        needed=f"transformers from {OLDEST}.0: its models take attention and masks by name",
+        needed=f"transformers {OLDEST}.0 or newer: its models look up attention and masks by name",
         do="pip install 'headwise[huggingface]'",
     )

@@ -1,4 +1,4 @@
-"""Models of transformers, switched to headwise's attention for a while and back."""
+"""Context manager that enables headwise's attention in transformers models."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from headwise.huggingface import NAME, register_huggingface
 
 
 @contextmanager
-def switched(model: nn.Module) -> Iterator[None]:
-    """Attention by `AttentionMatrix` wherever transformers' interface is used inside ``model``.
+def use_headwise_attention(model: nn.Module) -> Iterator[None]:
+    """Use `AttentionMatrix` in all modules of ``model`` with transformers' attention interface.
 
-    Models inside that compute attention by their own code are left as they are. Afterwards every
-    configuration says what it said before.
+    Modules that compute attention in their own code do not change. On exit, every configuration
+    has its previous implementation again.
     """
-    if "transformers" not in sys.modules:  # then no model of it can be here
+    if "transformers" not in sys.modules:  # then ``model`` has no transformers modules
         yield
         return
     from transformers import PreTrainedModel
 
     members = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    configs = _configs([m.config for m in members])
+    configs = _all_configs([m.config for m in members])
     before = [getattr(config, "_attn_implementation_internal", None) for config in configs]
     register_huggingface()
     try:
         for member in members:
             if member._can_set_attn_implementation():
                 member.config._attn_implementation_internal = NAME
-        _switch_nested(members)
+        _enable_nested_configs(members)
         yield
     finally:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation
 
 
-def _switch_nested(members: list[Any]) -> None:
-    """Configurations inside one that was switched, where no model of their own decides."""
-    decided = {id(m.config) for m in members}
+def _enable_nested_configs(members: list[Any]) -> None:
+    """Enable headwise in nested configurations that belong to no module of their own."""
+    own_configs = {id(m.config) for m in members}
     for member in members:
         if member.config._attn_implementation_internal == NAME:
-            for config in _configs([member.config]):
-                if id(config) not in decided:
+            for config in _all_configs([member.config]):
+                if id(config) not in own_configs:
                     config._attn_implementation_internal = NAME
 
 
-def _configs(roots: list[Any]) -> list[Any]:
-    """Every configuration and those inside it, each once."""
-    found: dict[int, Any] = {}
-    waiting = list(roots)
-    while waiting:
-        config = waiting.pop()
-        if config is None or id(config) in found:
+def _all_configs(roots: list[Any]) -> list[Any]:
+    """Return the configurations and all nested ones, each once."""
+    configs: dict[int, Any] = {}
+    pending = list(roots)
+    while pending:
+        config = pending.pop()
+        if config is None or id(config) in configs:
             continue
-        found[id(config)] = config
-        waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    return list(found.values())
+        configs[id(config)] = config
+        pending += [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return list(configs.values())

@@ -1,4 +1,4 @@
-"""A lazy mask in the place of transformers' boolean mask."""
+"""Lazy mask that replaces transformers' boolean mask tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwise.masks.mask import Mask
 from headwise.support import private_torch
 from headwise.support.nested_tensors import mapped
 
-MEANING = "headwise_mask"  # the attribute by which a written mask may carry the lazy one
+MEANING = "headwise_mask"  # attribute of a dense mask that holds its `Mask`
 
 _aten = torch.ops.aten
 _ALIASES = (_aten.detach, _aten.alias)
@@ -20,18 +20,18 @@ _SUMS = (_aten.add, _aten.add_)
 
 
 class LazyMask(Tensor):
-    """A `Mask` that passes for a tensor (batch, 1, queries, keys): bool, True = may attend.
+    """A `Mask` in the form of a tensor (batch, 1, queries, keys): bool, True = may attend.
 
-    Or a float, 0 where a query may attend and the smallest number where not, for models whose
-    masks are made to be added.
+    For models that add their masks, the dtype is a float: 0 if a query may attend, else the
+    smallest number.
 
-    A tensor without memory: a model that only carries the mask to its layers never writes it. The
-    first operator that reads or changes it writes it down, once; from then on that tensor is the
-    mask, so an edit or a slice by a model's own code means what it means for a plain tensor.
-    Moved to another device it stays lazy.
+    The tensor has no memory while a model only passes it to its layers. The first operator that
+    reads or changes the tensor makes it dense, once. The dense tensor is the mask from then on, so
+    edits and slices in a model's code work as with a plain tensor. A move to another device keeps
+    the mask lazy.
 
-    Added to floating-point scores the bool form raises: such a model computes attention by its own
-    code.
+    Adding the bool form to floating-point scores raises an error, because such a model computes
+    attention in its own code.
     """
 
     mask: Mask
@@ -50,14 +50,14 @@ class LazyMask(Tensor):
         device: torch.device,
         dtype: torch.dtype = torch.bool,
     ) -> LazyMask:
-        """The mask at these sizes, with its tensors on ``device``."""
+        """Make the lazy mask of these sizes, with its tensors on ``device``."""
         shape = (batch, 1, queries, keys)
         self: LazyMask = private_torch.make_wrapper(cls, shape, dtype=dtype, device=device)
         self.mask, self.written = mask, None
         return self
 
     def write(self) -> Tensor:
-        """The tensor itself, queries x keys of memory."""
+        """Return the dense tensor, which takes queries x keys memory."""
         if self.written is None:
             batch, _, queries, keys = self.shape
             bound = self.mask.bind(
@@ -71,7 +71,7 @@ class LazyMask(Tensor):
         return self.written
 
     def _added(self, allowed: Tensor) -> Tensor:
-        """Zeros, and the smallest number where a key is hidden."""
+        """Return zeros, and the smallest number for hidden keys."""
         smallest = torch.finfo(self.dtype).min
         zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return zeros.masked_fill_(~allowed, smallest)
@@ -89,7 +89,7 @@ class LazyMask(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Any operator, on the written mask."""
+        """Run an operator on the dense mask."""
         kwargs = kwargs or {}
         packet = getattr(func, "overloadpacket", None)
         if packet in _ALIASES or (
@@ -97,8 +97,8 @@ class LazyMask(Tensor):
         ):
             return args[0]._on(kwargs.get("device", args[0].device))
         if packet in _SUMS:
-            _refuse_scores(*args[:2])
-        return func(*mapped(_written, args), **mapped(_written, kwargs))
+            _check_terms(*args[:2])
+        return func(*mapped(_write_if_lazy, args), **mapped(_write_if_lazy, kwargs))
 
     def _on(self, device: torch.device) -> LazyMask:
         batch, _, queries, keys = self.shape
@@ -114,23 +114,23 @@ class LazyMask(Tensor):
         return moved
 
 
-def _written(value: Any) -> Any:
+def _write_if_lazy(value: Any) -> Any:
     return value.write() if isinstance(value, LazyMask) else value
 
 
 def _only_moves(options: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Whether a copy asks for nothing but another device."""
-    kept = {"dtype": dtype, "layout": torch.strided, "memory_format": torch.preserve_format}
-    changed = {name for name, value in options.items() if value not in (None, kept.get(name))}
+    """Check whether a copy changes only the device."""
+    unchanged = {"dtype": dtype, "layout": torch.strided, "memory_format": torch.preserve_format}
+    changed = {name for name, value in options.items() if value not in (None, unchanged.get(name))}
     return changed <= {"device", "non_blocking"}
 
 
-def _refuse_scores(*terms: Any) -> None:
-    """A bool mask and floating-point scores; a float mask is made to be added."""
+def _check_terms(*terms: Any) -> None:
+    """Raise an error for a bool mask plus floating-point scores; a float mask may be added."""
     kinds = {term.dtype for term in terms if isinstance(term, Tensor)}
     if torch.bool in kinds and any(kind.is_floating_point for kind in kinds):
         raise MaskError(
             saw='a mask of attn_implementation="headwise", added to scores by a model\'s own code',
-            needed="a model whose attention goes through transformers' attention interface",
-            do='attn_implementation="eager" for this model',
+            needed="a model that uses transformers' attention interface",
+            do='load this model with attn_implementation="eager"',
         )

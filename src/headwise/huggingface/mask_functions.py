@@ -1,9 +1,9 @@
-"""What transformers' mask functions mean, read from the functions themselves.
+"""Translation of transformers' mask functions to `Mask` objects.
 
-transformers describes a mask by a function of (batch, head, query, key) that is a tree of a few
-closures. A closure is known by its code object, and what it closes over are its parameters. Each
-kind is compared with the installed version's own function once, before it is trusted: where a
-version means something else by it, or lacks it, it is not recognised, and the mask gets written.
+transformers describes a mask by a function of (batch, head, query, key), built from a few kinds of
+closures. The code object of a closure identifies its kind, and the cells hold its parameters. Each
+reader is checked once against the installed version's function. If a version lacks a function, or
+its function differs, the reader is not used, and the mask becomes a dense tensor.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MaskFunction = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """Where the queries and keys of one call stand: the positions a mask function counts in.
+    """Positions of the queries and keys of a call, as a mask function counts them.
 
-    ``packed`` says that several sequences share a row; then ``position_ids`` (batch, queries) may
-    say how each of them counts.
+    ``packed`` is True if several sequences share a row; ``position_ids`` (batch, queries) may then
+    hold the positions within each sequence.
     """
 
     queries: int
@@ -39,7 +39,7 @@ class TokenPositions:
     position_ids: Tensor | None = None
 
     def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of the queries and of the keys, each (1 or batch, length)."""
+        """Return the positions of queries and keys, each (1 or batch, length)."""
         rows = torch.arange(self.first_query, self.first_query + self.queries, device=device)
         columns = torch.arange(self.first_key, self.first_key + self.keys, device=device)
         if self.position_ids is not None:
@@ -47,12 +47,12 @@ class TokenPositions:
         return rows[None], columns[None]
 
     def band(self, left: int | None, right: int | None) -> Mask | None:
-        """Keys from ``left`` before to ``right`` after the query's position; None: no such `Mask`.
+        """Return a mask of keys from ``left`` before to ``right`` after the query, or None.
 
-        Within a packed sequence, positions differ as places in the row do.
+        Within a packed sequence, position differences equal differences in the row.
         """
-        ahead = self.first_query - self.first_key  # the key that stands at query 0's position
-        over = self.keys - self.queries - ahead  # keys behind the one at the last query's position
+        ahead = self.first_query - self.first_key  # index of the key at query 0's position
+        over = self.keys - self.queries - ahead  # keys after the last query's position
         mask = Mask()
         if left is not None:
             if max(left - ahead, left + over) < 0:
@@ -73,32 +73,32 @@ class TokenPositions:
         return mask
 
 
-def read(function: MaskFunction, place: TokenPositions) -> Mask | None:
-    """The mask that a mask function describes; None where it is not one of the known."""
-    return _read(function, place, known())
+def read_mask_function(function: MaskFunction, tokens: TokenPositions) -> Mask | None:
+    """Return the mask that a mask function describes, or None for an unknown function."""
+    return _read(function, tokens, trusted_readers())
 
 
 @cache
-def known() -> dict[CodeType, Reader]:
-    """The kinds of mask functions that mean what their reader says, by their code."""
-    found: dict[CodeType, Reader] = {}
+def trusted_readers() -> dict[CodeType, Reader]:
+    """Return the readers that agree with the installed transformers, by code object."""
+    readers: dict[CodeType, Reader] = {}
     for kind in _KINDS:
         example = kind.example()
         if example is not None:
-            candidates = {**found, example.__code__: kind.reader}
-            if all(_agrees(*case, candidates) for case in kind.cases(example)):
-                found = candidates
-    return found
+            candidates = {**readers, example.__code__: kind.reader}
+            if all(_reader_agrees(*case, candidates) for case in kind.cases(example)):
+                readers = candidates
+    return readers
 
 
 # ---- readers, one for each kind of function ------------------------------------------------------
 
 
 class _Node(NamedTuple):
-    """A mask function: what it closes over, and where it is asked."""
+    """The closure cells of a mask function, and the positions of the call."""
 
     cells: dict[str, Any]
-    place: TokenPositions
+    tokens: TokenPositions
     readers: dict[CodeType, Reader]
 
 
@@ -106,13 +106,13 @@ Reader = Callable[[_Node], Mask | None]
 
 
 def _read(
-    function: MaskFunction, place: TokenPositions, readers: dict[CodeType, Reader]
+    function: MaskFunction, tokens: TokenPositions, readers: dict[CodeType, Reader]
 ) -> Mask | None:
     if not isinstance(function, FunctionType) or function.__code__ not in readers:
         return None
     names, closure = function.__code__.co_freevars, function.__closure__ or ()
     cells = {name: cell.cell_contents for name, cell in zip(names, closure, strict=True)}
-    return readers[function.__code__](_Node(cells, place, readers))
+    return readers[function.__code__](_Node(cells, tokens, readers))
 
 
 def _everything(_: _Node) -> Mask | None:
@@ -120,97 +120,100 @@ def _everything(_: _Node) -> Mask | None:
 
 
 def _causal(node: _Node) -> Mask | None:
-    return node.place.band(None, 0)
+    return node.tokens.band(None, 0)
 
 
 def _window(node: _Node) -> Mask | None:
-    return node.place.band(node.cells["sliding_window"] - 1, None)
+    return node.tokens.band(node.cells["sliding_window"] - 1, None)
 
 
-def _window_on_both_sides(node: _Node) -> Mask | None:
-    return node.place.band(node.cells["sliding_window"], node.cells["sliding_window"])
+def _symmetric_window(node: _Node) -> Mask | None:
+    return node.tokens.band(node.cells["sliding_window"], node.cells["sliding_window"])
 
 
-def _chunks(node: _Node) -> Mask | None:
+def _chunk_segments(node: _Node) -> Mask | None:
     size, start = node.cells["chunk_size"], node.cells["left_padding"][:, None]
-    # Chunks of the padding count from below 0; a negative id would belong to no segment.
-    ids = [(at - start) // size + start // size + 1 for at in node.place.positions(start.device)]
+    # Chunks in the padding have negative numbers, and segment ids must not be negative.
+    ids = [
+        (position - start) // size + start // size + 1
+        for position in node.tokens.positions(start.device)
+    ]
     return Mask.segments(*ids)
 
 
-def _packed(node: _Node) -> Mask | None:
+def _packed_segments(node: _Node) -> Mask | None:
     ids = node.cells["packed_sequence_mask"]
-    rows, columns = node.place.positions(ids.device)
+    rows, columns = node.tokens.positions(ids.device)
     return Mask.segments(ids[:, rows[0]], ids[:, columns[0]])
 
 
-def _remapped(node: _Node) -> Mask | None:
-    place = node.place
-    if not place.packed or (place.first_query, place.keys) != (place.first_key, place.queries):
+def _remapped_positions(node: _Node) -> Mask | None:
+    tokens = node.tokens
+    if not tokens.packed or (tokens.first_query, tokens.keys) != (tokens.first_key, tokens.queries):
         return None
-    place = replace(place, position_ids=node.cells["position_ids"])
-    return _read(node.cells["mask_function"], place, node.readers)
+    tokens = replace(tokens, position_ids=node.cells["position_ids"])
+    return _read(node.cells["mask_function"], tokens, node.readers)
 
 
 def _conjunction(node: _Node) -> Mask | None:
     functions = node.cells["mask_functions"]
     codes = [getattr(function, "__code__", None) for function in functions]
-    packed = any(node.readers.get(code) is _packed for code in codes if code is not None)
-    place = replace(node.place, packed=node.place.packed or packed)
+    packed = any(node.readers.get(code) is _packed_segments for code in codes if code is not None)
+    tokens = replace(node.tokens, packed=node.tokens.packed or packed)
     mask = Mask()
     for function in functions:
-        part = _read(function, place, node.readers)
+        part = _read(function, tokens, node.readers)
         if part is None:
             return None
         mask &= part
     return mask
 
 
-# ---- which of them are trusted -------------------------------------------------------------------
+# ---- checks of the readers -------------------------------------------------------------------
 
 
-def _on_cpu(values: list[Any]) -> Tensor:
-    return torch.tensor(values, device="cpu")  # whatever device the caller has made the default
+def _cpu_tensor(values: list[Any]) -> Tensor:
+    return torch.tensor(values, device="cpu")  # independent of the default device
 
 
-_IDS = _on_cpu([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 9 + [2]])
-_POSITIONS = _on_cpu([[*range(5), *range(3, 7), *range(3)], [*range(2), *range(9), 0]])
-_PADDING = _on_cpu([0, 3])
-_SOME, _WHOLE = TokenPositions(7, 9, first_query=5, first_key=3), TokenPositions(12, 12)
+_SEQUENCE_IDS = _cpu_tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 9 + [2]])
+_POSITIONS = _cpu_tensor([[*range(5), *range(3, 7), *range(3)], [*range(2), *range(9), 0]])
+_PADDING = _cpu_tensor([0, 3])
+_CACHED, _FULL = TokenPositions(7, 9, first_query=5, first_key=3), TokenPositions(12, 12)
 
 
 class _Kind(NamedTuple):
-    """A function of `transformers.masking_utils`, and what to call it with to get an example."""
+    """A function of `transformers.masking_utils`, and arguments that make an example of it."""
 
     name: str
     arguments: tuple[Any, ...] | None
     reader: Reader
 
     def example(self) -> FunctionType | None:
-        made = getattr(masking_utils, self.name, None)
-        if made is not None and self.arguments is not None:
+        function = getattr(masking_utils, self.name, None)
+        if function is not None and self.arguments is not None:
             try:
-                made = made(*self.arguments)
-            except TypeError:  # another version, another signature
+                function = function(*self.arguments)
+            except TypeError:  # another version has another signature
                 return None
-        return made if isinstance(made, FunctionType) else None
+        return function if isinstance(function, FunctionType) else None
 
     def cases(self, example: MaskFunction) -> Iterator[tuple[MaskFunction, TokenPositions]]:
-        if self.reader is _remapped:  # means something within packed sequences only
-            apart = masking_utils.packed_sequence_mask_function(_IDS)
-            yield masking_utils.and_masks(apart, example), _WHOLE
+        if self.reader is _remapped_positions:  # valid only within packed sequences
+            packed = masking_utils.packed_sequence_mask_function(_SEQUENCE_IDS)
+            yield masking_utils.and_masks(packed, example), _FULL
         else:
-            yield example, _SOME
-            yield example, _WHOLE
+            yield example, _CACHED
+            yield example, _FULL
 
 
 _KINDS = (
     _Kind("causal_mask_function", None, _causal),
     _Kind("bidirectional_mask_function", None, _everything),
     _Kind("sliding_window_overlay", (4,), _window),
-    _Kind("sliding_window_bidirectional_overlay", (3,), _window_on_both_sides),
-    _Kind("chunked_overlay", (5, _PADDING), _chunks),
-    _Kind("packed_sequence_mask_function", (_IDS,), _packed),
+    _Kind("sliding_window_bidirectional_overlay", (3,), _symmetric_window),
+    _Kind("chunked_overlay", (5, _PADDING), _chunk_segments),
+    _Kind("packed_sequence_mask_function", (_SEQUENCE_IDS,), _packed_segments),
     _Kind(
         "and_masks",
         (masking_utils.bidirectional_mask_function, masking_utils.causal_mask_function),
@@ -219,25 +222,27 @@ _KINDS = (
     _Kind(
         "remap_positions_for_packed_sequence",
         (masking_utils.causal_mask_function, _POSITIONS),
-        _remapped,
+        _remapped_positions,
     ),
 )
 
 
-def _agrees(function: MaskFunction, place: TokenPositions, readers: dict[CodeType, Reader]) -> bool:
-    """Whether a reader's mask is the one that the function describes, cell by cell."""
-    mask = _read(function, place, readers)
+def _reader_agrees(
+    function: MaskFunction, tokens: TokenPositions, readers: dict[CodeType, Reader]
+) -> bool:
+    """Check that a reader's mask equals the function's mask in every cell."""
+    mask = _read(function, tokens, readers)
     if mask is None:
         return False
     batch, device = len(_PADDING), _PADDING.device
-    rows, columns = place.positions(device)
+    rows, columns = tokens.positions(device)
     described = function(
         torch.arange(batch, device=device)[:, None, None, None],
         torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device),
         rows[0][:, None],
         columns[0],
     )
-    bound = mask.bind(batch=batch, heads=1, queries=place.queries, keys=place.keys, device=device)
-    shape = (batch, 1, place.queries, place.keys)
-    allowed = bound.at(torch.arange(place.queries, device=device))
+    bound = mask.bind(batch=batch, heads=1, queries=tokens.queries, keys=tokens.keys, device=device)
+    shape = (batch, 1, tokens.queries, tokens.keys)
+    allowed = bound.at(torch.arange(tokens.queries, device=device))
     return torch.equal(allowed.expand(shape), described.expand(shape))

@@ -1,19 +1,18 @@
-"""The mask function of `register_huggingface`: what reaches a model's layers as its mask.
+"""Mask function of `register_huggingface`, which makes the masks of a model's layers.
 
-Lazy, a `LazyMask` without queries x keys memory: causal masks, sliding windows on one or both
-sides, chunks, sequences packed by their position ids, each with or without padding on either
-side, and with any key/value cache. A bidirectional mask that hides nothing is None, where the
-model allows that. A causal mask is never None, so causality never depends on what a layer says of
-itself.
+A `LazyMask`, which needs no queries x keys memory, represents causal masks, sliding windows on one
+or both sides, chunks, and sequences packed by their position ids. Padding on either side and any
+key/value cache are supported. A bidirectional mask that hides nothing is None, if the model allows
+it. A causal mask is never None, so causality does not depend on the layer's ``is_causal``.
 
-For a model that has no sdpa form the mask is a float, as eager has it: such models add it, pad it
-with zeros, or read "no mask" as "all is seen".
+For a model without an sdpa form, the mask is a float as in eager mode. Such models add the mask to
+the scores, pad it with zeros, or treat None as a mask that hides nothing.
 
-Written, as transformers' ``sdpa_mask`` or ``eager_mask``: what a model adds by functions of its own
-(images that see themselves, prefixes, blocks), every mask while compiling, tracing or exporting
-and under torch.func, and the one row of a decoding step with a static cache, which a compiled
-step takes as an input. Where a causal mask is all of it, a compiled graph carries beside the tensor
-what it means, and drops the tensor.
+A dense tensor, from transformers' ``sdpa_mask`` or ``eager_mask``, is used in three cases: for
+mask functions of a model's own code (image blocks, prefixes), while compiling, tracing or exporting
+and under torch.func, and for a decoding step with a static cache, whose row a compiled step takes
+as input. If the mask is only causal, a compiled graph stores this meaning beside the tensor and
+drops the tensor.
 """
 
 from __future__ import annotations
@@ -37,67 +36,67 @@ from headwise.support import private_torch
 from headwise.support.tracing import is_traced
 
 
-def prepare() -> None:
-    """Learn the installed version's mask functions now, not within some model's first call."""
-    mask_functions.known()
+def load_readers() -> None:
+    """Check the mask functions of the installed transformers before a model's first call."""
+    mask_functions.trusted_readers()
 
 
 def from_transformers(**call: Any) -> Tensor | None:
-    """The mask of one forward pass, (batch, 1, queries, keys), True = may attend.
+    """Make the mask of a forward pass, (batch, 1, queries, keys), True = may attend.
 
-    Takes what transformers hands to a mask function, of which it reads ``batch_size``,
+    ``call`` holds transformers' arguments of a mask function. This function uses ``batch_size``,
     ``q_length`` and ``q_offset`` (``cache_position`` in 5.0), ``kv_length``, ``kv_offset``,
     ``mask_function``, ``attention_mask`` (batch, positions), ``use_vmap``, ``device`` and
     ``allow_is_bidirectional_skip``.
 
     Raises:
-        OptionError: the model computes attention by its own code, in which this mask means nothing.
+        OptionError: the model computes attention in its own code, which cannot use this mask.
     """
-    place, device = _place(call), _device(call)
-    if place is not None:
+    tokens, device = _token_positions(call), _device(call)
+    if tokens is not None:
         kind: Any = type(call.get("config"))
         _require_interface(kind)
-    mask = None if place is None else _mask(call, place)
-    if place is None or mask is None:
-        return _written(call)
-    if call.get("allow_is_bidirectional_skip") and _hides_nothing(mask, place, device):
+    mask = None if tokens is None else _lazy_mask(call, tokens)
+    if tokens is None or mask is None:
+        return _write_mask(call)
+    if call.get("allow_is_bidirectional_skip") and _hides_nothing(mask, tokens, device):
         return None
-    sizes = {"batch": call["batch_size"], "queries": place.queries, "keys": place.keys}
-    dtype = call.get("dtype", torch.float32) if _adds(call) else torch.bool
+    sizes = {"batch": call["batch_size"], "queries": tokens.queries, "keys": tokens.keys}
+    dtype = call.get("dtype", torch.float32) if _needs_float_mask(call) else torch.bool
     return LazyMask(mask, **sizes, device=device, dtype=dtype)
 
 
-# Plain functions: one that keeps its results a compiler looks into.
+# Without functools.cache, because a compiler would trace into a cached function.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_made_for_eager(layer: type) -> bool:
-    """Whether no model beside this layer, in its own file, has an sdpa form."""
-    return _has_no_sdpa_beside(layer)
+    """Check that no model in this layer's file has an sdpa form."""
+    return _file_has_no_sdpa(layer)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _adds_masks(config: type) -> bool:
-    """Whether a model with this configuration is made for eager's masks alone: floats to add."""
-    return any(not model._supports_sdpa for model in _models(config))
+def _config_needs_float_masks(config: type) -> bool:
+    """Check whether a model with this configuration supports only eager's float masks."""
+    return any(not model._supports_sdpa for model in _models_of_config(config))
 
 
 @cache
-def _has_no_sdpa_beside(layer: type) -> bool:
-    beside = vars(sys.modules[layer.__module__]).values()
-    models = [m for m in beside if isinstance(m, type) and issubclass(m, PreTrainedModel)]
-    own = [m for m in models if m.__module__ == layer.__module__]
-    return bool(own) and not any(model._supports_sdpa for model in own)
+def _file_has_no_sdpa(layer: type) -> bool:
+    members = vars(sys.modules[layer.__module__]).values()
+    models = [m for m in members if isinstance(m, type) and issubclass(m, PreTrainedModel)]
+    defined = [m for m in models if m.__module__ == layer.__module__]
+    return bool(defined) and not any(model._supports_sdpa for model in defined)
 
 
-def _adds(call: dict[str, Any]) -> bool:
+def _needs_float_mask(call: dict[str, Any]) -> bool:
     kind: Any = type(call.get("config"))
-    return bool(_adds_masks(kind))
+    return bool(_config_needs_float_masks(kind))
 
 
-def _written(call: dict[str, Any]) -> Tensor | None:
-    if _adds(call):
-        added: Tensor | None = masking_utils.eager_mask(**call)
-        return added
-    # Never None for a causal mask: a layer without ``is_causal`` would not know.
+def _write_mask(call: dict[str, Any]) -> Tensor | None:
+    if _needs_float_mask(call):
+        float_mask: Tensor | None = masking_utils.eager_mask(**call)
+        return float_mask
+    # Never None for a causal mask, because a layer without ``is_causal`` would attend to all keys.
     mask: Tensor | None = masking_utils.sdpa_mask(**{**call, "allow_is_causal_skip": False})
     if mask is not None and _is_causal_alone(call):
         setattr(mask, MEANING, Mask.causal(align="top-left"))
@@ -105,9 +104,9 @@ def _written(call: dict[str, Any]) -> Tensor | None:
 
 
 def _is_causal_alone(call: dict[str, Any]) -> bool:
-    """Whether a compiled graph may forget the tensor: causal from the first key on, no more.
+    """Check whether a compiled graph may drop the tensor: a causal mask from the first key on.
 
-    Only where transformers would leave the mask out for sdpa, so that no model can edit it.
+    Only if transformers would omit the mask for sdpa, so that no model can edit the tensor.
     """
     return (
         torch.compiler.is_compiling()
@@ -119,16 +118,16 @@ def _is_causal_alone(call: dict[str, Any]) -> bool:
     )
 
 
-def _place(call: dict[str, Any]) -> TokenPositions | None:
-    """Where the call stands; None where its mask has to be written."""
+def _token_positions(call: dict[str, Any]) -> TokenPositions | None:
+    """Return the positions of the call, or None if its mask must be a dense tensor."""
     positions = call.get("cache_position")
     queries = call["q_length"] if positions is None else positions.shape[0]
     first: Any = call.get("q_offset", 0) if positions is None else positions[0]
     if call.get("use_vmap") or not _is_eager(_device(call)):
         return None
     if isinstance(first, Tensor):
-        # A static cache counts in a tensor. Its decoding step may be compiled.
-        if (positions is None and queries == 1) or not _may_read(first):
+        # The offset of a static cache is a tensor, and its decoding step may be compiled.
+        if (positions is None and queries == 1) or not _can_read(first):
             return None
         first = int(first)
     return TokenPositions(queries, call["kv_length"], first, call.get("kv_offset", 0))
@@ -136,20 +135,20 @@ def _place(call: dict[str, Any]) -> TokenPositions | None:
 
 @cache
 def _require_interface(config: type) -> None:
-    """By transformers' own test of a model's source; a model it does not know may pass."""
-    for model in _models(config):
+    """Raise an error if a model does not use the interface, by transformers' own test."""
+    for model in _models_of_config(config):
         if not model._can_set_attn_implementation():
             raise OptionError(
                 saw=f'attn_implementation="headwise" for {model.__name__}',
-                needed="a model whose attention goes through transformers' attention interface",
-                do='attn_implementation="eager" for this model',
+                needed="a model that uses transformers' attention interface",
+                do='load this model with attn_implementation="eager"',
             )
 
 
-def _models(config: type) -> list[Any]:
-    """The models that transformers builds from a configuration of this class."""
-    found: Any = MODEL_MAPPING.get(config, ()) if issubclass(config, PreTrainedConfig) else ()
-    return list(found) if isinstance(found, (list, tuple)) else [found]
+def _models_of_config(config: type) -> list[Any]:
+    """Return the models that transformers builds from a configuration of this class."""
+    models: Any = MODEL_MAPPING.get(config, ()) if issubclass(config, PreTrainedConfig) else ()
+    return list(models) if isinstance(models, (list, tuple)) else [models]
 
 
 def _device(call: dict[str, Any]) -> torch.device:
@@ -158,9 +157,9 @@ def _device(call: dict[str, Any]) -> torch.device:
 
 
 def _is_eager(device: torch.device) -> bool:
-    """Whether tensors made now are plain ones, and Python runs at every call.
+    """Check that new tensors are plain tensors, and that Python runs at every call.
 
-    Also False where this torch has no tensors without memory, which a `LazyMask` is.
+    Also False if this torch has no wrapper tensors, which `LazyMask` needs.
     """
     return (
         private_torch.HAS_WRAPPERS
@@ -172,36 +171,36 @@ def _is_eager(device: torch.device) -> bool:
     )
 
 
-def _may_read(tensor: Tensor) -> bool:
-    """In eager mode always, but while a CUDA graph is captured."""
+def _can_read(tensor: Tensor) -> bool:
+    """Check that a tensor's values are readable, which they are not in a CUDA graph capture."""
     capturing = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
     return type(tensor) is Tensor and not capturing
 
 
-def _mask(call: dict[str, Any], place: TokenPositions) -> Mask | None:
+def _lazy_mask(call: dict[str, Any], tokens: TokenPositions) -> Mask | None:
     function = call.get("mask_function", masking_utils.causal_mask_function)
-    mask = mask_functions.read(function, place)
+    mask = mask_functions.read_mask_function(function, tokens)
     padding = call.get("attention_mask")
     if mask is None or padding is None:
         return mask
-    return mask & _real_keys(padding, mask, place) if padding.dim() == 2 else None
+    return mask & _real_keys(padding, mask, tokens) if padding.dim() == 2 else None
 
 
-def _real_keys(padding: Tensor, mask: Mask, place: TokenPositions) -> Mask:
-    """The keys that are no padding: as lengths, as starts, or else one bool for each key."""
-    end = place.first_key + place.keys
+def _real_keys(padding: Tensor, mask: Mask, tokens: TokenPositions) -> Mask:
+    """Return the mask of keys without padding: by lengths, by starts, or one bool for each key."""
+    end = tokens.first_key + tokens.keys
     padding = pad(padding.bool(), (0, max(0, end - padding.shape[1])))
-    real = padding[:, place.first_key : end]
+    real = padding[:, tokens.first_key : end]
     by_key = Mask.may_attend(real, axes="batch keys")
-    if not _may_read(real):
+    if not _can_read(real):
         return by_key
-    # A static cache is longer than what it holds; its rest is hidden by causality already.
-    bound = mask.bind(**_sizes(place), batch=len(real), device=real.device)
-    start, stop = bound.key_range(0, place.queries)
+    # Causality already hides the empty rest of a static cache.
+    bound = mask.bind(**_sizes(tokens), batch=len(real), device=real.device)
+    start, stop = bound.key_range(0, tokens.queries)
     if bool(real[:, start:stop].all()):
         return Mask()
     lengths = real.sum(-1)
-    in_length = torch.arange(place.keys, device=real.device) < lengths[:, None]
+    in_length = torch.arange(tokens.keys, device=real.device) < lengths[:, None]
     if torch.equal(real, in_length):
         return Mask.lengths(keys=lengths)
     starts = stop - real[:, start:stop].sum(-1)
@@ -209,14 +208,14 @@ def _real_keys(padding: Tensor, mask: Mask, place: TokenPositions) -> Mask:
     return Mask.starts(keys=starts) if torch.equal(real[:, start:stop], after_start) else by_key
 
 
-def _hides_nothing(mask: Mask, place: TokenPositions, device: torch.device) -> bool:
-    bound = mask.bind(**_sizes(place), batch=1, device=device) if _is_bands(mask) else None
+def _hides_nothing(mask: Mask, tokens: TokenPositions, device: torch.device) -> bool:
+    bound = mask.bind(**_sizes(tokens), batch=1, device=device) if _has_only_bands(mask) else None
     return bound is not None and not bound.hiding
 
 
-def _is_bands(mask: Mask) -> bool:
+def _has_only_bands(mask: Mask) -> bool:
     return len(mask.of_kind(Band)) == len(mask.clauses)
 
 
-def _sizes(place: TokenPositions) -> dict[str, int]:
-    return {"heads": 1, "queries": place.queries, "keys": place.keys}
+def _sizes(tokens: TokenPositions) -> dict[str, int]:
+    return {"heads": 1, "queries": tokens.queries, "keys": tokens.keys}

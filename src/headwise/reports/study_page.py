@@ -102,7 +102,7 @@ def svg(answer: Answer) -> str:
     with mpl.rc_context(settings):
         figure = Figure(figsize=(charts.WIDTH, HEIGHT), layout="constrained")
         answer.question.draw(figure, answer.numbers)
-        return _element(figure, answer.say(answer.question.caption))
+        return _element(figure, answer.fill(answer.question.caption))
 
 
 def _element(figure: Figure, caption: str) -> str:

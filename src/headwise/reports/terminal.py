@@ -62,7 +62,7 @@ def show_scan(report: ScanReport, console: Console, *, has_page: bool = True) ->
     _print_paragraph(console, f"{report.title}: {report.about}; {report.sizes}.")
     _print_paragraph(console, f"Input: {report.read}. {report.chosen}")
     if same := report.same_function:
-        _print_paragraph(console, same.says, "green" if same.holds else "bold red")
+        _print_paragraph(console, same.summary, "green" if same.holds else "bold red")
     for note in report.all_notes:
         _print_paragraph(console, f"Note: {note}.", "bold red")
     pictures, layers = terminal_statistics(report.scan), report.scan.layers
@@ -182,7 +182,7 @@ def show_study(result: Study, console: Console, *, whole: bool) -> None:
 
 
 def _show_evidence(answer: Answer, console: Console) -> None:
-    console.print(_indented(Text(answer.say(answer.question.why), "dim")))
+    console.print(_indented(Text(answer.fill(answer.question.why), "dim")))
     for holds, sentence in answer.facts:
         grid = Table.grid(padding=(0, 1, 0, 0))
         grid.add_row(Text("✓", "green") if holds else Text("✗", "red"), Text(sentence))
@@ -192,7 +192,7 @@ def _show_evidence(answer: Answer, console: Console) -> None:
 
 
 def _answer_table(columns: Sequence[str], answer: Answer, console: Console) -> Table | Group:
-    table = _table(dict(zip(columns, answer.are_figures, strict=True)))
+    table = _table(dict(zip(columns, answer.numeric_columns, strict=True)))
     for row in answer.rows:
         table.add_row(*map(Text, row))
     if console.measure(table).minimum <= console.width - 2 * GAP:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
-from headwise.huggingface.enable import switched
+from headwise.huggingface.enable import use_headwise_attention
 from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.band import Band
 from headwise.scanning.call_context import KeyTokens, PendingProjection, TokenStreams, split_by_head
@@ -265,7 +265,7 @@ def capture_attention(
         # Hooks do not run inside a compiled graph, so compiled modules run uncompiled here.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if model is not None:
-            stack.enter_context(switched(model))
+            stack.enter_context(use_headwise_attention(model))
         stack.enter_context(capture.modules.attach_hooks())
         stack.enter_context(attention_hook(capture.show))
         stack.enter_context(telling_own_calls())

@@ -1,1 +1,1 @@
-"""Questions about heads, each asked of a model and answered with numbers. No printing, no pages."""
+"""Study of common questions about attention heads, answered by experiments."""

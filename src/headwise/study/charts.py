@@ -1,6 +1,6 @@
-"""What the pictures share: colours that a page may replace, maps of weights, and a sheet in inches.
+"""Shared parts of the study's pictures: colours, weight maps, and drawing in inches.
 
-The colours are names more than colours: a page gives each its own shade in light and dark.
+A page replaces each colour by a shade of its light or dark theme.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure as SubFigure
     from matplotlib.image import AxesImage
     from matplotlib.text import Annotation
-else:  # matplotlib need not be there: only annotations name these
+else:  # matplotlib is optional: only annotations use these names
     Axes = Figure = SubFigure = AxesImage = Annotation = Any
 
-Place = tuple[float | int, float | int]
+Point = tuple[float | int, float | int]
 WIDTH = 7.6  # inches, of every picture
 
-INK = "#1d2126"  # text and whatever must be seen
+INK = "#1d2126"  # text and marks
 SOFT = "#5d656e"  # axes, notes
 LINE = "#e3e1db"  # grids and edges
 CARD = "#ffffff"  # behind everything
@@ -28,11 +28,11 @@ SERIES = ("#1b716d", "#c2571a", "#5b4b9e", "#b0306a", "#8a7a00")  # in this orde
 BAD = "#b3261e"
 
 
-def weight_map(axes: Axes, weights: Sequence[Sequence[float]]) -> AxesImage:
-    """Weights from 0 to 1 as viridis on a square-root scale, rows (queries) from top to bottom."""
+def draw_weight_map(axes: Axes, weights: Sequence[Sequence[float]]) -> AxesImage:
+    """Draw weights from 0 to 1 in viridis on a square-root scale; rows are queries."""
     from matplotlib.colors import PowerNorm
 
-    # Without interpolation a cell stays a cell at any size.
+    # Interpolation would blur the cells.
     norm = PowerNorm(0.5, 0.0, 1.0)
     image = axes.imshow(weights, cmap="viridis", norm=norm, aspect="equal", interpolation="none")
     axes.set(xticks=[], yticks=[])
@@ -40,21 +40,21 @@ def weight_map(axes: Axes, weights: Sequence[Sequence[float]]) -> AxesImage:
     return image
 
 
-def plotted(axes: Axes, title: str = "", **settings: Any) -> None:
-    """A title, light lines across, and whatever else ``axes.set`` sets."""
+def style_axes(axes: Axes, title: str = "", **settings: Any) -> None:
+    """Set a title, light horizontal grid lines, and the ``settings`` of ``axes.set``."""
     axes.set(**settings)
     axes.set_title(title, loc="left")
     axes.grid(axis="y", color=LINE)
 
 
-def beside(axes: Axes, words: str, place: Place, offset: Place, **look: Any) -> Annotation:
-    """Words so many points right of and above a place."""
-    return axes.annotate(words, place, offset, textcoords="offset points", **look)
+def label_point(axes: Axes, words: str, point: Point, offset: Point, **look: Any) -> Annotation:
+    """Write words at an offset from a point, in points right and up."""
+    return axes.annotate(words, point, offset, textcoords="offset points", **look)
 
 
-def sheet(figure: Figure, *, height: float) -> Axes:
-    """Axes over the whole figure: x and y are inches, from the top left corner."""
-    figure.set_layout_engine("none")  # everything has its place
+def add_sheet(figure: Figure, *, height: float) -> Axes:
+    """Return axes over the whole figure, in inches from the top left corner."""
+    figure.set_layout_engine("none")  # all positions are fixed
     figure.set_figheight(height)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set(xlim=(0, WIDTH), ylim=(height, 0))
@@ -62,10 +62,10 @@ def sheet(figure: Figure, *, height: float) -> Axes:
     return axes
 
 
-def inset(
+def add_inset(
     figure: Figure, left: float, top: float, width: float, height: float, *, frame: bool = True
 ) -> Axes:
-    """Axes at a place of the sheet, in its inches, for an image."""
+    """Return axes for an image, at a position of the sheet in inches."""
     whole = figure.get_figheight()
     axes = figure.add_axes(
         (left / WIDTH, 1 - (top + height) / whole, width / WIDTH, height / whole)
@@ -75,7 +75,7 @@ def inset(
     return axes
 
 
-def block(
+def draw_block(
     axes: Axes,
     left: float,
     top: float,
@@ -86,7 +86,7 @@ def block(
     alpha: float = 1.0,
     label: str = "",
 ) -> None:
-    """A filled rectangle with a name in it."""
+    """Draw a filled rectangle with a label in it."""
     from matplotlib.patches import Rectangle
 
     filled = Rectangle((left, top), width, height, facecolor=colour, edgecolor="none", alpha=alpha)
@@ -95,8 +95,8 @@ def block(
     axes.text(*middle, label, color=CARD, fontsize=9, ha="center", va="center")
 
 
-def arrow(axes: Axes, x: float, top: float, bottom: float, label: str = "") -> None:
-    """A short arrow downwards, with what happens there beside it."""
+def draw_arrow(axes: Axes, x: float, top: float, bottom: float, label: str = "") -> None:
+    """Draw a short arrow downwards, with a label to its right."""
     axes.annotate(
         "",
         (x, bottom),
@@ -106,30 +106,30 @@ def arrow(axes: Axes, x: float, top: float, bottom: float, label: str = "") -> N
     axes.text(x + 0.1, (top + bottom) / 2, label, color=SOFT, fontsize=9, va="center")
 
 
-def rule(axes: Axes, y: float, left: float, right: float, *, colour: str = LINE) -> None:
-    """A thin line across."""
+def draw_rule(axes: Axes, y: float, left: float, right: float, *, colour: str = LINE) -> None:
+    """Draw a thin horizontal line."""
     axes.plot([left, right], [y, y], color=colour, linewidth=0.8)
 
 
-def heading(axes: Axes, x: float, y: float, words: str, *, align: str = "left") -> None:
-    """Words that name what stands below or beside them."""
+def write_heading(axes: Axes, x: float, y: float, words: str, *, align: str = "left") -> None:
+    """Write a bold heading."""
     axes.text(x, y, words, color=INK, fontsize=9, ha=align, va="center", fontweight="bold")
 
 
-def note(
+def write_note(
     axes: Axes, x: float, y: float, words: str, *, align: str = "left", turn: float = 0.0
 ) -> None:
-    """Words in a softer shade, turned by some degrees."""
+    """Write words in a softer shade, turned by ``turn`` degrees."""
     axes.text(x, y, words, color=SOFT, fontsize=9, ha=align, va="center", rotation=turn)
 
 
-def tinted(
+def signed_colours(
     values: Sequence[Sequence[float | int]], *, positive: str, negative: str, top: float
 ) -> list[list[tuple[float, ...]]]:
-    """Colours for an image: clear at 0, full at ``top``, one colour for each sign.
+    """Return colours for an image: transparent at 0, opaque at ``top``, one colour for each sign.
 
-    They go by the root of the size, so that small numbers are seen; and clear rather than white,
-    so that the picture also stands on a dark page.
+    Opacity is the square root of the size, which keeps small numbers visible. Transparent rather
+    than white suits a dark page too.
     """
     from matplotlib.colors import to_rgb
 

@@ -1,4 +1,4 @@
-"""The weights that every implementation is filled with, and how one is filled, called and asked."""
+"""Interface to attention implementations of other libraries, and the weights they share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from headwise.errors import OptionError
 class SharedWeights:
     """Separate projections, each used as in `torch.nn.Linear`: ``x @ matrix.mT + bias``.
 
-    Head h has the rows from h * head_dim of ``q`` and ``k``, those from h * value_dim of ``v``, and
-    those columns of ``out``. A `Implementation` takes square ones only.
+    Head h has the rows from h * head_dim of ``q`` and ``k``, the rows from h * value_dim of ``v``,
+    and the same columns of ``out``. An `Implementation` takes square matrices only.
 
     Attributes:
-        biases: those of ``q``, ``k``, ``v`` and ``out``; None where there are none.
+        biases: the biases of ``q``, ``k``, ``v`` and ``out``, or None.
     """
 
     q: Float[Tensor, "heads_head_dim embed_dim"]
@@ -33,51 +33,51 @@ class SharedWeights:
 
     @classmethod
     def of(cls, matrices: Iterable[Tensor], biases: Iterable[Tensor] = ()) -> SharedWeights:
-        """From the four matrices, and four biases or none."""
+        """Make the weights from four matrices, and four biases or none."""
         q, k, v, out = matrices
         return cls(q, k, v, out, tuple(biases) or None)
 
     @classmethod
     def of_linears(cls, *linears: Any) -> SharedWeights:
-        """The parameters of four linear layers themselves."""
+        """Make the weights from the parameters of four linear layers, without a copy."""
         return cls.of((x.weight for x in linears), (x.bias for x in linears if x.bias is not None))
 
     @classmethod
     def packed(cls, weight: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor) -> SharedWeights:
-        """As `torch.nn.MultiheadAttention` holds them: the rows of q, of k, then of v."""
+        """Split packed weights as in `torch.nn.MultiheadAttention`: rows of q, of k, then of v."""
         return cls.of((*weight.chunk(3), out), (*bias.chunk(3), out_bias))
 
     @classmethod
     def random(cls, embed_dim: int, *, biased: bool = False) -> SharedWeights:
-        """Normal, so that projections are as wide as their input, with biases half as wide."""
+        """Draw normal weights that keep the variance of the input; biases have std 1/2."""
         matrices = [torch.randn(embed_dim, embed_dim) / math.sqrt(embed_dim) for _ in range(4)]
         return cls.of(matrices, (torch.randn(embed_dim) / 2 for _ in range(4 if biased else 0)))
 
     def double(self) -> SharedWeights:
-        """The same in float64."""
+        """Return the weights in float64."""
         return SharedWeights.of(
             (matrix.double() for matrix in self.matrices), (b.double() for b in self.biases or ())
         )
 
     @property
     def matrices(self) -> tuple[Tensor, ...]:
-        """Those of the queries, the keys, the values and the output."""
+        """The matrices of queries, keys, values and output."""
         return self.q, self.k, self.v, self.out
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The matrices, then the biases where there are any."""
+        """The matrices, then the biases if there are any."""
         return (*self.matrices, *(self.biases or ()))
 
 
 class Implementation(nn.Module):
-    """Multi-head self-attention as others wrote it.
+    """Multi-head self-attention as another library or paper implements it.
 
     Attributes:
-        name: how it is called.
-        biased: whether its projections have biases.
-        projections: the linear layers of q, k, v and the output, by their names.
-        mask_values: what a mask holds where a key may be attended, and where it may not.
+        name: the name shown to people.
+        biased: True if the projections have biases.
+        projections: the names of the linear layers of q, k, v and the output.
+        mask_values: the mask's value for a key that may be attended, and for a hidden key.
     """
 
     name: ClassVar[str]
@@ -92,51 +92,51 @@ class Implementation(nn.Module):
         self.inner: Any = self.build()
 
     def build(self) -> Any:
-        """The layer that computes; one that is written anew makes its own parameters."""
+        """Make the library's layer; a rewritten implementation makes its parameters here."""
         raise NotImplementedError
 
-    def held(self) -> SharedWeights:
-        """Its own parameters, in no other memory: what is written there is used."""
+    def stored_weights(self) -> SharedWeights:
+        """Return the parameters as views: writing to them changes the layer."""
         return SharedWeights.of_linears(*map(self.get_submodule, self.projections))
 
     @torch.no_grad()
-    def fill(self, given: SharedWeights) -> Implementation:
-        """Take these weights; a bias that is not given becomes 0.
+    def load_weights(self, weights: SharedWeights) -> Implementation:
+        """Copy these weights into the layer; without biases, the layer's biases become 0.
 
         Raises:
-            OptionError: biases are given and it has none.
+            OptionError: ``weights`` has biases and the layer has none.
         """
-        own, zero = self.held(), torch.zeros(())
-        if given.biases is not None and own.biases is None:
+        stored, zero = self.stored_weights(), torch.zeros(())
+        if weights.biases is not None and stored.biases is None:
             raise OptionError(
                 saw=f"biases for {self.name}",
                 needed="weights without biases: its projections have none",
-                do="give Weights(q, k, v, out)",
+                do="pass SharedWeights(q, k, v, out)",
             )
-        for mine, theirs in zip(own.tensors, (*given.tensors, *[zero] * 4), strict=False):
-            mine.copy_(theirs)
+        for parameter, value in zip(stored.tensors, (*weights.tensors, *[zero] * 4), strict=False):
+            parameter.copy_(value)
         return self
 
-    def start(self) -> None:
-        """Draw the weights as the model around it does, where that draws them again."""
+    def initialize(self) -> None:
+        """Draw the weights as the model around the layer does, if that model draws them again."""
 
     def forward(
         self, x: Float[Tensor, "batch length embed_dim"], mask: Any = None
     ) -> Float[Tensor, "batch length embed_dim"]:
-        """The attention alone, before any residual or norm.
+        """Compute the attention alone, before any residual or norm.
 
-        ``mask`` is in the values of the implementation; where it is a tensor, its axes are
-        (batch, queries, keys).
+        ``mask`` has the values of this implementation. A tensor has the axes (batch, queries,
+        keys).
         """
         raise NotImplementedError
 
-    def spell(self, may_attend: Bool[Tensor, "batch queries keys"]) -> Any:
-        """A mask in which True may be attended, in the values of this implementation."""
+    def convert_mask(self, may_attend: Bool[Tensor, "batch queries keys"]) -> Any:
+        """Convert a mask in which True may be attended to the values of this implementation."""
         return torch.where(may_attend, *self.mask_values)
 
     def block(self, x: Float[Tensor, "batch length embed_dim"]) -> Any:
-        """All that the published class computes, with its residual and norm if it has any."""
+        """Compute the whole published class, with its residual and norm if it has any."""
         return self(x)
 
     def attention_weights(self, x: Float[Tensor, "batch length embed_dim"]) -> Any:
-        """The weights, with the axes in which they are given out; None where they are not."""
+        """Return the attention weights with the implementation's axes, or None if it has none."""

@@ -1,9 +1,9 @@
-"""Implementations of multi-head attention, filled with given weights, to compare with each other.
+"""Implementations of multi-head attention that the study compares under the same weights.
 
-Four are written anew after their source:
+Four are rewritten from their source:
 
-Paper           Attention Is All You Need (arXiv:1706.03762), section 3.2.2. It has no biases,
-and says of masks only that what is hidden is set to minus infinity.
+Paper           Attention Is All You Need (arXiv:1706.03762), section 3.2.2. The paper has
+no biases, and sets hidden scores to minus infinity.
 Tensor2Tensor   the paper's original code: tensorflow/tensor2tensor (Apache-2.0),
 tensor2tensor/layers/common_attention.py, multihead_attention.
 Annotated       the Annotated Transformer: harvardnlp/annotated-transformer (MIT),
@@ -11,7 +11,7 @@ MultiHeadedAttention.
 EinopsPage      einops' page of PyTorch examples: arogozhnikov/einops (MIT),
 docs/pytorch-examples.html, "Transformer's attention needs more attention".
 
-The others run as they are installed.
+The others run from their installed packages.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from headwise.masks.mask import Mask
 from headwise.study.implementation import Implementation, SharedWeights
 from headwise.support.optional_imports import require
 
-PURPOSE = "whose attention is compared with"  # of a package, where it is missing
+PURPOSE = "whose attention is compared with"  # follows a package's name in an error
 HIDDEN = -1e9
-GPT2_LAYERS = 12  # its output projections start narrower the more there are
+GPT2_LAYERS = 12  # the initial std of its output projections falls with this number
 
 
-# ---- written anew ------------------------------------------------------------------------------
+# ---- rewritten ------------------------------------------------------------------------------
 
 
 class Paper(Implementation):
-    """A head's own are ``wq[h]``, ``wk[h]``, ``wv[h]``; ``wo`` takes all heads, side by side."""
+    """The paper's form: head h has ``wq[h]``, ``wk[h]``, ``wv[h]``; ``wo`` takes all heads."""
 
     name = "the paper's form"
     biased = False
@@ -54,14 +54,14 @@ class Paper(Implementation):
         )
         self.wo = nn.Parameter(torch.zeros(heads * width, self.embed_dim))
 
-    def held(self) -> SharedWeights:
-        """See `Implementation.held`."""
+    def stored_weights(self) -> SharedWeights:
+        """See `Implementation.stored_weights`."""
         return SharedWeights.of(
             (*(w.flatten(0, 1) for w in (self.wq, self.wk, self.wv)), self.wo.mT)
         )
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
-        """Concat(head_1, ..., head_h) W^O."""
+        """Compute Concat(head_1, ..., head_h) W^O."""
         heads = []
         for wq, wk, wv in zip(self.wq, self.wk, self.wv, strict=True):
             scores = (x @ wq.mT) @ (x @ wk.mT).mT / math.sqrt(self.head_dim)
@@ -71,9 +71,9 @@ class Paper(Implementation):
 
 
 class Tensor2Tensor(Implementation):
-    """The queries are scaled, not the scores; a mask is a large negative number that is added.
+    """tensor2tensor's attention: scaled queries, and a mask that is added to the scores.
 
-    Its models draw each kernel uniformly, with variance 1 / fan_avg. TensorFlow's kernels are
+    tensor2tensor draws each kernel uniformly, with variance 1 / fan_avg. TensorFlow's kernels are
     (in, out), the transpose of torch's.
     """
 
@@ -88,8 +88,8 @@ class Tensor2Tensor(Implementation):
             for _ in range(4)
         )
 
-    def held(self) -> SharedWeights:
-        """See `Implementation.held`."""
+    def stored_weights(self) -> SharedWeights:
+        """See `Implementation.stored_weights`."""
         return SharedWeights(self.q.mT, self.k.mT, self.v.mT, self.output_transform.mT)
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
@@ -99,7 +99,7 @@ class Tensor2Tensor(Implementation):
         return combined @ self.output_transform
 
     def attention_weights(self, x: Tensor, mask: Any = None) -> Tensor:
-        """What it stores in ``save_weights_to``, before they are dropped out."""
+        """Return the weights before dropout, as tensor2tensor's ``save_weights_to`` stores them."""
         q, k = (self._split_heads(x @ kernel) for kernel in (self.q, self.k))
         logits = (q * self.head_dim**-0.5) @ k.mT
         scores: Tensor = logits if mask is None else logits + mask[:, None].to(x.dtype)
@@ -111,9 +111,9 @@ class Tensor2Tensor(Implementation):
 
 
 class Annotated(Implementation):
-    """Hidden scores become a large negative number; the weights are dropped out and kept.
+    """The Annotated Transformer's attention: hidden scores become a large negative number.
 
-    Its four linear layers are copies of one; its model draws them anew.
+    The four linear layers start as copies of one layer; the model around them draws new weights.
     """
 
     name = "Annotated Transformer"
@@ -121,17 +121,17 @@ class Annotated(Implementation):
 
     def build(self) -> None:
         """See `Implementation.build`."""
-        one = nn.Linear(self.embed_dim, self.embed_dim)
-        self.linears: Any = nn.ModuleList(copy.deepcopy(one) for _ in range(4))
+        linear = nn.Linear(self.embed_dim, self.embed_dim)
+        self.linears: Any = nn.ModuleList(copy.deepcopy(linear) for _ in range(4))
         self.dropout = nn.Dropout(self.p)
 
-    def start(self) -> None:
-        """Xavier uniform for everything that has more than one axis."""
+    def initialize(self) -> None:
+        """Draw every matrix from Xavier's uniform distribution, as the model does."""
         for linear in self.linears:
             nn.init.xavier_uniform_(linear.weight)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
-        """The weights stay behind as ``attn``."""
+        """Compute the output, and store the weights after dropout in ``attn``."""
         *projections, last = self.linears
         shape = (self.num_heads, self.head_dim)
         q, k, v = (linear(x).unflatten(-1, shape).transpose(1, 2) for linear in projections)
@@ -142,15 +142,15 @@ class Annotated(Implementation):
         return last((self.attn @ v).transpose(1, 2).flatten(2))
 
     def attention_weights(self, x: Tensor) -> Any:
-        """What the last call left behind."""
+        """Call the layer and return ``attn``."""
         self(x)
         return self.attn
 
 
 class EinopsPage(Implementation):
-    """Heads come first, products are einsum, True in a mask hides; residual and norm are inside.
+    """The example of einops' page: heads are the first axis, True in a mask hides the key.
 
-    The names of its parameters are the page's.
+    The block includes its residual and norm. Parameter names are those of the page.
     """
 
     name = "einops' example"
@@ -169,15 +169,15 @@ class EinopsPage(Implementation):
         self.dropout, self.layer_norm = nn.Dropout(self.p), nn.LayerNorm(self.embed_dim)
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
-        """Dropped out, before the residual."""
+        """Compute the attention with dropout, before the residual."""
         return self._attend(x, mask)[0]
 
     def block(self, x: Tensor) -> Any:
-        """The norm of the input and what is attended to."""
+        """Compute the norm of the input plus the attention."""
         return self.layer_norm(self(x) + x)
 
     def attention_weights(self, x: Tensor) -> Tensor:
-        """Its second result."""
+        """Return the second result of the example."""
         return self._attend(x, None)[1]
 
     def _attend(self, x: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
@@ -195,15 +195,15 @@ class EinopsPage(Implementation):
         return self.dropout(self.fc(joined)), weights
 
 
-# ---- as they are installed ---------------------------------------------------------------------
+# ---- from installed packages ---------------------------------------------------------------------
 
 
 class TorchLayer(Implementation):
-    """torch.nn.MultiheadAttention, called as it is by default: the weights are asked for.
+    """torch.nn.MultiheadAttention, called with its default ``need_weights=True``.
 
     Attributes:
-        layer: the class that computes; another of the same signature may take its place.
-        need_weights: torch computes in another way where they are not needed.
+        layer: the class that computes; `DropIn` replaces it.
+        need_weights: passed to the layer, because torch has another path for False.
     """
 
     name = "PyTorch's layer"
@@ -215,23 +215,23 @@ class TorchLayer(Implementation):
         """See `Implementation.build`."""
         return self.layer(self.embed_dim, self.num_heads, dropout=self.p, batch_first=True)
 
-    def held(self) -> SharedWeights:
-        """See `Implementation.held`."""
+    def stored_weights(self) -> SharedWeights:
+        """See `Implementation.stored_weights`."""
         inner, out = self.inner, self.inner.out_proj
         return SharedWeights.packed(inner.in_proj_weight, inner.in_proj_bias, out.weight, out.bias)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
-        """A mask for each sequence is one for each of its heads there."""
+        """Repeat the mask of each sequence for every head, and call the layer."""
         mask = None if mask is None else mask.repeat_interleave(self.num_heads, dim=0)
         return self.inner(x, x, x, attn_mask=mask, need_weights=self.need_weights)[0]
 
     def attention_weights(self, x: Tensor) -> Any:
-        """As its default gives them."""
+        """Return the weights that the layer returns by default."""
         return self.inner(x, x, x)[1]
 
 
 class XTransformers(Implementation):
-    """x-transformers' Attention, with its defaults but for the sizes."""
+    """x-transformers' Attention with default options."""
 
     name = "x-transformers"
     biased = False
@@ -243,16 +243,16 @@ class XTransformers(Implementation):
         return layer(self.embed_dim, heads=self.num_heads, dim_head=self.head_dim, dropout=self.p)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
-        """Its ``attn_mask`` may have one for each sequence and head."""
+        """Pass the mask as ``attn_mask`` with an axis for heads."""
         return self.inner(x, attn_mask=None if mask is None else mask[:, None])
 
     def attention_weights(self, x: Tensor) -> Any:
-        """Among what it keeps when it is told to."""
+        """Return the weights among the layer's intermediate results."""
         return self.inner(x, return_intermediates=True)[1].post_softmax_attn
 
 
 class OfTransformers(Implementation):
-    """The first layer of a model, so that its weights start as a model's do.
+    """The first attention layer of a transformers model, with the model's initial weights.
 
     Args:
         implementation: transformers' ``attn_implementation``, the kernel.
@@ -262,8 +262,8 @@ class OfTransformers(Implementation):
         self.implementation = implementation
         super().__init__(*sizes, **options)
 
-    def spell(self, may_attend: Tensor) -> Any:
-        """What transformers hands to its layers, by its own function."""
+    def convert_mask(self, may_attend: Tensor) -> Any:
+        """Make the mask with the function of transformers."""
         masks = require("transformers.masking_utils", purpose=PURPOSE)
         batch, queries, keys = may_attend.shape
         return masks.ALL_MASK_ATTENTION_FUNCTIONS[self.implementation](
@@ -272,16 +272,16 @@ class OfTransformers(Implementation):
             kv_length=keys,
             mask_function=lambda sequence, _head, query, key: may_attend[sequence, query, key],
             allow_is_causal_skip=False,
-            dtype=self.held().q.dtype,
+            dtype=self.stored_weights().q.dtype,
         )[:, 0]
 
     def attention_weights(self, x: Tensor) -> Any:
-        """The second result."""
+        """Return the second result of the layer."""
         return self.inner(x)[1]
 
 
 class Bert(OfTransformers):
-    """BertSelfAttention and BertSelfOutput: separate projections; residual and norm are inside."""
+    """BertSelfAttention and BertSelfOutput, which include the residual and norm."""
 
     name = "BERT"
     projections = ("inner.self.query", "inner.self.key", "inner.self.value", "inner.output.dense")
@@ -303,19 +303,19 @@ class Bert(OfTransformers):
         return bert.BertModel(config, add_pooling_layer=False).encoder.layer[0].attention
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
-        """Through the output projection and its dropout, before the residual."""
+        """Compute the attention through the output dropout, before the residual."""
         heads = self.inner.self(x, attention_mask=None if mask is None else mask[:, None])[0]
         return self.inner.output.dropout(self.inner.output.dense(heads))
 
     def block(self, x: Tensor) -> Any:
-        """The norm of the input and what is attended to."""
+        """Compute the norm of the input plus the attention."""
         return self.inner(x)[0]
 
 
 class GPT2(OfTransformers):
-    """GPT2Attention alone: a causal mask is made by the model around it.
+    """GPT2Attention: one fused projection, with transposed matrices.
 
-    One fused projection; its matrices are stored transposed.
+    GPT-2's model makes the causal mask, so the layer alone has none in eager mode.
     """
 
     name = "GPT-2"
@@ -338,13 +338,13 @@ class GPT2(OfTransformers):
         )
         return gpt2.GPT2Model(config).h[0].attn
 
-    def held(self) -> SharedWeights:
-        """Conv1D stores (in, out): the transpose of a linear layer."""
+    def stored_weights(self) -> SharedWeights:
+        """Return the transposed matrices, since Conv1D stores (in, out)."""
         fused, out = self.inner.c_attn, self.inner.c_proj
         return SharedWeights.packed(fused.weight.mT, fused.bias, out.weight.mT, out.bias)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
-        """The projections, the attention between them, and the output's dropout."""
+        """Call the layer, which includes the output dropout."""
         return self.inner(x, attention_mask=None if mask is None else mask[:, None])[0]
 
 
@@ -366,20 +366,20 @@ class Native(Implementation):
         return Attention(self.embed_dim, self.num_heads, dropout=self.p)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
-        """Takes a `Mask`, and refuses a bare tensor."""
+        """Call the layer with a `Mask`; the layer rejects a tensor."""
         return self.inner(x, mask=mask)
 
-    def spell(self, may_attend: Tensor) -> Mask:
-        """Polarity and axes by name."""
+    def convert_mask(self, may_attend: Tensor) -> Mask:
+        """Return a `Mask` with named axes."""
         return Mask.may_attend(may_attend, axes="batch queries keys")
 
     def attention_weights(self, x: Tensor) -> Tensor:
-        """Written down on demand."""
+        """Return the dense weights of the attention matrix."""
         result: Tensor = self.inner.matrix(x).dense()
         return result
 
 
-# In the order in which they appeared.
+# In order of publication.
 PEERS: Mapping[str, type[Implementation]] = {
     "paper": Paper,
     "tensor2tensor": Tensor2Tensor,
@@ -391,4 +391,4 @@ PEERS: Mapping[str, type[Implementation]] = {
     "x_transformers": XTransformers,
 }
 IMPLEMENTATIONS: Mapping[str, type[Implementation]] = {**PEERS, "drop_in": DropIn, "native": Native}
-WRITTEN_ANEW = (Paper, Tensor2Tensor, Annotated, EinopsPage)
+REWRITTEN = (Paper, Tensor2Tensor, Annotated, EinopsPage)

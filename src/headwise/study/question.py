@@ -1,7 +1,7 @@
-"""A question about heads, as data: what is measured, what must hold, what is then said and drawn.
+"""Questions about attention heads as data: measurement, facts to check, answer text and picture.
 
-Everything that is shown is made from the numbers alone, so that every number that is shown is in
-the JSON, and an answer can be drawn again from it.
+Text and pictures are made from the measured numbers alone. Every number they show is therefore in
+the JSON, and an answer can be written and drawn again from the JSON.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ SIGNIFICANT = 6  # digits: more is noise, and would triple the JSON
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that must be so for the claim to stand.
+    """A statement that must be true of the numbers for the claim to hold.
 
     Attributes:
-        says: the fact in a sentence, as a template over the numbers.
-        holds: whether the numbers bear it out.
+        sentence: the fact in a sentence, as a template over the numbers.
+        holds: True if the numbers confirm the fact.
     """
 
-    says: str
+    sentence: str
     holds: Callable[[Numbers], bool]
 
 
 @dataclass(frozen=True)
 class FactTable:
-    """Rows of templates over the numbers, under columns with names."""
+    """A table whose cells are templates over the numbers."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -47,22 +47,21 @@ class FactTable:
 
 @dataclass(frozen=True)
 class Question:
-    """What people ask, and the experiment that answers it.
+    """A question that people ask, and the experiment that answers it.
 
     Attributes:
-        id: the name on the command line and in the JSON: that of its file, with hyphens.
-        asks: the question, in the words of those who ask it.
-        claim: what the experiment should bear out.
-        measure: does the experiment. It may use the global random numbers: they are seeded before
-            and put back after.
-        facts: what must hold of the numbers.
-        verdict: the answer in one sentence, a template over the numbers; said if all facts hold.
-        why: the reason, in few sentences; a template.
-        caption: how to read the picture, for those who see it and those who do not; a template.
+        id: the name on the command line and in the JSON: the file's name, with hyphens.
+        asks: the question, in the words of the people who ask it.
+        claim: the statement that the experiment tests.
+        measure: runs the experiment. It may use torch's global random numbers: `answer_question`
+            seeds them before the call and restores them afterwards.
+        facts: the statements that the numbers must confirm.
+        verdict: the answer, as a template over the numbers; shown if all facts hold.
+        why: the reason in a few sentences, as a template.
+        caption: how to read the picture, as a template; also its text for screen readers.
         draw: draws the picture from the numbers.
         table: the figures beside the picture.
-        varies: keys of numbers that another machine need not repeat: times, and what hangs on the
-            order of roundings.
+        varies: keys of numbers that differ between machines: times and rounding errors.
     """
 
     id: str
@@ -80,49 +79,49 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """A question and what was measured."""
+    """A question and its measured numbers."""
 
     question: Question
     numbers: Numbers
 
     @property
     def facts(self) -> tuple[tuple[bool, str], ...]:
-        """Whether each fact holds, and the fact with its numbers."""
-        return tuple((f.holds(self.numbers), self.say(f.says)) for f in self.question.facts)
+        """For each fact, True if it holds, and its sentence with the numbers."""
+        return tuple((f.holds(self.numbers), self.fill(f.sentence)) for f in self.question.facts)
 
     @property
     def holds(self) -> bool:
-        """Whether every fact holds, and so the claim."""
-        return all(held for held, _ in self.facts)
+        """True if every fact, and so the claim, holds."""
+        return all(holds for holds, _ in self.facts)
 
     @property
     def verdict(self) -> str:
-        """The answer; where a fact does not hold, which."""
+        """The answer; if a fact does not hold, the list of facts that failed."""
         if self.holds:
-            return self.say(self.question.verdict)
-        failed = "; ".join(words for held, words in self.facts if not held)
-        return f"The claim is not borne out. These do not hold: {failed}."
+            return self.fill(self.question.verdict)
+        failed = "; ".join(sentence for holds, sentence in self.facts if not holds)
+        return f"The experiment did not confirm the claim. These facts do not hold: {failed}."
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The rows of the table, filled; none where there is no table."""
+        """The rows of the table with their numbers; empty if there is no table."""
         table = self.question.table
-        return tuple(tuple(map(self.say, row)) for row in table.rows) if table else ()
+        return tuple(tuple(map(self.fill, row)) for row in table.rows) if table else ()
 
     @property
-    def are_figures(self) -> tuple[bool, ...]:
-        """Whether a column of the table holds figures, to be set flush right, or words."""
+    def numeric_columns(self) -> tuple[bool, ...]:
+        """For each column of the table, True if it holds figures and is aligned right."""
         return tuple(
             count > 0 and all(_FIGURE.match(cell) for cell in column)
             for count, column in enumerate(zip(*self.rows, strict=True))
         )
 
-    def say(self, template: str) -> str:
-        """A template with this answer's numbers."""
-        return say(template, self.numbers)
+    def fill(self, template: str) -> str:
+        """Fill a template with this answer's numbers."""
+        return fill_template(template, self.numbers)
 
     def as_json(self) -> dict[str, Any]:
-        """The record of the command line's ``--json``."""
+        """Return the answer as plain dicts, lists, strings and numbers, for ``--json``."""
         return {
             "id": self.question.id,
             "claim": self.question.claim,
@@ -133,11 +132,11 @@ class Answer:
 
 
 def as_numbers(value: Any) -> Any:
-    """Plain values, with floats to six significant digits.
+    """Convert measured values to JSON's types, with floats to six significant digits.
 
     Raises:
-        TypeError: a value that JSON does not have, a tensor for instance.
-        ValueError: a number that is not finite.
+        TypeError: JSON has no such value (a tensor, for instance).
+        ValueError: a number is not finite.
     """
     match value:
         case bool() | int() | str():
@@ -156,18 +155,17 @@ def as_numbers(value: Any) -> Any:
 # ---- sentences with measured numbers in them ----------------------------------------------------
 
 
-def say(template: str, numbers: Mapping[str, Any]) -> str:
-    """Fill ``{key}``, ``{key[inner]}`` and ``{key[0]}`` from the numbers.
+def fill_template(template: str, numbers: Mapping[str, Any]) -> str:
+    """Replace ``{key}``, ``{key[inner]}`` and ``{key[0]}`` by the numbers.
 
-    After a colon stands how it is written: what Python's ``format`` knows, or ``sci``
-    (1.9 × 10⁻⁶), ``percent`` (34 %, and 0.12 % of what is small), ``shape`` ((2, 12, 256)),
-    ``list`` (1, 2, 4) or ``yesno``.
+    The format after a colon is one of Python's, or ``sci`` (1.9 × 10⁻⁶), ``percent`` (34 %; 0.12 %
+    below 1 %), ``shape`` ((2, 12, 256)), ``list`` (1, 2, 4) or ``yesno``.
     """
     return _Template().vformat(template, (), numbers)
 
 
 def scientific(value: float) -> str:
-    """``1.9 × 10⁻⁶`` in one piece, without a line break; plainly 0 where it is 0."""
+    """Return ``1.9 × 10⁻⁶`` with no-break spaces, or ``0`` for 0."""
     if value == 0:
         return "0"
     mantissa, exponent = f"{value:.1e}".split("e")
@@ -175,7 +173,7 @@ def scientific(value: float) -> str:
 
 
 class _Template(string.Formatter):
-    def get_field(  # Python's own reads [8] as an index, and a dict of JSON has the key "8"
+    def get_field(  # string.Formatter takes [8] as an index; a dict from JSON has the key "8"
         self,
         field_name: str,
         args: Any,  # noqa: ARG002

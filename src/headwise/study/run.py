@@ -1,4 +1,4 @@
-"""The study: every question asked, one after the other."""
+"""Study runs: the experiments of all questions, or of some, in order."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ IDS = (
     "quantised",
     "axis-order",
 )
-WHOLE = 100  # what one question counts on the progress bar
+STEPS_PER_QUESTION = 100  # on the progress bar
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A question that could not be asked here, why, and what to do."""
+    """A question that cannot run here, with the reason and the remedy."""
 
     id: str
     asks: str
@@ -47,9 +47,9 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Study:
-    """The answers, what was left out, and where this was measured.
+    """The answers, the questions left out, and the machine and versions of the measurement.
 
-    ``fallback`` is None where the trained encoder was read, or none was needed.
+    ``fallback`` is None if the trained encoder ran, or if no question needed an encoder.
     """
 
     answers: tuple[Answer, ...]
@@ -58,7 +58,7 @@ class Study:
     fallback: Fallback | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers; its keys are stable."""
+        """Return plain dicts, lists, strings and numbers, with stable keys."""
         return {
             "questions": [answer.as_json() for answer in self.answers],
             "left_out": [asdict(left) for left in self.left_out],
@@ -67,16 +67,16 @@ class Study:
         }
 
 
-def load(question: str) -> Question:
-    """The question of an id, from its file."""
+def load_question(question: str) -> Question:
+    """Load the question with an id from its file."""
     module = importlib.import_module(f"headwise.study.questions.{question.replace('-', '_')}")
-    found = module.QUESTION
-    assert isinstance(found, Question)
-    return found
+    loaded = module.QUESTION
+    assert isinstance(loaded, Question)
+    return loaded
 
 
-def chosen(ids: Sequence[str] = ()) -> tuple[str, ...]:
-    """The ids in the order of the catalogue, each once; all of them if none is named.
+def select_ids(ids: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the ids in the order of the catalogue, each once; all if ``ids`` is empty.
 
     Raises:
         OptionError: an id is not in the catalogue.
@@ -86,52 +86,56 @@ def chosen(ids: Sequence[str] = ()) -> tuple[str, ...]:
         raise OptionError(
             saw=f"the question {unknown[0]!r}",
             needed=f"one of {', '.join(IDS)}",
-            do="headwise study --list says what each of them asks",
+            do="run headwise study --list to see every question",
         )
     return tuple(name for name in IDS if not ids or name in ids)
 
 
-def study(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> Study:
-    """Ask the questions of these ids, or all.
+def run_study(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> Study:
+    """Answer the questions with these ids, or all.
 
     Args:
         ids: questions of the catalogue.
-        progress: told (what is going on, steps done, steps in all).
+        progress: called with (the stage, steps done, steps in all).
 
     Raises:
         OptionError: an id is not in the catalogue.
-        MissingExtraError: a question that was named needs a package that is not installed. Where
-            none is named, such a question is left out.
+        MissingExtraError: a question in ``ids`` needs a package that is not installed. With no
+            ``ids``, such a question is left out.
     """
-    names = chosen(ids)
+    names = select_ids(ids)
     answers, left_out = [], []
     for count, name in enumerate(names):
 
         def part(stage: str, done: int, total: int, *, count: int = count) -> None:
-            progress(stage, WHOLE * count + WHOLE * done // total, WHOLE * len(names))
+            progress(
+                stage,
+                STEPS_PER_QUESTION * count + STEPS_PER_QUESTION * done // total,
+                STEPS_PER_QUESTION * len(names),
+            )
 
         part(name, 0, 1)
-        question = load(name)
+        question = load_question(name)
         try:
-            answers.append(ask(question, progress=part))
+            answers.append(answer_question(question, progress=part))
         except MissingExtraError as missing:
             if ids:
                 raise
             left_out.append(LeftOut(name, question.asks, missing.saw, missing.do))
-    progress("done", WHOLE * len(names), WHOLE * len(names))
-    return Study(tuple(answers), tuple(left_out), setting(), trained_encoder.fallback())
+    progress("done", STEPS_PER_QUESTION * len(names), STEPS_PER_QUESTION * len(names))
+    return Study(tuple(answers), tuple(left_out), describe_setting(), trained_encoder.fallback())
 
 
-def ask(question: Question, *, progress: Progress = no_progress) -> Answer:
-    """Measure, with random numbers that are the same every time and nobody else's."""
+def answer_question(question: Question, *, progress: Progress = no_progress) -> Answer:
+    """Run the experiment from seed 0, and restore torch's random state afterwards."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
         return Answer(question, as_numbers(question.measure(progress)))
 
 
-def setting() -> dict[str, str | int]:
-    """What times and roundings depend on."""
+def describe_setting() -> dict[str, str | int]:
+    """Return the versions and the machine, which times and roundings depend on."""
     return {
         "headwise": metadata.version("headwise"),
         "torch": metadata.version("torch"),

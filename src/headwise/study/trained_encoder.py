@@ -1,4 +1,4 @@
-"""The encoder that the studies look at, and what it read."""
+"""Trained encoder of the study, and its recorded run over the demo text."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from headwise.support.progress import Progress, no_progress
 
 @dataclass(frozen=True)
 class Fallback:
-    """Why the trained encoder could not be had, and the command that gets it."""
+    """The reason why the trained encoder is missing, and the command that installs it."""
 
     reason: str
     remedy: str
 
 
-def trained(progress: Progress = no_progress) -> RecordedRun:
-    """Read the text with all-MiniLM-L6-v2.
+def run_minilm(progress: Progress = no_progress) -> RecordedRun:
+    """Run all-MiniLM-L6-v2 over the demo text.
 
     Raises:
-        MissingExtraError: as `headwise.bundled_models.minilm.read`.
+        MissingExtraError: as `headwise.bundled_models.minilm.record_run`.
     """
     whole, first = " ".join(demo_text.paragraphs()), demo_text.paragraphs()[0]
-    return minilm.read(whole, first, progress=progress)
+    return minilm.record_run(whole, first, progress=progress)
 
 
-_once: list[tuple[RecordedRun, Fallback | None]] = []
+_cache: list[tuple[RecordedRun, Fallback | None]] = []
 
 
-def reading(progress: Progress = no_progress) -> RecordedRun:
-    """What all-MiniLM-L6-v2 read, or a small encoder trained on the spot; it is read once."""
-    if not _once:
+def encoder_run(progress: Progress = no_progress) -> RecordedRun:
+    """Return the cached run of all-MiniLM-L6-v2, or of a small encoder trained now."""
+    if not _cache:
         try:
-            _once.append((trained(progress), None))
+            _cache.append((run_minilm(progress), None))
         except MissingExtraError as missing:
             whole = " ".join(demo_text.paragraphs())
-            small_one = small_encoder.read(whole, attention=MultiheadAttention, progress=progress)
-            _once.append((small_one, Fallback(missing.saw, missing.do)))
-    return _once[0][0]
+            small = small_encoder.record_run(whole, attention=MultiheadAttention, progress=progress)
+            _cache.append((small, Fallback(missing.saw, missing.do)))
+    return _cache[0][0]
 
 
 def fallback() -> Fallback | None:
-    """Why `reading` is not that of the trained encoder; None where it is, or nothing was read."""
-    return _once[0][1] if _once else None
+    """Return the reason why `encoder_run` used the small encoder, or None if it did not."""
+    return _cache[0][1] if _cache else None

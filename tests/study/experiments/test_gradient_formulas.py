@@ -8,7 +8,11 @@ from torch import Tensor
 
 from headwise import reference
 from headwise.masks.mask import Mask
-from headwise.study.experiments.gradient_formulas import Pass, rounding_bounds, weight_gradients
+from headwise.study.experiments.gradient_formulas import (
+    ForwardPass,
+    rounding_bounds,
+    weight_gradients,
+)
 
 BATCH, HEADS, QUERIES, KEYS = 3, 5, 11, 13
 EMBED, SOURCE, OUT, HEAD_DIM, VALUE_DIM = 10, 9, 8, 4, 6
@@ -31,7 +35,7 @@ def made(
     *,
     mask: Mask | None = None,
     scale: float | None = None,
-) -> Pass:
+) -> ForwardPass:
     torch.manual_seed(2)
     dtype = w["wq"].dtype
     x = torch.randn(BATCH, QUERIES, EMBED, dtype=dtype)
@@ -41,17 +45,17 @@ def made(
         for tokens, name in ((x, "wq"), (source, "wk"), (source, "wv"))
     )
     upstream = torch.randn(BATCH, QUERIES, OUT, dtype=dtype)
-    return Pass(x, source, q, k, v, w["wo"], upstream, mask, scale)
+    return ForwardPass(x, source, q, k, v, w["wo"], upstream, mask, scale)
 
 
-def by_autograd(**options: object) -> tuple[tuple[Tensor, ...], Pass]:
+def by_autograd(**options: object) -> tuple[tuple[Tensor, ...], ForwardPass]:
     w = {name: value.requires_grad_() for name, value in weights().items()}
     forward = made(w, **options)  # type: ignore[arg-type]
     heads = reference.head_outputs(*forward[2:5], mask=forward.mask, scale=forward.scale)
     output = torch.einsum("bhqv,hov->bqo", heads, forward.wo)
     found = torch.autograd.grad(output, list(w.values()), forward.upstream)
     plain = (part.detach() if isinstance(part, Tensor) else part for part in forward)
-    return found, Pass(*plain)  # type: ignore[arg-type]
+    return found, ForwardPass(*plain)  # type: ignore[arg-type]
 
 
 OPTIONS = [
@@ -86,7 +90,7 @@ def test_the_bounds_see_a_small_mistake(name: str) -> None:
 
 def test_bounds_hold_in_float32() -> None:
     narrow = made(weights(torch.float32), mask=Mask.window(left=3, right=1, align="top-left"))
-    wide = Pass(*(p.double() if isinstance(p, Tensor) else p for p in narrow))  # type: ignore[arg-type]
+    wide = ForwardPass(*(p.double() if isinstance(p, Tensor) else p for p in narrow))  # type: ignore[arg-type]
     exact, plain = weight_gradients(wide), weight_gradients(narrow)
     for ours, theirs, bound in zip(plain, exact, rounding_bounds(narrow), strict=True):
         assert torch.all((ours - theirs).abs() <= bound)
@@ -110,7 +114,7 @@ def test_two_keys_by_hand() -> None:
     """One head, one query, all widths 1: p = 1 / (1 + exp(k1 - k0)), dS = p (1 - p) G (v0 - v1)."""
     one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     k, v = (torch.tensor([a, b]).double().view(1, 1, 2, 1) for a, b in ((0.3, -0.4), (2.0, 0.5)))
-    forward = Pass(
+    forward = ForwardPass(
         torch.full((1, 1, 1), 3.0).double(), k[:, 0], one, k, v, one[0], 5 * one[0], scale=1.0
     )
     p = 1 / (1 + torch.exp(torch.tensor(-0.7).double()))

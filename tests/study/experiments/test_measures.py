@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.study.experiments.measures import times_of
+from headwise.study.experiments.measures import relative_times
 
 
 def test_all_run_in_every_round_forwards_and_backwards() -> None:
     order: list[str] = []
     works = {name: lambda name=name: order.append(name) for name in "abc"}
-    found = times_of(works, against="b", rounds=3)
+    found = relative_times(works, against="b", rounds=3)
     assert "".join(order) == "abc" + "abc" + "cba" + "abc"  # the first is the warm-up
     assert found.keys() == works.keys()
     assert found["b"] == 1
@@ -26,6 +26,6 @@ def test_one_thread_and_then_as_before() -> None:
         raise RuntimeError("no more")
 
     with pytest.raises(RuntimeError, match="no more"):
-        times_of({"a": fail}, against="a", rounds=1)
+        relative_times({"a": fail}, against="a", rounds=1)
     assert seen == [1]
     assert torch.get_num_threads() == before

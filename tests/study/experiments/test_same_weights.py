@@ -19,24 +19,24 @@ def test_the_layers_with_the_models_weights_are_the_same_function() -> None:
     ]
     assert same.holds
     assert 0 < max(same.shares.values()) <= 1
-    assert same.says.startswith("The same function. In all 1 layers headwise.MultiheadAttention")
-    assert f"headwise.Attention {same.shares['headwise.Attention']:.2f}" in same.says
+    assert same.summary.startswith("The same function. In all 1 layers headwise.MultiheadAttention")
+    assert f"headwise.Attention {same.shares['headwise.Attention']:.2f}" in same.summary
 
 
 def test_a_model_that_computes_with_other_weights_is_not() -> None:
     same = same_function(small_reading(exchanged=True))
     assert not same.holds
     assert same.shares["headwise.Attention"] <= 1 < same.shares["the model's own layers"]
-    assert same.says.startswith("Not the same function.")
+    assert same.summary.startswith("Not the same function.")
 
 
 @pytest.mark.slow
 def test_every_layer_of_the_trained_encoder() -> None:
     try:
-        reading = trained_encoder.trained()
+        reading = trained_encoder.run_minilm()
     except MissingExtraError as missing:
         pytest.skip(str(missing))
     assert 200 <= len(reading.tokens) <= 400
     same = same_function(reading)
     assert (same.model, same.layers) == ("all-MiniLM-L6-v2", 6)
-    assert same.holds, same.says
+    assert same.holds, same.summary

@@ -14,16 +14,16 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.study.question import Answer
 from headwise.study.questions import axis_order
-from headwise.study.run import ask
+from headwise.study.run import answer_question
 
 
 @pytest.fixture(autouse=True)
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(axis_order, "times", lambda kind: {"infer": 1.0, "train": 1.0})
+    monkeypatch.setattr(axis_order, "length_first_times", lambda kind: {"infer": 1.0, "train": 1.0})
 
 
 def asked() -> Answer:
-    return ask(axis_order.QUESTION)
+    return answer_question(axis_order.QUESTION)
 
 
 def assert_fails(answer: Answer, *facts: int) -> None:
@@ -161,9 +161,9 @@ def test_an_outcome_is_what_was_returned_or_what_the_error_asks_for() -> None:
 
     accepted, refused = axis_order.outcome_of(lambda: (1, 2)), axis_order.outcome_of(refuse)
     assert accepted.result == (1, 2)
-    assert accepted.told == {"refused": False, "answer": "accepted"}
+    assert accepted.as_dict == {"refused": False, "answer": "accepted"}
     assert refused.message == "needed: another"
-    assert refused.told == {"refused": True, "answer": "error"}
+    assert refused.as_dict == {"refused": True, "answer": "error"}
 
 
 def test_reach_counts_tokens_of_its_own_sequence_and_of_others() -> None:
@@ -171,4 +171,8 @@ def test_reach_counts_tokens_of_its_own_sequence_and_of_others() -> None:
     found = torch.eye(tokens)
     found[0, 1] = found[0, -1] = found[0, -2] = 0.5
     found[0, axis_order.LENGTH] = 0.5
-    assert axis_order.reach(found) == {"own": [1, 2], "others": [0, 3], "position": [1, 2]}
+    assert axis_order.count_dependencies(found) == {
+        "own": [1, 2],
+        "others": [0, 3],
+        "position": [1, 2],
+    }

@@ -39,7 +39,7 @@ def test_a_layer_with_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_heads_whose_queries_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = Attention._operands
+    operands = Attention._matrix_and_values
 
     def mixed(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
         matrix, v = operands(self, *call)
@@ -47,21 +47,21 @@ def test_heads_whose_queries_know_of_each_other(monkeypatch: pytest.MonkeyPatch)
             matrix.q = matrix.q + 0.01 * matrix.q.roll(1, dims=1)
         return matrix, v
 
-    monkeypatch.setattr(Attention, "_operands", mixed)
+    monkeypatch.setattr(Attention, "_matrix_and_values", mixed)
     found = failed_facts(QUESTION)
     assert any("exactly zero in all other weights" in words for words in found)
 
 
 def test_scores_that_values_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that are a little of the values too, as where both share one projection."""
-    operands = Attention._operands
+    operands = Attention._matrix_and_values
 
     def shared(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
         matrix, v = operands(self, *call)
         matrix.k = matrix.k + 1e-3 * self.v_proj.weight.sum()
         return matrix, v
 
-    monkeypatch.setattr(Attention, "_operands", shared)
+    monkeypatch.setattr(Attention, "_matrix_and_values", shared)
     assert any("exactly zero in all other weights" in words for words in failed_facts(QUESTION))
 
 
@@ -74,13 +74,13 @@ def test_a_text_of_fewer_tokens_than_head_dim(monkeypatch: pytest.MonkeyPatch) -
 
 def test_tokens_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every head reads the mean of equal values: the gradients of values and output agree."""
-    draw, calls = gradients.tokens, iter(range(4))
+    draw, calls = gradients.random_tokens, iter(range(4))
 
     def same() -> Tensor:
         drawn = draw()
         return drawn[:, :1].expand_as(drawn) if next(calls) == 0 else drawn
 
-    monkeypatch.setattr(gradients, "tokens", same)
+    monkeypatch.setattr(gradients, "random_tokens", same)
     assert any("are least alike in wq and wk" in words for words in failed_facts(QUESTION))
 
 
@@ -102,29 +102,34 @@ def test_training_that_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_output_projection_that_starts_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = gradients.start
+    start = gradients.initial_weights
 
     def large() -> dict[str, Tensor]:
         state = start()
         return state | {"out_proj.weight": 3 * state["out_proj.weight"]}
 
-    monkeypatch.setattr(gradients, "start", large)
+    monkeypatch.setattr(gradients, "initial_weights", large)
     (words,) = failed_facts(QUESTION)
     assert words.startswith("in the end wo differs most")
 
 
 def test_whose_rows_are_its_own() -> None:
     two = [[1, 0, 1, 0, 0, 0, 0, 0], [0, 1, 0, 1, 0, 0, 0, 0]]
-    assert gradients.own_rows_alone(two, 2)
-    assert gradients.own_rows_alone([[1, 1, 1, 1, 0, 0, 0, 0]], 2)
-    assert not gradients.own_rows_alone(two[::-1], 2)
-    assert not gradients.own_rows_alone([[1, 1, 1, 0, 0, 0, 0, 0]], 2)
-    assert not gradients.own_rows_alone([[1, 1, 1, 1, 1, 0, 0, 0]], 2)
+    assert gradients.depends_on_own_rows_only(two, 2)
+    assert gradients.depends_on_own_rows_only([[1, 1, 1, 1, 0, 0, 0, 0]], 2)
+    assert not gradients.depends_on_own_rows_only(two[::-1], 2)
+    assert not gradients.depends_on_own_rows_only([[1, 1, 1, 0, 0, 0, 0, 0]], 2)
+    assert not gradients.depends_on_own_rows_only([[1, 1, 1, 1, 1, 0, 0, 0]], 2)
 
 
 def test_the_heads_gradients_in_the_shapes_of_the_layer() -> None:
     torch.manual_seed(0)
-    layer, x, upstream = gradients.layer_of(4, gradients.start()), *(gradients.tokens(),) * 2
-    by_hand = gradients.whole(gradients.weight_gradients(gradients.passed(layer, x, upstream)))
-    for name, weight in gradients.weights_of(layer).items():
+    layer, x, upstream = (
+        gradients.make_layer(4, gradients.initial_weights()),
+        *(gradients.random_tokens(),) * 2,
+    )
+    by_hand = gradients.join_heads(
+        gradients.weight_gradients(gradients.forward_pass(layer, x, upstream))
+    )
+    for name, weight in gradients.projection_weights(layer).items():
         assert by_hand[name].shape == weight.shape

@@ -27,8 +27,8 @@ from headwise.study.implementations import (
     TorchLayer,
     XTransformers,
 )
-from headwise.study.questions.implementations import QUESTION, fills, size
-from headwise.study.run import ask
+from headwise.study.questions.implementations import QUESTION, describe_hidden_scores, short_number
+from headwise.study.run import answer_question
 from tests.study.readings import small_reading
 
 pytest.importorskip("transformers")
@@ -49,12 +49,12 @@ FACTS = {
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = small_reading()
-    monkeypatch.setattr(trained_encoder, "reading", lambda *_: reading)
+    monkeypatch.setattr(trained_encoder, "encoder_run", lambda *_: reading)
 
 
 def failed() -> set[str]:
     """The facts that do not hold, after asking again."""
-    answer = ask(QUESTION)
+    answer = answer_question(QUESTION)
     assert len(answer.facts) == len(FACTS)
     found = {name for name, place in FACTS.items() if not answer.facts[place][0]}
     assert answer.holds == (not found)
@@ -72,7 +72,7 @@ def held_as(
     """A ``held`` that takes the parameters for others."""
 
     def wrap(layer: type[Implementation]) -> Any:
-        right = layer.held
+        right = layer.stored_weights
         return lambda self: change(right(self))
 
     return wrap
@@ -92,7 +92,7 @@ def test_an_implementation_that_is_filled_wrongly(
     change: Callable[[SharedWeights], SharedWeights],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layer, "held", held_as(change)(layer))
+    monkeypatch.setattr(layer, "stored_weights", held_as(change)(layer))
     assert "random" in failed()
 
 
@@ -100,20 +100,20 @@ def test_an_implementation_that_is_filled_wrongly(
 def test_an_implementation_of_another_scale(
     layer: type[Implementation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = layer.fill
+    fill = layer.load_weights
 
     def colder(self: Implementation, given: SharedWeights) -> Implementation:
         scale = self.num_heads**-0.5  # that of one head as wide as all
         biases = given.biases and (scale * given.biases[0], *given.biases[1:])
         return fill(self, replace(given, q=scale * given.q, biases=biases))
 
-    monkeypatch.setattr(layer, "fill", colder)
+    monkeypatch.setattr(layer, "load_weights", colder)
     assert "random" in failed()
 
 
 def test_a_mask_of_the_other_polarity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Annotated, "spell", lambda self, may_attend: ~may_attend)
-    answer = ask(QUESTION)
+    monkeypatch.setattr(Annotated, "convert_mask", lambda self, may_attend: ~may_attend)
+    answer = answer_question(QUESTION)
     assert answer.numbers["largest_share"]["plain"] <= 1
     assert answer.numbers["largest_share"]["masked"] > 1
     assert not answer.facts[0][0]
@@ -125,14 +125,14 @@ def test_biases_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v, out = w.biases
         return replace(w, biases=(q, v, k, out))
 
-    monkeypatch.setattr(Bert, "held", held_as(swapped)(Bert))
+    monkeypatch.setattr(Bert, "stored_weights", held_as(swapped)(Bert))
     assert failed() == {"biased"}
 
 
 def test_an_encoder_that_gave_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = small_reading()
     call = replace(reading.calls[0], output=reading.calls[0].output * (1 + 1e-4))
-    monkeypatch.setattr(trained_encoder, "reading", lambda *_: replace(reading, calls=(call,)))
+    monkeypatch.setattr(trained_encoder, "encoder_run", lambda *_: replace(reading, calls=(call,)))
     assert failed() == {"biased"}
 
 
@@ -152,8 +152,8 @@ def test_weights_that_cannot_be_misread(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         SharedWeights, "random", lambda _, *, biased=False: SharedWeights(one, one, one, one)
     )
-    monkeypatch.setattr(same_weights, "made", lambda **_: {"torch": made("torch")})
-    found = same_weights.of_random_weights()
+    monkeypatch.setattr(same_weights, "make_implementations", lambda **_: {"torch": made("torch")})
+    found = same_weights.compare_random_weights()
     assert found["misread_share"]["transposed"] <= 1
     assert not QUESTION.facts[FACTS["misread"]].holds(found)
 
@@ -173,11 +173,13 @@ def test_a_layer_that_rounds_what_is_wider(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_two_that_are_off_to_either_side() -> None:
-    allowed = same_weights.budget(torch.randn(3, 4, 12), SharedWeights.random(12), num_heads=3)
+    allowed = same_weights.output_budget(
+        torch.randn(3, 4, 12), SharedWeights.random(12), num_heads=3
+    )
     off = {"a": allowed.exact + 0.9 * allowed.allowed, "b": allowed.exact - 0.9 * allowed.allowed}
-    assert same_weights.each_pair_within(allowed, off)
+    assert same_weights.all_pairs_agree(allowed, off)
     off["b"] -= 0.3 * allowed.allowed
-    assert not same_weights.each_pair_within(allowed, off)
+    assert not same_weights.all_pairs_agree(allowed, off)
 
 
 # ---- one convention for all --------------------------------------------------------------------
@@ -185,7 +187,7 @@ def test_two_that_are_off_to_either_side() -> None:
 
 def test_all_read_masks_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def agree(layer: type[Implementation]) -> None:
-        forward, spell = layer.forward, layer.spell
+        forward, spell = layer.forward, layer.convert_mask
         monkeypatch.setattr(
             layer,
             "forward",
@@ -193,7 +195,7 @@ def test_all_read_masks_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None
                 self, x, None if mask is None else spell(self, mask.bool())
             ),
         )
-        monkeypatch.setattr(layer, "spell", lambda self, may_attend: may_attend)
+        monkeypatch.setattr(layer, "convert_mask", lambda self, may_attend: may_attend)
 
     for layer in (*set(IMPLEMENTATIONS.values()) - {DropIn},):
         agree(layer)
@@ -278,7 +280,7 @@ MEAN, WEIGHTS = "mean of all values", "attention weights"
     ],
 )
 def test_what_is_known_of_them_is_found(key: str, expected: tuple[Any, ...]) -> None:
-    found = conventions.conventions(IMPLEMENTATIONS[key])
+    found = conventions.measure_conventions(IMPLEMENTATIONS[key])
     asked = ("boolean", "fill", "empty_row", "dropped", "dropout_modules", "dropout_modules_called")
     said = (found[what] for what in (*asked, "block"))
     plain = (what.replace("\u00a0", " ") if isinstance(what, str) else what for what in said)
@@ -306,25 +308,25 @@ class Odd(Annotated):
 
 
 def test_what_is_odd_is_found() -> None:
-    found = conventions.conventions(Odd)
+    found = conventions.measure_conventions(Odd)
     assert found["block"] == "residual"
     assert found["dropped"] == "nothing"
     assert found["weights"] == "batch, heads, keys, queries"
     assert found["empty_row"] == "something else"
     assert found["boolean"] == ADDS  # the mask is not looked at
     peer = Odd(conventions.EMBED_DIM, conventions.NUM_HEADS)
-    assert conventions.sees_ahead(peer)
+    assert conventions.depends_on_later_token(peer)
 
 
 def test_how_weights_are_initialised() -> None:
-    start = conventions.start(Annotated, embed_dim=96, num_heads=6)
+    start = conventions.initial_output_projection(Annotated, embed_dim=96, num_heads=6)
     assert start == {"out": pytest.approx(96**-0.5, rel=0.02), "copies": True}  # Xavier's
-    start = conventions.start(GPT2, embed_dim=96, num_heads=6)
+    start = conventions.initial_output_projection(GPT2, embed_dim=96, num_heads=6)
     assert start == {"out": pytest.approx(0.02 / 24**0.5, rel=0.02), "copies": False}
 
 
 def test_sizes_are_written_shortly() -> None:
-    assert [size(x) for x in (5.44e-7, 0.09, 0.69, 1.0)] == [
+    assert [short_number(x) for x in (5.44e-7, 0.09, 0.69, 1.0)] == [
         "5.4\u00a0×\u00a010⁻⁷",
         "9.0\u00a0×\u00a010⁻²",
         "0.7",
@@ -334,4 +336,4 @@ def test_sizes_are_written_shortly() -> None:
 
 def test_hidden_scores_are_listed_with_who_uses_them() -> None:
     found = {"annotated": "−∞", "native": "–", "torch": "−1", "bert": "−∞"}
-    assert fills(found) == "−∞ (Annotated Transformer, BERT), −1 (PyTorch's layer)"
+    assert describe_hidden_scores(found) == "−∞ (Annotated Transformer, BERT), −1 (PyTorch's layer)"

@@ -35,38 +35,38 @@ def test_small_sizes_hold() -> None:
 
 
 def test_heads_that_keep_their_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = learning.layer
+    layer = learning.make_layer
 
     def as_wide(num_heads: int, **sizes: int) -> Attention:
         return layer(num_heads, **{"head_dim": 6} | sizes)
 
-    monkeypatch.setattr(learning, "layer", as_wide)
+    monkeypatch.setattr(learning, "make_layer", as_wide)
     assert "the same number of parameters" in failed_facts(QUESTION)[0]
 
 
 def test_both_lookups_are_about_the_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = learning.texts
+    texts = learning.random_texts
 
     def twice(batch: int) -> LabelledTexts:
         given = texts(batch)
         return dataclasses.replace(given, values=given.values[:, :, :1].expand(-1, -1, 2, -1))
 
-    monkeypatch.setattr(learning, "texts", twice)
-    assert "one head did not get below half" in failed_facts(QUESTION)[0]
+    monkeypatch.setattr(learning, "random_texts", twice)
+    assert "one head left at least half" in failed_facts(QUESTION)[0]
 
 
 def test_heads_that_all_attend_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = Attention._operands
+    operands = Attention._matrix_and_values
 
     def alike(self: Attention, *call: Any) -> tuple[AttentionMatrix, Tensor]:
         matrix, v = operands(self, *call)
         first = (x[:, :1].expand_as(x).contiguous() for x in (matrix.q, matrix.k))
         return AttentionMatrix(*first), v
 
-    monkeypatch.setattr(Attention, "_operands", alike)
+    monkeypatch.setattr(Attention, "_matrix_and_values", alike)
     found = " ".join(failed_facts(QUESTION))
-    assert "two heads got below half" in found
-    assert "each of two heads took one lookup" in found
+    assert "two heads left less than half" in found
+    assert "each of two heads learned one lookup" in found
     assert "four and eight heads" in found
     assert "one head did not" not in found
 
@@ -94,20 +94,20 @@ def test_two_heads_that_stay_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(learning, "train", worse)
     (fact,) = failed_facts(QUESTION)
-    assert "left more than two did" in fact
+    assert "median error is larger than with two heads" in fact
 
 
 def test_nothing_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "RATE", 0.0)
     found = " ".join(failed_facts(QUESTION))
-    assert "where there was only one lookup to do" in found
+    assert "in a task with a single lookup" in found
 
 
 # ---- the task --------------------------------------------------------------------------------
 
 
 def test_the_values_are_those_of_the_token_before_and_of_the_named_one() -> None:
-    given = learning.texts(50)
+    given = learning.random_texts(50)
     values, _, names = given.x.split([8, 8, 8], dim=-1)
     assert torch.equal(given.values[:, :, 0], values[:, :-1])
     assert torch.equal(names.argmax(-1), given.named)
@@ -116,16 +116,18 @@ def test_the_values_are_those_of_the_token_before_and_of_the_named_one() -> None
 
 
 def test_telling_nothing_is_an_error_of_the_values() -> None:
-    model, given = learning.layer(2), learning.texts(3)
+    model, given = learning.make_layer(2), learning.random_texts(3)
     nn.init.zeros_(model.out_proj.weight)
     with torch.no_grad():
-        torch.testing.assert_close(learning.errors(model, given), (given.values**2).mean((1, 3)))
+        torch.testing.assert_close(
+            learning.lookup_errors(model, given), (given.values**2).mean((1, 3))
+        )
 
 
 def test_a_head_without_queries_attends_to_all_tokens_alike() -> None:
-    model, given = learning.layer(3), learning.texts(2)
+    model, given = learning.make_layer(3), learning.random_texts(2)
     nn.init.zeros_(model.q_proj.weight)
-    torch.testing.assert_close(learning.attended(model, given), torch.full((2, 3), 1 / 8))
+    torch.testing.assert_close(learning.lookup_weights(model, given), torch.full((2, 3), 1 / 8))
 
 
 def test_one_mean_leaves_what_the_formula_says() -> None:
@@ -143,15 +145,15 @@ def test_one_mean_leaves_what_the_formula_says() -> None:
 
 def test_heads_are_counted_by_what_they_attend_to() -> None:
     look = torch.tensor([[0.9, 0.5, 0.0, 0.2], [0.0, 0.5, 0.6, 0.7]])
-    assert learning.roles(look) == {"before": 1, "named": 2}  # one has as much on both
+    assert learning.count_roles(look) == {"before": 1, "named": 2}  # one has as much on both
     blend = {"more": pytest.approx(2.7 / 4), "less": pytest.approx(0.7 / 4)}
-    assert learning.blend(look) == blend
+    assert learning.mean_weights(look) == blend
 
 
 def test_heads_of_their_own() -> None:
     apart, same = torch.tensor([[0.9, 0.1], [0.2, 0.7]]), torch.tensor([[0.6, 0.1], [0.4, 0.2]])
-    assert learning.own_share([apart]) == {"apart": True, "least": pytest.approx(0.7)}
-    assert learning.own_share([apart, same]) == {"apart": False, "least": pytest.approx(0.4)}
+    assert learning.dedicated_heads([apart]) == {"apart": True, "least": pytest.approx(0.7)}
+    assert learning.dedicated_heads([apart, same]) == {"apart": False, "least": pytest.approx(0.4)}
 
 
 def test_a_curve_is_pooled_over_steps_and_spread_over_seeds(
@@ -159,5 +161,5 @@ def test_a_curve_is_pooled_over_steps_and_spread_over_seeds(
 ) -> None:
     monkeypatch.setattr(learning, "STEPS", 8)
     runs = [[1.0] * 4 + [2.0] * 4, [4.0] * 8, [0.0, 2.0] * 4]
-    found = learning.curves(runs)
+    found = learning.summarize_curves(runs)
     assert found == {"best": [1.0, 1.0], "median": [1.0, 2.0], "worst": [4.0, 4.0]}

@@ -13,7 +13,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.native.attention import Attention
 from headwise.layers.native.einops_block import EinopsAttention
 from headwise.study.questions import must_divide
-from headwise.study.run import ask
+from headwise.study.run import answer_question
 from tests.study.asking import failing
 
 
@@ -30,9 +30,9 @@ def test_a_scale_of_embed_dim_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
             self.reset_parameters()
 
     monkeypatch.setattr(must_divide, "Attention", ByWidth)
-    said = failing(ask(must_divide.QUESTION))
+    said = failing(answer_question(must_divide.QUESTION))
     assert said[0].startswith("6 heads with head_dim 10")
-    assert "so do 2 of 12 other pairs" in said[1]  # 1 * 40 and 4 * 10
+    assert "2 of 12 other pairs" in said[1]  # 1 * 40 and 4 * 10
     assert "source_dim" in said[2]
 
 
@@ -41,16 +41,16 @@ def test_a_wrong_block_of_einops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         return AttentionMatrix(self._heads("q", q, self.w_ks), self._heads("k", k, self.w_qs))
 
     monkeypatch.setattr(EinopsAttention, "matrix", swapped)
-    (said,) = failing(ask(must_divide.QUESTION))
+    (said,) = failing(answer_question(must_divide.QUESTION))
     assert "EinopsAttention" in said
 
 
 def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
-    said = failing(ask(must_divide.QUESTION))
+    said = failing(answer_question(must_divide.QUESTION))
     assert said[0].startswith("6 heads with head_dim 10")
-    assert said[1].startswith("so do 0 of 12 other pairs")
+    assert said[1].startswith("0 of 12 other pairs")
     assert "EinopsAttention" in said[2]
     assert "source_dim" in said[3]
 
@@ -62,7 +62,7 @@ def test_a_torch_that_does_not_divide_is_noticed(monkeypatch: pytest.MonkeyPatch
             super().__init__(embed_dim, heads, **options)
 
     monkeypatch.setattr(nn, "MultiheadAttention", Free)
-    (said,) = failing(ask(must_divide.QUESTION))
+    (said,) = failing(answer_question(must_divide.QUESTION))
     assert "and no other" in said
 
 
@@ -73,14 +73,14 @@ def test_another_count_of_parameters_is_noticed(monkeypatch: pytest.MonkeyPatch)
             self.further = nn.Parameter(torch.zeros(num_heads))
 
     monkeypatch.setattr(must_divide, "Attention", Wide)
-    (said,) = failing(ask(must_divide.QUESTION))
+    (said,) = failing(answer_question(must_divide.QUESTION))
     assert "number of parameters" in said
 
 
 def test_widths_that_follow_the_heads_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(must_divide, "EMBED_DIM", 48)  # 6 divides it
     monkeypatch.setattr(must_divide, "GRID_HEAD_DIMS", (8, 12, 48))
-    (said,) = failing(ask(must_divide.QUESTION))
+    (said,) = failing(answer_question(must_divide.QUESTION))
     assert "(remainder 0)" in said
 
 
@@ -91,5 +91,5 @@ def test_other_inputs_of_torchs_layer_are_noticed(monkeypatch: pytest.MonkeyPatc
 
     forward = nn.MultiheadAttention.forward
     monkeypatch.setattr(nn.MultiheadAttention, "forward", swapped)
-    (said,) = failing(ask(must_divide.QUESTION))
+    (said,) = failing(answer_question(must_divide.QUESTION))
     assert "kdim 29" in said

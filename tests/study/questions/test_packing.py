@@ -17,7 +17,7 @@ from headwise.study.implementation import Implementation, SharedWeights
 from headwise.study.implementations import GPT2, DropIn, Native
 from headwise.study.questions import packing
 from headwise.study.questions.packing import QUESTION, PackingForm
-from headwise.study.run import ask
+from headwise.study.run import answer_question
 from tests.study.asking import failed_facts
 
 pytest.importorskip("transformers")
@@ -39,13 +39,13 @@ def test_small_sizes_hold() -> None:
 def test_a_layer_that_stores_rounded_weights(
     kind: type[Implementation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = kind.fill
+    fill = kind.load_weights
 
     def rounded(self: Implementation, given: SharedWeights) -> Implementation:
         matrices = (matrix.bfloat16().float() for matrix in given.matrices)
         return fill(self, SharedWeights.of(matrices, given.biases or ()))
 
-    monkeypatch.setattr(kind, "fill", rounded)
+    monkeypatch.setattr(kind, "load_weights", rounded)
     found = failed_facts(QUESTION)
     assert "with no bit changed" in found[0]
     assert "in self-attention the outputs" in found[1]
@@ -60,7 +60,7 @@ def test_a_gpt2_that_does_not_transpose(monkeypatch: pytest.MonkeyPatch) -> None
         biases = (*fused.bias.chunk(3), out.bias)
         return SharedWeights(*packed.chunk(3), out.weight.mT, biases)
 
-    monkeypatch.setattr(GPT2, "held", by_rows)
+    monkeypatch.setattr(GPT2, "stored_weights", by_rows)
     kept, output = failed_facts(QUESTION)
     assert "GPT-2's layer" in kept
     assert "in self-attention the outputs" in output
@@ -124,12 +124,12 @@ def test_a_layer_that_asks_which_objects_it_was_given(monkeypatch: pytest.Monkey
 def test_torchs_layer_in_the_place_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison is for: its NaN with one object are seen."""
     monkeypatch.setattr(MultiheadAttention, "forward", nn.MultiheadAttention.forward)
-    answer = ask(QUESTION)
+    answer = answer_question(QUESTION)
     assert answer.numbers["nan"] == answer.numbers["torch_nan"]["one"] > 0
     assert not answer.holds
     assert "one object or as equal copies" in answer.verdict
 
 
 def test_bits_tell_zero_from_minus_zero() -> None:
-    assert packing.same_bits(torch.zeros(2), torch.zeros(2))
-    assert not packing.same_bits(torch.zeros(2), -torch.zeros(2))
+    assert packing.has_same_bits(torch.zeros(2), torch.zeros(2))
+    assert not packing.has_same_bits(torch.zeros(2), -torch.zeros(2))

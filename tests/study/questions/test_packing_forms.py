@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.study.questions.packing import forms
+from headwise.study.questions.packing import packing_forms
 
 HEADS, EMBED, HEAD_DIM = 3, 7, 2
 SMALL = torch.arange(3 * HEADS * EMBED * HEAD_DIM).view(3 * HEADS, EMBED, HEAD_DIM)
@@ -22,13 +22,13 @@ SMALL = torch.arange(3 * HEADS * EMBED * HEAD_DIM).view(3 * HEADS, EMBED, HEAD_D
     ],
 )
 def test_shapes(name: str, shapes: list[tuple[int, ...]]) -> None:
-    assert [tuple(m.shape) for m in forms(HEADS)[name].pack(SMALL)] == shapes
+    assert [tuple(m.shape) for m in packing_forms(HEADS)[name].pack(SMALL)] == shapes
 
 
 def test_where_one_number_goes() -> None:
     """Values of the last head: matrix 2 * 3 + 2; input 5, channel 1."""
     number = SMALL[8, 5, 1]
-    packed = {name: form.pack(SMALL) for name, form in forms(HEADS).items()}
+    packed = {name: form.pack(SMALL) for name, form in packing_forms(HEADS).items()}
     assert packed["per_head"][8][5, 1] == number
     assert packed["separate"][2][2 * 2 + 1, 5] == number
     assert packed["q_kv"][1][6 + 2 * 2 + 1, 5] == number
@@ -36,18 +36,18 @@ def test_where_one_number_goes() -> None:
     assert packed["transposed"][0][5, 12 + 2 * 2 + 1] == number
 
 
-@pytest.mark.parametrize("name", forms(HEADS))
+@pytest.mark.parametrize("name", packing_forms(HEADS))
 def test_the_index_map_says_where(name: str) -> None:
-    form = forms(HEADS)[name]
+    form = packing_forms(HEADS)[name]
     flat = torch.cat([matrix.flatten() for matrix in form.pack(SMALL)])
-    places = form.places(embed_dim=EMBED, head_dim=HEAD_DIM)
+    places = form.index_map(embed_dim=EMBED, head_dim=HEAD_DIM)
     assert torch.equal(flat[places], SMALL)
     assert torch.equal(places.flatten().sort()[0], torch.arange(SMALL.numel()))
 
 
-@pytest.mark.parametrize("name", forms(HEADS))
+@pytest.mark.parametrize("name", packing_forms(HEADS))
 def test_products_are_those_of_the_small_matrices(name: str) -> None:
-    form, small = forms(HEADS)[name], SMALL.double() / 100
+    form, small = packing_forms(HEADS)[name], SMALL.double() / 100
     bias = torch.arange(3 * HEADS * HEAD_DIM).double()
     x, source = (torch.randn(2, length, EMBED, dtype=torch.float64) for length in (4, 4))
     source = x if len(form.sizes) == 1 else source

@@ -62,4 +62,4 @@ def test_a_native_layer_that_forgets_its_options(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(parameters, "Attention", plain)
     first, second = failed_facts(QUESTION)
     assert "and sixteen have 1,050,624" in first
-    assert "have 1,050,624 parameters, those with a kv head each 1,050,624" in second
+    assert "has 1,050,624 parameters; with a kv head for each head it has 1,050,624" in second

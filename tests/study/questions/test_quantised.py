@@ -15,12 +15,12 @@ from headwise.study.experiments.quantised_projections import (
     BFloat16Projection,
     QuantisedRange,
     StaticQuantised,
-    bound,
-    expected,
+    error_bound,
+    expected_error,
 )
 from headwise.study.questions import quantised
 from headwise.study.questions.quantised import QUESTION
-from headwise.study.run import ask
+from headwise.study.run import answer_question
 from tests.study.asking import failed_facts
 
 unheard = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # asking ignores it
@@ -45,7 +45,7 @@ def test_wide_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(weight: Tensor) -> Tensor:
         return torch.quantize_per_tensor(weight.detach(), 1e-3, 0, torch.qint32)
 
-    monkeypatch.setattr(quantised, "quantised_weight", wide)
+    monkeypatch.setattr(quantised, "quantise_weight", wide)
     (fact,) = failed_facts(QUESTION)
     assert "four times as many" in fact
 
@@ -62,9 +62,9 @@ def test_packing_that_changes_the_weights(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_steps_that_are_larger_than_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = quantised_projections.quantised_weight
+    weight = quantised_projections.quantise_weight
     monkeypatch.setattr(
-        quantised_projections, "quantised_weight", lambda given: weight((8 * given).round() / 8)
+        quantised_projections, "quantise_weight", lambda given: weight((8 * given).round() / 8)
     )
     assert "no element of q, k and v has a larger error" in failed_facts(QUESTION)[0]
 
@@ -80,14 +80,14 @@ def test_float32_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * 1.0001)
     (fact,) = failed_facts(QUESTION)
-    assert "leaves the error budget of float32" in fact
+    assert "times the error budget of float32" in fact
 
 
 def test_a_way_that_torch_has_dropped_is_gone_in_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(torch.ao.quantization, "quantize_dynamic")
-    answer = ask(QUESTION)
+    answer = answer_question(QUESTION)
     assert answer.holds
     assert [row[2] for row in answer.rows if row[0] == "whole model"] == ["gone"]
 
@@ -95,7 +95,7 @@ def test_a_way_that_torch_has_dropped_is_gone_in_the_table(
 def test_without_quantised_tensors_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "quantize_per_tensor")
     with pytest.raises(MissingExtraError, match="without quantised linears"):
-        ask(QUESTION)
+        answer_question(QUESTION)
 
 
 @pytest.mark.parametrize("way", ["Linear", "functional", "dynamic"])
@@ -104,16 +104,18 @@ def test_without_quantised_linears_there_is_nothing_to_ask(
 ) -> None:
     monkeypatch.delattr(torch.ao.nn.quantized, way)
     with pytest.raises(MissingExtraError, match="without quantised linears"):
-        ask(QUESTION)
+        answer_question(QUESTION)
 
 
 # ---- steps -----------------------------------------------------------------------------------
 
 
 def test_steps_have_zero_among_them() -> None:
-    assert QuantisedRange.over(torch.tensor([-1.0, 3.0]), levels=4) == QuantisedRange(1.0, 1)
-    assert QuantisedRange.over(torch.tensor([1.0, 2.0]), levels=2) == QuantisedRange(1.0, 0)
-    assert QuantisedRange.over(torch.tensor([-5.0, -1.0]), levels=5) == QuantisedRange(1.0, 5)
+    assert QuantisedRange.from_values(torch.tensor([-1.0, 3.0]), levels=4) == QuantisedRange(1.0, 1)
+    assert QuantisedRange.from_values(torch.tensor([1.0, 2.0]), levels=2) == QuantisedRange(1.0, 0)
+    assert QuantisedRange.from_values(torch.tensor([-5.0, -1.0]), levels=5) == QuantisedRange(
+        1.0, 5
+    )
 
 
 def test_the_bound_of_one_product() -> None:
@@ -124,10 +126,10 @@ def test_the_bound_of_one_product() -> None:
     of_x, of_weight, of_output = 3 / 127, 2 / 254, 2.5 / 255
     without = of_x / 2 * 1.5 + of_weight / 2 * 3 + (2 / 4 + 1 / 2) * of_x * of_weight
     for stores_output, allowed in ((False, without), (True, without + of_output / 2)):
-        found = bound(projection, x, stores_output=stores_output)
+        found = error_bound(projection, x, stores_output=stores_output)
         torch.testing.assert_close(found, torch.tensor([[allowed]]).double())
     squares = of_x**2 * 1.25 + of_weight**2 * 5 + of_output**2
-    assert expected(projection, x, stores_output=True) == pytest.approx((squares / 12) ** 0.5)
+    assert expected_error(projection, x, stores_output=True) == pytest.approx((squares / 12) ** 0.5)
 
 
 @unheard
@@ -152,9 +154,9 @@ def test_a_status_says_what_became_of_it() -> None:
     def leaving() -> None:
         warnings.warn("this is deprecated", FutureWarning, stacklevel=1)
 
-    assert quantised_projections.status_of(missing) == "gone"
-    assert quantised_projections.status_of(leaving) == "works, deprecated"
-    assert quantised_projections.status_of(lambda: None) == "works"
+    assert quantised_projections.support_status(missing) == "gone"
+    assert quantised_projections.support_status(leaving) == "works, deprecated"
+    assert quantised_projections.support_status(lambda: None) == "works"
 
 
 def test_what_torch_says_once_is_heard_again() -> None:
@@ -163,5 +165,7 @@ def test_what_torch_says_once_is_heard_again() -> None:
     def make() -> Tensor:
         return torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
 
-    assert quantised_projections.status_of_once(make) == quantised_projections.status_of_once(make)
+    assert quantised_projections.support_status_always_warning(
+        make
+    ) == quantised_projections.support_status_always_warning(make)
     assert torch.is_warn_always_enabled() == always

@@ -17,7 +17,7 @@ from headwise.study.experiments import measures
 from headwise.study.experiments.measures import Projected
 from headwise.study.question import Answer
 from headwise.study.questions import same_function
-from headwise.study.run import ask
+from headwise.study.run import answer_question
 from tests.study.readings import random_reading
 
 
@@ -25,12 +25,12 @@ from tests.study.readings import random_reading
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few seeds, of which some say equal; an encoder with random weights."""
     reading = random_reading()
-    monkeypatch.setattr(trained_encoder, "reading", lambda *_: reading)
+    monkeypatch.setattr(trained_encoder, "encoder_run", lambda *_: reading)
     monkeypatch.setattr(same_function, "SEEDS", 6)
 
 
 def asked() -> Answer:
-    return ask(same_function.QUESTION)
+    return answer_question(same_function.QUESTION)
 
 
 def assert_fails(answer: Answer, *facts: int) -> None:
@@ -99,7 +99,7 @@ def test_a_softmax_that_always_picks_one_key(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_encoder_with_one_head_has_nothing_to_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     single = replace(random_reading(), num_heads=1)
-    monkeypatch.setattr(trained_encoder, "reading", lambda *_: single)
+    monkeypatch.setattr(trained_encoder, "encoder_run", lambda *_: single)
     assert_fails(asked(), 5)
 
 
@@ -125,15 +125,15 @@ def test_the_heads_are_consecutive_parts(projected: Projected) -> None:
 
 def test_the_merged_scores_are_those_of_the_single_head(projected: Projected) -> None:
     merged = measures.merged_scores(projected.scores(3))
-    measures.budget_of_scores(projected).assert_holds(merged)
+    measures.score_budget(projected).assert_holds(merged)
     with pytest.raises(AssertionError, match="scores"):
-        measures.budget_of_scores(projected).assert_holds(merged * (1 + 1e-4))
+        measures.score_budget(projected).assert_holds(merged * (1 + 1e-4))
 
 
 def test_the_difference_is_a_share_of_the_reference() -> None:
     reference = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
     actual = reference + torch.tensor([[0.0, 5.0], [1.0, 0.0]])
-    assert measures.difference(actual, reference).tolist() == [1.0, 0.5]
+    assert measures.relative_difference(actual, reference).tolist() == [1.0, 0.5]
 
 
 def test_seeds_are_explained_where_they_are_equal_for_the_reason() -> None:
@@ -142,13 +142,13 @@ def test_seeds_are_explained_where_they_are_equal_for_the_reason() -> None:
         "one_key": [True, False, True, True],
         "same_key": [True, True, False, True],
     }
-    counts = same_function.count(found)
+    counts = same_function.count_seeds(found)
     assert counts["unexplained"] == 2
     assert counts["equal"] == 3
 
 
 def test_all_seeds_have_the_output_projection_of_one_more() -> None:
-    (own,) = same_function.samples("own", 1.0)
+    (own,) = same_function.draw_samples("own", 1.0)
     torch.manual_seed(same_function.SEEDS)
     layer = nn.MultiheadAttention(same_function.EMBED_DIM, same_function.HEADS)
     assert torch.equal(own.wo, layer.out_proj.weight.mT)
@@ -157,7 +157,7 @@ def test_all_seeds_have_the_output_projection_of_one_more() -> None:
 def test_an_excess_is_error_over_allowance() -> None:
     exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     budget = Budget("x", torch.float32, exact, torch.full_like(exact, 0.5), ("rows",))
-    assert measures.excess(torch.tensor([1.25, 4.0]), budget).tolist() == [0.5, 4.0]
+    assert measures.budget_ratios(torch.tensor([1.25, 4.0]), budget).tolist() == [0.5, 4.0]
 
 
 def test_a_row_reads_one_key_only_bit_by_bit(projected: Projected) -> None:
@@ -166,8 +166,8 @@ def test_a_row_reads_one_key_only_bit_by_bit(projected: Projected) -> None:
         favourites[..., None], dim=2
     )
     outputs = reference.merge_heads(values.clone())
-    assert measures.reads_one_key(outputs, projected.v, favourites).all()
+    assert measures.copies_favourite_value(outputs, projected.v, favourites).all()
     outputs[1, 2, 11] = outputs[1, 2, 11].nextafter(torch.tensor(math.inf))
-    read = measures.reads_one_key(outputs, projected.v, favourites)
+    read = measures.copies_favourite_value(outputs, projected.v, favourites)
     assert read.sum() == read.numel() - 1
     assert not read[1, 2, 2]

@@ -18,36 +18,36 @@ from headwise.study.experiments.tracing import (
     INPUT,
     OUTPUT,
     PROJECTED,
-    cuts,
-    on_the_way,
-    taken_apart,
+    head_splits,
+    split_axes,
+    stage_tensors,
     trace,
 )
 from headwise.study.implementations import TorchLayer
 from headwise.study.questions import split
-from headwise.study.run import ask
+from headwise.study.run import answer_question
 from tests.study.asking import failing
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "ASKED", {"batch": 1, "length": 6, "embed_dim": 32, "heads": 2})
+    monkeypatch.setattr(split, "SIZES", {"batch": 1, "length": 6, "embed_dim": 32, "heads": 2})
 
 
 def operands_split_first(self: Attention, frame: Any, call: Any) -> tuple[AttentionMatrix, Tensor]:
     """x is cut into heads, and each part is projected by a block of the weights."""
     cut = frame.x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
     q, k, v = (
-        cut @ split.blocks_of(projection.weight, self.num_heads).mT
+        cut @ split.diagonal_blocks(projection.weight, self.num_heads).mT
         for projection in (self.q_proj, self.k_proj, self.v_proj)
     )
     return AttentionMatrix(q, k), v
 
 
 def test_a_layer_that_splits_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Attention, "_operands", operands_split_first)
-    said = failing(ask(split.QUESTION))
-    assert any("cuts into heads" in words and "3 come after" in words for words in said)
+    monkeypatch.setattr(Attention, "_matrix_and_values", operands_split_first)
+    said = failing(answer_question(split.QUESTION))
+    assert any("splits into heads" in words and "3 come after" in words for words in said)
     assert any("depend on 16 of 32 inputs" in words for words in said)
     assert any("the paper's formula" in words for words in said)
 
@@ -57,11 +57,11 @@ def test_a_cut_that_copies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         index = torch.arange(x.shape[-1]).unflatten(0, (heads, -1))
         return torch.stack([x.index_select(-1, own) for own in index], dim=1)
 
-    assert cuts(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
+    assert head_splits(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
     monkeypatch.setattr(base, "split_heads", copied)
-    assert not cuts(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
-    (said,) = failing(ask(split.QUESTION))
-    assert "cuts into heads" in said
+    assert not head_splits(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
+    (said,) = failing(answer_question(split.QUESTION))
+    assert "splits into heads" in said
 
 
 def test_other_axes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,9 @@ def test_other_axes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             return output.flatten(0, 1)[None], weights
 
     monkeypatch.setattr(TorchLayer, "layer", Turned)
-    assert any("for 3 sequences of 5 tokens" in words for words in failing(ask(split.QUESTION)))
+    assert any(
+        "for 3 sequences of 5 tokens" in words for words in failing(answer_question(split.QUESTION))
+    )
 
 
 class Written(nn.MultiheadAttention):
@@ -110,7 +112,7 @@ class Written(nn.MultiheadAttention):
 
 def test_torchs_layer_written_out_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchLayer, "layer", Written)
-    assert ask(split.QUESTION).holds
+    assert answer_question(split.QUESTION).holds
 
 
 @pytest.mark.parametrize(("axis", "order"), [("rows", "heads batch"), ("tokens", "batch length")])
@@ -120,7 +122,7 @@ def test_another_order_inside_an_axis_is_noticed(
     """Every shape is the same, and so is the output."""
     monkeypatch.setattr(Written, axis, order)
     monkeypatch.setattr(TorchLayer, "layer", Written)
-    (said,) = failing(ask(split.QUESTION))
+    (said,) = failing(answer_question(split.QUESTION))
     assert "the order inside each axis" in said
 
 
@@ -132,7 +134,7 @@ def test_heads_of_interleaved_channels_are_noticed(monkeypatch: pytest.MonkeyPat
         return torch.stack([x.index_select(-1, own) for own in index], dim=1)
 
     monkeypatch.setattr(base, "split_heads", interleaved)
-    said = " ".join(failing(ask(split.QUESTION)))
+    said = " ".join(failing(answer_question(split.QUESTION)))
     assert "the order inside each axis" in said
     assert "the paper's formula" in said
     assert "equals attention with block-diagonal projections" in said
@@ -141,7 +143,7 @@ def test_heads_of_interleaved_channels_are_noticed(monkeypatch: pytest.MonkeyPat
 def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
-    merged, formula, blocks = failing(ask(split.QUESTION))
+    merged, formula, blocks = failing(answer_question(split.QUESTION))
     assert "the order inside each axis" in merged
     assert "the paper's formula" in formula
     assert "equals attention with block-diagonal projections" in blocks
@@ -149,15 +151,15 @@ def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.M
 
 def test_a_layer_that_writes_its_weights_down_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: a.dense() @ v)
-    answer = ask(split.QUESTION)
+    answer = answer_question(split.QUESTION)
     assert answer.numbers["fused"] == []
-    assert "does not return attention weights" in failing(answer)[0]
+    assert "returns no attention weights" in failing(answer)[0]
 
 
 def test_parameters_off_the_diagonal_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     block_diag = torch.block_diag
     monkeypatch.setattr(torch, "block_diag", lambda *blocks: block_diag(*blocks).clamp(min=1e-9))
-    said = failing(ask(split.QUESTION))
+    said = failing(answer_question(split.QUESTION))
     assert any("leaves 3,072 of the 3,072 parameters" in words for words in said)
 
 
@@ -174,7 +176,7 @@ def test_weights_that_are_zero_off_the_diagonal_are_noticed(
                 projection.weight.data.mul_(kept)
 
     monkeypatch.setattr(implementations, "Attention", Blocks)
-    said = failing(ask(split.QUESTION))
+    said = failing(answer_question(split.QUESTION))
     assert any("depend on 16 of 32 inputs" in words for words in said)
     assert any("does not equal attention" in words for words in said)
 
@@ -182,12 +184,12 @@ def test_weights_that_are_zero_off_the_diagonal_are_noticed(
 def test_blocks_on_the_diagonal() -> None:
     weight = torch.arange(16.0).reshape(4, 4)
     expected = torch.tensor([[[0.0, 1.0], [4.0, 5.0]], [[10.0, 11.0], [14.0, 15.0]]])
-    assert split.blocks_of(weight, 2).equal(expected)
+    assert split.diagonal_blocks(weight, 2).equal(expected)
 
 
 def test_shares_of_blocks() -> None:
     reach = torch.block_diag(torch.ones(2, 2), torch.eye(2)).bool()
-    assert split.by_blocks(reach, 2) == [[1, 0], [0, 0.5]]
+    assert split.shares_by_block(reach, 2) == [[1, 0], [0, 0.5]]
 
 
 def trace_of(layer: Attention) -> tuple[Any, ...]:
@@ -201,9 +203,9 @@ def test_stages_of_a_trace() -> None:
     assert stages[-1] == OUTPUT
     assert {PROJECTED, ATTENDED} < set(stages)
     assert len([step for step in steps if step.is_product and step.stage == PROJECTED]) == 3
-    assert [cut.stage for cut in cuts(steps, head_dim=16)] == [PROJECTED] * 3
-    assert all(cut.is_view for cut in cuts(steps, head_dim=16))
-    tensors = on_the_way(steps, head_dim=16)
+    assert [cut.stage for cut in head_splits(steps, head_dim=16)] == [PROJECTED] * 3
+    assert all(cut.is_view for cut in head_splits(steps, head_dim=16))
+    tensors = stage_tensors(steps, head_dim=16)
     assert tensors["per_head"].shape == (1, 2, 6, 16)
     assert "weights" not in tensors
 
@@ -211,10 +213,10 @@ def test_stages_of_a_trace() -> None:
 def test_an_axis_that_holds_two() -> None:
     sizes = {"batch": 2, "length": 3, "heads": 4, "head_dim": 5}
     x = torch.arange(120.0).view(8, 3, 5)
-    apart = taken_apart(x, ("batch*heads", "length", "head_dim"), sizes)
+    apart = split_axes(x, ("batch*heads", "length", "head_dim"), sizes)
     assert apart.shape == (2, 3, 4, 5)
     assert apart[1, 2, 3].equal(x[1 * 4 + 3, 2])
-    merged = taken_apart(x.view(6, 20), ("length*batch", "embed_dim"), sizes)
+    merged = split_axes(x.view(6, 20), ("length*batch", "embed_dim"), sizes)
     assert merged[1, 2, 3].equal(x.view(6, 20)[2 * 2 + 1, 15:])
 
 

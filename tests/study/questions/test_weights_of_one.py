@@ -13,13 +13,13 @@ from headwise import reference
 from headwise.study.implementations import TorchLayer
 from headwise.study.question import Answer
 from headwise.study.questions import weights_of_one
-from headwise.study.run import ask
+from headwise.study.run import answer_question
 
 pytestmark = pytest.mark.slow  # each measures the study's question again
 
 
 def asked() -> Answer:
-    return ask(weights_of_one.QUESTION)
+    return answer_question(weights_of_one.QUESTION)
 
 
 def assert_fails(answer: Answer, *facts: int) -> None:
@@ -53,7 +53,7 @@ def test_weights_that_are_not_all_one_make_heads_that_are_not_copies(
             if parameter.dim() > 1:
                 nn.init.normal_(parameter)
 
-    monkeypatch.setattr(weights_of_one, "set_to_one", uneven)
+    monkeypatch.setattr(weights_of_one, "set_weights_to_one", uneven)
     assert_fails(asked(), 0, 1, 2)
 
 
@@ -80,7 +80,7 @@ def test_a_softmax_that_is_even_hides_all(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tokens_that_are_not_equal_do_not_come_out_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_of_one, "repeated", lambda x: x)
+    monkeypatch.setattr(weights_of_one, "repeat_first_token", lambda x: x)
     answer = asked()
     assert_fails(answer, 3)
     assert [held for held, _ in answer.facts].count(False) == 1
@@ -104,15 +104,18 @@ def test_default_weights_that_are_zero_hide_it_too(monkeypatch: pytest.MonkeyPat
 
 def test_evenness_is_the_share_of_the_largest_entropy() -> None:
     weights = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-    assert weights_of_one.evenness(weights) == 0.5
-    assert weights_of_one.evenness(weights[1:2]) == 0.5
+    assert weights_of_one.relative_entropy(weights) == 0.5
+    assert weights_of_one.relative_entropy(weights[1:2]) == 0.5
 
 
 def test_a_single_head_has_the_parameters_of_several() -> None:
-    several = weights_of_one.layer_of(4)
-    one, rescaled = weights_of_one.single(several), weights_of_one.rescaled(several)
+    several = weights_of_one.make_layer(4)
+    one, rescaled = (
+        weights_of_one.single_head_layer(several),
+        weights_of_one.rescaled_single_head(several),
+    )
     assert one.num_heads == rescaled.num_heads == 1
-    mine = [layer.held().tensors for layer in (several, one, rescaled)]
+    mine = [layer.stored_weights().tensors for layer in (several, one, rescaled)]
     for number, (a, b, c) in enumerate(zip(*mine, strict=True)):
         assert torch.equal(a, b)
         assert a.data_ptr() != b.data_ptr()

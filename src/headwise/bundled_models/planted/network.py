@@ -1,4 +1,4 @@
-"""The model: codes in, two layers of hand-written attention, logits from what induction found."""
+"""Planted model: token codes, two layers of hand-written attention, logits from induction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.bundled_models.causal_mask import mask_of
+from headwise.bundled_models.causal_mask import causal_padding_mask
 from headwise.bundled_models.planted.plan import (
     EMBED_DIM,
     LAYERS,
@@ -34,36 +34,36 @@ SHARPNESS = 4.0  # nats for each bit of a token's code
 
 
 class Planted(nn.Module):
-    """The planted model; ``layers[i]`` is a `headwise.Attention`, and its output is added."""
+    """The planted model; ``layers[i]`` is a `headwise.Attention` with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_layer(heads) for heads in LAYERS)
         unembedding = torch.zeros(VOCABULARY, EMBED_DIM)
-        unembedding[:, SECTIONS["induced"]] = code(torch.arange(VOCABULARY), bits=TOKEN_BITS)
+        unembedding[:, SECTIONS["induced"]] = binary_code(torch.arange(VOCABULARY), bits=TOKEN_BITS)
         self.unembedding = nn.Parameter(SHARPNESS * unembedding)
         self.requires_grad_(False)
 
     def forward(
         self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch length vocabulary"]:
-        """The logits of each next token: the one that followed the present one before.
+        """Return the logits of the next token; they favour the token that followed this one before.
 
         Args:
-            ids: tokens below 64, at most 16,384 of them in a row.
-            lengths: how many ids of each sequence are real; the rest is padding, and its logits
-                mean nothing.
+            ids: tokens below 64, at most 16,384 in a sequence.
+            lengths: the number of real ids of each sequence; the rest is padding, whose logits
+                have no meaning.
 
         Raises:
-            OptionError: ids out of their range, or too many of them.
+            OptionError: an id is out of range, or a sequence is too long.
         """
         return F.linear(self._states(ids, lengths)[-1], self.unembedding)
 
     def matrices(
         self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> list[AttentionMatrix]:
-        """The attention matrix of each layer, while reading ``ids``."""
-        mask = mask_of(lengths)
+        """Return the attention matrix of each layer for ``ids``."""
+        mask = causal_padding_mask(lengths)
         return [
             layer.matrix(x, mask=mask)
             for layer, x in zip(self.each_layer(), self._states(ids, lengths), strict=False)
@@ -72,28 +72,28 @@ class Planted(nn.Module):
     def contributions(
         self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> list[Float[Tensor, "batch heads length embed_dim"]]:
-        """What each head of each layer adds to the state, while reading ``ids``."""
-        mask = mask_of(lengths)
+        """Return the contribution of each head of each layer to the state for ``ids``."""
+        mask = causal_padding_mask(lengths)
         return [
             layer.contributions(x, mask=mask)
             for layer, x in zip(self.each_layer(), self._states(ids, lengths), strict=False)
         ]
 
     def embed(self, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length embed_dim"]:
-        """The state before the first layer, section by section.
+        """Return the state before the first layer.
 
         Raises:
-            OptionError: ids out of their range, or too many of them.
+            OptionError: an id is out of range, or a sequence is too long.
         """
         _check(ids)
-        place = torch.arange(ids.shape[1], device=ids.device)
-        token, is_first = code(ids, bits=TOKEN_BITS), (place == 0)[:, None]
-        separator = (place * (ids == SEPARATOR))[..., None] / LONGEST
+        position = torch.arange(ids.shape[1], device=ids.device)
+        token, is_first = binary_code(ids, bits=TOKEN_BITS), (position == 0)[:, None]
+        separator = (position * (ids == SEPARATOR))[..., None] / LONGEST
         parts = {
             "token": token,
-            "position": code(place, bits=POSITION_BITS),
-            "one before": code((place - 1).clamp(min=0), bits=POSITION_BITS),
-            "two before": code((place - 2).clamp(min=0), bits=POSITION_BITS),
+            "position": binary_code(position, bits=POSITION_BITS),
+            "one before": binary_code((position - 1).clamp(min=0), bits=POSITION_BITS),
+            "two before": binary_code((position - 2).clamp(min=0), bits=POSITION_BITS),
             "constant": torch.ones_like(separator),
             "is first": is_first.to(token.dtype),
             "separator": separator,
@@ -105,31 +105,31 @@ class Planted(nn.Module):
         return x.to(self.unembedding.dtype)
 
     def each_layer(self) -> list[Attention]:
-        """``layers``, with their type."""
+        """Return ``layers`` as a typed list."""
         return [layer for layer in self.layers if isinstance(layer, Attention)]
 
     def _states(self, ids: Tensor, lengths: Tensor | None) -> list[Tensor]:
-        """The state before each layer, and after the last."""
-        mask, states = mask_of(lengths), [self.embed(ids)]
+        """Return the state before each layer, and after the last."""
+        mask, states = causal_padding_mask(lengths), [self.embed(ids)]
         for layer in self.layers:
             states.append(states[-1] + layer(states[-1], mask=mask))
         return states
 
 
 def model() -> Planted:
-    """The planted model, in float32 and ready to read."""
+    """Return the planted model in float32 and eval mode."""
     return Planted().eval()
 
 
-def code(numbers: Int[Tensor, "*shape"], *, bits: int) -> Float[Tensor, "*shape bits"]:
-    """The bits of each number, the lowest first, as -1 and 1."""
+def binary_code(numbers: Int[Tensor, "*shape"], *, bits: int) -> Float[Tensor, "*shape bits"]:
+    """Return the bits of each number as -1 and 1, lowest bit first."""
     ones = (numbers[..., None] >> torch.arange(bits, device=numbers.device)) & 1
     return 2.0 * ones - 1.0
 
 
 @torch.no_grad()
 def _layer(heads: tuple[PlantedHead, ...]) -> Attention:
-    """A layer whose heads compare, copy and write what the plan says."""
+    """Make a layer with the weights of the plan."""
     layer = Attention(
         EMBED_DIM,
         len(heads),
@@ -153,9 +153,9 @@ def _layer(heads: tuple[PlantedHead, ...]) -> Attention:
         row = 0
         for of_query, of_key, factor in head.comparisons:
             width = WIDTHS[of_query]
-            rows, same = slice(row, row + width), torch.eye(width)
-            wq[number, rows, SECTIONS[of_query]] = factor * same
-            wk[number, rows, SECTIONS[of_key]] = same
+            rows, identity = slice(row, row + width), torch.eye(width)
+            wq[number, rows, SECTIONS[of_query]] = factor * identity
+            wk[number, rows, SECTIONS[of_key]] = identity
             row += width
         if head.writes is not None:
             wv[number, :, SECTIONS["token"]] = torch.eye(TOKEN_BITS)
@@ -166,13 +166,13 @@ def _layer(heads: tuple[PlantedHead, ...]) -> Attention:
 def _check(ids: Tensor) -> None:
     if ids.shape[1] > LONGEST:
         raise OptionError(
-            saw=f"{ids.shape[1]} tokens in a row",
-            needed=f"at most {LONGEST}: a position is written in {POSITION_BITS} bits",
-            do=f"cut them, e.g. ids[:, :{LONGEST}]",
+            saw=f"ids with {ids.shape[1]} tokens in a sequence",
+            needed=f"at most {LONGEST}: a position has {POSITION_BITS} bits",
+            do=f"cut the sequences: ids[:, :{LONGEST}]",
         )
     if may_check_values(ids) and bool(((ids < 0) | (ids >= VOCABULARY)).any()):
         raise OptionError(
             saw=f"ids from {int(ids.min())} to {int(ids.max())}",
-            needed=f"0 to {VOCABULARY - 1}: a token is written in {TOKEN_BITS} bits",
-            do=f"e.g. torch.randint({VOCABULARY}, (batch, length))",
+            needed=f"ids from 0 to {VOCABULARY - 1}: a token has {TOKEN_BITS} bits",
+            do=f"draw ids with torch.randint({VOCABULARY}, (batch, length))",
         )

@@ -1,4 +1,4 @@
-"""What each head compares, and where it writes: the hand in "written by hand"."""
+"""Plan of the planted heads: the terms of their scores, and the section of their output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 TOKEN_BITS, POSITION_BITS = 6, 14  # 64 tokens, 16,384 positions
 GAP = 256.0  # exp(-GAP) is 0 in float32, and below every float64 sum's last bit
 
-# The sections of a token's state, and how wide each is. A code is a number's bits as -1 and 1.
+# Sections of a token's state with their widths. A code is a number's bits as -1 and 1.
 WIDTHS = {
     "token": TOKEN_BITS,  # code of the token
     "position": POSITION_BITS,  # code of i
@@ -17,8 +17,8 @@ WIDTHS = {
     "constant": 1,  # 1
     "is first": 1,  # 1 at position 0, else 0
     "separator": 1,  # i / 2**14 where a separator is, else 0
-    # What heads write: the mean code of the tokens that they attend to.
-    "previous": TOKEN_BITS,  # position 0 has none: it starts at minus what the head will write
+    # Sections that heads write: the mean code of the attended tokens.
+    "previous": TOKEN_BITS,  # starts at minus the code at position 0, so that the result there is 0
     "first": TOKEN_BITS,
     "mean": TOKEN_BITS,
     "divided": TOKEN_BITS,
@@ -35,7 +35,7 @@ SECTIONS = {
 
 
 class ScoreTerm(NamedTuple):
-    """A part of a score: a section of the query times one of the key, times a factor."""
+    """A term of a score: a section of the query, times a section of the key, times a factor."""
 
     of_query: str
     of_key: str
@@ -43,14 +43,14 @@ class ScoreTerm(NamedTuple):
 
 
 class PlantedHead(NamedTuple):
-    """A head: its scores are the sum of its comparisons."""
+    """A head, whose scores are the sum of its terms."""
 
     name: str
     comparisons: tuple[ScoreTerm, ...]
     writes: str | None
 
 
-# Two codes of n bits have the product n where they are equal, and at most n - 2 where not.
+# Two codes of n bits have the product n if they are equal, and at most n - 2 if not.
 LAYERS = (
     (
         PlantedHead("previous token", (ScoreTerm("one before", "position", GAP),), "previous"),
@@ -61,7 +61,7 @@ LAYERS = (
             (
                 # Two gaps more for each position: the largest score is just below 2**23.
                 ScoreTerm("constant", "separator", 2 * GAP * 2**POSITION_BITS),
-                # Above keys that are no separator, below a separator at position 1.
+                # Above keys without a separator, below a separator at position 1.
                 ScoreTerm("constant", "is first", GAP),
             ),
             "divided",
@@ -73,7 +73,7 @@ LAYERS = (
             "induction",
             (
                 ScoreTerm("token", "previous", GAP),
-                # Between a match, TOKEN_BITS gaps, and the nearest miss, two gaps less.
+                # Between a match (TOKEN_BITS gaps) and the nearest other key (two gaps less).
                 ScoreTerm("constant", "is first", (TOKEN_BITS - 1) * GAP),
             ),
             "induced",

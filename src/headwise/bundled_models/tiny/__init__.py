@@ -1,9 +1,9 @@
-"""A small language model of bytes, made of this library's own layers; its weights ship with it.
+"""Small language model of bytes, built from headwise layers; its weights ship with the package.
 
-It was trained on the source of Python's standard library (`tools/tiny` in the repository), which is
-under the PSF license. What was measured on the way is in ``training.json`` beside the weights: the
-loss, and when heads formed. It was trained on 256 ids at a time, and is at home there: at 1,024 its
-loss has doubled, and its heads are blurred.
+The model was trained on the source of Python's standard library, which is under the PSF license
+(`tools/tiny` in the repository). The file ``training.json`` beside the weights holds the
+measurements of the training: the loss, and when heads formed. Training used 256 ids at a time. At
+1,024 ids the loss is twice as large, and the heads are less sharp.
 """
 
 from headwise.bundled_models.tiny.model import Block, Tiny

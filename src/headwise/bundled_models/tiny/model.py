@@ -1,4 +1,4 @@
-"""The model: embeddings, blocks of attention and a two-layer network, the embeddings again."""
+"""Tiny language model: embedding, blocks of attention and a two-layer network, unembedding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.bundled_models.causal_mask import mask_of
+from headwise.bundled_models.causal_mask import causal_padding_mask
 from headwise.bundled_models.tiny.symbols import VOCABULARY
 from headwise.layers.native.attention import Attention
 from headwise.layers.positions import Rotary
@@ -17,17 +17,17 @@ from headwise.masks.mask import Mask
 
 
 class TinySizes(NamedTuple):
-    """Everything that fixes the parameters' shapes, and the rotation."""
+    """Sizes of the parameters, and the base of the rotary embedding."""
 
     embed_dim: int = 256
     num_layers: int = 4
     num_heads: int = 8
     wide: int = 768  # between the two layers of a block's network
-    theta: float = 1_000.0  # it reads some hundred bytes at once: faster waves tell more of them
+    theta: float = 1_000.0  # below the usual 10,000, since texts are some hundred bytes long
 
 
 class Block(nn.Module):
-    """Attention, then a network for each token alone; each normalised before, and added."""
+    """Transformer block: attention and a two-layer network, each with LayerNorm and residual."""
 
     def __init__(self, sizes: TinySizes) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length embed_dim"], *, mask: Mask
     ) -> Float[Tensor, "batch length embed_dim"]:
-        """One block."""
+        """Compute the block."""
         x = x + self.attention(self.attention_norm(x), mask=mask)
         y: Tensor = self.narrow(F.gelu(self.wide(self.network_norm(x)), approximate="tanh"))
         return x + y
@@ -71,7 +71,7 @@ class Tiny(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all matrices anew: every block begins as the identity."""
+        """Draw new weights; every block starts as the identity."""
         nn.init.normal_(self.embedding.weight, std=0.05)
         for block in self.each_block():
             for linear in (block.attention.q_proj, block.attention.k_proj, block.wide):
@@ -81,25 +81,25 @@ class Tiny(nn.Module):
                 nn.init.zeros_(linear.weight)
 
     def each_block(self) -> list[Block]:
-        """``blocks``, with their type."""
+        """Return ``blocks`` as a typed list."""
         return [block for block in self.blocks if isinstance(block, Block)]
 
     @property
     def unembedding(self) -> Float[Tensor, "vocabulary embed_dim"]:
-        """What the normalised state is multiplied by: the embedding."""
+        """The matrix that maps the normalised state to logits: the embedding."""
         return self.embedding.weight
 
     def forward(
         self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch length vocabulary"]:
-        """The logits of each next symbol.
+        """Return the logits of each next symbol.
 
         Args:
             ids: bytes and begin symbols, see `encode`.
-            lengths: how many ids of each sequence are real; the rest is padding, and its logits
-                mean nothing.
+            lengths: the number of real ids of each sequence; the rest is padding, whose logits
+                have no meaning.
         """
-        mask = mask_of(lengths)
+        mask = causal_padding_mask(lengths)
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, mask=mask)
@@ -108,14 +108,14 @@ class Tiny(nn.Module):
     def matrices(
         self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> list[AttentionMatrix]:
-        """The attention matrix of each layer, while reading ``ids``."""
-        mask, x, found = mask_of(lengths), self.embedding(ids), []
+        """Return the attention matrix of each layer for ``ids``."""
+        mask, x, matrices = causal_padding_mask(lengths), self.embedding(ids), []
         for block in self.each_block():
-            found.append(block.attention.matrix(block.attention_norm(x), mask=mask))
+            matrices.append(block.attention.matrix(block.attention_norm(x), mask=mask))
             x = block(x, mask=mask)
-        return found
+        return matrices
 
 
-def parameters_of(model: nn.Module) -> int:
-    """How many numbers a model has, shared ones counted once."""
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters of a model, counting shared parameters once."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""The weights that ship with the package, and what is known of their training."""
+"""Weights of the tiny model, and the measurements of their training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ WEIGHTS, TRAINING = "weights.safetensors", "training.json"
 
 
 def load() -> Tiny:
-    """The trained model, in float32 and ready to read; its file holds float16.
+    """Return the trained model in float32 and eval mode; the file holds float16.
 
-    Its parameters ask for no gradient; to train it on, ``load().requires_grad_().train()``.
+    The parameters require no gradient. For further training, use
+    ``load().requires_grad_().train()``.
     """
     return read_weights(
         resources.files("headwise.bundled_models.tiny").joinpath(WEIGHTS).read_bytes()
@@ -27,14 +28,14 @@ def load() -> Tiny:
 
 
 def training() -> dict[str, Any]:
-    """What was measured while the shipped weights were trained."""
+    """Return the measurements from the training of the shipped weights."""
     file = resources.files("headwise.bundled_models.tiny").joinpath(TRAINING)
-    found: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    return found
+    measurements: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    return measurements
 
 
 def read_weights(raw: bytes, sizes: TinySizes | None = None) -> Tiny:
-    """A model in float32 from the bytes of a file of `write_weights`."""
+    """Load a model in float32 from the bytes of a file from `write_weights`."""
     with torch.device("meta"):
         model = Tiny(sizes or TinySizes())
     state = {name: tensor.float() for name, tensor in tensors_in(raw).items()}

@@ -1,1 +1,1 @@
-"""What the questions run: each file one experiment, or what several of them share."""
+"""Experiments of the study: one experiment a file, or code that several questions share."""

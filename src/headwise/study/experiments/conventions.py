@@ -1,7 +1,8 @@
-"""What implementations of attention do around the formula, found out by running them.
+"""Conventions of attention implementations around the formula, measured by running them.
 
-Nothing here reads a setting or a document: a token is changed to see who sees it, values are made
-constant to see what dropout leaves of them, an output projection is zeroed to see what remains.
+Each convention is observed, not read from settings or documents. For instance, changing a token
+shows which queries depend on it, constant values show where dropout acts, and an output projection
+of zeros shows what else the block computes.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 2, 4, 6, 64
 DROPOUT = 0.5
 UNSEEN = "–"
 
-Make = Callable[..., Implementation]  # of (embed_dim, num_heads, dropout=...)
+Constructor = Callable[..., Implementation]  # of (embed_dim, num_heads, dropout=...)
 
 
-def conventions(make: Make) -> dict[str, str | int | bool]:
-    """Every convention of one implementation, in words that `KINDS` lists."""
-    torch.manual_seed(0)  # each is asked the same
-    filled = make(EMBED_DIM, NUM_HEADS).fill(SharedWeights.random(EMBED_DIM)).eval()
-    held, called = dropout_modules(make)
+def measure_conventions(constructor: Constructor) -> dict[str, str | int | bool]:
+    """Return the conventions of one implementation, in the words of `KINDS`."""
+    torch.manual_seed(0)  # the same inputs for each implementation
+    filled = constructor(EMBED_DIM, NUM_HEADS).load_weights(SharedWeights.random(EMBED_DIM)).eval()
+    modules, called = count_dropout_modules(constructor)
     return {
-        "boolean": true_in_a_mask(filled),
-        "fill": lowest_score(filled),
-        "empty_row": row_without_keys(filled),
-        "dropped": dropped(make),
-        "dropout_modules": held,
+        "boolean": boolean_mask_effect(filled),
+        "fill": hidden_score(filled),
+        "empty_row": output_without_keys(filled),
+        "dropped": dropout_target(constructor),
+        "dropout_modules": modules,
         "dropout_modules_called": called,
-        "weights": axes_of_weights(filled),
-        "weights_in_training": weights_in_training(make),
-        "softmax_narrows": softmax_narrows(make(EMBED_DIM, NUM_HEADS).double()),
-        "block": adds(filled),
+        "weights": weight_axes(filled),
+        "weights_in_training": weights_before_or_after_dropout(constructor),
+        "softmax_narrows": has_narrow_softmax(constructor(EMBED_DIM, NUM_HEADS).double()),
+        "block": block_extras(filled),
     }
 
 
@@ -55,34 +56,34 @@ KINDS: Mapping[str, Sequence[str]] = {
 }
 
 
-def tokens() -> Tensor:
-    """Random tokens, (batch, length, embed_dim)."""
+def random_tokens() -> Tensor:
+    """Return random tokens, (batch, length, embed_dim)."""
     return torch.randn(BATCH, LENGTH, EMBED_DIM)
 
 
-def true_in_a_mask(peer: Implementation) -> str:
-    """What True does to a key in a boolean mask, in the words of `KINDS`.
+def boolean_mask_effect(implementation: Implementation) -> str:
+    """Return the effect of True in a boolean mask on a key, in the words of `KINDS`.
 
-    Only the first key is True. Then the first token, or the second, is changed: does the last
-    query notice? Where it notices both, True may have been added to the score, as a number.
+    Only the first key is True. Then the first or the second token changes. If the last query
+    depends on both, True may have been added to the score as the number 1.
     """
-    x, mask = tokens(), torch.zeros(BATCH, LENGTH, LENGTH, dtype=torch.bool)
+    x, mask = random_tokens(), torch.zeros(BATCH, LENGTH, LENGTH, dtype=torch.bool)
     mask[..., 0] = True
     try:
-        before = peer(x, mask)[:, -1]
-    except (TypeError, ValueError):  # headwise's own errors are among them
+        before = implementation(x, mask)[:, -1]
+    except (TypeError, ValueError):  # includes headwise's errors
         return "is refused"
-    match [notices(peer, x, token, before, mask) for token in (0, 1)]:
+    match [depends_on_token(implementation, x, token, before, mask) for token in (0, 1)]:
         case [False, True]:
             return "hides the key"
         case [True, False]:
             return "keeps the key"
-    added = torch.equal(before, peer(x, mask.float())[:, -1])
+    added = torch.equal(before, implementation(x, mask.float())[:, -1])
     return "adds 1 to the score" if added else "something else"
 
 
-def notices(
-    peer: Implementation,
+def depends_on_token(
+    implementation: Implementation,
     x: Tensor,
     token: int,
     before: Tensor,
@@ -90,131 +91,144 @@ def notices(
     *,
     query: int = -1,
 ) -> bool:
-    """Whether the output of a query changes in any bit when a token changes."""
+    """Check whether any bit of a query's output changes with a token."""
     changed = x.clone()
     changed[:, token] += 1.0
-    return not torch.equal(peer(changed, mask)[:, query], before)
+    return not torch.equal(implementation(changed, mask)[:, query], before)
 
 
-def sees_ahead(peer: Implementation) -> bool:
-    """Whether the first query notices the last token while no mask is given."""
-    x = tokens()
-    return notices(peer, x, LENGTH - 1, peer(x)[:, 0], query=0)
+def depends_on_later_token(implementation: Implementation) -> bool:
+    """Check whether the first query depends on the last token without a mask."""
+    x = random_tokens()
+    return depends_on_token(implementation, x, LENGTH - 1, implementation(x)[:, 0], query=0)
 
 
-def softmaxes(peer: Implementation, x: Tensor, mask: Any = None) -> list[tuple[Tensor, Tensor]]:
-    """What goes into each softmax that torch computes, and what comes out."""
-    steps = trace(peer, x, lambda x: peer(x, mask))
-    return [(s.given[0].detach(), s.result) for s in steps if s.operation == "_softmax"]
+def traced_softmaxes(
+    implementation: Implementation, x: Tensor, mask: Any = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the input and the output of each softmax that torch computes."""
+    steps = trace(implementation, x, lambda x: implementation(x, mask))
+    return [(s.inputs[0].detach(), s.result) for s in steps if s.operation == "_softmax"]
 
 
-def lowest_score(peer: Implementation) -> str:
-    """What a hidden score is when it enters the softmax; a dash where no softmax is seen.
+def hidden_score(implementation: Implementation) -> str:
+    """Return the value of a hidden score before the softmax; a dash if no softmax is traced.
 
-    The mask is causal, in the implementation's own values.
+    The mask is causal, in the values of the implementation.
     """
-    mask = peer.spell(torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool).tril())
-    lowest = [float(scores.min()) for scores, _ in softmaxes(peer, tokens(), mask)]
+    mask = implementation.convert_mask(torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool).tril())
+    lowest = [
+        float(scores.min()) for scores, _ in traced_softmaxes(implementation, random_tokens(), mask)
+    ]
     if not lowest:
         return UNSEEN
     return "−∞" if min(lowest) == -math.inf else scientific(min(lowest)).replace("-", "−")
 
 
-def softmax_narrows(peer: Implementation) -> bool:
-    """Whether the softmax of a layer in float64 is computed in less."""
-    found = softmaxes(peer, tokens().double())
-    return any(weights.dtype != torch.float64 for _, weights in found)
+def has_narrow_softmax(implementation: Implementation) -> bool:
+    """Check whether a layer in float64 computes its softmax in a narrower dtype."""
+    softmaxes = traced_softmaxes(implementation, random_tokens().double())
+    return any(weights.dtype != torch.float64 for _, weights in softmaxes)
 
 
 @torch.no_grad()
-def row_without_keys(peer: Implementation) -> str:
-    """What a query gets that may attend to nothing, in the words of `KINDS`."""
-    x, row = tokens(), 1
+def output_without_keys(implementation: Implementation) -> str:
+    """Return the output of a query without keys, in the words of `KINDS`."""
+    x, row = random_tokens(), 1
     may_attend = torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool)
     may_attend[:, row] = False
-    output = peer(x, peer.spell(may_attend))[:, row]
+    output = implementation(x, implementation.convert_mask(may_attend))[:, row]
     if output.isnan().all():
         return "NaN"
     if not output.any():
         return "zeros"
-    held = peer.held()
+    stored = implementation.stored_weights()
     even = Budget.of(
-        lambda x, v, out: F.linear(F.linear(x, v).mean(1), out), x, held.v.clone(), held.out.clone()
+        lambda x, v, out: F.linear(F.linear(x, v).mean(1), out),
+        x,
+        stored.v.clone(),
+        stored.out.clone(),
     )
     return "mean of all values" if even.check(output).within else "something else"
 
 
-def _off_one(sums: Tensor) -> bool:
-    """Whether weights that add up to 1 do not, beyond the rounding of their sum."""
+def _differs_from_one(sums: Tensor) -> bool:
+    """Check whether sums of weights differ from 1 by more than rounding."""
     return bool(((sums - 1).abs() > 2 * LENGTH * torch.finfo(sums.dtype).eps).any())
 
 
 @torch.no_grad()
-def dropped(make: Make) -> str:
-    """What dropout falls on in training: "attention weights", "output", "both" or "nothing".
+def dropout_target(constructor: Constructor) -> str:
+    """Return the target of dropout: "attention weights", "output", "both" or "nothing".
 
-    All values are 1, and the output projection changes nothing. A dropped weight then leaves the
-    numbers of its head equal to one another, but not to 1; a dropped output is a lone zero.
+    All values are 1, and the output projection is the identity. A dropped weight then leaves all
+    numbers of its head equal, but not 1. A dropped output is a single zero.
     """
-    x, given, values = tokens(), SharedWeights.random(EMBED_DIM), torch.zeros(EMBED_DIM, EMBED_DIM)
+    x, drawn, values = (
+        random_tokens(),
+        SharedWeights.random(EMBED_DIM),
+        torch.zeros(EMBED_DIM, EMBED_DIM),
+    )
     x[..., 0] = values[:, 0] = 1.0
-    constant = replace(given, v=values, out=torch.eye(EMBED_DIM))
-    peer = make(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).fill(constant).train()
-    heads = peer(x).unflatten(-1, (NUM_HEADS, -1))
+    constant = replace(drawn, v=values, out=torch.eye(EMBED_DIM))
+    implementation = (
+        constructor(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).load_weights(constant).train()
+    )
+    heads = implementation(x).unflatten(-1, (NUM_HEADS, -1))
     largest = heads.amax(-1)
     output = bool(((heads == 0) & (largest != 0)[..., None]).any())
-    weights = _off_one(largest * (1 - DROPOUT) if output else largest)
-    found = {(True, True): "both", (True, False): "attention weights", (False, True): "output"}
-    return found.get((weights, output), "nothing")
+    weights = _differs_from_one(largest * (1 - DROPOUT) if output else largest)
+    targets = {(True, True): "both", (True, False): "attention weights", (False, True): "output"}
+    return targets.get((weights, output), "nothing")
 
 
 @torch.no_grad()
-def dropout_modules(make: Make) -> tuple[int, int]:
-    """How many dropout modules there are, and how many of them are called in training."""
-    peer = make(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).train()
-    modules = [module for module in peer.modules() if isinstance(module, nn.Dropout)]
+def count_dropout_modules(constructor: Constructor) -> tuple[int, int]:
+    """Count the dropout modules, and those of them that are called in training."""
+    implementation = constructor(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).train()
+    modules = [module for module in implementation.modules() if isinstance(module, nn.Dropout)]
     called: set[nn.Module] = set()
     for module in modules:
         module.register_forward_hook(lambda module, *_: called.add(module))
-    peer(tokens())
+    implementation(random_tokens())
     return len(modules), len(called)
 
 
 @torch.no_grad()
-def axes_of_weights(peer: Implementation) -> str:
-    """The axes of the weights that are returned, told apart by their sizes; a dash for none.
+def weight_axes(implementation: Implementation) -> str:
+    """Return the axes of the returned weights, identified by their sizes; a dash for no weights.
 
-    A row of weights sums to 1 over its keys.
+    The keys are the axis over which weights sum to 1.
     """
-    weights = peer.attention_weights(tokens())
+    weights = implementation.attention_weights(random_tokens())
     if weights is None:
         return UNSEEN
-    last = "queries, keys" if not _off_one(weights.sum(-1)) else "keys, queries"
+    last = "queries, keys" if not _differs_from_one(weights.sum(-1)) else "keys, queries"
     names = {BATCH: "batch", NUM_HEADS: "heads"}
     return ", ".join([*(names[size] for size in weights.shape[:-2]), last])
 
 
 @torch.no_grad()
-def weights_in_training(make: Make) -> str:
-    """Whether the weights that are returned in training are those before or after dropout."""
-    peer = make(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).train()
-    weights = peer.attention_weights(tokens())
+def weights_before_or_after_dropout(constructor: Constructor) -> str:
+    """Return whether the weights returned in training are before or after dropout."""
+    implementation = constructor(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).train()
+    weights = implementation.attention_weights(random_tokens())
     if weights is None:
         return UNSEEN
-    return "after dropout" if _off_one(weights.sum(-1)) else "before dropout"
+    return "after dropout" if _differs_from_one(weights.sum(-1)) else "before dropout"
 
 
 @torch.no_grad()
-def adds(peer: Implementation) -> str:
-    """What the whole block gives while its attention gives nothing: what else is inside.
+def block_extras(implementation: Implementation) -> str:
+    """Return what a block computes besides attention, from its output while attention is 0.
 
-    The input is large, so that the small number under the root of a norm makes no difference.
+    The input is large, so that the epsilon of a norm makes no difference.
     """
-    peer.held().out.zero_()
-    for bias in peer.held().biases or ():
+    implementation.stored_weights().out.zero_()
+    for bias in implementation.stored_weights().biases or ():
         bias.zero_()
-    x = 1e6 * tokens()
-    output = peer.block(x)
+    x = 1e6 * random_tokens()
+    output = implementation.block(x)
     if not output.any():
         return "nothing"
     if torch.equal(output, x):
@@ -223,31 +237,39 @@ def adds(peer: Implementation) -> str:
     return "residual, norm" if norm.check(output).within else "something else"
 
 
-def start(make: Make, *, embed_dim: int, num_heads: int) -> dict[str, float | bool]:
-    """The standard deviation of the output projection at the start.
+def initial_output_projection(
+    constructor: Constructor, *, embed_dim: int, num_heads: int
+) -> dict[str, float | bool]:
+    """Return the initial standard deviation of the output projection.
 
-    Also whether queries and keys are copies of each other before a model draws its weights anew.
+    ``copies`` is True if queries and keys start as copies, before a model draws its weights.
     """
     torch.manual_seed(0)
-    peer = make(embed_dim, num_heads)
-    copies = torch.equal(peer.held().q, peer.held().k)
-    peer.start()
-    return {"out": float(peer.held().out.detach().std()), "copies": copies}
+    implementation = constructor(embed_dim, num_heads)
+    copies = torch.equal(implementation.stored_weights().q, implementation.stored_weights().k)
+    implementation.initialize()
+    return {"out": float(implementation.stored_weights().out.detach().std()), "copies": copies}
 
 
-def of_one_class() -> dict[str, Any]:
-    """What the same class does otherwise on another of its own paths."""
-    given = SharedWeights.random(EMBED_DIM)
+def conventions_by_path() -> dict[str, Any]:
+    """Return the conventions of two classes on each of their paths."""
+    weights = SharedWeights.random(EMBED_DIM)
     layer = TorchLayer(EMBED_DIM, NUM_HEADS)
-    layer.fill(given)
+    layer.load_weights(weights)
     layer.need_weights = False
     kernels = {
-        kernel: GPT2(EMBED_DIM, NUM_HEADS, implementation=kernel).fill(given).eval()
+        kernel: GPT2(EMBED_DIM, NUM_HEADS, implementation=kernel).load_weights(weights).eval()
         for kernel in ("eager", "sdpa")
     }
     return {
-        "torch_in_training": row_without_keys(layer.train()),
-        "torch_in_evaluation": row_without_keys(layer.eval()),
-        "gpt2_boolean": {kernel: true_in_a_mask(peer) for kernel, peer in kernels.items()},
-        "gpt2_sees_ahead": {kernel: sees_ahead(peer) for kernel, peer in kernels.items()},
+        "torch_in_training": output_without_keys(layer.train()),
+        "torch_in_evaluation": output_without_keys(layer.eval()),
+        "gpt2_boolean": {
+            kernel: boolean_mask_effect(implementation)
+            for kernel, implementation in kernels.items()
+        },
+        "gpt2_sees_ahead": {
+            kernel: depends_on_later_token(implementation)
+            for kernel, implementation in kernels.items()
+        },
     }

@@ -1,20 +1,20 @@
-"""The gradients of a layer's projections in closed form, head by head.
+"""Closed formulas for the gradients of a layer's projections, head by head.
 
-One head, with W as torch stores it (a row for each output):
+A head computes, with W as torch stores it (a row for each output):
 
     q = x Wq.T    k = source Wk.T    v = source Wv.T    P = softmax(scale * q k.T)    o = P v
 
-and the output is the sum of o Wo.T over the heads; biases may be added anywhere. Let G = dL/doutput
-be what comes back from the loss. Then, summed over the batch,
+and the output is the sum of o Wo.T over the heads, with any biases. Let G = dL/doutput be the
+gradient of the loss. Then, summed over the batch,
 
-    dL/dWo = G.T o                                    what was read, where it was missed
-    dL/dWv = (P.T dO).T source                        dO = G Wo: what of G this head can change
+    dL/dWo = G.T o
+    dL/dWv = (P.T dO).T source                        dO = G Wo
     dL/dWq = scale * (dS k).T x                       dS = P * (dO v.T - D)
     dL/dWk = scale * (dS.T q).T source                D = sum over the keys of P * (dO v.T)
 
-dS comes of the softmax: a weight p_j moves with a score s_i by p_j * ((i == j) - p_i), so that a
-score matters as far as its key is better than the average key, D, of the row. Nothing here is
-another head's, but for G, in which the loss has seen them all.
+dS is the gradient of the scores. The derivative of weight p_j by score s_i is
+p_j * ((i == j) - p_i), so a score's gradient depends on how far its key exceeds D, the average over
+the row. Only G depends on the other heads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headwise.masks.mask import Mask
 
 
 class WeightGradients(NamedTuple):
-    """dL/dW of the four projections of each head, or a bound of each element's error."""
+    """dL/dW of the four projections of each head, or the bound of each element's error."""
 
     wq: Float[Tensor, "heads head_dim embed_dim"]
     wk: Float[Tensor, "heads head_dim source_dim"]
@@ -40,16 +40,16 @@ class WeightGradients(NamedTuple):
     wo: Float[Tensor, "heads out_dim value_dim"]
 
 
-class Pass(NamedTuple):
-    """A forward pass, as far as the gradients need it, and what the loss sends back.
+class ForwardPass(NamedTuple):
+    """The tensors of a forward pass that the gradients need, and the gradient of the output.
 
     Attributes:
-        x: what queries are projected from.
-        source: what keys and values are projected from; ``x`` itself in self-attention.
+        x: the input of the queries.
+        source: the input of keys and values; ``x`` in self-attention.
         q, k, v: the projections, biases included.
         wo: each head's part of the output projection.
         upstream: dL/doutput.
-        mask: who may attend.
+        mask: the pairs that may be attended.
         scale: factor of q.k; 1/sqrt(head_dim) by default.
     """
 
@@ -64,10 +64,10 @@ class Pass(NamedTuple):
     scale: float | None = None
 
 
-def weight_gradients(forward: Pass) -> WeightGradients:
-    """dL/dWq, dL/dWk, dL/dWv and dL/dWo of each head, by the formulas above."""
-    x, source, q, k, v, wo, upstream, mask, given = forward
-    scale = reference.default_scale(q) if given is None else given
+def weight_gradients(forward: ForwardPass) -> WeightGradients:
+    """Compute dL/dWq, dL/dWk, dL/dWv and dL/dWo of each head, by the formulas of this module."""
+    x, source, q, k, v, wo, upstream, mask, scale = forward
+    scale = reference.default_scale(q) if scale is None else scale
     weights = reference.weights(q, k, mask=mask, scale=scale)
     of_outputs = upstream[:, None] @ wo
     of_weights = of_outputs @ v.mT
@@ -80,12 +80,12 @@ def weight_gradients(forward: Pass) -> WeightGradients:
     )
 
 
-def rounding_bounds(forward: Pass) -> WeightGradients:
-    """How far rounding may part two honest computations of these gradients, element by element.
+def rounding_bounds(forward: ForwardPass) -> WeightGradients:
+    """Return the largest difference that rounding can make between two computations.
 
-    The floors of `error_budget.rounding` for dq, dk and dv in the dtype of ``q`` (which count
-    the rounding of both sides in float64), what the rounding of dO adds to them (they are linear in
-    it), and the sum over the tokens. ``q``, ``k`` and ``v`` are taken as they are.
+    The bound has three parts: the floors of `error_budget.rounding` for dq, dk and dv in the dtype
+    of ``q``; the rounding of dO, in which the gradients are linear; and the sum over the tokens.
+    ``q``, ``k`` and ``v`` count as exact.
     """
     x, source, q, k, v, wo, upstream = (part.detach().double() for part in forward[:7])
     r = Roundoff.of(forward.q.dtype)
@@ -102,9 +102,9 @@ def rounding_bounds(forward: Pass) -> WeightGradients:
     scores_error = weights * (weights_error + (weights * weights_error).sum(-1, keepdim=True))
     outputs_error = rounding.product_floor(rows, v)
 
-    def summed(gradient: Tensor, its_error: Tensor, tokens: Tensor) -> Tensor:
-        over = r.u * growth(tokens.shape[0] * tokens.shape[1]) + 2 * r.U  # stored, and the result
-        return _over_tokens(its_error + over * gradient.abs(), tokens.abs())
+    def summed(gradient: Tensor, error: Tensor, tokens: Tensor) -> Tensor:
+        over = r.u * growth(tokens.shape[0] * tokens.shape[1]) + 2 * r.U  # inputs and result
+        return _over_tokens(error + over * gradient.abs(), tokens.abs())
 
     return WeightGradients(
         wq=summed(scale * of_scores @ k, floors["q"] + abs(scale) * scores_error @ k.abs(), x),
@@ -119,5 +119,5 @@ def rounding_bounds(forward: Pass) -> WeightGradients:
 def _over_tokens(
     gradient: Float[Tensor, "batch heads length width"], tokens: Float[Tensor, "batch length dim"]
 ) -> Float[Tensor, "heads width dim"]:
-    """The gradient of a projection's weight, from that of its outputs and its inputs."""
+    """Return a weight's gradient from its outputs' gradient and its inputs, summed over tokens."""
     return torch.einsum("bhlw,bld->hwd", gradient, tokens)

@@ -1,4 +1,4 @@
-"""Implementations of attention under the same weights, each against the float64 reference."""
+"""Comparison of attention implementations under the same weights with a float64 reference."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from headwise.study.implementations import IMPLEMENTATIONS, Bert, EinopsPage
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 3, 6, 45, 192
 
 
-def budget(
+def output_budget(
     x: Float[Tensor, "batch length embed_dim"],
-    given: SharedWeights,
+    weights: SharedWeights,
     *,
     num_heads: int = NUM_HEADS,
     may_attend: Bool[Tensor, "batch queries keys"] | None = None,
 ) -> Budget:
-    """What rounding may do to the output of these weights."""
+    """Return the error budget of the output under these weights."""
     mask = None if may_attend is None else Mask.may_attend(may_attend, axes="batch queries keys")
-    return layer_budget(x, x, x, given, num_heads=num_heads, mask=mask)
+    return layer_budget(x, x, x, weights, num_heads=num_heads, mask=mask)
 
 
-def made(
+def make_implementations(
     keys: Iterable[str] = tuple(IMPLEMENTATIONS),
     *,
     biased: bool = False,
     embed_dim: int = EMBED_DIM,
     num_heads: int = NUM_HEADS,
 ) -> dict[str, Implementation]:
-    """These implementations, or those with biases alone, to be filled."""
+    """Make these implementations; with ``biased``, only those that have biases."""
     return {
         key: IMPLEMENTATIONS[key](embed_dim, num_heads).eval()
         for key in keys
@@ -50,41 +50,45 @@ def made(
 
 
 @torch.no_grad()
-def outputs(
-    peers: Mapping[str, Implementation],
+def compute_outputs(
+    implementations: Mapping[str, Implementation],
     x: Tensor,
-    given: SharedWeights,
+    weights: SharedWeights,
     may_attend: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What each gives, with the mask in its own values."""
+    """Return the output of each implementation, with the mask in its values."""
     return {
-        key: peer.fill(given)(x, None if may_attend is None else peer.spell(may_attend))
-        for key, peer in peers.items()
+        key: implementation.load_weights(weights)(
+            x, None if may_attend is None else implementation.convert_mask(may_attend)
+        )
+        for key, implementation in implementations.items()
     }
 
 
-def shares(allowed: Budget, found: Mapping[str, Tensor]) -> dict[str, float]:
-    """The largest error of each, in parts of what is allowed there."""
-    return {key: allowed.check(output).ratio for key, output in found.items()}
+def budget_shares(allowed: Budget, outputs: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the largest error of each output as a share of the error budget."""
+    return {key: allowed.check(output).ratio for key, output in outputs.items()}
 
 
-def differences(rows: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> list[list[float]]:
-    """The largest difference between any two outputs."""
+def largest_differences(
+    rows: Mapping[str, Tensor], columns: Mapping[str, Tensor]
+) -> list[list[float]]:
+    """Return the largest difference between each pair of outputs."""
     return [[float((a - b).abs().max()) for b in columns.values()] for a in rows.values()]
 
 
-def each_pair_within(allowed: Budget, found: Mapping[str, Tensor]) -> bool:
-    """Whether any two differ by no more than both together may be off, at every element."""
-    pairs = combinations((output.double() for output in found.values()), 2)
+def all_pairs_agree(allowed: Budget, outputs: Mapping[str, Tensor]) -> bool:
+    """Check that any two outputs differ by at most twice the allowed error, at every element."""
+    pairs = combinations((output.double() for output in outputs.values()), 2)
     return all(bool(((a - b).abs() <= 2 * allowed.allowed).all()) for a, b in pairs)
 
 
-def misread(given: SharedWeights) -> dict[str, SharedWeights]:
-    """The same numbers, taken for something else, as happens when weights are ported.
+def misread_weights(weights: SharedWeights) -> dict[str, SharedWeights]:
+    """Return the same numbers misread in four ways, as happens when weights are ported.
 
-    All matrices are square: nothing raises.
+    All matrices are square, so no shape error shows the mistake.
     """
-    q, k, v, out = given.matrices
+    q, k, v, out = weights.matrices
     by_head = (w.unflatten(0, (-1, NUM_HEADS)).transpose(0, 1).flatten(0, 1) for w in (q, k, v))
     return {
         "transposed": SharedWeights(q, k, v, out.mT),
@@ -94,42 +98,46 @@ def misread(given: SharedWeights) -> dict[str, SharedWeights]:
     }
 
 
-def of_projections(p: Projections) -> SharedWeights:
-    """The weights of a model's attention layer."""
+def projection_weights(p: Projections) -> SharedWeights:
+    """Return the weights of a model's attention layer."""
     return SharedWeights.packed(
         p.in_proj_weight, p.in_proj_bias, p.out_proj_weight, p.out_proj_bias
     )
 
 
-def of_a_model(
-    reading: RecordedRun, keys: Iterable[str] = tuple(IMPLEMENTATIONS)
+def budget_shares_of_model(
+    run: RecordedRun, keys: Iterable[str] = tuple(IMPLEMENTATIONS)
 ) -> dict[str, float]:
-    """The weights and tokens of every layer of an encoder, which has biases and padding.
+    """Return the largest budget share of each implementation over the layers of an encoder.
 
-    Returns the largest share of each implementation over the layers, and of the encoder itself.
+    Weights, tokens and padding are those of each layer. The encoder's own outputs are included.
     """
-    embed_dim = reading.calls[0].x.shape[-1]
-    peers = made(keys, biased=True, embed_dim=embed_dim, num_heads=reading.num_heads)
-    may_attend = reading.real[:, None].expand(-1, reading.real.shape[1], -1)
+    embed_dim = run.calls[0].x.shape[-1]
+    implementations = make_implementations(
+        keys, biased=True, embed_dim=embed_dim, num_heads=run.num_heads
+    )
+    may_attend = run.real[:, None].expand(-1, run.real.shape[1], -1)
     largest: dict[str, float] = {}
-    for call in reading.calls:
-        given = of_projections(call.projections)
-        found = outputs(peers, call.x, given, may_attend) | {"encoder": call.output}
-        allowed = budget(call.x, given, num_heads=reading.num_heads, may_attend=may_attend)
-        for key, share in shares(allowed, found).items():
+    for call in run.calls:
+        weights = projection_weights(call.projections)
+        outputs = compute_outputs(implementations, call.x, weights, may_attend) | {
+            "encoder": call.output
+        }
+        allowed = output_budget(call.x, weights, num_heads=run.num_heads, may_attend=may_attend)
+        for key, share in budget_shares(allowed, outputs).items():
             largest[key] = max(share, largest.get(key, 0.0))
     return largest
 
 
 @dataclass(frozen=True)
 class SameFunction:
-    """Whether headwise's layers, filled with a model's weights, give what its own layers give.
+    """Comparison of headwise's layers with a model's own layers under the model's weights.
 
     Attributes:
         model: the model's name.
-        layers: how many attention layers it has.
+        layers: the number of its attention layers.
         shares: the largest share of the error budget over the layers, by the layer's name; the
-            model's own is among them.
+            model's own layers come last.
     """
 
     model: str
@@ -142,9 +150,9 @@ class SameFunction:
         return max(self.shares.values()) <= 1
 
     @property
-    def says(self) -> str:
+    def summary(self) -> str:
         """The result and its figures, in three sentences."""
-        *ours, own = self.shares
+        *layers, encoder = self.shares
         verdict = (
             f"The same function. In all {self.layers} layers"
             if self.holds
@@ -152,69 +160,79 @@ class SameFunction:
         )
         shares = ", ".join(f"{name} {share:.2f}" for name, share in self.shares.items())
         return (
-            f"{verdict} {' and '.join(ours)} with the weights of {self.model}, and {own}, are "
-            f"within the error budget of the formula. The largest shares of it: {shares}."
+            f"{verdict} {' and '.join(layers)} with the weights of {self.model}, and {encoder}, "
+            f"are within the error budget of the formula. The largest shares of it: {shares}."
         )
 
 
-def same_function(reading: RecordedRun) -> SameFunction:
-    """Fill both layers of headwise with the weights of each layer, and compare the outputs."""
-    shares = of_a_model(reading, keys=("drop_in", "native"))
+def same_function(run: RecordedRun) -> SameFunction:
+    """Load each layer's weights into both layers of headwise, and compare the outputs."""
+    shares = budget_shares_of_model(run, keys=("drop_in", "native"))
     names = {key: make.name for key, make in IMPLEMENTATIONS.items()}
     names["encoder"] = "the model's own layers"
     return SameFunction(
-        reading.model, len(reading.calls), {names[key]: share for key, share in shares.items()}
+        run.model,
+        len(run.calls),
+        {names[key]: share for key, share in shares.items()},
     )
 
 
-def of_random_weights() -> dict[str, Any]:
-    """All under the same random weights: without a mask, masked, biased, in float64, misread.
+def compare_random_weights() -> dict[str, Any]:
+    """Compare all implementations under random weights: plain, masked, biased, float64, misread.
 
-    Masked: no query sees a later key, nor, in the second sequence, a key of the last third.
+    The mask is causal, and also hides the last third of the keys in the second sequence.
     """
     x = torch.randn(BATCH, LENGTH, EMBED_DIM)
     mask = torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool).tril()
     mask[1, :, 2 * LENGTH // 3 :] = False
     plain, biased = SharedWeights.random(EMBED_DIM), SharedWeights.random(EMBED_DIM, biased=True)
-    peers = made()
-    found = outputs(peers, x, plain)
-    allowed = budget(x, plain)
+    implementations = make_implementations()
+    outputs = compute_outputs(implementations, x, plain)
+    allowed = output_budget(x, plain)
     share = {
-        "plain": shares(allowed, found),
-        "masked": shares(budget(x, plain, may_attend=mask), outputs(peers, x, plain, mask)),
-        "biased": shares(
-            budget(x, biased, may_attend=mask), outputs(made(biased=True), x, biased, mask)
+        "plain": budget_shares(allowed, outputs),
+        "masked": budget_shares(
+            output_budget(x, plain, may_attend=mask),
+            compute_outputs(implementations, x, plain, mask),
+        ),
+        "biased": budget_shares(
+            output_budget(x, biased, may_attend=mask),
+            compute_outputs(make_implementations(biased=True), x, biased, mask),
         ),
     }
     wrong = {
-        how: outputs({"torch": peers["torch"]}, x, given)["torch"]
-        for how, given in misread(plain).items()
+        how: compute_outputs({"torch": implementations["torch"]}, x, weights)["torch"]
+        for how, weights in misread_weights(plain).items()
     }
-    wide = {key: peer.double() for key, peer in peers.items()}
-    fine = shares(budget(x.double(), plain.double()), outputs(wide, x.double(), plain))
-    pairs = differences(found, found)
+    wide = {key: implementation.double() for key, implementation in implementations.items()}
+    fine = budget_shares(
+        output_budget(x.double(), plain.double()), compute_outputs(wide, x.double(), plain)
+    )
+    pairs = largest_differences(outputs, outputs)
     return {
         "pairs": pairs,
-        "each_pair_within": each_pair_within(allowed, found),
+        "each_pair_within": all_pairs_agree(allowed, outputs),
         "largest_pair": max(map(max, pairs)),
         "typical_output": float(allowed.exact.std()),
         "allowed": float(allowed.allowed.max()),
         "share": share,
         "largest_share": {name: max(each.values()) for name, each in share.items()},
-        "misread_pairs": differences(wrong, found),
-        "misread_share": (misread_share := shares(allowed, wrong)),
+        "misread_pairs": largest_differences(wrong, outputs),
+        "misread_share": (misread_share := budget_shares(allowed, wrong)),
         "least_misread_share": min(misread_share.values()),
         "outside_in_float64": [key for key, used in fine.items() if used > 1],
     }
 
 
 @torch.no_grad()
-def blocks_are_sums() -> bool:
-    """Whether the blocks with a residual and a norm inside are just these around the attention."""
-    x, given = torch.randn(BATCH, LENGTH, EMBED_DIM), SharedWeights.random(EMBED_DIM, biased=True)
+def blocks_add_residual_and_norm() -> bool:
+    """Check that einops' and BERT's blocks are norm(attention + input), bit for bit."""
+    x, weights = torch.randn(BATCH, LENGTH, EMBED_DIM), SharedWeights.random(EMBED_DIM, biased=True)
     einops, bert = EinopsPage(EMBED_DIM, NUM_HEADS), Bert(EMBED_DIM, NUM_HEADS)
     norms = {einops: einops.layer_norm, bert: bert.inner.output.LayerNorm}
     return all(
-        torch.equal(peer.fill(given).eval().block(x), norm(peer(x) + x))
-        for peer, norm in norms.items()
+        torch.equal(
+            implementation.load_weights(weights).eval().block(x), norm(implementation(x) + x)
+        )
+        for implementation, norm in norms.items()
     )

@@ -1,8 +1,8 @@
-"""What a layer really computes: every operation of a forward pass, and how far it has come.
+"""Tracing of a forward pass: every operation, and its stage between input and output.
 
-A pass goes through four stages. A product with parameters takes the input to ``PROJECTED``, and
-what has been attended to ``OUTPUT``; a product of activations with each other takes what is
-projected to ``ATTENDED``. Everything else (views, copies, scaling, softmax) stays where it is.
+A pass has four stages. A product with parameters leads from ``INPUT`` to ``PROJECTED``, a product
+of activations from ``PROJECTED`` to ``ATTENDED``, and a product with parameters from there to
+``OUTPUT``. All other operations (views, copies, scaling, softmax) keep the stage of their inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INPUT, PROJECTED, ATTENDED, OUTPUT = range(4)
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 FUSED = "_scaled_dot_product"  # both products of attention in one operation
 
-# What each axis is. "a*b" is one axis that holds a and b.
+# The axes of each stage. "a*b" is one axis that holds a and b.
 AXES = {
     "torch": {
         "x": ("batch", "length", "embed_dim"),
@@ -45,7 +45,8 @@ AXES = {
         "returned": ("batch", "length", "embed_dim"),
     },
 }
-SAME = (("q", "per_head"), ("head_outputs", "merged"), ("output", "returned"))  # in another order
+# Pairs of stages that hold the same numbers in another order of axes.
+SAME_NUMBERS = (("q", "per_head"), ("head_outputs", "merged"), ("output", "returned"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,38 +54,38 @@ class TracedStep:
     """One operation of a forward pass.
 
     Attributes:
-        operation: torch's name of it.
-        stage: how far its result is.
-        given: the activations that it read, without parameters.
-        results: all that it gave.
+        operation: torch's name of the operation.
+        stage: the stage of its results.
+        inputs: the activations among its arguments, without parameters.
+        results: the tensors that it returned.
     """
 
     operation: str
     stage: int
-    given: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
 
     @property
     def result(self) -> Tensor:
-        """What it gave; the first, where it gave several."""
+        """The first result."""
         return self.results[0]
 
     @property
     def is_product(self) -> bool:
-        """Whether it multiplies matrices."""
+        """True if the operation multiplies matrices."""
         return _is_product(self.operation)
 
     @property
     def is_view(self) -> bool:
-        """Whether its result is the memory of what it was given: nothing is computed."""
-        return _memory(self.result) in {_memory(x) for x in self.given}
+        """True if the result shares memory with an input: nothing is computed."""
+        return _memory(self.result) in {_memory(x) for x in self.inputs}
 
 
 def trace(layer: nn.Module, x: Tensor, forward: Callable[[Tensor], Any]) -> tuple[TracedStep, ...]:
-    """The operations of ``forward(x)`` that ``x`` has a part in.
+    """Return the operations of ``forward(x)`` that depend on ``x``.
 
     Args:
-        layer: whose parameters tell a projection from a product of activations.
+        layer: the module whose parameters distinguish projections from products of activations.
         x: the input.
         forward: the pass, e.g. ``lambda x: layer(x, x, x)``.
     """
@@ -94,80 +95,80 @@ def trace(layer: nn.Module, x: Tensor, forward: Callable[[Tensor], Any]) -> tupl
     return tuple(recorder.steps)
 
 
-def cuts(steps: Sequence[TracedStep], *, head_dim: int) -> tuple[TracedStep, ...]:
-    """The steps that cut a wider last axis into heads of this width."""
+def head_splits(steps: Sequence[TracedStep], *, head_dim: int) -> tuple[TracedStep, ...]:
+    """Return the steps that split a wider last axis into heads of width ``head_dim``."""
     return tuple(
         step
         for step in steps
         if step.result.shape[-1] == head_dim
-        and step.given[0].shape[-1] > head_dim
+        and step.inputs[0].shape[-1] > head_dim
         and not step.is_product
     )
 
 
-def on_the_way(steps: Sequence[TracedStep], *, head_dim: int) -> dict[str, Tensor]:
-    """The tensors between the input and the output of a pass, by what they are.
+def stage_tensors(steps: Sequence[TracedStep], *, head_dim: int) -> dict[str, Tensor]:
+    """Return the tensors between input and output of a pass, by the names in `AXES`.
 
-    ``weights`` is missing where a fused operation keeps them to itself.
+    ``weights`` is missing if a fused operation does not return them.
     """
     attending = [step for step in steps if step.is_product and step.stage == ATTENDED]
     merged = next(
         step
         for step in steps[steps.index(attending[-1]) + 1 :]
-        if step.result.shape[-1] > step.given[0].shape[-1]
+        if step.result.shape[-1] > step.inputs[0].shape[-1]
     )
-    found = {
-        "x": steps[0].given[0],
-        "q": cuts(steps, head_dim=head_dim)[0].given[0],
-        "per_head": attending[0].given[0],
-        "weights": attending[-1].given[0],
+    tensors = {
+        "x": steps[0].inputs[0],
+        "q": head_splits(steps, head_dim=head_dim)[0].inputs[0],
+        "per_head": attending[0].inputs[0],
+        "weights": attending[-1].inputs[0],
         "head_outputs": attending[-1].result,
         "merged": merged.result,
         "output": next(s for s in steps if s.stage == OUTPUT and s.result.dim() == 3).result,
         "returned": [s for s in steps if s.stage == OUTPUT][-1].result,
     }
     if len(attending) == 1:
-        del found["weights"]
-    return found
+        del tensors["weights"]
+    return tensors
 
 
-def in_order(
+def has_axis_order(
     tensors: dict[str, Tensor], axes: dict[str, tuple[str, ...]], sizes: dict[str, int]
 ) -> bool:
-    """Whether stages that hold the same numbers have them where the names of the axes say."""
-    known = with_head_dim(sizes)
+    """Check that paired stages hold the same numbers in the order of their axis names."""
+    all_sizes = add_head_dim(sizes)
     (q, per_head), *rest = (
-        [taken_apart(tensors[key], axes[key], known) for key in pair] for pair in SAME
+        [split_axes(tensors[key], axes[key], all_sizes) for key in pair] for pair in SAME_NUMBERS
     )
-    scaled = q * math.sqrt(1 / known["head_dim"])  # torch's layer scales q, not the scores
+    scaled = q * math.sqrt(1 / all_sizes["head_dim"])  # torch's layer scales q, not the scores
     return any(per_head.equal(x) for x in (q, scaled)) and all(a.equal(b) for a, b in rest)
 
 
-def with_head_dim(sizes: dict[str, int]) -> dict[str, int]:
-    """These sizes and the one that follows from them."""
+def add_head_dim(sizes: dict[str, int]) -> dict[str, int]:
+    """Return the sizes with head_dim = embed_dim / heads added."""
     return sizes | {"head_dim": sizes["embed_dim"] // sizes["heads"]}
 
 
-def by_axes(sizes: dict[str, int]) -> dict[str, dict[str, list[int]]]:
-    """The shapes that the names of the axes say."""
-    known = with_head_dim(sizes)
+def shapes_by_axes(sizes: dict[str, int]) -> dict[str, dict[str, list[int]]]:
+    """Return the shapes that follow from the axis names."""
+    all_sizes = add_head_dim(sizes)
     return {
         layer: {
-            stage: [math.prod(known[part] for part in axis.split("*")) for axis in axes]
+            stage: [math.prod(all_sizes[part] for part in axis.split("*")) for axis in axes]
             for stage, axes in stages.items()
         }
         for layer, stages in AXES.items()
     }
 
 
-def taken_apart(x: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
-    """(batch, length, heads, head_dim): what a tensor holds, if its axes are what they are called.
+def split_axes(x: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
+    """Return a tensor as (batch, length, heads, head_dim), from the names of its axes.
 
     Args:
         x: the tensor.
         axes: the name of each axis. "a*b" is one axis that holds a and b, a outside; "embed_dim"
             is "heads*head_dim".
-        sizes: how many each name stands for.
+        sizes: the size of each name.
     """
     names = "*".join(axes).replace("embed_dim", "heads*head_dim").split("*")
     order = [names.index(name) for name in ("batch", "length", "heads", "head_dim")]
@@ -175,7 +176,7 @@ def taken_apart(x: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> Ten
 
 
 class _Recorder(DispatchMode):  # type: ignore[misc]
-    """Knows tensors by their memory, and keeps all it knows, so that no memory is used again."""
+    """Records operations. It identifies tensors by memory, and keeps them so none is reused."""
 
     def __init__(self, layer: nn.Module, x: Tensor) -> None:
         super().__init__()
@@ -187,21 +188,21 @@ class _Recorder(DispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        read = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
-        given = tuple(x for x in read if _memory(x) in self.stages)
+        arguments = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = tuple(x for x in arguments if _memory(x) in self.stages)
         results = tuple(x for x in leaves(out) if isinstance(x, Tensor))
-        if given and results:
+        if inputs and results:
             operation = func.overloadpacket.__name__
-            stage = max(self.stages[_memory(x)] for x in given)
+            stage = max(self.stages[_memory(x)] for x in inputs)
             if _is_product(operation):
-                stage = self._after_product(stage, read)
+                stage = self._after_product(stage, arguments)
             for result in results:
                 self.stages[_memory(result)] = stage
-            self.steps.append(TracedStep(operation, stage, given, results))
+            self.steps.append(TracedStep(operation, stage, inputs, results))
         return out
 
-    def _after_product(self, stage: int, read: list[Tensor]) -> int:
-        if any(_memory(x) in self.parameters for x in read):
+    def _after_product(self, stage: int, arguments: list[Tensor]) -> int:
+        if any(_memory(x) in self.parameters for x in arguments):
             return PROJECTED if stage < ATTENDED else OUTPUT
         return max(stage, ATTENDED)
 

@@ -1,4 +1,4 @@
-"""One file for each question: what is measured, what must hold, what is said, and the picture.
+"""Questions of the study, one file each: experiment, facts, answer and picture.
 
-A new one is a file here with a `Question` named ``QUESTION``, and its id in `studies/study.py`.
+To add a question, add a file with a `Question` named ``QUESTION``, and its id in `study/run.py`.
 """

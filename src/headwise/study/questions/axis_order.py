@@ -1,4 +1,4 @@
-"""Is it (length, batch, embed_dim) or (batch, length, embed_dim), and what if it is the other?"""
+"""Question: is the input (length, batch, embed_dim) or (batch, length, embed_dim)?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.study.charts import SERIES, SOFT, Axes, Figure
-from headwise.study.experiments.measures import difference, layer_budget, times_of
+from headwise.study.experiments.measures import layer_budget, relative_difference, relative_times
 from headwise.study.implementation import SharedWeights
 from headwise.study.question import Fact, FactTable, Numbers, Question
 from headwise.support.progress import Progress
@@ -27,13 +27,13 @@ EMBED_DIM, HEADS = 32, 4
 TIMED = {"batch": 8, "length": 128, "embed_dim": 512, "heads": 8}
 ROUNDS = 21
 MASKED = ("padding", "causal", "source")
-REFUSED = {"torch": MASKED, "headwise": MASKED, "native": ("padding",)}  # for their sizes
+REFUSED = {"torch": MASKED, "headwise": MASKED, "native": ("padding",)}  # sizes disagree
 Layer = type[nn.MultiheadAttention]
 LAYERS: dict[str, Layer] = {"torch": nn.MultiheadAttention, "headwise": MultiheadAttention}
 
 
 def measure(progress: Progress) -> dict[str, Any]:
-    """Give one batch-first tensor to a batch-first and to a length-first layer."""
+    """Call batch-first and length-first layers with the same batch-first tensor."""
     x = torch.randn(BATCH, LENGTH, EMBED_DIM)
     right = {name: kind(EMBED_DIM, HEADS, batch_first=True) for name, kind in LAYERS.items()}
     wrong = {name: kind(EMBED_DIM, HEADS) for name, kind in LAYERS.items()}
@@ -44,111 +44,115 @@ def measure(progress: Progress) -> dict[str, Any]:
         order: {name: influence(layer, x) for name, layer in layers.items()}
         for order, layers in orders.items()
     }
-    outcomes = given_to(wrong, x)
+    outcomes = run_wrong_order(wrong, x)
     return {
         "x": list(x.shape),
         "batch": BATCH,
         "length": LENGTH,
         "others": BATCH - 1,
-        "own_order": max(own_order(layer, x) for layer in (*right.values(), *wrong.values())),
-        "output": {name: shapes(layer, x)[0] for name, layer in wrong.items()},
-        "weights": {order: shapes(layers["torch"], x)[1] for order, layers in orders.items()},
-        "apart": apart(wrong["torch"], right["torch"], x),
+        "own_order": max(
+            own_order_budget_share(layer, x) for layer in (*right.values(), *wrong.values())
+        ),
+        "output": {name: output_shapes(layer, x)[0] for name, layer in wrong.items()},
+        "weights": {
+            order: output_shapes(layers["torch"], x)[1] for order, layers in orders.items()
+        },
+        "apart": output_difference(wrong["torch"], right["torch"], x),
         "reach": {
-            order: {name: reach(found) for name, found in by_layer.items()}
+            order: {name: count_dependencies(sizes) for name, sizes in by_layer.items()}
             for order, by_layer in maps.items()
         },
         "told": {
-            name: {call: outcome.told for call, outcome in by_call.items()}
+            name: {call: outcome.as_dict for call, outcome in by_call.items()}
             for name, by_call in outcomes.items()
         },
         "messages": {
             name: {call: outcome.message for call, outcome in by_call.items()}
             for name, by_call in outcomes.items()
         },
-        "square": {name: square(layer).told for name, layer in wrong.items()},
+        "square": {name: run_square_batch(layer).as_dict for name, layer in wrong.items()},
         "timed": TIMED,
-        "times": {name: times(kind) for name, kind in LAYERS.items()},
-        # Which output token (row) depends on which input token (column) at all.
+        "times": {name: length_first_times(kind) for name, kind in LAYERS.items()},
+        # 1 where an output token (row) depends on an input token (column).
         "maps": {order: (by_layer["torch"] > 0).int().tolist() for order, by_layer in maps.items()},
     }
 
 
-# ---- a call, which may be refused --------------------------------------------------------------
+# ---- a call that may raise an error --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call returned, or what it was refused with."""
+    """The result of a call, or the message of its error."""
 
     result: Any = None
     message: str = "–"
 
     @property
-    def told(self) -> dict[str, Any]:
-        """Whether it was refused, for the facts and for the table."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the outcome for the facts (``refused``) and for the table (``answer``)."""
         refused = self.result is None
         return {"refused": refused, "answer": "error" if refused else "accepted"}
 
 
 def outcome_of(call: Callable[[], object]) -> Outcome:
-    """Call, and take an error for an answer."""
+    """Return the outcome of a call that may raise an error."""
     try:
         return Outcome(call())
     except (AssertionError, RuntimeError, HeadwiseError) as error:
-        *_, last = str(error).splitlines()[:2]  # headwise says what it saw, then what it needs
+        *_, last = str(error).splitlines()[:2]  # of headwise's errors, "needed: ..."
         return Outcome(message=last.strip())
 
 
-def shapes(layer: nn.Module, x: Tensor) -> list[list[int]]:
-    """The shapes of the output and of the attention weights; empty where x is refused."""
-    found = outcome_of(lambda: layer(x, x, x)).result or (torch.empty(0), torch.empty(0))
-    return [list(each.shape) for each in found]
+def output_shapes(layer: nn.Module, x: Tensor) -> list[list[int]]:
+    """Return the shapes of output and attention weights; empty shapes after an error."""
+    outputs = outcome_of(lambda: layer(x, x, x)).result or (torch.empty(0), torch.empty(0))
+    return [list(each.shape) for each in outputs]
 
 
-# ---- who reaches whom --------------------------------------------------------------------------
+# ---- dependencies of tokens --------------------------------------------------------------------
 
 
 def influence(layer: nn.Module, x: Tensor) -> Tensor:
-    """The size of the derivative of each output token by each input token, (tokens, tokens).
+    """Return the norm of the derivative of each output token by each input token.
 
-    Tokens in the order of the tensor's first two axes, which are batch and length here. Nothing
-    depends on anything where x is refused.
+    The shape is (tokens, tokens), in the order of the first two axes of ``x``, here batch and
+    length. After an error all values are 0.
     """
 
     def output(x: Tensor) -> Tensor:
         result: Tensor = layer(x, x, x, need_weights=False)[0]
         return result
 
-    found = outcome_of(lambda: jacobian(output, x, vectorize=True)).result
-    if found is None:
+    derivatives = outcome_of(lambda: jacobian(output, x, vectorize=True)).result
+    if derivatives is None:
         return torch.zeros(2 * (x.shape[:2].numel(),))
-    sizes: Tensor = torch.linalg.vector_norm(found, dim=(2, 5))
+    sizes: Tensor = torch.linalg.vector_norm(derivatives, dim=(2, 5))
     return sizes.flatten(2, 3).flatten(0, 1)
 
 
-def reach(found: Tensor) -> dict[str, list[int]]:
-    """How many tokens reach an output token, (least, most).
+def count_dependencies(sizes: Tensor) -> dict[str, list[int]]:
+    """Count the input tokens that an output token depends on, as [least, most].
 
-    Of its own sequence, of others, and at its own position in any.
+    Counts are for tokens of its own sequence, of others, and at its own position in any.
     """
     batch = torch.arange(BATCH).repeat_interleave(LENGTH)
     position = torch.arange(LENGTH).repeat(BATCH)
-    own = batch[:, None] == batch
-    among = {"own": own, "others": ~own, "position": position[:, None] == position}
-    counts = {name: ((found > 0) & where).sum(1) for name, where in among.items()}
+    same = batch[:, None] == batch
+    among = {"own": same, "others": ~same, "position": position[:, None] == position}
+    counts = {name: ((sizes > 0) & pairs).sum(1) for name, pairs in among.items()}
     return {name: [int(count.min()), int(count.max())] for name, count in counts.items()}
 
 
-def apart(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
-    """The relative difference of the output from that of the right order; all if refused."""
+def output_difference(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
+    """Return the relative difference of the outputs in wrong and right order; 1 after an error."""
     reference = right(x, x, x)[0]
     actual, _ = outcome_of(lambda: wrong(x, x, x)).result or (torch.zeros_like(reference), None)
-    return float(difference(actual[None], reference[None])[0])
+    return float(relative_difference(actual[None], reference[None])[0])
 
 
-def own_order(layer: nn.MultiheadAttention, x: Tensor) -> float:
-    """The error of a layer that is given batch-first tokens in its own order, in budgets."""
+def own_order_budget_share(layer: nn.MultiheadAttention, x: Tensor) -> float:
+    """Return the error in budgets of a layer called with tokens in its own order."""
     tokens = x if layer.batch_first else x.transpose(0, 1)
     output = layer(tokens, tokens, tokens)[0]
     out = layer.out_proj
@@ -157,13 +161,13 @@ def own_order(layer: nn.MultiheadAttention, x: Tensor) -> float:
     return budget.check(output if layer.batch_first else output.transpose(0, 1)).ratio
 
 
-# ---- what tells --------------------------------------------------------------------------------
+# ---- calls in the wrong order ------------------------------------------------------------------
 
 
-def given_to(wrong: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, Outcome]]:
-    """A batch-first tensor in length-first layers, with and without what knows the sizes.
+def run_wrong_order(wrong: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, Outcome]]:
+    """Call length-first layers with a batch-first tensor, with and without masks.
 
-    The native layer, whose one order is batch first, is given a length-first tensor.
+    The native layer, which is always batch first, gets a length-first tensor.
     """
     batch, length, embed_dim = x.shape
     source = torch.randn(batch, OTHER_LENGTH, embed_dim)
@@ -174,21 +178,21 @@ def given_to(wrong: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, O
         "causal": lambda layer: layer(x, x, x, attn_mask=torch.ones(length, length).triu(1) > 0),
         "source": lambda layer: layer(x, source, source),
     }
-    found = {
+    outcomes = {
         name: {call: outcome_of(partial(give, layer)) for call, give in calls.items()}
         for name, layer in wrong.items()
     }
     native, turned = Attention(EMBED_DIM, HEADS), x.transpose(0, 1)
     lengths = Mask.lengths(keys=torch.full((batch,), length - 1))
     masks = {"alone": None, "padding": lengths, "causal": Mask.causal()}
-    found["native"] = {
+    outcomes["native"] = {
         call: outcome_of(partial(native, turned, mask=mask)) for call, mask in masks.items()
     }
-    return found
+    return outcomes
 
 
-def square(layer: nn.Module) -> Outcome:
-    """The same where the batch has as many sequences as each has tokens: every mask fits."""
+def run_square_batch(layer: nn.Module) -> Outcome:
+    """Call with as many sequences as tokens, so that every mask has a valid shape."""
     x = torch.randn(LENGTH, LENGTH, EMBED_DIM)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     return outcome_of(lambda: layer(x, x, x, key_padding_mask=mask & False, attn_mask=mask))
@@ -197,8 +201,8 @@ def square(layer: nn.Module) -> Outcome:
 # ---- time --------------------------------------------------------------------------------------
 
 
-def times(kind: Layer) -> dict[str, float]:
-    """The time of a length-first layer over that of a batch-first one: inference, training."""
+def length_first_times(kind: Layer) -> dict[str, float]:
+    """Return the time of a length-first layer over a batch-first one: inference, training."""
     batch, length, embed_dim, heads = TIMED.values()
     layers = {first: kind(embed_dim, heads, batch_first=first) for first in (True, False)}
     x = torch.randn(batch, length, embed_dim)
@@ -212,7 +216,7 @@ def times(kind: Layer) -> dict[str, float]:
         layers[first].train()(*[tokens[first]] * 3, need_weights=False)[0].sum().backward()
 
     return {
-        work.__name__: times_of(
+        work.__name__: relative_times(
             {"batch": partial(work, True), "length": partial(work, False)},
             against="batch",
             rounds=ROUNDS,
@@ -223,11 +227,11 @@ def times(kind: Layer) -> dict[str, float]:
 
 # ---- the picture -------------------------------------------------------------------------------
 
-EXAMPLE = 8  # the token that the picture marks: one in the middle
+EXAMPLE = 8  # the token that the picture marks
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Which token depends on which, in the order that the layer was built for and in the other."""
+    """Draw which token depends on which, in the right order and in the wrong order."""
     figure.set_figheight(4.2)
     titles = {
         "right": "batch_first=True matches this tensor:\neach token attends to its own sequence",
@@ -239,7 +243,7 @@ def draw(figure: Figure, n: Numbers) -> None:
 
 
 def draw_map(axes: Axes, rows: list[list[int]], n: Numbers) -> None:
-    """A cell wherever an output token depends on an input token; one token's in another colour."""
+    """Draw a cell where an output token depends on an input token; mark one output token."""
     from matplotlib.patches import Rectangle
 
     tokens, length = len(rows), n["length"]
@@ -264,21 +268,21 @@ QUESTION = Question(
     id="axis-order",
     asks="Is it (length, batch, embed_dim) or (batch, length, embed_dim), what if I mix them up, "
     "and which is faster?",
-    claim="It is what the layer was built for, and either gives the same output. In the other "
+    claim="The order depends on the layer, and both orders give the same output. In the wrong "
     "order the output has the right shape and the wrong numbers: tokens attend across the batch. "
-    "No error is raised, unless a mask or a source has other sizes.",
+    "The layer raises no error, unless a mask or a source has other sizes.",
     measure=measure,
     facts=(
         Fact(
-            "given tokens in its own order, a layer returns the same output length first as batch "
-            "first, PyTorch's and headwise.MultiheadAttention: the largest error is "
+            "with tokens in the layer's own order, length-first and batch-first layers return the "
+            "same output, both PyTorch's and headwise.MultiheadAttention: the largest error is "
             "{own_order:.2f} of the error budget",
             lambda n: n["own_order"] <= 1,
         ),
         Fact(
             "a batch-first tensor {x:shape} passes through a length-first layer, PyTorch's or "
-            "headwise.MultiheadAttention, without an error, and the output has the same shape; so "
-            "does a length-first tensor through headwise.Attention, which is batch-first",
+            "headwise.MultiheadAttention, without an error, and the output has the same shape; a "
+            "length-first tensor also passes through headwise.Attention, which is batch-first",
             lambda n: (
                 not any(by_call["alone"]["refused"] for by_call in n["told"].values())
                 and all(shape == n["x"] for shape in n["output"].values())
@@ -288,22 +292,23 @@ QUESTION = Question(
             "in the right order every output token depends on the {length} tokens of its own "
             "sequence and on {reach[right][torch][others][1]} of others",
             lambda n: all(
-                found["own"] == [n["length"]] * 2 and found["others"] == [0, 0]
-                for found in n["reach"]["right"].values()
+                counts["own"] == [n["length"]] * 2 and counts["others"] == [0, 0]
+                for counts in n["reach"]["right"].values()
             ),
         ),
         Fact(
-            "in the wrong order it depends on its own input and on "
-            "{reach[wrong][torch][others][0]} tokens of other sequences, those at its position, "
-            "and on no other of its own sequence",
+            "in the wrong order an output token depends on its own input and on the "
+            "{reach[wrong][torch][others][0]} tokens at its position in other sequences, but on no "
+            "other token of its own sequence",
             lambda n: all(
-                found == {"own": [1, 1], "others": [n["others"]] * 2, "position": [n["batch"]] * 2}
-                for found in n["reach"]["wrong"].values()
+                counts == {"own": [1, 1], "others": [n["others"]] * 2, "position": [n["batch"]] * 2}
+                for counts in n["reach"]["wrong"].values()
             ),
         ),
         Fact(
-            "PyTorch's layer and headwise.MultiheadAttention then refuse a padding mask, a causal "
-            "mask and a source of another length, and headwise.Attention refuses lengths",
+            "in the wrong order PyTorch's layer and headwise.MultiheadAttention raise an error for "
+            "a padding mask, a causal mask and a source of another length; headwise.Attention "
+            "raises one for lengths",
             lambda n: all(
                 n["told"][name][call]["refused"]
                 for name, calls in REFUSED.items()
@@ -311,16 +316,16 @@ QUESTION = Question(
             ),
         ),
         Fact(
-            "a causal mask without sizes of its own (Mask.causal() of headwise.Attention) passes, "
-            "and where batch and length are the same number every mask does",
+            "a causal mask without fixed sizes (Mask.causal() of headwise.Attention) passes; if "
+            "batch and length are the same number, every mask passes",
             lambda n: (
                 not n["told"]["native"]["causal"]["refused"]
-                and not any(found["refused"] for found in n["square"].values())
+                and not any(outcome["refused"] for outcome in n["square"].values())
             ),
         ),
         Fact(
-            "the attention weights that the layer returns show it: they are "
-            "{weights[wrong]:shape} in place of {weights[right]:shape}",
+            "the returned attention weights show the wrong order: their shape is "
+            "{weights[wrong]:shape} instead of {weights[right]:shape}",
             lambda n: (
                 n["weights"]["right"] == [n["batch"], n["length"], n["length"]]
                 and n["weights"]["wrong"] == [n["length"], n["batch"], n["batch"]]
@@ -328,22 +333,23 @@ QUESTION = Question(
         ),
     ),
     verdict="It is a convention about the order of the axes: PyTorch's default is (length, batch, "
-    "embed_dim), and batch_first=True swaps the first two; in the wrong order a call without "
+    "embed_dim), and batch_first=True swaps the first two. In the wrong order a call without "
     "masks raises no error, but each token attends to its position in every sequence instead of "
     "to its own sequence.",
-    why="A layer sees only two counts and cannot know which is the batch; in the wrong order the "
-    "relative difference of the outputs is {apart:percent}. What can reveal it is a mask of the "
-    "right sizes, or the shape of the attention weights. Length first took "
-    "{times[torch][infer]:.2f} of the time of batch first in inference and "
-    "{times[torch][train]:.2f} in training (PyTorch's layer, {timed[batch]} sequences of "
-    "{timed[length]} tokens, {timed[embed_dim]} wide, on the machine of this run), and in "
-    "headwise.MultiheadAttention {times[headwise][infer]:.2f} and {times[headwise][train]:.2f}.",
+    why="The shape alone does not show which axis is the batch. In the wrong order the relative "
+    "difference of the outputs is {apart:percent}. A mask of the right sizes, or the shape of the "
+    "attention weights, reveals the mistake. Length first took {times[torch][infer]:.2f} of the "
+    "time of batch first in inference and {times[torch][train]:.2f} in training (PyTorch's layer, "
+    "{timed[batch]} sequences of {timed[length]} tokens, {timed[embed_dim]} wide, on the machine "
+    "of this run). In headwise.MultiheadAttention the ratios were {times[headwise][infer]:.2f} and "
+    "{times[headwise][train]:.2f}.",
     caption="The same tensor, {batch} sequences of {length} tokens stored as (batch, length, "
     "embed_dim), in two PyTorch layers. A cell is filled where an output token (row) depends on "
-    "an input token (column); the second colour marks one output token. Left: each depends on all "
-    "tokens of its own sequence. Right: on the tokens at its own position in all sequences. The "
-    "running time is not drawn: length first took {times[torch][infer]:.2f} of the time of batch "
-    "first (inference, on the machine of this run).",
+    "an input token (column); the second colour marks one output token. Left: each output token "
+    "depends on all tokens of its own sequence. Right: each depends on the tokens at its own "
+    "position in all sequences. The running time is not drawn: length first took "
+    "{times[torch][infer]:.2f} of the time of batch first (inference, on the machine of this "
+    "run).",
     draw=draw,
     table=FactTable(
         columns=("wrong order, with", "PyTorch", "headwise", "headwise's message"),

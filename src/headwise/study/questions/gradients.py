@@ -1,4 +1,4 @@
-"""Where do the gradients of one head and of eight differ?"""
+"""Question: where do the gradients of one head and of many differ?"""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.nn.functional import cosine_similarity
 
 from headwise import reference
 from headwise.layers.native.attention import Attention
-from headwise.study.charts import INK, SERIES, SOFT, Axes, Figure, plotted
+from headwise.study.charts import INK, SERIES, SOFT, Axes, Figure, style_axes
 from headwise.study.experiments.gradient_formulas import (
-    Pass,
+    ForwardPass,
     WeightGradients,
     rounding_bounds,
     weight_gradients,
@@ -22,90 +22,93 @@ from headwise.study.question import Fact, FactTable, Numbers, Question
 from headwise.support.progress import Progress
 from headwise.support.thread_count import one_thread
 
-EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last one is the "eight" of the words
-BATCH, LENGTH = 2, 96  # more tokens than embed_dim, so that nothing else bounds the rank
+EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last is "many"
+BATCH, LENGTH = 2, 96  # LENGTH > EMBED_DIM, so that only head_dim bounds the rank
 LEARNING_RATE, STEPS = 0.05, (0, 1, *range(5, 101, 5))  # steps of the curve
 
 
 @one_thread()  # small matrices
 def measure(progress: Progress) -> dict[str, Any]:
-    """Compare the gradients of layers with the same weights and other numbers of heads."""
-    many, state = COUNTS[-1], start()
-    x, upstream = tokens(), tokens()
-    found, bounds, formulas = {}, {}, {}
-    layers = {heads: layer_of(heads, state) for heads in COUNTS}
+    """Compare the gradients of layers with equal weights and different numbers of heads."""
+    many, state = COUNTS[-1], initial_weights()
+    x, upstream = random_tokens(), random_tokens()
+    gradients_of, bounds, formulas = {}, {}, {}
+    layers = {heads: make_layer(heads, state) for heads in COUNTS}
     for heads, layer in layers.items():
-        weights, forward = weights_of(layer), passed(layer, x, upstream)
+        weights, forward = projection_weights(layer), forward_pass(layer, x, upstream)
         gradients = torch.autograd.grad(layer(x), list(weights.values()), upstream)
-        found[heads] = dict(zip(weights, gradients, strict=True))
-        bounds[heads] = whole(rounding_bounds(forward))
-        formulas[heads] = whole(weight_gradients(forward))
-    pairs = {n: (found[1][n], found[many][n]) for n in WEIGHTS}
+        gradients_of[heads] = dict(zip(weights, gradients, strict=True))
+        bounds[heads] = join_heads(rounding_bounds(forward))
+        formulas[heads] = join_heads(weight_gradients(forward))
+    pairs = {n: (gradients_of[1][n], gradients_of[many][n]) for n in WEIGHTS}
     return {
         "length": LENGTH,
         "many": many,
         "head_dim": {str(heads): EMBED_DIM // heads for heads in COUNTS},
         "formula_share": max(
-            float(((found[heads][n] - formulas[heads][n]).abs() / bounds[heads][n]).max())
+            float(((gradients_of[heads][n] - formulas[heads][n]).abs() / bounds[heads][n]).max())
             for heads in COUNTS
             for n in WEIGHTS
         ),
         "formula_difference": max(
-            max(apart(found[heads], formulas[heads]).values()) for heads in COUNTS
+            max(relative_differences(gradients_of[heads], formulas[heads]).values())
+            for heads in COUNTS
         ),
-        "reach": {str(heads): reach(layers[heads], x, blocks=many) for heads in (1, many)},
-        "ranks": ranks(layers, x),
-        # How alike the gradients are, and how many times its rounding the least difference is.
+        "reach": {
+            str(heads): score_dependencies(layers[heads], x, blocks=many) for heads in (1, many)
+        },
+        "ranks": score_ranks(layers, x),
+        # Similarity of the gradients, and the least difference over its rounding.
         "cosine": {
-            n: float(cosine_similarity(one.flatten(), other.flatten(), dim=0))
-            for n, (one, other) in pairs.items()
+            n: float(cosine_similarity(single.flatten(), other.flatten(), dim=0))
+            for n, (single, other) in pairs.items()
         },
         "roundings": min(
-            float((one - other).norm() / (bounds[1][n] + bounds[many][n]).norm())
-            for n, (one, other) in pairs.items()
+            float((single - other).norm() / (bounds[1][n] + bounds[many][n]).norm())
+            for n, (single, other) in pairs.items()
         ),
-        **parting(state),
+        **compare_training(state),
     }
 
 
-def tokens() -> Tensor:
-    """A batch of random numbers, as wide as the layer: tokens, or what they should become."""
+def random_tokens() -> Tensor:
+    """Draw a batch of random tokens or targets in float64."""
     return torch.randn(BATCH, LENGTH, EMBED_DIM).double()
 
 
 # ---- layers ----------------------------------------------------------------------------------
 
 
-def start() -> dict[str, Tensor]:
-    """The weights that all layers start from, as torch draws them, in float64."""
+def initial_weights() -> dict[str, Tensor]:
+    """Return the weights that all layers start from: torch's initialisation in float64."""
     layer = Attention(EMBED_DIM, COUNTS[-1], dtype=torch.float64)
     return {name: value.clone() for name, value in layer.state_dict().items()}
 
 
-def layer_of(heads: int, state: Mapping[str, Tensor]) -> Attention:
-    """A layer of so many heads with these weights."""
+def make_layer(heads: int, state: Mapping[str, Tensor]) -> Attention:
+    """Make a layer of ``heads`` heads with these weights."""
     layer = Attention(EMBED_DIM, heads, dtype=torch.float64)
     layer.load_state_dict(state)
     return layer
 
 
-def weights_of(layer: Attention) -> dict[str, Tensor]:
-    """The four weights by their names here."""
+def projection_weights(layer: Attention) -> dict[str, Tensor]:
+    """Return the four weights by the names of `WEIGHTS`."""
     projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
     return {name: part.weight for name, part in zip(WEIGHTS, projections, strict=True)}
 
 
 @torch.no_grad()
-def passed(layer: Attention, x: Tensor, upstream: Tensor) -> Pass:
-    """What the formulas need to know of the layer's forward pass."""
+def forward_pass(layer: Attention, x: Tensor, upstream: Tensor) -> ForwardPass:
+    """Return the tensors of the forward pass that the formulas need."""
     matrix = layer.matrix(x)
     v = reference.split_heads(layer.v_proj(x), heads=layer.num_heads)
     wo = layer.out_proj.weight.detach().unflatten(1, (layer.num_heads, -1)).movedim(1, 0)
-    return Pass(x, x, matrix.q, matrix.k, v, wo, upstream)
+    return ForwardPass(x, x, matrix.q, matrix.k, v, wo, upstream)
 
 
-def whole(of_heads: WeightGradients) -> dict[str, Tensor]:
-    """The heads' gradients in the shapes of the layer's weights."""
+def join_heads(of_heads: WeightGradients) -> dict[str, Tensor]:
+    """Join the heads' gradients into the shapes of the layer's weights."""
     rows = [part.flatten(0, 1) for part in of_heads[:3]]
     return dict(zip(WEIGHTS, (*rows, of_heads.wo.movedim(0, 1).flatten(1)), strict=True))
 
@@ -113,23 +116,25 @@ def whole(of_heads: WeightGradients) -> dict[str, Tensor]:
 # ---- what is measured ------------------------------------------------------------------------
 
 
-def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
-    """The difference of each of the four, relative to the second."""
+def relative_differences(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Return the difference of each of the four weights, relative to ``theirs``."""
     return {n: float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in WEIGHTS}
 
 
-def scores_of(layer: Attention, x: Tensor) -> Tensor:
-    """Return the scores (batch, heads, queries, keys) of a layer that reads ``x``."""
+def layer_scores(layer: Attention, x: Tensor) -> Tensor:
+    """Return the scores (batch, heads, queries, keys) of a layer for ``x``."""
     matrix = layer.matrix(x)
     return reference.scores(matrix.q, matrix.k, scale=matrix.scale)
 
 
-def reach(layer: Attention, x: Tensor, *, blocks: int) -> list[list[int]]:
-    """Whether the scores of each head (rows) have a gradient in each part of the weights: 1 or 0.
+def score_dependencies(layer: Attention, x: Tensor, *, blocks: int) -> list[list[int]]:
+    """Return 1 if the scores of a head (rows) have a gradient in a part of the weights, else 0.
 
     The parts are blocks of the rows of Wq, Wk and Wv, and of the columns of Wo, in this order.
     """
-    weights, scores = weights_of(layer), scores_of(layer, x)
+    weights, scores = projection_weights(layer), layer_scores(layer, x)
     lines = []
     for head in range(layer.num_heads):
         q, k, v, o = torch.autograd.grad(
@@ -144,63 +149,63 @@ def reach(layer: Attention, x: Tensor, *, blocks: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def ranks(layers: Mapping[int, Attention], x: Tensor) -> dict[str, list[int]]:
-    """The numerical rank of each head's scores over one text.
+def score_ranks(layers: Mapping[int, Attention], x: Tensor) -> dict[str, list[int]]:
+    """Return the numerical rank of each head's scores over one text.
 
-    A singular value counts if it exceeds length * eps * the largest: what numpy takes for nonzero.
+    A singular value counts if it exceeds length * eps * the largest, as in numpy.
     """
-    found = {}
+    ranks = {}
     for heads, layer in layers.items():
-        values = torch.linalg.svdvals(scores_of(layer, x[:1])[0])
+        values = torch.linalg.svdvals(layer_scores(layer, x[:1])[0])
         counted = values > LENGTH * torch.finfo(values.dtype).eps * values[:, :1]
-        found[str(heads)] = counted.sum(-1).tolist()
-    return found
+        ranks[str(heads)] = counted.sum(-1).tolist()
+    return ranks
 
 
-def parting(state: Mapping[str, Tensor]) -> dict[str, Any]:
+def compare_training(state: Mapping[str, Tensor]) -> dict[str, Any]:
     """Train with one head and with many, from the same weights, towards the same random targets.
 
-    The distance of the weights is relative to those of many heads, and so is how far training has
-    moved these in the end. To tell the distance from rounding, many heads are trained once more,
-    from weights that are one rounding away.
+    The distance of the weights, and the change by training, are relative to the weights of many
+    heads. To measure rounding, many heads are trained once more from weights that differ in the
+    last digit.
     """
-    x, target, many = tokens(), tokens(), COUNTS[-1]
+    x, target, many = random_tokens(), random_tokens(), COUNTS[-1]
     near = {name: value * (1 + torch.finfo(value.dtype).eps) for name, value in state.items()}
-    one, reference, near_by = (
-        trained(layer_of(heads, begun), x, target)
-        for heads, begun in ((1, state), (many, state), (many, near))
+    single, reference, near_by = (
+        train_layer(make_layer(heads, weights), x, target)
+        for heads, weights in ((1, state), (many, state), (many, near))
     )
-    distances = [apart(*pair) for pair in zip(one, reference, strict=True)]
+    distances = [relative_differences(*pair) for pair in zip(single, reference, strict=True)]
     return {
         "steps": list(STEPS),
         "distance": {name: [distance[name] for distance in distances] for name in WEIGHTS},
-        "moved": apart(reference[-1], reference[0]),
-        "rounding": apart(near_by[-1], reference[-1]),
+        "moved": relative_differences(reference[-1], reference[0]),
+        "rounding": relative_differences(near_by[-1], reference[-1]),
     }
 
 
-def trained(layer: Attention, x: Tensor, target: Tensor) -> list[dict[str, Tensor]]:
-    """The weights at the chosen steps of plain gradient descent on the squared error of a token."""
+def train_layer(layer: Attention, x: Tensor, target: Tensor) -> list[dict[str, Tensor]]:
+    """Train by gradient descent on the squared error, and return the weights at `STEPS`."""
     optimizer = torch.optim.SGD(layer.parameters(), lr=LEARNING_RATE)
-    found = []
+    snapshots = []
     for step in range(STEPS[-1] + 1):
         if step in STEPS:
-            now = weights_of(layer).items()
-            found.append({name: weight.detach().clone() for name, weight in now})
+            weights = projection_weights(layer).items()
+            snapshots.append({name: weight.detach().clone() for name, weight in weights})
         optimizer.zero_grad()
         (layer(x) - target).square().sum(-1).mean().backward()
         optimizer.step()
-    return found
+    return snapshots
 
 
-def own_rows_alone(lines: list[list[int]], blocks: int) -> bool:
-    """Whether exactly the head's own rows of Wq and Wk reach its scores, for each head."""
-    own = blocks // len(lines)
+def depends_on_own_rows_only(lines: list[list[int]], blocks: int) -> bool:
+    """Check that each head's scores depend on its own rows of Wq and Wk and no other weight."""
+    blocks_per_head = blocks // len(lines)
     return all(
         line
         == [
-            int(place // own % len(lines) == head and place < 2 * blocks)
-            for place in range(4 * blocks)
+            int(block // blocks_per_head % len(lines) == head and block < 2 * blocks)
+            for block in range(4 * blocks)
         ]
         for head, line in enumerate(lines)
     )
@@ -212,7 +217,7 @@ WEIGHTS = {"q": "queries", "k": "keys", "v": "values", "o": "output"}
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Above: which weights reach which scores. Below: how alike gradients and weights are."""
+    """Draw the dependencies of scores on weights, and the similarity of gradients and weights."""
     figure.set_figheight(6.4)
     parts: Any = figure.subfigures(2, 1, height_ratios=(1.35, 1), hspace=0.06)
     above, below = parts
@@ -223,15 +228,15 @@ def draw(figure: Figure, n: Numbers) -> None:
 
 
 def _draw_reach(axes: Axes, n: Numbers) -> None:
-    """A square for each part of the weights and each head; coloured where there is a gradient."""
+    """Draw a square for each part of the weights and each head, coloured if it has a gradient."""
     many, gap = n["many"], 1.5
     lines = [*n["reach"]["1"], *n["reach"][str(many)]]
     heights = [0.0, *(row + 1.7 for row in range(many))]
     for line, y in zip(lines, heights, strict=True):
-        for place, reached in enumerate(line):
-            part = place // many
+        for position, reached in enumerate(line):
+            part = position // many
             look = {"color": SERIES[part]} if reached else {"color": SOFT, "alpha": 0.3}
-            axes.bar(place + gap * part, 0.86, 0.86, y, align="edge", linewidth=0, **look)
+            axes.bar(position + gap * part, 0.86, 0.86, y, align="edge", linewidth=0, **look)
     for part, (name, word) in enumerate(WEIGHTS.items()):
         x = part * (many + gap) + many / 2
         axes.text(x, -0.35, f"w{name} ({word})", ha="center", va="bottom", color=SERIES[part])
@@ -245,26 +250,30 @@ def _draw_reach(axes: Axes, n: Numbers) -> None:
 
 
 def _draw_cosines(axes: Axes, n: Numbers) -> None:
-    """How alike the gradients of the loss are, a bar for each of the four."""
+    """Draw the cosine of the loss's gradients as a bar for each of the four weights."""
     names, cosines = [f"w{name}" for name in WEIGHTS], [n["cosine"][name] for name in WEIGHTS]
     bars = axes.bar(names, cosines, 0.6, color=SERIES[: len(WEIGHTS)])
     axes.bar_label(bars, [f"{cosine:.2f}" for cosine in cosines], padding=3, color=INK)
     title = f"Gradients of the loss:\none head against {n['many']}"
-    plotted(axes, title, ylim=(0, 1), ylabel="cosine (the same: 1)")
+    style_axes(axes, title, ylim=(0, 1), ylabel="cosine (the same: 1)")
 
 
 def _draw_distances(axes: Axes, n: Numbers) -> None:
-    """How far the weights of one head and of many are from each other over the steps."""
+    """Draw the distance of the weights of one head and of many over the steps."""
     last, top = n["steps"][-1], max(max(line) for line in n["distance"].values())
-    place = -top
-    for name, line in sorted(n["distance"].items(), key=lambda item: float(item[1][-1])):
+    label_y = -top
+    for name, line in sorted(n["distance"].items(), key=lambda named: float(named[1][-1])):
         colour = SERIES[list(WEIGHTS).index(name)]
-        place = max(line[-1] - 0.05 * top, place + 0.12 * top)  # labels of lines that end together
+        label_y = max(
+            line[-1] - 0.05 * top, label_y + 0.12 * top
+        )  # labels of lines that end together
         axes.plot(n["steps"], line, color=colour)
-        axes.plot([1.01 * last, 1.09 * last], [line[-1], place], color=colour, linewidth=0.8)
-        axes.text(1.11 * last, place, f"w{name} {100 * line[-1]:.0f} %", color=colour, va="center")
+        axes.plot([1.01 * last, 1.09 * last], [line[-1], label_y], color=colour, linewidth=0.8)
+        axes.text(
+            1.11 * last, label_y, f"w{name} {100 * line[-1]:.0f} %", color=colour, va="center"
+        )
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    plotted(
+    style_axes(
         axes,
         f"Weights during training:\none head against {n['many']}",
         xlim=(0, 1.42 * last),
@@ -278,40 +287,40 @@ def _draw_distances(axes: Axes, n: Numbers) -> None:
 QUESTION = Question(
     id="gradients",
     asks="Where do the gradients of one head and of many differ?",
-    claim="In all four weight matrices, though the formulas are the same: the scores of a head "
-    "depend on its own rows of wq and wk alone, and their rank is at most head_dim. So layers with "
-    "equal weights differ from the first step of training.",
+    claim="In all four weight matrices, although the formulas are the same: the scores of a head "
+    "depend only on its own rows of wq and wk, and their rank is at most head_dim. Layers with "
+    "equal weights therefore differ from the first step of training.",
     measure=measure,
     facts=(
         Fact(
             "the closed formulas agree with autograd through headwise.Attention: the largest "
-            "relative difference is {formula_difference:sci}, and nowhere is it more than "
-            "{formula_share:sci} of what rounding allows",
+            "relative difference is {formula_difference:sci}, at most {formula_share:sci} of the "
+            "difference that rounding allows",
             lambda n: n["formula_share"] <= 1,
         ),
         Fact(
-            "the scores of each of {many} heads have a gradient in its own rows of wq and wk, and "
-            "exactly zero in all other weights; those of a single head have one in all rows of "
-            "both",
+            "the scores of each of {many} heads have a gradient in the head's own rows of wq and "
+            "wk, and exactly zero in all other weights. The scores of a single head have a "
+            "gradient in all rows of both",
             lambda n: (
-                own_rows_alone(n["reach"]["1"], n["many"])
-                and own_rows_alone(n["reach"][str(n["many"])], n["many"])
+                depends_on_own_rows_only(n["reach"]["1"], n["many"])
+                and depends_on_own_rows_only(n["reach"][str(n["many"])], n["many"])
             ),
         ),
         Fact(
             "over {length} tokens the scores have rank {ranks[1]:list} with one head, "
-            "{ranks[2]:list} with two and {ranks[8]:list} with {many}: each time head_dim",
+            "{ranks[2]:list} with two and {ranks[8]:list} with {many}; every rank equals head_dim",
             lambda n: all(
                 rank == n["head_dim"][heads]
-                for heads, found in n["ranks"].items()
-                for rank in found
+                for heads, ranks in n["ranks"].items()
+                for rank in ranks
             ),
         ),
         Fact(
             "for the same weights, input and gradient of the output, the gradients of one head and "
-            "of {many} are least alike in wq and wk: their cosines are {cosine[q]:.2f} and "
-            "{cosine[k]:.2f}, against {cosine[v]:.2f} in wv and {cosine[o]:.2f} in wo, and each "
-            "difference is over {roundings:sci} times what rounding allows",
+            "of {many} are least alike in wq and wk: the cosines are {cosine[q]:.2f} and "
+            "{cosine[k]:.2f}, against {cosine[v]:.2f} in wv and {cosine[o]:.2f} in wo. Each "
+            "difference is at least {roundings:sci} times the difference that rounding allows",
             lambda n: (
                 n["roundings"] > 1
                 and max(n["cosine"]["q"], n["cosine"]["k"])
@@ -321,37 +330,39 @@ QUESTION = Question(
         Fact(
             "trained from the same weights, wq of one head and of {many} have a relative "
             "difference of {distance[q][1]:percent} after one step and {distance[q][-1]:percent} "
-            "after {steps[-1]}, and the others likewise (from a start that differs in the last "
-            "digit alone it is {rounding[q]:sci})",
+            "after {steps[-1]}. The other matrices also part. Weights that start with a difference "
+            "in the last digit only end {rounding[q]:sci} apart in wq",
             lambda n: all(
                 distance[0] == 0 < distance[1] < distance[-1] and distance[1] > n["rounding"][name]
                 for name, distance in n["distance"].items()
             ),
         ),
         Fact(
-            "in the end wo differs most, and it has moved furthest: by {moved[o]:percent} of its "
-            "size at the start, wq by {moved[q]:percent}",
+            "in the end wo differs most, and training has changed wo most: by {moved[o]:percent} "
+            "of its initial size, wq by {moved[q]:percent}",
             lambda n: (
                 max(n["moved"], key=n["moved"].get) == "o"
                 and max(n["distance"], key=lambda name: float(n["distance"][name][-1])) == "o"
             ),
         ),
     ),
-    verdict="In all four weight matrices, in direction most in wq and wk: with one head a single "
-    "softmax shapes the gradient of every row, with {many} each softmax shapes only its head's "
-    "rows, and the two gradients' cosine is {cosine[q]:.2f} in wq but {cosine[v]:.2f} in wv.",
-    why="wq and wk act through the scores alone; wv and wo act on the averages that the heads "
-    "take, and differ less. Narrower heads also have simpler scores: over {length} tokens their "
-    "rank is {ranks[1][0]} with one head, {ranks[2][0]} with two and {ranks[8][0]} with {many}, "
-    "the head_dim. In the table's formulas x is the input, P a head's attention weights, o = P v "
-    "its output, G the loss's gradient in the layer's output and dS that in the head's scores.",
+    verdict="In all four weight matrices, and in direction most in wq and wk. With one head a "
+    "single softmax determines the gradient of every row; with {many} heads each softmax "
+    "determines only its head's rows. The cosine of the two gradients is {cosine[q]:.2f} in wq but "
+    "{cosine[v]:.2f} in wv.",
+    why="wq and wk act only through the scores; wv and wo act on the heads' averages, and their "
+    "gradients differ less. Narrower heads also have scores of lower rank: over {length} tokens "
+    "the rank is {ranks[1][0]} with one head, {ranks[2][0]} with two and {ranks[8][0]} with "
+    "{many}, which is head_dim. In the table's formulas x is the input, P a head's attention "
+    "weights and o = P v its output. G is the loss's gradient by the layer's output, and dS the "
+    "gradient by the head's scores.",
     caption="Above: the columns are parts of the four weight matrices (of wq, wk and wv the rows "
     "that belong to one of {many} heads, of wo the columns). Coloured: the head's scores have a "
-    "gradient there; grey: it is exactly zero. Below, left: the cosine between the gradients of "
-    "the same loss in layers with one head and with {many} and equal weights. Right: both trained "
-    "from these weights by gradient descent towards the same random targets, the difference "
-    "relative to the weights with {many} heads. wo differs most there since training moves it "
-    "furthest: by {moved[o]:percent} of its size at the start, wq by {moved[q]:percent}.",
+    "gradient there; grey: the gradient is exactly zero. Below, left: the cosine between the "
+    "gradients of the same loss in layers with one head and with {many} and equal weights. Right: "
+    "the difference of both layers' weights after gradient descent from these weights towards the "
+    "same random targets, relative to the weights with {many} heads. wo differs most, and training "
+    "changes it most: by {moved[o]:percent} of its initial size, wq by {moved[q]:percent}.",
     draw=draw,
     table=FactTable(
         columns=("matrix", "gradient per head", "cosine", "difference, first step", "last step"),

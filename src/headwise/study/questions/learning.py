@@ -1,14 +1,14 @@
-"""Can heads learn different things, and does it pay?
+"""Question: can heads learn different things, and is it an advantage?
 
-The task: each token of a text holds a value (random numbers), its own name, and the name of another
-token. Two values are predicted at each token: those of the token before and of the named token. The
-model is one layer, so both values must come through its heads.
+The task: each token of a text holds a value (random numbers), its own name, and the name of
+another token. Each token must predict two values: that of the token before it, and that of the
+token it names. The model is one attention layer, so both values must pass through its heads.
 
-One head hands on one mean of the values, sum over j of p_j v_j, and each value told is a linear map
-of it. Where the p_j do not depend on the values (of unit variance, unrelated), the best map for the
-value of token a leaves the share 1 - p_a^2 / sum p_j^2 of its variance, and for that of token b
-1 - p_b^2 / sum p_j^2. The mean of both is at least a half, however wide the head is. A trained
-head need not meet the condition: queries and keys are made of the whole token, its value too.
+One head returns one mean of the values, sum over j of p_j v_j, and each prediction is a linear map
+of this mean. Suppose the p_j do not depend on the values, which are independent with variance 1.
+Then the best map for the value of token a leaves the share 1 - p_a^2 / sum p_j^2 of its variance,
+and for token b the share 1 - p_b^2 / sum p_j^2. The mean of both shares is at least a half for any
+head_dim. A trained head may break the condition, because its queries and keys use the values too.
 """
 
 from __future__ import annotations
@@ -23,32 +23,40 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwise.layers.native.attention import Attention
-from headwise.study.charts import INK, SERIES, SOFT, Axes, Figure, beside, plotted, weight_map
-from headwise.study.experiments.measures import parameters
+from headwise.study.charts import (
+    INK,
+    SERIES,
+    SOFT,
+    Axes,
+    Figure,
+    draw_weight_map,
+    label_point,
+    style_axes,
+)
+from headwise.study.experiments.measures import count_parameters
 from headwise.study.question import Fact, FactTable, Numbers, Question
 from headwise.support.progress import Progress
 from headwise.support.thread_count import one_thread
 
-LENGTH = 16  # tokens of a text, and so names
+LENGTH = 16  # tokens, and so names, of a text
 VALUE = 16  # numbers of a token's value
 EMBED_DIM = VALUE + 2 * LENGTH  # a value, a name, and the name of another
 LOOKUPS = ("before", "named")
-HALF = 0.5  # of the error of two lookups: the least that one such mean leaves
+HALF = 0.5  # share of the error of two lookups that one mean leaves at least
 BATCH, RATE = 16, 1e-2
 HEADS = (1, 2, 4, 8)
-WIDER = 4  # times as wide is a single head that is tried as well
-SEEDS, FEWER_SEEDS, FIRST_SEED = 5, 3, 1  # fewer for the layers that are tried besides
+WIDER = 4  # factor of the width of a single wide head
+SEEDS, FEWER_SEEDS, FIRST_SEED = 5, 3, 1  # fewer for the additional layers
 STEPS, POOLED, TEST = 200, 4, 1024  # a point of a curve is the mean of POOLED steps; texts
-STANDARD_ERRORS = 4  # beyond which a difference is not the luck of the test
-MAPPED = (1, 2, 4)  # heads of the layers whose weights are shown
+STANDARD_ERRORS = 4  # a larger difference is not chance
+MAPPED = (1, 2, 4)  # heads of the layers whose maps are drawn
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledTexts:
-    """Tokens, and what must be told at each.
+    """Tokens (value, own name, name of another token), and the values that they must predict.
 
-    Each of ``x`` is a value, an own name, and the name of another; ``named`` is the place of that
-    one, never the token before. The first token, which has none before it, is told nothing.
+    ``named`` is the position of the named token, never the token before. Token 0 predicts nothing.
     """
 
     x: Float[Tensor, "batch length embed_dim"]
@@ -56,10 +64,10 @@ class LabelledTexts:
     values: Float[Tensor, "batch later lookups value"]
 
 
-def texts(batch: int) -> LabelledTexts:
-    """Random texts. The error of telling nothing is 1, for each lookup."""
+def random_texts(batch: int) -> LabelledTexts:
+    """Draw random texts. A prediction of 0 has error 1 for each lookup."""
     values = torch.randn(batch, LENGTH, VALUE)
-    # Any token but the one before, which is the last of a ring.
+    # Any token but the one before, by distance around a ring.
     named = (torch.arange(LENGTH) + torch.randint(LENGTH - 1, (batch, LENGTH))) % LENGTH
     names = LENGTH**0.5 * torch.eye(LENGTH)  # as large as the values
     x = torch.cat([values, names.expand(batch, -1, -1), names[named]], dim=-1)
@@ -67,45 +75,47 @@ def texts(batch: int) -> LabelledTexts:
     return LabelledTexts(x, named, torch.stack([values[:, :-1], of_named[:, 1:]], dim=2))
 
 
-def layer(num_heads: int, *, lookups: int = len(LOOKUPS), head_dim: int | None = None) -> Attention:
-    """One attention layer, whose output is the values of the first so many lookups."""
+def make_layer(
+    num_heads: int, *, lookups: int = len(LOOKUPS), head_dim: int | None = None
+) -> Attention:
+    """Make an attention layer that predicts the values of the first ``lookups`` lookups."""
     return Attention(EMBED_DIM, num_heads, head_dim=head_dim, out_dim=lookups * VALUE)
 
 
-def errors(
-    model: Attention, given: LabelledTexts, *, gate: Float[Tensor, " heads"] | None = None
+def lookup_errors(
+    model: Attention, texts: LabelledTexts, *, gate: Float[Tensor, " heads"] | None = None
 ) -> Float[Tensor, "batch lookups"]:
-    """The mean squared error of each text and lookup: 1 is that of telling nothing, 0 is right."""
-    told: Tensor = model(given.x, gate=gate)[:, 1:].unflatten(-1, (-1, VALUE))
-    return (told - given.values[:, :, : told.shape[2]]).square().mean(dim=(1, 3))
+    """Return the mean squared error of each text and lookup; a prediction of 0 has error 1."""
+    predicted: Tensor = model(texts.x, gate=gate)[:, 1:].unflatten(-1, (-1, VALUE))
+    return (predicted - texts.values[:, :, : predicted.shape[2]]).square().mean(dim=(1, 3))
 
 
 def train(model: Attention, *, steps: int) -> list[float]:
-    """Adam on new texts at every step, at a rate that falls to 0; the error at each step."""
+    """Train with Adam on new texts at a falling rate, and return the error of each step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-    found = []
+    curve = []
     for _ in range(steps):
-        error = errors(model, texts(BATCH)).mean()
+        error = lookup_errors(model, random_texts(BATCH)).mean()
         optimizer.zero_grad()
         error.backward()
         optimizer.step()
         schedule.step()
-        found.append(error.item())
-    return found
+        curve.append(error.item())
+    return curve
 
 
 @torch.no_grad()
-def attended(model: Attention, given: LabelledTexts) -> Float[Tensor, "lookups heads"]:
-    """The mean weight that each head puts on the token that each lookup is about."""
-    weights = model.matrix(given.x).dense()
-    on_named = weights.take_along_dim(given.named[:, None, :, None], dim=-1)[:, :, 1:, 0]
+def lookup_weights(model: Attention, texts: LabelledTexts) -> Float[Tensor, "lookups heads"]:
+    """Return the mean weight of each head on the target token of each lookup."""
+    weights = model.matrix(texts.x).dense()
+    on_named = weights.take_along_dim(texts.named[:, None, :, None], dim=-1)[:, :, 1:, 0]
     return torch.stack([weights.diagonal(-1, -2, -1).mean((0, 2)), on_named.mean((0, 2))])
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingRun:
-    """A layer that was trained, its error at each step, and at the end for texts and lookups."""
+    """A trained layer, its error at each step, and its final error for each text and lookup."""
 
     model: Attention
     curve: list[float]
@@ -114,8 +124,8 @@ class TrainingRun:
 
 @one_thread()
 def measure(progress: Progress) -> dict[str, Any]:
-    """Train layers that differ in their number of heads alone, from several seeds."""
-    given = texts(TEST)
+    """Train layers that differ only in their number of heads, from several seeds."""
+    test_texts = random_texts(TEST)
     jobs: dict[str, dict[str, int]] = {str(heads): {"num_heads": heads} for heads in HEADS}
     jobs["wide"] = {"num_heads": 1, "head_dim": WIDER * EMBED_DIM}
     jobs["one_lookup"] = {"num_heads": 1, "lookups": 1}
@@ -123,23 +133,23 @@ def measure(progress: Progress) -> dict[str, Any]:
     for count, (name, sizes) in enumerate(jobs.items()):
         progress("training layers", count, len(jobs))
         seeds = range(FIRST_SEED, FIRST_SEED + (SEEDS if name.isdigit() else FEWER_SEEDS))
-        runs[name] = [trained(seed, given, **sizes) for seed in seeds]
-    return numbers_of(runs, given)
+        runs[name] = [train_layer(seed, test_texts, **sizes) for seed in seeds]
+    return collect_numbers(runs, test_texts)
 
 
-def trained(seed: int, given: LabelledTexts, **sizes: int) -> TrainingRun:
-    """A layer from a seed, which also sees the same texts as all others from this seed."""
+def train_layer(seed: int, texts: LabelledTexts, **sizes: int) -> TrainingRun:
+    """Train a layer from a seed, on the same texts as all layers from this seed."""
     torch.manual_seed(seed)
-    model = layer(**sizes)
+    model = make_layer(**sizes)
     curve = train(model, steps=STEPS)
-    return TrainingRun(model, curve, errors(model, given).detach())
+    return TrainingRun(model, curve, lookup_errors(model, texts).detach())
 
 
-def numbers_of(runs: dict[str, list[TrainingRun]], given: LabelledTexts) -> dict[str, Any]:
+def collect_numbers(runs: dict[str, list[TrainingRun]], texts: LabelledTexts) -> dict[str, Any]:
     """Return the numbers of the question from the trained layers and the test texts."""
     counts = [str(heads) for heads in HEADS]
     lucky = [run.left.mean(1).std() / len(run.left) ** 0.5 for run in (*runs["1"], *runs["wide"])]
-    looks = {name: [attended(run.model, given) for run in runs[name]] for name in counts}
+    looks = {name: [lookup_weights(run.model, texts) for run in runs[name]] for name in counts}
     of_all = {name: torch.cat(looks[name], dim=1) for name in counts}
     return {
         "length": LENGTH,
@@ -149,70 +159,70 @@ def numbers_of(runs: dict[str, list[TrainingRun]], given: LabelledTexts) -> dict
         "steps": STEPS,
         "half": HALF,
         "luck": STANDARD_ERRORS * float(max(lucky)),
-        "parameters": {name: parameters(runs[name][0].model) for name in (*counts, "wide")},
-        "ends": {name: spread([float(run.left.mean()) for run in runs[name]]) for name in runs},
+        "parameters": {name: count_parameters(runs[name][0].model) for name in (*counts, "wide")},
+        "ends": {k: summarize_errors([float(run.left.mean()) for run in runs[k]]) for k in runs},
         "at": [POOLED * (n + 0.5) for n in range(STEPS // POOLED)],
-        "curves": {name: curves([run.curve for run in runs[name]]) for name in counts},
-        "own": own_share(looks["2"]),
-        "closed": closed([run.model for run in runs["2"]], looks["2"], given),
-        "looks": {name: [rounded(look.mT) for look in looks[name]] for name in counts},
-        "roles": {name: roles(look) for name, look in of_all.items()},
-        "blend": {name: blend(look) for name, look in of_all.items()},
-        # What each head does with the first text.
+        "curves": {name: summarize_curves([run.curve for run in runs[name]]) for name in counts},
+        "own": dedicated_heads(looks["2"]),
+        "closed": errors_without_head([run.model for run in runs["2"]], looks["2"], texts),
+        "looks": {name: [round_matrix(look.mT) for look in looks[name]] for name in counts},
+        "roles": {name: count_roles(look) for name, look in of_all.items()},
+        "blend": {name: mean_weights(look) for name, look in of_all.items()},
+        # The maps of the first text.
         "maps": {
-            name: [rounded(head) for head in runs[name][0].model.matrix(given.x[:1]).dense()[0]]
+            name: [
+                round_matrix(head) for head in runs[name][0].model.matrix(texts.x[:1]).dense()[0]
+            ]
             for name in map(str, MAPPED)
         },
     }
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def summarize_errors(values: Sequence[float]) -> dict[str, float]:
     """Return the least, the median and the largest error."""
     return {"best": min(values), "median": median(values), "worst": max(values)}
 
 
-def curves(runs: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    """The median over the seeds, and their range, in pools of steps."""
+def summarize_curves(runs: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """Return the median and the range over the seeds, for means of `POOLED` steps."""
     pooled = [[fmean(run[n : n + POOLED]) for n in range(0, STEPS, POOLED)] for run in runs]
-    points = [spread(point) for point in zip(*pooled, strict=True)]
+    points = [summarize_errors(point) for point in zip(*pooled, strict=True)]
     return {key: [float(f"{p[key]:.3g}") for p in points] for key in ("best", "median", "worst")}
 
 
-def own_share(looks: Sequence[Tensor]) -> dict[str, Any]:
-    """Whether the lookups have heads of their own, and the least weight these put on them."""
+def dedicated_heads(looks: Sequence[Tensor]) -> dict[str, Any]:
+    """Check that each lookup has its own head, and return the least weight of these heads."""
     best = [look.max(dim=1) for look in looks]
-    return {
-        "apart": all(len(set(found.indices.tolist())) == len(LOOKUPS) for found in best),
-        "least": min(float(found.values.min()) for found in best),
-    }
+    is_apart = all(len(set(heads.indices.tolist())) == len(LOOKUPS) for heads in best)
+    return {"apart": is_apart, "least": min(float(heads.values.min()) for heads in best)}
 
 
 @torch.no_grad()
-def closed(
-    models: Sequence[Attention], looks: Sequence[Tensor], given: LabelledTexts
+def errors_without_head(
+    models: Sequence[Attention], looks: Sequence[Tensor], texts: LabelledTexts
 ) -> dict[str, float]:
-    """The error of each lookup without the head that attends to it, and without the other one."""
-    own, others = [], []
+    """Return the error of each lookup without its own head, and without the other head."""
+    lost, others = [], []
     for model, look in zip(models, looks, strict=True):
         for lookup, head in enumerate(look.argmax(dim=1).tolist()):
             gate = (torch.arange(model.num_heads) != head).float()
-            left = errors(model, given, gate=gate).mean(0).tolist()
-            own.append(left.pop(lookup))
+            left = lookup_errors(model, texts, gate=gate).mean(0).tolist()
+            lost.append(left.pop(lookup))
             others += left
-    return {"own": min(own), "other": max(others)}
+    return {"own": min(lost), "other": max(others)}
 
 
-def roles(look: Tensor) -> dict[str, int]:
-    """How many heads put more weight on the one lookup than on the other."""
+def count_roles(look: Tensor) -> dict[str, int]:
+    """Count the heads that put more weight on one lookup than on the other."""
     return dict(zip(LOOKUPS, (look > look.flip(0)).sum(1).tolist(), strict=True))
 
 
-def blend(look: Tensor) -> dict[str, float]:
-    """The mean weight of a head on the lookup it attends to more, and on the other one."""
+def mean_weights(look: Tensor) -> dict[str, float]:
+    """Return the mean weight of heads on their preferred lookup, and on the other lookup."""
     return {"more": float(look.amax(0).mean()), "less": float(look.amin(0).mean())}
 
 
-def rounded(values: Tensor) -> list[list[float]]:
+def round_matrix(values: Tensor) -> list[list[float]]:
     """Return a matrix as lists of numbers with three decimals."""
     return [[round(value, 3) for value in row] for row in values.tolist()]
 
@@ -221,6 +231,7 @@ def rounded(values: Tensor) -> list[list[float]]:
 
 FEW = {"1": "one head", "2": "two heads", "4": "four heads", "8": "eight heads"}
 COLOURS = dict(zip(FEW, SERIES, strict=False))
+ENDS = ("best", "worst")
 
 
 def draw(figure: Figure, n: Numbers) -> None:
@@ -239,25 +250,19 @@ def _draw_curves(axes: Axes, n: Numbers) -> None:
         axes.fill_between(n["at"], curve["best"], curve["worst"], color=colour, alpha=0.2, lw=0)
         axes.plot(n["at"], curve["median"], color=colour)
         end = (n["at"][-1], curve["median"][-1])
-        beside(axes, FEW[name], end, (6, 0), color=colour, va="center")
+        label_point(axes, FEW[name], end, (6, 0), color=colour, va="center")
     axes.plot([0, n["steps"]], [n["half"]] * 2, color=INK, lw=0.8, ls=(0, (4, 3)))
     end = (n["steps"], n["half"])
-    beside(axes, "half of the error", end, (0, -7), ha="right", va="top", color=INK)
+    label_point(axes, "half of the error", end, (0, -7), ha="right", va="top", color=INK)
     axes.set(yscale="log", yticks=[10.0**-power for power in range(5)])
     axes.set(yticklabels=["100 %", "10 %", "1 %", "0.1 %", "0.01 %"])
     axes.set_ylim(top=2)
-    plotted(
-        axes,
-        "Error during training",
-        xlim=(0, 1.34 * n["steps"]),
-        xticks=range(0, n["steps"] + 1, n["steps"] // 4),
-        xlabel="training step",
-        ylabel="error left",
-    )
+    axes.set(xlim=(0, 1.34 * n["steps"]), xticks=range(0, n["steps"] + 1, n["steps"] // 4))
+    style_axes(axes, "Error during training", xlabel="training step", ylabel="error left")
 
 
 def _draw_looks(axes: Axes, n: Numbers) -> None:
-    axes.plot([0, 1], [1, 0], color=SOFT, lw=0.6, zorder=0)  # all of a head's weight
+    axes.plot([0, 1], [1, 0], color=SOFT, lw=0.6, zorder=0)  # the two weights sum to 1
     look: dict[str, Any] = {"rotation": -45, "ha": "center", "va": "center"}
     axes.text(0.57, 0.57, "nothing on other tokens", color=SOFT, **look)
     for name, colour in reversed(COLOURS.items()):
@@ -271,8 +276,8 @@ def _draw_looks(axes: Axes, n: Numbers) -> None:
 
 
 def _draw_maps(figure: Any, n: Numbers) -> None:
-    heads = [(name, head) for name, found in n["maps"].items() for head in range(len(found))]
-    # A narrow column without a map sets a layer apart from the next one.
+    heads = [(name, head) for name, maps in n["maps"].items() for head in range(len(maps))]
+    # A narrow empty column separates the layers.
     columns = [part for pair in heads for part in ([None, pair] if pair[1] == 0 else [pair])][1:]
     widths = [0.2 if pair is None else 1.0 for pair in columns]
     maps = figure.subplots(1, len(columns), width_ratios=widths)
@@ -281,8 +286,8 @@ def _draw_maps(figure: Any, n: Numbers) -> None:
             axes.set_axis_off()
             continue
         name, head = pair
-        image = weight_map(axes, n["maps"][name][head])
-        # A share is not shown as 0 unless it is.
+        image = draw_weight_map(axes, n["maps"][name][head])
+        # A small share is not shown as 0.
         before, named = (
             f"{100 * share:.0f} %" if share >= 0.01 else "< 1 %"
             for share in n["looks"][name][0][head]
@@ -299,8 +304,8 @@ def _draw_maps(figure: Any, n: Numbers) -> None:
 QUESTION = Question(
     id="learning",
     asks="Can heads learn different things, and does it pay?",
-    claim="Yes, where more than one thing must be looked up at once: two heads take one of two "
-    "lookups each, a single head does not do both, and more than two heads do no better.",
+    claim="Yes, if a task needs more than one lookup at once: each of two heads learns one of two "
+    "lookups, a single head does not learn both, and more than two heads are no better.",
     measure=measure,
     facts=(
         Fact(
@@ -308,31 +313,29 @@ QUESTION = Question(
             lambda n: len({n["parameters"][str(heads)] for heads in n["heads"]}) == 1,
         ),
         Fact(
-            "one head did not get below half of the error, give or take the luck of the test: it "
-            "left {ends[1][best]:.3f} in the best of {seeds} seeds, and a head {wider} times as "
-            "wide ({parameters[wide]:,} parameters) {ends[wide][best]:.3f}",
+            "one head left at least half of the error, within the chance of the test: "
+            "{ends[1][best]:.3f} in the best of {seeds} seeds; a head {wider} times as wide "
+            "({parameters[wide]:,} parameters) left {ends[wide][best]:.3f}",
             lambda n: min(n["ends"][k]["best"] for k in ("1", "wide")) >= n["half"] - n["luck"],
         ),
         Fact(
-            "two heads got below half from every seed: {ends[2][worst]:percent} was left in the "
-            "worst",
+            "two heads left less than half from every seed: at most {ends[2][worst]:percent}",
             lambda n: n["ends"]["2"]["worst"] < n["half"],
         ),
         Fact(
-            "from every seed each of two heads took one lookup, and put more than half of its "
-            "attention weight on it, at least {own[least]:percent}",
+            "from every seed each of two heads learned one lookup, and put more than half of its "
+            "attention weight on the lookup's token, at least {own[least]:percent}",
             lambda n: n["own"]["apart"] and n["own"]["least"] > HALF,
         ),
         Fact(
-            "with one of two heads switched off, its lookup is lost (at least "
-            "{closed[own]:percent} of the error is back) and the other is kept (at most "
-            "{closed[other]:percent})",
+            "with one of two heads switched off, the error of that head's lookup is at least "
+            "{closed[own]:percent}, and of the other head's lookup at most {closed[other]:percent}",
             lambda n: n["closed"]["other"] < n["half"] < n["closed"]["own"],
         ),
         Fact(
-            "four and eight heads got below half from every seed too, but left more than two "
-            "did, by the median: {ends[4][median]:percent} and {ends[8][median]:percent} "
-            "against {ends[2][median]:percent}",
+            "four and eight heads also left less than half from every seed, but their median "
+            "error is larger than with two heads: {ends[4][median]:percent} and "
+            "{ends[8][median]:percent} against {ends[2][median]:percent}",
             lambda n: all(
                 n["ends"][name]["worst"] < n["half"]
                 and n["ends"][name]["median"] > n["ends"]["2"]["median"]
@@ -340,27 +343,27 @@ QUESTION = Question(
             ),
         ),
         Fact(
-            "where there was only one lookup to do, one head did it from every seed: "
-            "{ends[one_lookup][worst]:percent} was left in the worst",
+            "in a task with a single lookup one head learned it from every seed: "
+            "{ends[one_lookup][worst]:percent} of the error was left in the worst seed",
             lambda n: n["ends"]["one_lookup"]["worst"] < n["half"],
         ),
     ),
-    verdict="Yes, on a small made-up task with two lookups: a head returns one average, and a "
-    "single head did not get below half of the error, while two heads took one lookup each and "
-    "left at most {ends[2][worst]:percent}; four and eight left more after {steps} steps.",
-    why="An average of two values is neither of them. Where the attention weights do not depend on "
-    "the values, one average can be proven to leave at least half of the error, however wide the "
-    "head is. A trained head is free to let them depend on the values, but none got clearly lower, "
-    "not even one {wider} times as wide. Two heads return two averages. Four and eight heads still "
-    "have only two lookups: several take the same one, each with a narrower part of the value, and "
-    "learn more slowly.",
-    caption="The task: each of {length} tokens must fetch two values, that of the token before it "
-    "and that of a token it names. Above, left: the error on a logarithmic scale, where predicting "
-    "nothing leaves all of it; lines are the median and bands the range of {seeds} seeds. Right, "
-    "in the same colours: each dot is a trained head, placed by the mean attention weight it puts "
-    "on these two tokens. Most sit near a corner, with one lookup; single heads in between. "
-    "Below: attention weights of one seed's layers on one text, a row for each query, with the "
-    "head's mean over all texts; the line beside the diagonal is the token before.",
+    verdict="Yes, on a small made-up task with two lookups. A head returns one average, and a "
+    "single head left at least half of the error. Two heads learned one lookup each and left at "
+    "most {ends[2][worst]:percent}; four and eight heads left more after {steps} steps.",
+    why="An average of two values is neither of them. If the attention weights do not depend on "
+    "the values, one average provably leaves at least half of the error, for any width of the "
+    "head. A trained head's weights may depend on the values, but no trained head left clearly "
+    "less than half, not even a head {wider} times as wide. Two heads return two averages. Four "
+    "and eight heads still have only two lookups: several heads learn the same lookup, each for a "
+    "narrower part of the value, and learn more slowly.",
+    caption="The task: each of {length} tokens must predict two values, that of the token before "
+    "it and that of a token it names. Above, left: the error on a logarithmic scale, as a share of "
+    "the error of predicting nothing; lines are the median and bands the range of {seeds} seeds. "
+    "Right, in the same colours: each dot is a trained head, placed by its mean attention weight "
+    "on these two tokens. Most heads are near a corner, with one lookup; single heads are in "
+    "between. Below: attention weights of one seed's layers on one text, a row for each query, "
+    "with the head's mean over all texts; the line beside the diagonal is the token before.",
     draw=draw,
     table=FactTable(
         columns=(
@@ -376,21 +379,18 @@ QUESTION = Question(
             *(
                 (
                     words,
-                    f"{{ends[{heads}][best]:percent}}",
-                    f"{{ends[{heads}][worst]:percent}}",
+                    *(f"{{ends[{heads}][{end}]:percent}}" for end in ENDS),
                     *(f"{{roles[{heads}][{lookup}]}}" for lookup in LOOKUPS),
                     *(f"{{blend[{heads}][{share}]:percent}}" for share in ("more", "less")),
                 )
                 for heads, words in FEW.items()
             ),
             *(
-                (
-                    layer,
-                    f"{{ends[{name}][best]:percent}}",
-                    f"{{ends[{name}][worst]:percent}}",
-                    *("–" for _ in range(4)),
+                (title, *(f"{{ends[{name}][{end}]:percent}}" for end in ENDS), *["–"] * 4)
+                for name, title in (
+                    ("wide", "one wide head"),
+                    ("one_lookup", "one lookup to do"),
                 )
-                for name, layer in (("wide", "one wide head"), ("one_lookup", "one lookup to do"))
             ),
         ),
     ),

@@ -1,4 +1,4 @@
-"""Must embed_dim divide by the number of heads?"""
+"""Question: must embed_dim be divisible by the number of heads?"""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from headwise.study.charts import (
     WIDTH,
     Axes,
     Figure,
-    block,
-    heading,
-    inset,
-    note,
-    rule,
-    sheet,
+    add_inset,
+    add_sheet,
+    draw_block,
+    draw_rule,
+    write_heading,
+    write_note,
 )
-from headwise.study.experiments.measures import layer_budget, parameters
+from headwise.study.experiments.measures import count_parameters, layer_budget
 from headwise.study.implementation import SharedWeights
-from headwise.study.question import Fact, FactTable, Numbers, Question, say
+from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress import Progress
 
 EMBED_DIM = 40
@@ -39,12 +39,12 @@ TORCH_HEADS, KEY_WIDTH, VALUE_WIDTH = 8, 29, 23  # torch calls the widths kdim a
 
 
 def measure(progress: Progress) -> dict[str, Any]:
-    """Check layers of free widths against the paper's formula, and ask torch's for the same."""
+    """Check layers of free widths against the paper's formula, and try them in torch's layer."""
     x, source = torch.randn(BATCH, QUERIES, EMBED_DIM), torch.randn(BATCH, KEYS, EMBED_DIM)
     free = Attention(EMBED_DIM, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, source_dim=EMBED_DIM)
     page = EinopsAttention(EMBED_DIM, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, dropout=0.0)
-    accepted = {heads: torchs_layer(heads)[0] for heads in range(1, EMBED_DIM + 1)}
-    torch_counts = {parameters(layer) for layer in accepted.values() if layer is not None}
+    accepted = {heads: make_torch_layer(heads)[0] for heads in range(1, EMBED_DIM + 1)}
+    torch_counts = {count_parameters(layer) for layer in accepted.values() if layer is not None}
     return {
         "sizes": {
             "embed_dim": EMBED_DIM,
@@ -56,63 +56,65 @@ def measure(progress: Progress) -> dict[str, Any]:
         "q_weight": list(free.q_proj.weight.shape),
         "v_weight": list(free.v_proj.weight.shape),
         "out_weight": list(free.out_proj.weight.shape),
-        "free": checked(free, x, source),
-        "page": checked_page(page, x, source),
+        "free": check_layer(free, x, source),
+        "page": check_einops_block(page, x, source),
         "heads_torch_takes": [heads for heads, layer in accepted.items() if layer],
         "heads_that_divide": [heads for heads in accepted if EMBED_DIM % heads == 0],
         "heads_tried": len(accepted),
         "parameters_of_torch": sorted(torch_counts),
-        "refusal": torchs_layer(HEADS)[1],
-        **grid(x[:1], source[:1]),
-        **torch_widths(),
+        "refusal": make_torch_layer(HEADS)[1],
+        **check_grid(x[:1], source[:1]),
+        **check_torch_widths(),
     }
 
 
 # ---- layers of free widths ---------------------------------------------------------------------
 
 
-def checked(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
-    """The layer's output against the paper's formula."""
+def check_layer(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
+    """Check a layer's output against the paper's formula."""
     weights = SharedWeights.of_linears(layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
     budget = layer_budget(x, source, source, weights, num_heads=layer.num_heads)
     with torch.no_grad():
-        return against(layer(x, source), budget)
+        return check_output(layer(x, source), budget)
 
 
-def checked_page(block: EinopsAttention, x: Tensor, source: Tensor) -> dict[str, Any]:
-    """The same for the block as einops' page has it, before it adds its input and normalises."""
+def check_einops_block(block: EinopsAttention, x: Tensor, source: Tensor) -> dict[str, Any]:
+    """Check the attention of einops' block, before its residual and norm."""
     weights = SharedWeights.of_linears(block.w_qs, block.w_ks, block.w_vs, block.fc)
     budget = layer_budget(x, source, source, weights, num_heads=block.num_heads)
-    found: list[dict[str, Any]] = []
-    hook = block.fc.register_forward_hook(lambda *call: found.append(against(call[-1], budget)))
+    results: list[dict[str, Any]] = []
+    hook = block.fc.register_forward_hook(
+        lambda *call: results.append(check_output(call[-1], budget))
+    )
     with torch.no_grad():
         block(x, source, source)
     hook.remove()
-    return found[0]
+    return results[0]
 
 
-def against(output: Tensor, allowed: Budget) -> dict[str, Any]:
+def check_output(output: Tensor, allowed: Budget) -> dict[str, Any]:
     """Return the shape of an output, and whether its error is within the budget."""
     return {"output": list(output.shape), "within": allowed.check(output).within}
 
 
-def grid(x: Tensor, source: Tensor) -> dict[str, Any]:
-    """Many pairs of a number of heads and a head_dim: does it run, is it right, how large is it?"""
+def check_grid(x: Tensor, source: Tensor) -> dict[str, Any]:
+    """Check the output and count the parameters for many pairs of heads and head_dim."""
     right: list[list[bool]] = []
     counts: dict[int, set[int]] = {}
     for head_dim in GRID_HEAD_DIMS:
         right.append([])
         for heads in GRID_HEADS:
             layer = Attention(EMBED_DIM, heads, head_dim=head_dim, source_dim=EMBED_DIM)
-            right[-1].append(checked(layer, x, source)["within"])
-            counts.setdefault(heads * head_dim, set()).add(parameters(layer))
+            right[-1].append(check_layer(layer, x, source)["within"])
+            counts.setdefault(heads * head_dim, set()).add(count_parameters(layer))
     return {
         "grid_heads": list(GRID_HEADS),
         "grid_head_dims": list(GRID_HEAD_DIMS),
         "grid_right": right,
         "pairs": sum(map(len, right)),
         "pairs_right": sum(map(sum, right)),
-        "one_count_for_each_product": all(len(found) == 1 for found in counts.values()),
+        "one_count_for_each_product": all(len(sizes) == 1 for sizes in counts.values()),
         "parameters": sorted(counts[EMBED_DIM]),
     }
 
@@ -120,16 +122,16 @@ def grid(x: Tensor, source: Tensor) -> dict[str, Any]:
 # ---- torch's layer ---------------------------------------------------------------------------
 
 
-def torchs_layer(heads: int) -> tuple[nn.MultiheadAttention | None, str]:
-    """torch's layer with this number of heads; or none, and what it says to that."""
+def make_torch_layer(heads: int) -> tuple[nn.MultiheadAttention | None, str]:
+    """Make torch's layer with this number of heads, or return None and the error message."""
     try:
         return nn.MultiheadAttention(EMBED_DIM, heads), ""
     except AssertionError as refusal:
         return None, str(refusal)
 
 
-def torch_widths() -> dict[str, Any]:
-    """torch's layer with inputs of their own widths for keys and values."""
+def check_torch_widths() -> dict[str, Any]:
+    """Check torch's layer with separate widths for the inputs of keys and values."""
     layer = nn.MultiheadAttention(
         EMBED_DIM, TORCH_HEADS, kdim=KEY_WIDTH, vdim=VALUE_WIDTH, batch_first=True
     )
@@ -147,18 +149,18 @@ def torch_widths() -> dict[str, Any]:
         "q_weight_of_torch": list(layer.q_proj_weight.shape),
         "k_weight_of_torch": list(layer.k_proj_weight.shape),
         "v_weight_of_torch": list(layer.v_proj_weight.shape),
-        "torch_crossed": against(layer(x, keys, values)[0].detach(), allowed),
-        "crossed": checked(native, x, keys),
+        "torch_crossed": check_output(layer(x, keys, values)[0].detach(), allowed),
+        "crossed": check_layer(native, x, keys),
     }
 
 
 # ---- the picture -------------------------------------------------------------------------------
 
-WIDTHS, PITCH, THICK = 4.12, 0.5, 0.22  # top of the lower half, from row to row, of a block
+WIDTHS, PITCH, THICK = 4.12, 0.5, 0.22  # top of the lower half, row pitch, block height
 INPUTS, PROJECTED, SCALE = 0.98, 4.75, 0.058  # left ends; inches a number
 
 GRID = (0.85, 0.42, 3.7, 2.75)  # inches: left, top, width and height
-KEY = 4.8  # where the marks of the grid are explained
+KEY = 4.8  # left end of the legend
 RING: dict[str, Any] = {
     "color": SERIES[1],
     "linestyle": "none",
@@ -173,29 +175,31 @@ CROSS = DOT | {"color": BAD, "marker": "X"}
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Which sizes work, in both layers; and what kdim and vdim are."""
-    axes = sheet(figure, height=5.6)
+    """Draw the sizes that work in both layers, and the widths kdim and vdim."""
+    axes = add_sheet(figure, height=5.6)
     title = "heads and head_dim that work with embed_dim {sizes[embed_dim]}"
-    heading(axes, GRID[0], 0.2, say(title, n))
-    draw_grid(inset(figure, *GRID, frame=False), n)
+    write_heading(axes, GRID[0], 0.2, fill_template(title, n))
+    draw_grid(add_inset(figure, *GRID, frame=False), n)
     draw_key(axes, n)
-    rule(axes, WIDTHS - 0.4, 0.2, WIDTH - 0.2)
+    draw_rule(axes, WIDTHS - 0.4, 0.2, WIDTH - 0.2)
     draw_widths(axes, n)
 
 
 def draw_grid(axes: Axes, n: Numbers) -> None:
-    """A dot for each pair of sizes that was tried; ringed, where PyTorch's layer takes it too."""
+    """Draw a dot for each pair of sizes; a ring marks sizes that PyTorch's layer accepts."""
     head_dims, sizes = n["grid_head_dims"], n["sizes"]
-    for wanted, look in ((True, DOT), (False, CROSS)):
+    for is_right, look in ((True, DOT), (False, CROSS)):
         pairs = [
             (heads, row)
-            for row, found in enumerate(n["grid_right"])
-            for heads, right in zip(n["grid_heads"], found, strict=True)
-            if right is wanted
+            for row, results in enumerate(n["grid_right"])
+            for heads, right in zip(n["grid_heads"], results, strict=True)
+            if right is is_right
         ]
         axes.plot([heads for heads, _ in pairs], [row for _, row in pairs], **look)
-    taken = [heads for heads in n["heads_torch_takes"] if heads in n["grid_heads"]]
-    axes.plot(taken, [head_dims.index(sizes["embed_dim"] // heads) for heads in taken], **RING)
+    accepted = [heads for heads in n["heads_torch_takes"] if heads in n["grid_heads"]]
+    axes.plot(
+        accepted, [head_dims.index(sizes["embed_dim"] // heads) for heads in accepted], **RING
+    )
     axes.plot(sizes["heads"], head_dims.index(sizes["head_dim"]), **CHOSEN)
     axes.set_xticks(n["grid_heads"])
     axes.set_yticks(range(len(head_dims)), [str(head_dim) for head_dim in head_dims])
@@ -203,7 +207,7 @@ def draw_grid(axes: Axes, n: Numbers) -> None:
 
 
 def draw_key(axes: Axes, n: Numbers) -> None:
-    """What the marks of the grid are."""
+    """Draw the legend of the grid."""
     for count, (mark, colour, words) in enumerate(
         (
             (
@@ -214,29 +218,29 @@ def draw_key(axes: Axes, n: Numbers) -> None:
             (
                 RING,
                 SERIES[1],
-                "PyTorch's layer allows it, too:\nheads × head_dim = {sizes[embed_dim]}",
+                "PyTorch's layer accepts it too:\nheads × head_dim = {sizes[embed_dim]}",
             ),
             (
                 CHOSEN,
                 SERIES[2],
-                "{sizes[heads]} heads of {sizes[head_dim]}: PyTorch refuses,\n"
+                "{sizes[heads]} heads of {sizes[head_dim]}: PyTorch fails,\n"
                 "{sizes[embed_dim]} / {sizes[heads]} leaves {sizes[remainder]}",
             ),
         ),
         start=1,
     ):
         axes.plot(KEY, 0.75 * count, **mark)
-        for line, text in enumerate(say(words, n).split("\n")):
+        for line, text in enumerate(fill_template(words, n).split("\n")):
             y = 0.75 * count + 0.19 * line
             axes.text(KEY + 0.2, y, text, color=colour, fontsize=9, va="center")
 
 
 def draw_widths(axes: Axes, n: Numbers) -> None:
-    """The widths of three inputs of PyTorch's layer, and the one width of what they become."""
+    """Draw the widths of the three inputs of PyTorch's layer, and of q, k and v."""
     heads, head_dim = n["torch_heads"], n["torch_head_dim"]
-    heading(axes, INPUTS, WIDTHS - 0.17, "PyTorch's layer: widths of the inputs")
+    write_heading(axes, INPUTS, WIDTHS - 0.17, "PyTorch's layer: widths of the inputs")
     title = "after wq, wk, wv: always {torch_heads} heads of {torch_head_dim}"
-    heading(axes, PROJECTED, WIDTHS - 0.17, say(title, n))
+    write_heading(axes, PROJECTED, WIDTHS - 0.17, fill_template(title, n))
     for row, (name, result, option, width, shape) in enumerate(
         (
             ("query", "q", "embed_dim", n["sizes"]["embed_dim"], n["q_weight_of_torch"]),
@@ -248,9 +252,9 @@ def draw_widths(axes: Axes, n: Numbers) -> None:
         middle = top + THICK / 2
         axes.text(INPUTS - 0.12, middle, name, color=INK, fontsize=9, ha="right", va="center")
         label = f"{option} {width}"
-        block(axes, INPUTS, top, SCALE * width, THICK, colour=SOFT, label=label)
-        words = say(f"w{result} {{shape:shape}}", {"shape": shape})
-        note(axes, PROJECTED - 0.75, middle - 0.12, words, align="center")
+        draw_block(axes, INPUTS, top, SCALE * width, THICK, colour=SOFT, label=label)
+        words = fill_template(f"w{result} {{shape:shape}}", {"shape": shape})
+        write_note(axes, PROJECTED - 0.75, middle - 0.12, words, align="center")
         axes.annotate(
             "",
             (PROJECTED - 0.25, middle),
@@ -261,43 +265,43 @@ def draw_widths(axes: Axes, n: Numbers) -> None:
         for head in range(heads):
             left = PROJECTED + SCALE * head_dim * head
             wide = SCALE * head_dim - 0.03
-            block(axes, left, top, wide, THICK, colour=SERIES[1], label=str(head_dim))
+            draw_block(axes, left, top, wide, THICK, colour=SERIES[1], label=str(head_dim))
 
 
 QUESTION = Question(
     id="must-divide",
     asks="Must embed_dim be divisible by the number of heads? And are kdim and vdim head_dim times "
     "heads?",
-    claim="Only in PyTorch's layer, by convention: with a head_dim and a value_dim of their own "
-    "the paper's formula holds for any sizes. kdim and vdim are widths of inputs.",
+    claim="Only in PyTorch's layer, by convention: with a free head_dim and value_dim the paper's "
+    "formula holds for any sizes. kdim and vdim are widths of inputs.",
     measure=measure,
     facts=(
         Fact(
             "{sizes[heads]} heads with head_dim {sizes[head_dim]} and value_dim "
             "{sizes[value_dim]} on embed_dim {sizes[embed_dim]} (remainder {sizes[remainder]}) "
-            "give the paper's formula within the error budget; the weight matrices are "
+            "give the paper's formula within the error budget. The weight matrices are "
             "{q_weight:shape} for queries, {v_weight:shape} for values and {out_weight:shape} for "
             "the output",
             lambda n: n["free"]["within"] and n["sizes"]["remainder"] > 0,
         ),
         Fact(
-            "so do {pairs_right} of {pairs} other pairs of heads and head_dim",
+            "{pairs_right} of {pairs} other pairs of heads and head_dim give the formula too",
             lambda n: n["pairs_right"] == n["pairs"],
         ),
         Fact(
-            "so does headwise's EinopsAttention, the einops documentation's block, whose head_dim "
-            "and value_dim are free as well",
+            "headwise's EinopsAttention, the block of einops' documentation, also has a free "
+            "head_dim and value_dim, and gives the formula",
             lambda n: n["page"]["within"],
         ),
         Fact(
-            "of the numbers of heads up to {heads_tried}, PyTorch's layer takes those that divide "
+            "of the numbers of heads up to {heads_tried}, PyTorch's layer accepts the divisors of "
             "{sizes[embed_dim]} ({heads_that_divide:list}) and no other",
             lambda n: n["heads_torch_takes"] == n["heads_that_divide"],
         ),
         Fact(
-            "the number of parameters depends on heads × head_dim alone; where that is "
-            "{sizes[embed_dim]}, it is {parameters[0]:,}, in PyTorch's layer with any number of "
-            "heads {parameters_of_torch[0]:,}",
+            "the number of parameters depends only on heads × head_dim; if this product is "
+            "{sizes[embed_dim]}, the layer has {parameters[0]:,} parameters, and PyTorch's layer "
+            "with any number of heads {parameters_of_torch[0]:,}",
             lambda n: (
                 n["one_count_for_each_product"]
                 and len(n["parameters_of_torch"]) == 1
@@ -308,7 +312,7 @@ QUESTION = Question(
             "with kdim {key_width} and vdim {value_width} PyTorch's layer has weight matrices "
             "{q_weight_of_torch:shape}, {k_weight_of_torch:shape} and {v_weight_of_torch:shape}, "
             "still {torch_heads} heads of {torch_head_dim}, and gives the formula for keys and "
-            "values of these widths; so does headwise.Attention with source_dim {key_width}",
+            "values of these widths. headwise.Attention with source_dim {key_width} does too",
             lambda n: (
                 n["torch_crossed"]["within"]
                 and n["crossed"]["within"]
@@ -319,13 +323,13 @@ QUESTION = Question(
             ),
         ),
     ),
-    verdict="In PyTorch's layer yes, because it sets head_dim = embed_dim / num_heads; attention "
-    "itself does not need it ({sizes[heads]} heads of {sizes[head_dim]} work on embed_dim "
-    "{sizes[embed_dim]}); and no, kdim and vdim are the widths of the inputs to k and v, by "
+    verdict="In PyTorch's layer yes, because it sets head_dim = embed_dim / num_heads. Attention "
+    "itself does not need this: {sizes[heads]} heads of {sizes[head_dim]} work on embed_dim "
+    "{sizes[embed_dim]}. And no: kdim and vdim are the widths of the inputs to k and v, by "
     "default embed_dim.",
-    why="A head projects to its own head_dim, and the output projection brings heads × value_dim "
-    "back to any width, so no size has to divide another. PyTorch's convention has an "
-    "advantage: every number of heads has the same number of parameters.",
+    why="A head projects to its own head_dim, and the output projection maps heads × value_dim "
+    "to any width, so no size has to divide another. PyTorch's convention has an advantage: the "
+    "number of parameters is the same for every number of heads.",
     caption="Above: each dot is a layer that gives the formula of Attention Is All You Need (the "
     "paper); the values of head_dim are not evenly spaced. Below: the widths of the three inputs "
     "of PyTorch's layer with kdim {key_width} and vdim {value_width}, to scale, and of q, k and v "

@@ -1,7 +1,7 @@
-"""Is one packed matrix the same as many small ones?
+"""Question: is one packed matrix the same as many small ones?
 
-The small matrices of a layer are (matrices, embed_dim, head_dim), in the order of the paper's
-formula x @ W: those of the queries of every head, then of the keys, then of the values.
+The small matrices of a layer have the shape (matrices, embed_dim, head_dim), for the paper's
+formula x @ W. The matrices of all heads' queries come first, then of the keys, then of the values.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import PolarityWarning
 from headwise.masks.mask import Mask
-from headwise.study.charts import SERIES, Figure, block, heading, note, sheet
-from headwise.study.experiments.measures import layer_budget, times_of
+from headwise.study.charts import SERIES, Figure, add_sheet, draw_block, write_heading, write_note
+from headwise.study.experiments.measures import layer_budget, relative_times
 from headwise.study.implementation import SharedWeights
 from headwise.study.implementations import GPT2, DropIn, Native, TorchLayer
-from headwise.study.question import Fact, FactTable, Numbers, Question, say
+from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress import Progress
 
 PARTS = 3  # queries, keys, values
 EMBED_DIM, HEADS = 768, 12  # GPT-2's
 BATCH, QUERIES, KEYS = 2, 48, 64
-TOKENS, ROUNDS = 256, 16  # how many are timed, and how often
-SHOWN_HEAD = 4  # the one in a strong colour in the picture
+TOKENS, ROUNDS = 256, 16  # of the timing
+SHOWN_HEAD = 4  # in a strong colour in the picture
 
 
 @dataclass(frozen=True)
@@ -40,35 +40,35 @@ class PackingForm:
     """One way to store the small matrices.
 
     Attributes:
-        sizes: how many small matrices lie side by side in each stored one.
-        by_rows: whether a stored matrix has a row for each output, as torch's Linear; it has a
-            column for each, to be used as x @ W, otherwise.
+        sizes: the number of small matrices side by side in each stored matrix.
+        by_rows: True if a stored matrix has a row for each output, as in torch's Linear; False if
+            it has a column for each output, for x @ W.
     """
 
     sizes: tuple[int, ...]
     by_rows: bool
 
     def pack(self, small: Shaped[Tensor, "matrices embed_dim head_dim"]) -> list[Tensor]:
-        """The stored matrices, made of the small ones."""
+        """Pack the small matrices into the stored ones."""
         wide = [torch.cat(list(group), dim=1) for group in small.split(self.sizes)]
         return [w.mT.contiguous() if self.by_rows else w for w in wide]
 
-    def places(
+    def index_map(
         self, *, embed_dim: int, head_dim: int
     ) -> Int[Tensor, "matrices {embed_dim} {head_dim}"]:
-        """The index map: where each number of a small matrix stands among all that are stored."""
+        """Return the position of each number of a small matrix in the flattened stored matrices."""
         entry, channel = torch.arange(embed_dim)[:, None], torch.arange(head_dim)
-        found, stored = [], 0
+        positions, stored = [], 0
         for size in self.sizes:
-            for place in range(size):
-                output = place * head_dim + channel
+            for count in range(size):
+                output = count * head_dim + channel
                 by_rows, by_columns = output * embed_dim + entry, entry * size * head_dim + output
-                found.append(stored + (by_rows if self.by_rows else by_columns))
+                positions.append(stored + (by_rows if self.by_rows else by_columns))
             stored += size * head_dim * embed_dim
-        return torch.stack(found)
+        return torch.stack(positions)
 
     def split(self, bias: Float[Tensor, " outputs"]) -> tuple[Tensor, ...]:
-        """The bias of each stored matrix, of the biases of all small ones in their order."""
+        """Split the biases of all small matrices into the bias of each stored matrix."""
         head_dim = len(bias) // sum(self.sizes)
         parts: tuple[Tensor, ...] = bias.split([size * head_dim for size in self.sizes])
         return parts
@@ -80,28 +80,28 @@ class PackingForm:
         matrices: list[Tensor],
         biases: tuple[Tensor, ...],
     ) -> list[Tensor]:
-        """The products with each stored matrix: that of the queries takes ``x``."""
-        done, outputs = 0, []
+        """Multiply by each stored matrix: ``x`` for the queries, ``source`` for the others."""
+        first, outputs = 0, []
         for size, matrix, bias in zip(self.sizes, matrices, biases, strict=True):
-            tokens = x if done * PARTS < sum(self.sizes) else source
+            tokens = x if first * PARTS < sum(self.sizes) else source
             outputs.append(linear(tokens, matrix if self.by_rows else matrix.mT, bias))
-            done += size
+            first += size
         return outputs
 
     def heads(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, (batch, heads, length, head_dim), of these products."""
+        """Split the products into queries, keys and values, (batch, heads, length, head_dim)."""
         single = [
-            one
+            product
             for size, output in zip(self.sizes, outputs, strict=True)
-            for one in output.unflatten(-1, (size, -1)).unbind(-2)
+            for product in output.unflatten(-1, (size, -1)).unbind(-2)
         ]
         count = len(single) // PARTS
         q, k, v = (torch.stack(single[n : n + count], dim=1) for n in range(0, len(single), count))
         return q, k, v
 
 
-def forms(heads: int) -> dict[str, PackingForm]:
-    """The forms that are in use, by the names of the study."""
+def packing_forms(heads: int) -> dict[str, PackingForm]:
+    """Return the forms in use, by the names of the study."""
     return {
         "per_head": PackingForm((1,) * (PARTS * heads), by_rows=False),
         "separate": PackingForm((heads, heads, heads), by_rows=True),
@@ -112,7 +112,7 @@ def forms(heads: int) -> dict[str, PackingForm]:
 
 
 class PackedLayers(NamedTuple):
-    """The same weights in layers that store them in other forms, and as small matrices."""
+    """The same weights in layers with different forms, and as small matrices."""
 
     torch: TorchLayer
     packed: DropIn
@@ -120,26 +120,26 @@ class PackedLayers(NamedTuple):
     gpt2: GPT2
     weights: SharedWeights
     small: Tensor
-    biases: Tensor  # of the small matrices, one after the other
+    biases: Tensor  # of the small matrices in their order
 
 
 def random_layers() -> PackedLayers:
-    """Weights as torch's layer draws them, with biases."""
+    """Make the layers with the weights of torch's initialisation and random biases."""
     sizes = EMBED_DIM, HEADS
     layers = TorchLayer(*sizes), DropIn(*sizes), Native(*sizes), GPT2(*sizes)
     inner = layers[0].inner
-    # torch starts them at 0, which hides their order.
+    # torch initialises biases to 0, which would hide their order.
     nn.init.normal_(inner.in_proj_bias, std=0.1)
     nn.init.normal_(inner.out_proj.bias, std=0.1)
     for layer in layers:
-        layer.fill(layers[0].held()).eval()
+        layer.load_weights(layers[0].stored_weights()).eval()
     small = inner.in_proj_weight.unflatten(0, (PARTS * HEADS, -1)).mT.contiguous()
-    return PackedLayers(*layers, layers[0].held(), small, inner.in_proj_bias)
+    return PackedLayers(*layers, layers[0].stored_weights(), small, inner.in_proj_bias)
 
 
 @torch.no_grad()
 def measure(progress: Progress) -> dict[str, Any]:
-    """Store the weights of torch's layer in every form, put them back, and use each."""
+    """Pack the weights of torch's layer in every form, unpack them, and compare the outputs."""
     layers = random_layers()
     small = layers.small
     x, source = torch.randn(BATCH, QUERIES, EMBED_DIM), torch.randn(BATCH, KEYS, EMBED_DIM)
@@ -148,58 +148,59 @@ def measure(progress: Progress) -> dict[str, Any]:
         "heads": HEADS,
         "head_dim": EMBED_DIM // HEADS,
         "weights": small.numel(),
-        "forms": len(forms(HEADS)),
+        "forms": len(packing_forms(HEADS)),
         "shown_head": SHOWN_HEAD,
         "small": len(small),
         "tokens": TOKENS,
-        # The shapes of the matrices, and how many in a row have each.
+        # The shapes of the matrices, with the length of each run of equal shapes.
         "stored": {
             name: [
                 {"shape": list(shape), "count": len(list(run))}
                 for shape, run in groupby(tuple(matrix.shape) for matrix in form.pack(small))
             ]
-            for name, form in forms(HEADS).items()
+            for name, form in packing_forms(HEADS).items()
         },
-        "kept": kept(layers),
-        "self_attention": largest_share(layers, x, x),
-        "cross_attention": largest_share(layers, x, source),
-        "wrong_order": wrong_order(layers, x),
-        **same_objects(layers),
-        "times": times(layers),
+        "kept": check_packing(layers),
+        "self_attention": largest_budget_share(layers, x, x),
+        "cross_attention": largest_budget_share(layers, x, source),
+        "wrong_order": misread_by_head(layers, x),
+        **compare_shared_objects(layers),
+        "times": projection_times(layers),
     }
 
 
-def kept(layers: PackedLayers) -> dict[str, bool]:
-    """Whether every number comes back from each form by its index map, with no bit changed."""
-    small, known, separate = layers.small, forms(HEADS), layers.apart.held().matrices[:3]
-    held = {name: (form, form.pack(small)) for name, form in known.items()} | {
-        "MultiheadAttention": (known["packed"], [layers.packed.inner.in_proj_weight]),
-        "Attention": (known["separate"], separate),
-        "GPT-2": (known["transposed"], [layers.gpt2.inner.c_attn.weight]),
+def check_packing(layers: PackedLayers) -> dict[str, bool]:
+    """Check that every number comes back from each form by its index map, bit for bit."""
+    small, forms = layers.small, packing_forms(HEADS)
+    stored = {name: (form, form.pack(small)) for name, form in forms.items()} | {
+        "MultiheadAttention": (forms["packed"], [layers.packed.inner.in_proj_weight]),
+        "Attention": (forms["separate"], layers.apart.stored_weights().matrices[:3]),
+        "GPT-2": (forms["transposed"], [layers.gpt2.inner.c_attn.weight]),
     }
-    found = {}
-    for name, (form, matrices) in held.items():
+    intact = {}
+    for name, (form, matrices) in stored.items():
         flat = torch.cat([matrix.flatten() for matrix in matrices])
-        places = form.places(embed_dim=EMBED_DIM, head_dim=EMBED_DIM // HEADS)
-        there = torch.empty_like(flat).scatter(0, places.flatten(), small.flatten())
-        every_place_once = torch.equal(places.flatten().sort()[0], torch.arange(len(flat)))
-        found[name] = every_place_once and same_bits(flat[places], small) and same_bits(there, flat)
-    return found
+        index = form.index_map(embed_dim=EMBED_DIM, head_dim=EMBED_DIM // HEADS)
+        packed = torch.empty_like(flat).scatter(0, index.flatten(), small.flatten())
+        is_permutation = torch.equal(index.flatten().sort()[0], torch.arange(len(flat)))
+        same = has_same_bits(flat[index], small) and has_same_bits(packed, flat)
+        intact[name] = is_permutation and same
+    return intact
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equality of the bits: 0 is not -0."""
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+def has_same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Check equality of the bits: 0 is not -0."""
+    return torch.equal(actual.view(torch.int32), expected.view(torch.int32))
 
 
-def attend(layers: PackedLayers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The output for queries, keys and values of heads, by the output projection."""
+def attend_and_project(layers: PackedLayers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the layer's output for the queries, keys and values of the heads."""
     result: Tensor = layers.torch.inner.out_proj(reference.merge_heads(AttentionMatrix(q, k) @ v))
     return result
 
 
-def largest_share(layers: PackedLayers, x: Tensor, source: Tensor) -> float:
-    """The largest share of the error budget that the output of any layer or form uses."""
+def largest_budget_share(layers: PackedLayers, x: Tensor, source: Tensor) -> float:
+    """Return the largest share of the error budget that any layer or form uses."""
     budget = layer_budget(x, source, source, layers.weights, num_heads=HEADS)
     outputs = [
         layers.torch.inner(x, source, source, need_weights=False)[0],
@@ -207,19 +208,20 @@ def largest_share(layers: PackedLayers, x: Tensor, source: Tensor) -> float:
         layers.apart.inner(x, source),
         *([layers.gpt2(x)] if source is x else []),
     ]
-    for form in forms(HEADS).values():
-        if source is x or len(form.sizes) > 1:  # a single matrix makes q, k and v of one input
+    for form in packing_forms(HEADS).values():
+        if source is x or len(form.sizes) > 1:  # a single matrix has a single input
             matrices, biases = form.pack(layers.small), form.split(layers.biases)
-            outputs.append(attend(layers, *form.heads(form.products(x, source, matrices, biases))))
+            products = form.products(x, source, matrices, biases)
+            outputs.append(attend_and_project(layers, *form.heads(products)))
     return max(budget.check(output).ratio for output in outputs)
 
 
-def wrong_order(layers: PackedLayers, x: Tensor) -> dict[str, bool | float]:
-    """The packed matrix read as q, k, v of the first head, then of the second: another function."""
-    form = forms(HEADS)["packed"]
+def misread_by_head(layers: PackedLayers, x: Tensor) -> dict[str, bool | float]:
+    """Misread the packed matrix as q, k, v of the first head, then of the second head."""
+    form = packing_forms(HEADS)["packed"]
     products = form.products(x, x, form.pack(layers.small), (layers.biases,))
     by_head = products[0].unflatten(-1, (HEADS, PARTS, -1)).movedim(1, 3)
-    output = attend(layers, *by_head.unbind(2))
+    output = attend_and_project(layers, *by_head.unbind(2))
     budget = layer_budget(x, x, x, layers.weights, num_heads=HEADS)
     return {
         "within": budget.check(output).within,
@@ -227,42 +229,42 @@ def wrong_order(layers: PackedLayers, x: Tensor) -> dict[str, bool | float]:
     }
 
 
-def same_objects(layers: PackedLayers) -> dict[str, Any]:
-    """The same tokens as one object and as copies, in a batch of which one text is padding only."""
+def compare_shared_objects(layers: PackedLayers) -> dict[str, Any]:
+    """Compare one object and copies as inputs, in a batch with a text of padding only."""
     x = torch.randn(BATCH, KEYS, EMBED_DIM)
     copy = x.clone()
-    ways = {"one": (x, x, x), "two": (x, copy, copy), "three": (x, copy, x.clone())}
+    inputs = {"one": (x, x, x), "two": (x, copy, copy), "three": (x, copy, x.clone())}
     padding = (torch.arange(BATCH) == BATCH - 1)[:, None].expand(BATCH, KEYS)
     mask = Mask.from_torch_padding(padding)
     budget = layer_budget(x, x, x, layers.weights, num_heads=HEADS, mask=mask)
     call = {"key_padding_mask": padding, "need_weights": False}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PolarityWarning)  # a text of padding alone is asked for
-        outputs = [layers.packed.inner(*way, **call)[0] for way in ways.values()]
+        warnings.simplefilter("ignore", PolarityWarning)  # a text of padding only is intended
+        outputs = [layers.packed.inner(*tensors, **call)[0] for tensors in inputs.values()]
     outputs += [layers.apart.inner(x, mask=mask), layers.apart.inner(x, copy, mask=mask)]
     return {
         "objects_outside": sum(budget.check(output).outside for output in outputs),
         "torch_nan": {
-            name: int(layers.torch.inner(*way, **call)[0].isnan().sum())
-            for name, way in ways.items()
+            name: int(layers.torch.inner(*tensors, **call)[0].isnan().sum())
+            for name, tensors in inputs.items()
         },
         "nan": sum(int(output.isnan().sum()) for output in outputs),
     }
 
 
-def times(layers: PackedLayers) -> dict[str, float]:
-    """How long the projections of each form take, as multiples of the packed one."""
+def projection_times(layers: PackedLayers) -> dict[str, float]:
+    """Return the time of each form's projections relative to the packed form."""
     x, small = torch.randn(1, TOKENS, EMBED_DIM), layers.small
-    works = {
+    functions = {
         name: partial(form.products, x, x, form.pack(small), form.split(layers.biases))
-        for name, form in forms(HEADS).items()
+        for name, form in packing_forms(HEADS).items()
     }
-    return times_of(works, against="packed", rounds=ROUNDS)
+    return relative_times(functions, against="packed", rounds=ROUNDS)
 
 
 # ---- the picture -------------------------------------------------------------------------------
 
-# The form, who has it, what is stored, and where head h's part is in that.
+# The form, a layer that uses it, the stored shapes, and head h's part of them.
 TITLES = {
     "per_head": ("a matrix a head", "the paper", "{[0][count]} of {[0][shape]:shape}", "matrix h"),
     "separate": (
@@ -293,33 +295,34 @@ TOP = 0.62  # inches
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """The stored matrices of each form to scale, one head in a strong colour."""
-    axes = sheet(figure, height=3.3)
-    for centre, (name, form) in zip(CENTRES, forms(n["heads"]).items(), strict=True):
+    """Draw the stored matrices of each form to scale, with one head in a strong colour."""
+    axes = add_sheet(figure, height=3.3)
+    for centre, (name, form) in zip(CENTRES, packing_forms(n["heads"]).items(), strict=True):
         blocks = _blocks(form, n["heads"])
         left = centre - UNIT * max(x + wide for x, _, wide, _ in blocks) / 2
         bottom = TOP + UNIT * max(y + high for _, y, _, high in blocks)
         for count, (x, y, wide, high) in enumerate(blocks):
             part, head = divmod(count, n["heads"])
-            place = (left + UNIT * x, TOP + UNIT * y, UNIT * wide, UNIT * high)
+            box = (left + UNIT * x, TOP + UNIT * y, UNIT * wide, UNIT * high)
             strong = head == n["shown_head"]
-            block(axes, *place, colour=SERIES[part], alpha=1.0 if strong else 0.3)
+            draw_block(axes, *box, colour=SERIES[part], alpha=1.0 if strong else 0.3)
         title, where, *_ = TITLES[name]
-        heading(axes, centre, 0.18, title, align="center")
-        note(axes, centre, 0.38, where, align="center")
+        write_heading(axes, centre, 0.18, title, align="center")
+        write_note(axes, centre, 0.38, where, align="center")
         for line, run in enumerate(n["stored"][name]):
-            words = say("{count} of {shape[0]} × {shape[1]}", run).removeprefix("1 of ")
-            note(axes, centre, bottom + 0.15 + 0.18 * line, words, align="center")
+            words = fill_template("{count} of {shape[0]} × {shape[1]}", run).removeprefix("1 of ")
+            write_note(axes, centre, bottom + 0.15 + 0.18 * line, words, align="center")
     centre, top = CENTRES[-1], TOP + 2.2 * UNIT  # of the legend
     for part, word in enumerate(("queries", "keys", "values")):
         x = centre + UNIT * (part - 1)
         axes.text(x, top, word, color=SERIES[part], fontsize=9, ha="center", va="center")
-    note(axes, centre, top + 0.24, say("strong colour: head {shown_head},", n), align="center")
-    note(axes, centre, top + 0.42, say("pale: the others of {heads} heads", n), align="center")
+    legend = ("strong colour: head {shown_head},", "pale: the others of {heads} heads")
+    for line, words in enumerate(legend):
+        write_note(axes, centre, top + 0.24 + 0.18 * line, fill_template(words, n), align="center")
 
 
 def _blocks(form: PackingForm, heads: int) -> list[tuple[float, float, float, float]]:
-    """Left, top, width and height of each small matrix in the stored ones."""
+    """Return left, top, width and height of each small matrix in the stored ones."""
     wide = 1 / heads
     if max(form.sizes) == 1:
         places = [divmod(count, heads) for count in range(len(form.sizes))]
@@ -333,44 +336,44 @@ def _blocks(form: PackingForm, heads: int) -> list[tuple[float, float, float, fl
 QUESTION = Question(
     id="packing",
     asks="Is one packed matrix the same as many small ones?",
-    claim="Yes. The same numbers lie in another order, and the output is the same to rounding; "
-    "whether queries, keys and values are one object or copies makes no difference either.",
+    claim="Yes. The same numbers are stored in another order, and the output is the same up to "
+    "rounding. One object or copies for queries, keys and values make no difference either.",
     measure=measure,
     facts=(
         Fact(
-            "each of the {forms} forms holds each of the {weights:,} weights once, where its index "
-            "map says, with no bit changed; so do headwise.MultiheadAttention, headwise.Attention "
-            "and GPT-2's layer, each of which stores one of the forms",
+            "each of the {forms} forms holds each of the {weights:,} weights once, at the position "
+            "of its index map, with no bit changed; headwise.MultiheadAttention, "
+            "headwise.Attention and GPT-2's layer each store one of these forms",
             lambda n: all(n["kept"].values()),
         ),
         Fact(
-            "in self-attention the outputs of all of them and of PyTorch's layer are within the "
-            "error budget: they use at most {self_attention:percent} of it",
+            "in self-attention the outputs of all forms and layers, with PyTorch's layer, use at "
+            "most {self_attention:percent} of the error budget",
             lambda n: n["self_attention"] <= 1,
         ),
         Fact(
-            "so are those of the layers of PyTorch and headwise, and of every form with more than "
-            "one matrix, where keys and values come from another text (encoder and decoder): at "
-            "most {cross_attention:percent}",
+            "in cross-attention, with keys and values from another text, the layers of PyTorch and "
+            "headwise and every form with more than one matrix use at most "
+            "{cross_attention:percent} of the error budget",
             lambda n: n["cross_attention"] <= 1,
         ),
         Fact(
-            "the order matters: the packed matrix read as q, k and v of one head after the other "
-            "gives another output (relative difference {wrong_order[difference]:percent})",
+            "the order matters: reading the packed matrix as q, k and v of each head in turn gives "
+            "another output (relative difference {wrong_order[difference]:percent})",
             lambda n: not n["wrong_order"]["within"],
         ),
         Fact(
             "q, k and v as one object or as equal copies give the same output, also for a text "
             "that is all padding: {nan} NaN and {objects_outside} numbers outside the error budget "
-            "in headwise (NaN in PyTorch's layer: {torch_nan[one]:,} for one object, "
-            "{torch_nan[three]:,} for copies)",
+            "in headwise. PyTorch's layer gives {torch_nan[one]:,} NaN for one object and "
+            "{torch_nan[three]:,} for copies",
             lambda n: n["nan"] == n["objects_outside"] == 0,
         ),
     ),
     verdict="Yes: the packed matrix holds the {small} small ones (q, k and v of {heads} heads) "
-    "number for number, and however they are stored, the outputs are equal up to rounding.",
-    why="Each output of a projection is computed from the input and its own row of the matrix, so "
-    "the rows of many matrices can be stored as one matrix, and the outputs cut apart again. You "
+    "number for number, and in every form of storage the outputs are equal up to rounding.",
+    why="Each output of a projection is computed from the input and its own row of the matrix. The "
+    "rows of many matrices can therefore be stored as one matrix, and the outputs split again. You "
     "only need to know the order, and whether the outputs are rows (PyTorch's Linear) or columns "
     "(GPT-2). Packing saves calls, not arithmetic: on one CPU thread the projections of {tokens} "
     "tokens take {times[per_head]:.2f} times as long with {small} small matrices as with one (the "
@@ -386,10 +389,10 @@ QUESTION = Question(
             (
                 f"{title} ({where})",
                 shapes.replace("{", f"{{stored[{name}]"),
-                place,
+                rows,
                 f"{{times[{name}]:.2f}}",
             )
-            for name, (title, where, shapes, place) in TITLES.items()
+            for name, (title, where, shapes, rows) in TITLES.items()
         ),
     ),
     varies=frozenset({"times", "self_attention", "cross_attention"}),

@@ -1,4 +1,4 @@
-"""Does the number of heads change the number of parameters?"""
+"""Question: does the number of heads change the number of parameters?"""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import Tensor, nn
 
 from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.study.charts import SERIES, Figure, beside, plotted
-from headwise.study.experiments.measures import parameters
+from headwise.study.charts import SERIES, Figure, label_point, style_axes
+from headwise.study.experiments.measures import count_parameters
 from headwise.study.implementations import Paper
-from headwise.study.question import Fact, FactTable, Numbers, Question, say
+from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress import Progress
 
 EMBED_DIM = 512
 HEADS = tuple(heads for heads in range(1, EMBED_DIM + 1) if EMBED_DIM % heads == 0)
 SHOWN = (1, 2, 4, 8, 16)  # heads of the table and the picture
-HEAD_DIM = 64  # where it is held fixed
-EIGHT = 8  # heads, of the paper's form and of those that share kv heads
+HEAD_DIM = 64  # of the layers whose head_dim is fixed
+EIGHT = 8  # heads, in the paper's form and in the layers that share kv heads
 
 
 def measure(progress: Progress) -> dict[str, Any]:
-    """Count the parameters of layers that differ in their number of heads alone."""
+    """Count the parameters of layers that differ only in their number of heads."""
     fixed_width = {heads: nn.MultiheadAttention(EMBED_DIM, heads) for heads in HEADS}
     drop_in = [MultiheadAttention(EMBED_DIM, heads) for heads in HEADS]
     fixed_head = {heads: Attention(EMBED_DIM, heads, head_dim=HEAD_DIM) for heads in SHOWN}
@@ -34,29 +34,30 @@ def measure(progress: Progress) -> dict[str, Any]:
         "head_dim": HEAD_DIM,
         "head_counts": list(HEADS),
         "shown": list(SHOWN),
-        "tensors": shapes(eight),
+        "tensors": parameter_shapes(eight),
         "same_tensors": all(
-            shapes(layer) == shapes(eight) for layer in (*fixed_width.values(), *drop_in)
+            parameter_shapes(layer) == parameter_shapes(eight)
+            for layer in (*fixed_width.values(), *drop_in)
         ),
-        "width_shared": {str(heads): parameters(fixed_width[heads]) for heads in SHOWN},
+        "width_shared": {str(heads): count_parameters(fixed_width[heads]) for heads in SHOWN},
         "width_of_a_head_fixed": {
-            str(heads): parameters(layer) for heads, layer in fixed_head.items()
+            str(heads): count_parameters(layer) for heads, layer in fixed_head.items()
         },
         "heads": EIGHT,
-        "grouped": {str(kv): parameters(layer) for kv, layer in grouped.items()},
-        "one_of_a_head": shape(paper.wq[0]),
+        "grouped": {str(kv): count_parameters(layer) for kv, layer in grouped.items()},
+        "one_of_a_head": shape_list(paper.wq[0]),
         "one_by_one": sum(w.numel() for w in of_each_head),
         "packed": eight.in_proj_weight.numel(),
     }
 
 
-def shapes(layer: nn.Module) -> dict[str, list[int]]:
-    """The shape of each parameter, by name."""
-    return {name: shape(p) for name, p in layer.named_parameters()}
+def parameter_shapes(layer: nn.Module) -> dict[str, list[int]]:
+    """Return the shape of each parameter by its name."""
+    return {name: shape_list(p) for name, p in layer.named_parameters()}
 
 
-def shape(tensor: Tensor) -> list[int]:
-    """Its sizes."""
+def shape_list(tensor: Tensor) -> list[int]:
+    """Return the shape of a tensor as a list."""
     return list(tensor.shape)
 
 
@@ -64,17 +65,17 @@ def shape(tensor: Tensor) -> list[int]:
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Parameters over the number of heads: shared width, free head_dim, shared keys and values."""
+    """Draw parameters over heads: shared width, free head_dim, shared keys and values."""
     axes = figure.subplots()
     shown = n["shown"]
-    shared, own = (
+    shared, fixed = (
         [n[key][str(heads)] / 1e6 for heads in shown]
         for key in ("width_shared", "width_of_a_head_fixed")
     )
     grouped = [count / 1e6 for count in n["grouped"].values()]
-    axes.plot(shown, own, "o-", color=SERIES[1], markersize=9, markerfacecolor="none")
+    axes.plot(shown, fixed, "o-", color=SERIES[1], markersize=9, markerfacecolor="none")
     axes.plot(shown, shared, "o-", color=SERIES[0], markersize=5)
-    # Without the first: as many kv heads as heads share nothing.
+    # Without the first, whose kv heads are not shared.
     axes.plot([n["heads"]] * (len(grouped) - 1), grouped[1:], "D", color=SERIES[2])
     few = ", ".join(list(n["grouped"])[1:-1])
     labels = (
@@ -82,9 +83,14 @@ def draw(figure: Figure, n: Numbers) -> None:
             (shown[-1], shared[-1]),
             (0, 14),
             "right",
-            say("PyTorch: head_dim = {embed_dim} / heads", n),
+            fill_template("PyTorch: head_dim = {embed_dim} / heads", n),
         ),
-        ((shown[-1], own[-1]), (-14, 0), "right", say("you choose head_dim = {head_dim}", n)),
+        (
+            (shown[-1], fixed[-1]),
+            (-14, 0),
+            "right",
+            fill_template("you choose head_dim = {head_dim}", n),
+        ),
         (
             (n["heads"], grouped[2]),
             (10, 0),
@@ -92,20 +98,20 @@ def draw(figure: Figure, n: Numbers) -> None:
             f"{n['heads']} query heads, {few} or {list(n['grouped'])[-1]} kv heads",
         ),
     )
-    for (place, offset, side, words), colour in zip(
+    for (point, offset, side, words), colour in zip(
         labels, (SERIES[0], SERIES[1], SERIES[2]), strict=True
     ):
-        beside(axes, words, place, offset, ha=side, va="center", color=colour)
+        label_point(axes, words, point, offset, ha=side, va="center", color=colour)
     axes.set_xticks(shown, [str(heads) for heads in shown])
     names = {"xlabel": "number of heads", "ylabel": "parameters, millions"}
-    plotted(axes, ylim=(0, 1.1 * own[-1]), **names)
+    style_axes(axes, ylim=(0, 1.1 * fixed[-1]), **names)
 
 
 QUESTION = Question(
     id="parameters",
     asks="Does the number of heads change the number of parameters?",
-    claim="Not while the heads share embed_dim: every tensor keeps its shape. It does where you "
-    "choose head_dim yourself, and where heads share keys and values.",
+    claim="No, if the heads share embed_dim: every tensor keeps its shape. Yes, if you choose "
+    "head_dim yourself, or if heads share keys and values.",
     measure=measure,
     facts=(
         Fact(
@@ -114,9 +120,9 @@ QUESTION = Question(
             lambda n: n["same_tensors"],
         ),
         Fact(
-            "written as in Attention Is All You Need, with a matrix {one_of_a_head:shape} for the "
-            "queries, the keys and the values of each of {heads} heads, a layer has {one_by_one:,} "
-            "numbers in them, as many as PyTorch's packed in_proj_weight: {packed:,}",
+            "in the form of Attention Is All You Need, each of {heads} heads has a matrix "
+            "{one_of_a_head:shape} for its queries, its keys and its values. Together they have "
+            "{one_by_one:,} numbers, as many as PyTorch's packed in_proj_weight: {packed:,}",
             lambda n: n["one_by_one"] == n["packed"],
         ),
         Fact(
@@ -126,18 +132,18 @@ QUESTION = Question(
             lambda n: n["width_of_a_head_fixed"]["1"] < n["width_of_a_head_fixed"]["16"],
         ),
         Fact(
-            "{heads} heads that share one kv head have {grouped[1]:,} parameters, those "
-            "with a kv head each {grouped[8]:,}",
+            "a layer of {heads} heads that share one kv head has {grouped[1]:,} parameters; with "
+            "a kv head for each head it has {grouped[8]:,}",
             lambda n: n["grouped"]["1"] < n["grouped"]["8"],
         ),
     ),
     verdict="No: PyTorch's layer of width {embed_dim} has {width_shared[8]:,} parameters with "
-    "every number of heads that divides {embed_dim}, because more heads are narrower heads; the "
-    "number grows only where you choose head_dim yourself, as with Keras' key_dim.",
-    why="Each head projects to head_dim = embed_dim / heads numbers, so the matrices of all heads, "
-    "concatenated, always have embed_dim columns. A head_dim that you choose leaves that rule. "
+    "every number of heads that divides {embed_dim}, because more heads are narrower heads. The "
+    "number grows only if you choose head_dim yourself, as with Keras' key_dim.",
+    why="Each head projects to head_dim = embed_dim / heads numbers, so the concatenated matrices "
+    "of all heads always have embed_dim columns. This is not so if you choose head_dim yourself. "
     "Heads that share keys and values (grouped-query attention) need fewer parameters.",
-    caption="Parameters of one layer of width {embed_dim}, over its number of heads. Dots: the "
+    caption="Parameters of one layer of width {embed_dim} over its number of heads. Dots: the "
     "heads share the width, as in PyTorch. Rings: each head is {head_dim} wide, as with Keras' "
     "key_dim and headwise.Attention's head_dim. Diamonds: {heads} query heads that share "
     "fewer heads for keys and values (kv heads).",

@@ -1,4 +1,4 @@
-"""All weights are set to one, and the number of heads changes nothing: why?"""
+"""Question: why does the number of heads change nothing if all weights are one?"""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise.study.charts import INK, SERIES, Figure, beside, plotted
+from headwise.study.charts import INK, SERIES, Figure, label_point, style_axes
 from headwise.study.experiments.measures import (
     Projected,
-    budget_of_scores,
-    difference,
-    excess,
+    budget_ratios,
     layer_budget,
+    relative_difference,
+    score_budget,
 )
 from headwise.study.implementations import TorchLayer
-from headwise.study.question import Fact, FactTable, Numbers, Question, say
+from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress import Progress
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH, LONGER = 40, 5, 50
 QUIET = 0.01  # a factor of the tokens
 FACTORS = tuple(10 ** (quarter / 4) for quarter in range(-14, 5))  # of torch.randn, up to 10
-DIGITS = 3  # of the size of a score
+DIGITS = 3  # of the mean score size
 
 
 @torch.no_grad()
 def measure(progress: Progress) -> dict[str, Any]:
-    """One head against eight, with weights of one and with torch's own, for tokens of all sizes."""
-    own, ones = layer_of(HEADS), layer_of(HEADS)
-    set_to_one(ones)
+    """Compare one head with eight, with weights of one and with torch's initialisation."""
+    default, ones = make_layer(HEADS), make_layer(HEADS)
+    set_weights_to_one(ones)
     x = torch.randn(BATCH, LENGTH, EMBED_DIM)
     tokens = {
         "rand": torch.rand(BATCH, LENGTH, EMBED_DIM),
         "randn": x,
         "quiet": QUIET * x,
-        "same": QUIET * repeated(x),
+        "same": QUIET * repeat_first_token(x),
     }
     longer = QUIET * torch.randn(BATCH, LONGER, EMBED_DIM)
-    quiet = projected(ones, tokens["quiet"])
+    quiet = project_tokens(ones, tokens["quiet"])
     larger = math.sqrt(HEADS) * quiet.scores(HEADS)
     return {
         "heads": HEADS,
@@ -52,67 +52,69 @@ def measure(progress: Progress) -> dict[str, Any]:
         "longer": LONGER,
         "quiet": QUIET,
         "tokens": {
-            name: compare(ones, x)
-            | {"score": float(f"{projected(ones, x).scores(HEADS).abs().mean():.{DIGITS}g}")}
+            name: compare_head_counts(ones, x)
+            | {"score": float(f"{project_tokens(ones, x).scores(HEADS).abs().mean():.{DIGITS}g}")}
             for name, x in tokens.items()
         },
-        "own_apart": compare(own, x)["apart"],
-        "longer_apart": compare(ones, longer)["apart"],
-        # Of how many sequences the outputs are the same by ``==``.
+        "own_apart": compare_head_counts(default, x)["apart"],
+        "longer_apart": compare_head_counts(ones, longer)["apart"],
+        # The number of sequences whose outputs are equal by ``==``.
         "equal": {
-            name: int((single(ones)(x) == ones(x)).flatten(1).all(1).sum())
+            name: int((single_head_layer(ones)(x) == ones(x)).flatten(1).all(1).sum())
             for name, x in tokens.items()
         },
         "rounding": {
-            # Each narrow head's scores, times the root of their number, against the single head's.
-            "scores": float(excess(larger, budget_of_scores(quiet)).max()),
-            "rescaled": float(beyond(rescaled(ones), ones, tokens["quiet"]).max()),
-            "same": float(beyond(single(ones), ones, tokens["same"]).max()),
-            "quiet": float(beyond(single(ones), ones, tokens["quiet"]).min()),
-            "own": float(beyond(single(own), own, x).min()),
+            # A narrow head's scores, times the root of the number of heads, and the single head's.
+            "scores": float(budget_ratios(larger, score_budget(quiet)).max()),
+            "rescaled": float(
+                sequence_ratios(rescaled_single_head(ones), ones, tokens["quiet"]).max()
+            ),
+            "same": float(sequence_ratios(single_head_layer(ones), ones, tokens["same"]).max()),
+            "quiet": float(sequence_ratios(single_head_layer(ones), ones, tokens["quiet"]).min()),
+            "own": float(sequence_ratios(single_head_layer(default), default, x).min()),
         },
         "factors": list(FACTORS),
         "quoted": {"ones": QUIET, "own": 1.0},
-        "sweep": {"ones": sweep(ones, x), "own": sweep(own, x)},
+        "sweep": {"ones": sweep_token_sizes(ones, x), "own": sweep_token_sizes(default, x)},
     }
 
 
-# ---- the layers, and what they are given -------------------------------------------------------
+# ---- the layers and their inputs -------------------------------------------------------
 
 
-def layer_of(heads: int) -> TorchLayer:
-    """torch.nn.MultiheadAttention as it is made and called by default."""
+def make_layer(heads: int) -> TorchLayer:
+    """Make torch.nn.MultiheadAttention with default options."""
     return TorchLayer(EMBED_DIM, heads)
 
 
-def set_to_one(layer: nn.Module) -> None:
-    """Every number of every projection; biases are zero as they start."""
+def set_weights_to_one(layer: nn.Module) -> None:
+    """Set all projection matrices to one; biases start at zero."""
     for parameter in layer.parameters():
         if parameter.dim() > 1:
             nn.init.ones_(parameter)
 
 
-def single(layer: TorchLayer) -> TorchLayer:
-    """A layer of one head with the same parameters."""
-    one = layer_of(1)
-    one.fill(layer.held())
-    return one
+def single_head_layer(layer: TorchLayer) -> TorchLayer:
+    """Make a layer of one head with the same parameters."""
+    single = make_layer(1)
+    single.load_weights(layer.stored_weights())
+    return single
 
 
-def rescaled(layer: TorchLayer) -> TorchLayer:
-    """The same, with queries, and so scores, divided by the root of the number of heads."""
-    one, given = layer_of(1), layer.held()
-    one.fill(replace(given, q=given.q / math.sqrt(layer.num_heads)))  # the bias of q is zero
-    return one
+def rescaled_single_head(layer: TorchLayer) -> TorchLayer:
+    """Make a layer of one head whose queries are divided by the root of the number of heads."""
+    single, weights = make_layer(1), layer.stored_weights()
+    single.load_weights(replace(weights, q=weights.q / math.sqrt(layer.num_heads)))  # q has no bias
+    return single
 
 
-def repeated(x: Tensor) -> Tensor:
-    """Sequences all of whose tokens are the first."""
+def repeat_first_token(x: Tensor) -> Tensor:
+    """Repeat the first token of each sequence."""
     return x[:, :1].expand_as(x)
 
 
-def projected(layer: TorchLayer, x: Tensor) -> Projected:
-    """What the layer's heads read, which torch's layer does not return."""
+def project_tokens(layer: TorchLayer, x: Tensor) -> Projected:
+    """Return the layer's queries, keys and values, which torch's layer does not return."""
     inner = layer.inner
     return Projected(*linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, dim=-1))
 
@@ -120,38 +122,39 @@ def projected(layer: TorchLayer, x: Tensor) -> Projected:
 # ---- what is measured --------------------------------------------------------------------------
 
 
-def compare(layer: TorchLayer, x: Tensor) -> dict[str, float]:
-    """How far the output of one head is from that of several, and how even the softmaxes are."""
-    (one, of_one), (several, of_several) = (
-        each.inner(x, x, x, average_attn_weights=False) for each in (single(layer), layer)
+def compare_head_counts(layer: TorchLayer, x: Tensor) -> dict[str, float]:
+    """Compare the outputs of one head and of several, and the entropy of their weights."""
+    (single, single_weights), (several, several_weights) = (
+        each.inner(x, x, x, average_attn_weights=False)
+        for each in (single_head_layer(layer), layer)
     )
     return {
-        "apart": float(difference(one, several).median()),
-        "one": evenness(of_one),
-        "several": evenness(of_several),
+        "apart": float(relative_difference(single, several).median()),
+        "one": relative_entropy(single_weights),
+        "several": relative_entropy(several_weights),
     }
 
 
-def evenness(weights: Tensor) -> float:
-    """The mean entropy of a row of a head, as a share of the largest possible."""
+def relative_entropy(weights: Tensor) -> float:
+    """Return the mean entropy of a head's rows as a share of the largest possible."""
     entropy = torch.special.entr(weights).sum(-1).mean()
     return round(float(entropy) / math.log(weights.shape[-1]), 4)
 
 
-def sweep(layer: TorchLayer, x: Tensor) -> dict[str, list[float]]:
-    """The comparison for tokens of all sizes."""
-    found = [compare(layer, factor * x) for factor in FACTORS]
-    return {name: [each[name] for each in found] for name in found[0]}
+def sweep_token_sizes(layer: TorchLayer, x: Tensor) -> dict[str, list[float]]:
+    """Compare one head with several for tokens of all sizes."""
+    results = [compare_head_counts(layer, factor * x) for factor in FACTORS]
+    return {name: [each[name] for each in results] for name in results[0]}
 
 
-def beyond(one: TorchLayer, layer: TorchLayer, x: Tensor) -> Tensor:
-    """How far one head's output is from that of several, over what rounding may do to both.
-
-    The worst element of each sequence.
-    """
-    budgets = [layer_budget(x, x, x, y.held(), num_heads=y.num_heads) for y in (one, layer)]
+def sequence_ratios(single: TorchLayer, layer: TorchLayer, x: Tensor) -> Tensor:
+    """Return the largest difference of two layers' outputs over both error budgets."""
+    budgets = [
+        layer_budget(x, x, x, each.stored_weights(), num_heads=each.num_heads)
+        for each in (single, layer)
+    ]
     allowed = budgets[0].allowed + budgets[1].allowed
-    result: Tensor = ((one(x).double() - layer(x).double()).abs() / allowed).amax((1, 2))
+    result: Tensor = ((single(x).double() - layer(x).double()).abs() / allowed).amax((1, 2))
     return result
 
 
@@ -159,7 +162,7 @@ def beyond(one: TorchLayer, layer: TorchLayer, x: Tensor) -> Tensor:
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """One head against eight over the size of the tokens, above what their softmaxes do there."""
+    """Draw the difference of one head and eight over the size of the tokens, and the entropies."""
     figure.set_figheight(4.6)
     grid = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1.4, 1))
     top = max(max(sweep["apart"]) for sweep in n["sweep"].values())
@@ -172,13 +175,13 @@ def draw(figure: Figure, n: Numbers) -> None:
         factor = n["quoted"][name]
         above.plot(n["factors"], n["sweep"][name]["apart"], color=SERIES[1])
         above.plot(factor, share, "o", color=SERIES[1])
-        words = say("{share:percent} at {factor:g}", {"share": share, "factor": factor})
-        beside(above, words, (factor, share), (-9, 4), ha="right", color=INK)
+        words = fill_template("{share:percent} at {factor:g}", {"share": share, "factor": factor})
+        label_point(above, words, (factor, share), (-9, 4), ha="right", color=INK)
         below.plot(n["factors"], n["sweep"][name]["several"], color=SERIES[0])
         below.plot(n["factors"], n["sweep"][name]["one"], color=SERIES[2], linestyle="--")
-        plotted(above, title, xscale="log")
+        style_axes(above, title, xscale="log")
         below.set_xticks(ticks := [0.001, 0.01, 0.1, 1, 10], [f"{tick:g}" for tick in ticks])
-        plotted(below, xlabel="size of the tokens")
+        style_axes(below, xlabel="size of the tokens")
     grid[1][0].text(0.05, 0.55, f"{n['heads']} heads", color=SERIES[0])
     grid[1][0].text(0.011, 0.35, "one head", color=SERIES[2], ha="right")
     grid[0][0].set(ylim=(-0.03 * top, 1.1 * top), ylabel="relative difference\nof the outputs")
@@ -191,8 +194,8 @@ QUESTION = Question(
     id="weights-of-one",
     asks="I set all weights to one, and the number of heads changes nothing: does it never matter?",
     claim="It does matter. With all weights one the heads are identical, and differ from a single "
-    "head only in the scale of their scores; a softmax that picks one key, or is even, does not "
-    "show a scale.",
+    "head only in the scale of their scores. A softmax that picks one key, or is even, hides this "
+    "scale.",
     measure=measure,
     facts=(
         Fact(
@@ -202,8 +205,8 @@ QUESTION = Question(
             lambda n: n["rounding"]["scores"] <= 1,
         ),
         Fact(
-            "with its scores divided by that factor, the single head gives the output of all "
-            "{heads}: the largest difference is {rounding[rescaled]:.2f} of both error budgets",
+            "with the single head's scores divided by that factor, one head gives the output of "
+            "all {heads}: the largest difference is {rounding[rescaled]:.2f} of both error budgets",
             lambda n: n["rounding"]["rescaled"] <= 1,
         ),
         Fact(
@@ -220,32 +223,33 @@ QUESTION = Question(
         ),
         Fact(
             "in between, with tokens from torch.randn times {quiet}, the relative difference of "
-            "the outputs is {tokens[quiet][apart]:percent}, and {longer_apart:percent} with "
-            "{longer} tokens in place of {length}: in every sequence at least "
-            "{rounding[quiet]:,.0f} times both error budgets",
+            "the outputs is {tokens[quiet][apart]:percent} with {length} tokens and "
+            "{longer_apart:percent} with {longer}. The difference in every sequence of {length} "
+            "is at least {rounding[quiet]:,.0f} times both error budgets",
             lambda n: n["rounding"]["quiet"] > 1,
         ),
         Fact(
-            "with PyTorch's default initialisation it is {own_apart:percent} for tokens from "
-            "torch.randn, in every sequence at least {rounding[own]:,.0f} times both error budgets",
+            "with PyTorch's default initialisation and tokens from torch.randn the relative "
+            "difference is {own_apart:percent}, in every sequence at least {rounding[own]:,.0f} "
+            "times both error budgets",
             lambda n: n["rounding"]["own"] > 1,
         ),
     ),
-    verdict="It does matter: with all weights one the {heads} heads are identical, and only their "
-    "scores are smaller than a single head's, by the root of {heads}, which does not show where "
-    "the softmax picks one key or is even; with default initialisation, and tokens from "
-    "torch.randn, the outputs of one head and {heads} differ by {own_apart:percent}.",
+    verdict="It does matter. With all weights one the {heads} heads are identical, and only their "
+    "scores are smaller than a single head's, by the root of {heads}; a softmax that picks one "
+    "key, or is even, hides this. With default initialisation, and tokens from torch.randn, the "
+    "outputs of one head and {heads} differ by {own_apart:percent}.",
     why="With all weights one, every number of a query, key or value is the sum of its token's "
-    "numbers, so all heads compute the same. Tokens with large values saturate the softmax, tokens "
-    "near zero, or all equal, leave it even, and a factor of the scores changes neither; in "
-    "between it shows, as a relative difference of {tokens[quiet][apart]:percent}. With default "
-    "initialisation the heads are not identical, and a saturated softmax does not hide it.",
+    "numbers, so all heads compute the same. Tokens with large values saturate the softmax. Tokens "
+    "near zero, or all equal, leave the softmax even. A factor of the scores changes neither; in "
+    "between, the relative difference is {tokens[quiet][apart]:percent}. With default "
+    "initialisation the heads differ, and a saturated softmax does not hide the difference.",
     caption="Two layers torch.nn.MultiheadAttention with the same parameters, of one head and of "
-    "{heads}. Above: the relative difference of the one head's output from that of {heads}, the "
-    "median of {sequences} sequences of {length} tokens. Below: whether the softmax is even or "
-    "puts all weight on one key (its mean entropy over the largest possible), for {heads} heads "
-    "and, dashed, for one. Across: the size of the tokens, which are those of torch.randn "
-    "multiplied by it. The dots are the differences quoted in the text.",
+    "{heads}. Above: the relative difference of the single head's output from that of {heads} "
+    "heads, the median of {sequences} sequences of {length} tokens. Below: the mean entropy of "
+    "the softmax over the largest possible, from all weight on one key to even; for {heads} heads "
+    "and, dashed, for one head. Across: the factor of the tokens, which come from torch.randn. The "
+    "dots are the differences quoted in the text.",
     draw=draw,
     table=FactTable(
         columns=(
