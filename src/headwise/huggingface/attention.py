@@ -22,7 +22,7 @@ from headwise.errors import OptionError
 from headwise.huggingface.lazy_mask import MEANING, LazyMask
 from headwise.huggingface.masks import is_made_for_eager
 from headwise.layers.hooks import call_hook
-from headwise.masks.additive_mask import taken_apart
+from headwise.masks.additive_mask import split_additive_mask
 from headwise.masks.bias_dtype import cast_bias
 from headwise.masks.clauses.segments import Segments
 from headwise.masks.mask import Mask
@@ -113,7 +113,7 @@ def _scores(
             Mask.may_attend(_four_axes(attention_mask), axes=AXES) if meaning is None else meaning
         )
     else:
-        mask, score_bias = taken_apart(
+        mask, score_bias = split_additive_mask(
             _four_axes(_narrow_float64(attention_mask, query)), axes=AXES
         )
     if options.get("cu_seq_lens_q") is not None and not mask.of_kind(Segments):

@@ -1,7 +1,7 @@
-"""What makes the same weights another function, and is in no tensor.
+"""Settings of an attention function that no tensor stores, such as its scale.
 
-None of it is ever folded into weights: a factor multiplied in and out again changes 15 % of the
-entries of a bfloat16 matrix with a head_dim of 128.
+A conversion never folds a setting into weights: a factor multiplied in and out again changes 15 %
+of the entries of a bfloat16 matrix with a head_dim of 128.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 from headwise.errors import OptionError
 
-# How a layer is called, not what it computes: a caller can follow either.
+# Conventions of the call: they do not change the result, and a caller can follow either.
 CALLING = ("mask", "axes")
 PAIRINGS = ("half-split", "interleaved")
 USUAL_SCALE = "1/sqrt(head_dim)"
@@ -21,8 +21,8 @@ SCALES: dict[str, Callable[[int], float]] = {
     "1": lambda _: 1.0,
     "1/head_dim": lambda head_dim: 1 / head_dim,
 }
-# What a field can say, where that is not free text; a pairing may be followed by more words.
-_SAID = {
+# The choices of each field that is not free text; more words may follow a pairing.
+_CHOICES = {
     "rotary": ("none", *PAIRINGS),
     "softcap": ("none", "tanh"),
     "mask": ("True attends", "True hides", "added"),
@@ -32,7 +32,7 @@ _SAID = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What is said of how the weights are used; None is not said: the model's config does.
+    """Settings of the function that uses the weights; the model's config sets those that are None.
 
     Attributes:
         scale: the factor of q.k, such as "1/sqrt(head_dim)", "1" or "1/head_dim".
@@ -59,29 +59,29 @@ class AttentionSpec:
     axes: str | None = "batch length width"
 
     def __post_init__(self) -> None:
-        """Refuse with an OptionError what no reader of the field knows."""
-        for name, known in _SAID.items():
-            said = getattr(self, name)
-            if said is not None and not said.startswith(known):
+        """Raise OptionError for a value that is not among the choices of its field."""
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and not value.startswith(choices):
                 raise OptionError(
-                    saw=f"{name}={said!r}",
-                    needed=f"None, which leaves it to the config, or {', '.join(known)}",
+                    saw=f"{name}={value!r}",
+                    needed=f"None, which leaves it to the config, or {', '.join(choices)}",
                     do="write it as the other layouts do: headwise layouts show NAME",
                 )
 
     def is_same(self, other: AttentionSpec) -> bool:
-        """Whether both say the same, and leave the same open."""
+        """True if both set the same fields to the same values, but for conventions of the call."""
         called = dict.fromkeys(CALLING)
         return replace(self, **called) == replace(other, **called)
 
     def conflicts(self, other: AttentionSpec) -> dict[str, tuple[str, str]]:
-        """What both say, and say differently: name -> (this, other).
+        """Return the fields that both set, to different values: name -> (this, other).
 
-        Two pairings of the rotation are no conflict: rows are moved from one to the other. The
-        width of a rotation is compared only where both say that they rotate.
+        Two pairings of the rotation do not conflict: a conversion reorders the rows. The width of
+        a rotation is compared only where both functions rotate.
         """
         both_rotate = not {None, "none"} & {self.rotary, other.rotary}
-        found = {}
+        differences = {}
         for name in FIELDS:
             mine, theirs = getattr(self, name), getattr(other, name)
             if name in CALLING or None in (mine, theirs) or mine == theirs:
@@ -90,14 +90,14 @@ class AttentionSpec:
                 continue
             if name == "rotary_width" and not both_rotate:
                 continue
-            found[name] = (mine, theirs)
-        return found
+            differences[name] = (mine, theirs)
+        return differences
 
     def moved(self, target: AttentionSpec) -> AttentionSpec:
-        """Return this function as weights have it that were moved into a layout of ``target``.
+        """Return this function for weights that were converted to a layout of ``target``.
 
-        It stays what it was, whatever the layout says or leaves open, but for the pairing of the
-        rotation: rows are then in the order of the target, or half-split where it names none.
+        Only the pairing of the rotation changes: rows are then in the order of the target, or
+        half-split where the target names no order.
         """
         rotary = self.rotary
         if rotary in (None, *PAIRINGS):
@@ -105,7 +105,7 @@ class AttentionSpec:
         return replace(self, rotary=rotary, mask=target.mask, axes=target.axes)
 
     def with_rotary_width(self, sizes: Mapping[str, int]) -> AttentionSpec:
-        """This function with the rotary_width in ``sizes``, where it leaves that open."""
+        """Return this function with the rotary_width in ``sizes``, where its own is None."""
         width, head_dim = sizes.get("rotary_width"), sizes["head_dim"]
         if width is None or self.rotary_width is not None:
             return self

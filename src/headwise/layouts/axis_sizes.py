@@ -1,4 +1,4 @@
-"""What the axes measure: solved from the shapes of tensors and the counts that are known."""
+"""Axis sizes, solved from the shapes of tensors and the known counts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def solve(
     known: Mapping[str, int],
     splits: Mapping[str, tuple[str, ...]],
 ) -> Sizes:
-    """Every size that the shapes determine, with those that are known.
+    """Return the known sizes and every size that the shapes determine.
 
     Args:
         shapes: tensor name -> its pattern and its shape.
-        known: counts such as heads, which no shape tells.
+        known: counts such as heads, which follow from no shape.
         splits: axis -> the names that it is also written by, whose product it is.
 
     Raises:
         ShapeError: a shape does not fit its pattern, or a count does not divide.
-        OptionError: something stays undetermined; what to give is said.
+        OptionError: a size stays undetermined; the message names the count to give.
     """
     if any(size < 1 for size in known.values()):
         raise OptionError(
-            saw=_listed(known),
+            saw=_join_sizes(known),
             needed="counts of at least 1",
             do="give the counts that the model has; leave out what it has not",
         )
@@ -48,35 +48,37 @@ def solve(
     while progress:
         progress = False
         for name, axis, length in equations:
-            unknown = sorted(_names(axis) - sizes.keys())
-            found = _solved(name, axis, length, sizes, unknown[0]) if len(unknown) == 1 else None
-            if found is not None:
-                sizes[unknown[0]] = found
+            unknown = sorted(_axis_names(axis) - sizes.keys())
+            size = _solve_axis(name, axis, length, sizes, unknown[0]) if len(unknown) == 1 else None
+            if size is not None:
+                sizes[unknown[0]] = size
                 sizes = with_products(sizes, splits)
                 progress = True
-    _check(equations, sizes)
+    _check_equations(equations, sizes)
     return sizes
 
 
-def _solved(name: str, axis: PatternAxis, length: int, sizes: Sizes, unknown: str) -> int | None:
-    """The one unknown of an axis, whose length grows in equal steps with it."""
-    one, two = (axis.size(sizes | {unknown: n}) for n in (1, 2))
-    step = two - one
+def _solve_axis(
+    name: str, axis: PatternAxis, length: int, sizes: Sizes, unknown: str
+) -> int | None:
+    """Solve an axis for its unknown name; the length of the axis is linear in that size."""
+    at_1, at_2 = (axis.size(sizes | {unknown: n}) for n in (1, 2))
+    step = at_2 - at_1
     if not step:
         return None
-    found, rest = divmod(length - one + step, step)
-    if rest or found < 1:
-        given = {key: sizes[key] for key in sorted(_names(axis) & sizes.keys())}
+    size, rest = divmod(length - at_1 + step, step)
+    if rest or size < 1:
+        given = {key: sizes[key] for key in sorted(_axis_names(axis) & sizes.keys())}
         raise ShapeError(
-            saw=f"{name} has an axis of {length}, with {_listed(given)}",
+            saw=f"{name} has an axis of {length}, with {_join_sizes(given)}",
             needed=f"a whole number of {unknown}",
             do="give the counts that the model has, or the layout that the file is really in",
         )
-    return found
+    return size
 
 
 def with_products(sizes: Sizes, splits: Mapping[str, tuple[str, ...]]) -> Sizes:
-    """With what follows where an axis is a product of names, and all but one of them are known.
+    """Return the sizes with those that follow from products in which one factor is unknown.
 
     Raises:
         ShapeError: a count that does not divide, or counts that contradict each other.
@@ -86,28 +88,28 @@ def with_products(sizes: Sizes, splits: Mapping[str, tuple[str, ...]]) -> Sizes:
         unknown = [name for name in parts if name not in sizes]
         others = product((name for name in parts if name in sizes), sizes)
         if whole in sizes and len(unknown) == 1:
-            found, rest = divmod(sizes[whole], others)
+            size, rest = divmod(sizes[whole], others)
             if rest:
                 given = {name: sizes[name] for name in (whole, *parts) if name in sizes}
                 raise ShapeError(
-                    saw=_listed(given),
+                    saw=_join_sizes(given),
                     needed=f"{whole} that {' times '.join(given.keys() - {whole})} divides",
                     do="give the counts that the model has",
                 )
-            sizes[unknown[0]] = found
+            sizes[unknown[0]] = size
         elif not unknown and sizes.setdefault(whole, others) != others:
             times = f"which is {' times '.join(parts)}" if parts else "whatever the model"
             raise ShapeError(
-                saw=_listed({name: sizes[name] for name in (whole, *parts)}),
+                saw=_join_sizes({name: sizes[name] for name in (whole, *parts)}),
                 needed=f"{whole} {others}, {times}",
                 do="give the counts that the model has, or the layout that the file is really in",
             )
     return sizes
 
 
-def _check(equations: Iterable[tuple[str, PatternAxis, int]], sizes: Sizes) -> None:
+def _check_equations(equations: Iterable[tuple[str, PatternAxis, int]], sizes: Sizes) -> None:
     for name, axis, length in equations:
-        missing = sorted(_names(axis) - sizes.keys())
+        missing = sorted(_axis_names(axis) - sizes.keys())
         if missing:
             # A model's config says heads and kv_heads, and never how many of one share the other.
             counts = {
@@ -116,10 +118,10 @@ def _check(equations: Iterable[tuple[str, PatternAxis, int]], sizes: Sizes) -> N
             }
             wanted = [name for name, (_, of) in counts.items() if of & {*missing}]
             raise OptionError(
-                saw=f"{name}, an axis of {length}; known are {_listed(sizes)}",
+                saw=f"{name}, an axis of {length}; known are {_join_sizes(sizes)}",
                 needed=f"the sizes of {', '.join(missing)}",
-                do=f"give {_and(f'{{{name}}}' for name in wanted)}, which config.json calls "
-                f"{_and(counts[name][0] for name in wanted)}"
+                do=f"give {_join_names(f'{{{name}}}' for name in wanted)}, which config.json calls "
+                f"{_join_names(counts[name][0] for name in wanted)}"
                 if wanted
                 else f"give {missing[0]}, as the model has it",
                 parameter=dict.fromkeys(wanted, ()),
@@ -127,20 +129,20 @@ def _check(equations: Iterable[tuple[str, PatternAxis, int]], sizes: Sizes) -> N
         if axis.size(sizes) != length:
             raise ShapeError(
                 saw=f"{name} has an axis of {length}",
-                needed=f"{axis.size(sizes)}, with {_listed(sizes)}",
+                needed=f"{axis.size(sizes)}, with {_join_sizes(sizes)}",
                 do="give the counts that the model has, or the layout that the file is really in",
             )
 
 
-def _and(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return " and ".join(names)
 
 
 @cache
-def _names(axis: PatternAxis) -> frozenset[str]:
+def _axis_names(axis: PatternAxis) -> frozenset[str]:
     inner = {name for block in axis.blocks for name in block.names}
     return frozenset({*axis.before, *inner, *axis.after})
 
 
-def _listed(sizes: Mapping[str, int]) -> str:
+def _join_sizes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "nothing"

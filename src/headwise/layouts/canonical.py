@@ -29,7 +29,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "bk": ("kv_heads", "head_dim"),
     "bv": ("kv_heads", "value_dim"),
     "bo": ("out_dim",),
-    # a learned logit that takes weight and gives nothing
+    # a learned logit that takes part in the softmax and has no value
     "sink": ("heads",),
     # one more key and value, which every query may attend to
     "extra_k": ("kv_heads", "head_dim"),

@@ -1,4 +1,4 @@
-"""What a conversion does, from names and shapes alone: which tensors are made of which.
+"""Conversion plans: the steps between two layouts, from names and shapes alone.
 
 The steps are as small as the two layouts allow, so that a checkpoint streams: a tensor waits for
 another one only where they are fused on one side.
@@ -19,9 +19,9 @@ from headwise.layouts.conversion_steps import (
     ConversionStep,
     ModuleTensors,
     TensorHeader,
-    around,
     components,
     copy,
+    other_weight_steps,
 )
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import (
@@ -46,15 +46,15 @@ def plan(
     form: NameForm = AS_STORED,
     **known: int,
 ) -> list[ConversionStep]:
-    """The steps from one layout to another; those that only check come first.
+    """Return the steps from one layout to another; steps that only check come first.
 
     Args:
         headers: name -> shape and dtype of every tensor.
         source: the layout that they are in.
         target: the wanted one.
-        accept: of what makes another function, what may differ: names of `Function`.
+        accept: fields of `AttentionSpec` that may differ.
         form: of the names of the target.
-        known: heads, kv_heads, rotary_width, and what else no shape tells.
+        known: heads, kv_heads, rotary_width, and other counts that follow from no shape.
 
     Raises:
         OptionError: no module is found, the layouts are other functions, or names collide.
@@ -70,33 +70,33 @@ def plan(
             do="headwise detect tells which layout a file is in",
         )
     for module in modules:
-        _require_known(module, source, headers)
+        _require_known_tensors(module, source, headers)
     fitted = [(module, _sizes(module, source, headers, known)) for module in modules]
     conflicts = _conflicts([sizes for _, sizes in fitted], source, target)
     require_same(conflicts, accept, between=f"{source.name} and {target.name}")
     _require_one_head_dim(fitted, known)
     if form.base is None and any(module.place.is_base for module in modules):
-        form = replace(form, base=True)  # of an unembedding beside it, too
+        form = replace(form, base=True)  # so an unembedding gets its name without the base as well
     steps: list[ConversionStep] = []
     for module, sizes in fitted:
         steps += _module_steps(module, sizes, source, target, headers, form)
-    return _with_the_rest(steps, modules, source, target, headers, form)
+    return _with_other_weights(steps, modules, source, target, headers, form)
 
 
 def renamed(
     headers: Mapping[str, TensorHeader], layout: Layout, *, form: NameForm
 ) -> list[ConversionStep]:
-    """The steps from a layout to itself, under names of another form: modules may lack tensors."""
+    """Return the steps that only rename tensors; modules may lack some of their tensors."""
     modules = modules_of(layout, headers)
     steps = [
         copy(name, _prefix(module, layout, form) + local, headers[name])
         for module in modules
         for name, local in module.tensors.items()
     ]
-    return _with_the_rest(steps, modules, layout, layout, headers, form)
+    return _with_other_weights(steps, modules, layout, layout, headers, form)
 
 
-def _with_the_rest(
+def _with_other_weights(
     steps: list[ConversionStep],
     modules: Iterable[NamedModule],
     source: Layout,
@@ -104,11 +104,11 @@ def _with_the_rest(
     headers: Mapping[str, TensorHeader],
     form: NameForm,
 ) -> list[ConversionStep]:
-    """The steps of all modules, and those of what is around them."""
+    """Return the steps of all modules and of the weights outside of attention."""
     done = {name for step in steps for name in step.inputs}
     roots = {module.place.root for module in modules}
     rest = [name for name in headers if name not in done]
-    steps = steps + around(rest, source, target, headers, roots, form=form)
+    steps = steps + other_weight_steps(rest, source, target, headers, roots, form=form)
     makers: dict[str, tuple[str, ...]] = {}
     for step in steps:
         for name in step.outputs:
@@ -126,27 +126,29 @@ def _with_the_rest(
 def conflicts_of(
     headers: Mapping[str, TensorHeader], source: Layout, target: Layout, known: Mapping[str, int]
 ) -> dict[str, tuple[str, str]]:
-    """The fields of `Function` in which these modules of the source differ from the target.
+    """Return the fields of `AttentionSpec` in which these modules differ from the target.
 
-    Beside what both layouts say, the rotary_width that is known counts.
+    A known rotary_width is compared too.
 
     Raises:
         OptionError, ShapeError: the modules cannot be read in the source's layout.
     """
     modules = modules_of(source, headers)
-    return _conflicts([_sizes(one, source, headers, known) for one in modules], source, target)
+    return _conflicts(
+        [_sizes(module, source, headers, known) for module in modules], source, target
+    )
 
 
 def _conflicts(
     sizes: Iterable[Sizes], source: Layout, target: Layout
 ) -> dict[str, tuple[str, str]]:
-    found = source.function.conflicts(target.function)
+    conflicts = source.function.conflicts(target.function)
     for each in sizes:
-        found |= source.function.with_rotary_width(each).conflicts(target.function)
-    return found
+        conflicts |= source.function.with_rotary_width(each).conflicts(target.function)
+    return conflicts
 
 
-def _require_known(
+def _require_known_tensors(
     module: NamedModule, layout: Layout, headers: Mapping[str, TensorHeader]
 ) -> None:
     stray = strays(module, layout)
@@ -169,14 +171,14 @@ def _require_known(
 def _require_one_head_dim(
     fitted: Iterable[tuple[NamedModule, Sizes]], known: Mapping[str, int]
 ) -> None:
-    """One count of heads stands for all modules; in another tower it may be another one."""
+    """Raise ShapeError if one count of heads gives the modules different head_dims."""
     first: dict[int, str] = {}
     for module, sizes in fitted:
         first.setdefault(sizes["head_dim"], module.prefix)
     if len(first) > 1 and "heads" in known and "head_dim" not in known:
-        found = ", ".join(f"{head_dim} in {prefix}" for head_dim, prefix in first.items())
+        widths = ", ".join(f"{head_dim} in {prefix}" for head_dim, prefix in first.items())
         raise ShapeError(
-            saw=f"heads {known['heads']}, which gives a head_dim of {found}",
+            saw=f"heads {known['heads']}, which gives a head_dim of {widths}",
             needed="one head_dim: modules of another width have other heads",
             do="give {head_dim} in place of {heads}, if all of them share it; or convert the parts "
             "of the model one by one",
@@ -204,12 +206,12 @@ def _module_steps(
     form: NameForm,
 ) -> list[ConversionStep]:
     shapes = source.canonical_shapes(module.tensors.values(), sizes)
-    kept = {name: n for name, n in sizes.items() if name == "rotary_width"}
-    target_sizes = target.canonical_sizes(shapes, kept)
+    known = {name: n for name, n in sizes.items() if name == "rotary_width"}
+    target_sizes = target.canonical_sizes(shapes, known)
     target.require_fit(shapes, target_sizes)
     if "interleaved" in (source.function.rotary, target.function.rotary):
         for either in (source, target):
-            either.rotary_width(sizes)  # the pairs of one, the share of either
+            either.rotary_width(sizes)  # raises where the width is unknown or odd
     written = {
         local: pattern
         for local, pattern in target.patterns.items()
@@ -241,7 +243,7 @@ def _module_steps(
 
 
 def _is_kept(source: Layout, target: Layout, stored: list[str], written: list[str]) -> bool:
-    """Whether one tensor is stored in both in the same way, by one name or another."""
+    """True if both layouts store one tensor in the same way, whatever its name."""
     if len(stored) != 1 or len(written) != 1:
         return False
     mine, theirs = source.patterns[stored[0]], target.patterns[written[0]]

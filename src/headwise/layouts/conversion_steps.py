@@ -1,6 +1,6 @@
-"""The steps of a conversion: some tensors of the target, made of some of the source.
+"""The steps of a conversion: each computes tensors of the target from tensors of the source.
 
-Those of what stands around attention are made here: norms, the MLP, embeddings.
+This module also builds the steps of weights outside of attention: norms, the MLP, embeddings.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ PARTS = ("weight", "kernel", "W", "w", "bias", "b")  # of a linear layer, or of 
 
 @runtime_checkable
 class TensorHeader(Protocol):
-    """What is known of a tensor before it is read; a tensor is one."""
+    """Shape and dtype of a tensor that may not be loaded yet; a tensor fits as well."""
 
     @property
     def shape(self) -> Iterable[int]:
-        """How long its axes are."""
+        """Sizes of the axes."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its numbers."""
+        """Type of the entries."""
 
 
 @dataclass(frozen=True)
 class ConversionStep:
-    """Some tensors of the target, made of some of the source.
+    """Some tensors of the target, computed from some of the source.
 
     Attributes:
         inputs: names in the source.
@@ -51,11 +51,11 @@ class ConversionStep:
 
     @property
     def is_copy(self) -> bool:
-        """True if the bytes are kept."""
+        """True if the step copies one tensor byte for byte."""
         return self.sides is None
 
     def run(self, stored: Mapping[str, Tensor]) -> State:
-        """The tensors of the target."""
+        """Compute the tensors of the target."""
         if self.sides is None:
             return dict(zip(self.outputs, (stored[name] for name in self.inputs), strict=True))
         reader, writer = self.sides
@@ -71,12 +71,12 @@ class ModuleTensors:
     sizes: Sizes
 
     def read(self, stored: Mapping[str, Tensor]) -> State:
-        """Canonical tensors of stored ones."""
+        """Return the canonical tensors of stored ones."""
         local = {self.names[name]: x for name, x in stored.items()}
         return self.layout.read(local, sizes=self.sizes)
 
     def write(self, canonical: Mapping[str, Tensor]) -> State:
-        """Stored tensors of canonical ones; only those that have a name here."""
+        """Return the stored tensors of canonical ones; only those in ``names``."""
         full = {local: name for name, local in self.names.items()}
         made = self.layout.write(canonical, sizes=self.sizes)
         return {full[local]: x for local, x in made.items() if local in full}
@@ -90,14 +90,14 @@ class OtherTensors:
     sizes: Sizes
 
     def read(self, stored: Mapping[str, Tensor]) -> State:
-        """The tensors by their names in the patterns."""
-        found: State = {}
+        """Return the tensors by their names in the patterns."""
+        tensors: State = {}
         for name, tensor in stored.items():
-            found |= unpack(self.patterns[name], tensor, self.sizes)
-        return found
+            tensors |= unpack(self.patterns[name], tensor, self.sizes)
+        return tensors
 
     def write(self, canonical: Mapping[str, Tensor]) -> State:
-        """Stored tensors."""
+        """Return the stored tensors."""
         return {
             name: pack(pattern, canonical, self.sizes)
             for name, pattern in self.patterns.items()
@@ -106,14 +106,14 @@ class OtherTensors:
 
 
 def copy(name: str, new: str, header: TensorHeader) -> ConversionStep:
-    """A tensor that keeps its bytes."""
+    """Return the step that copies a tensor under a new name."""
     return ConversionStep((name,), {new: tuple(header.shape)})
 
 
 def components(
     stored: Mapping[str, Pattern], written: Mapping[str, Pattern]
 ) -> list[tuple[list[str], list[str]]]:
-    """The stored tensors and the written ones that share canonical tensors, group by group."""
+    """Group the stored and the written tensors that share canonical tensors."""
     groups: list[tuple[set[str], list[str], list[str]]] = [
         (set(pattern.tensors), [name], []) for name, pattern in stored.items()
     ] + [(set(pattern.tensors), [], [name]) for name, pattern in written.items()]
@@ -127,7 +127,7 @@ def components(
     return [(inputs, outputs) for _, inputs, outputs in merged]
 
 
-def around(
+def other_weight_steps(
     names: Iterable[str],
     source: Layout,
     target: Layout,
@@ -136,25 +136,25 @@ def around(
     *,
     form: NameForm,
 ) -> list[ConversionStep]:
-    """Steps for what is not attention; what either layout does not know keeps its name.
+    """Return the steps of weights outside of attention.
 
-    So do parts of a module that holds something unknown, such as scales or an adapter: these would
-    be lost from their side.
+    A tensor that either layout does not list keeps its name. So do all parts of a module that
+    holds an unlisted tensor, such as scales or an adapter: the parts stay together.
     """
     kept, places = [], dict[NamePlace, dict[str, Pattern]]()
     for name in names:
-        found = outside(source, name, roots)
-        if found is None:
+        match = outside(source, name, roots)
+        if match is None:
             kept.append(name)
             continue
-        template, place = found
+        template, place = match
         same = places.setdefault(replace(place, role=""), {})
         same[name] = parse(source.outside[template])
     steps = []
     for place, stored in places.items():
         written = _counterparts(stored.values(), target, {slot for slot, _ in place.numbers})
         for inputs, templates in components(stored, written):
-            # A module that holds more keeps its name: scales, an adapter, or a bias.
+            # A module with further tensors (scales, an adapter, a bias) keeps its name.
             parts = (name.rpartition(".") for name in inputs)
             above = tuple(f"{module}." for module, _, leaf in parts if leaf in PARTS)
             if any(other.startswith(above) for other in kept):
@@ -166,15 +166,15 @@ def around(
                 {tensor for pattern in some.values() for tensor in pattern.tensors}
                 for some in (held, made)
             )
-            if mine != theirs:  # the target does not hold all of it
+            if mine != theirs:  # the target has no name for some of the tensors
                 kept += inputs
                 continue
-            steps += _moved(held, made, headers)
-    return steps + [copy(name, _under(form.root, name, roots), headers[name]) for name in kept]
+            steps += _content_steps(held, made, headers)
+    return steps + [copy(name, _move_root(form.root, name, roots), headers[name]) for name in kept]
 
 
-def _under(root: str | None, name: str, roots: Iterable[str]) -> str:
-    """A name under another root, if it stands under one."""
+def _move_root(root: str | None, name: str, roots: Iterable[str]) -> str:
+    """Return a name with its root replaced, if the name has one of ``roots``."""
     above = [old for old in roots if name.startswith(old)]
     return name if root is None or not above else root + name.removeprefix(max(above, key=len))
 
@@ -182,21 +182,21 @@ def _under(root: str | None, name: str, roots: Iterable[str]) -> str:
 def _counterparts(
     stored: Iterable[Pattern], target: Layout, numbered: set[str]
 ) -> dict[str, Pattern]:
-    """The tensors of the target that can be made of these: template -> pattern, each thing once."""
+    """Return the tensors of the target that these make up: template -> pattern, no tensor twice."""
     held = {tensor for pattern in stored for tensor in pattern.tensors}
-    found: dict[str, Pattern] = {}
+    patterns: dict[str, Pattern] = {}
     for template, text in target.outside.items():
         pattern = parse(text)
         if held.issuperset(pattern.tensors) and slots(template) == numbered:
             held -= set(pattern.tensors)
-            found[template] = pattern
-    return found
+            patterns[template] = pattern
+    return patterns
 
 
-def _moved(
+def _content_steps(
     held: Mapping[str, Pattern], made: Mapping[str, Pattern], headers: Mapping[str, TensorHeader]
 ) -> list[ConversionStep]:
-    """The step between tensors of one content."""
+    """Return the steps between stored tensors that hold the same canonical tensors."""
     if list(held.values()) == list(made.values()):
         return [copy(name, new, headers[name]) for name, new in zip(held, made, strict=True)]
     shapes = {name: (pattern, tuple(headers[name].shape)) for name, pattern in held.items()}

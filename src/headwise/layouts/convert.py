@@ -28,35 +28,36 @@ def convert(
     root: str | None = None,
     **known: int,
 ) -> dict[str, Tensor]:
-    """The tensors of a module, or of a whole model, in another layout.
+    """Convert the tensors of a module, or of a whole model, to another layout.
 
-    Every tensor that is rewritten is moved back and compared byte for byte. What is stored in the
-    same way in both, or is not attention, is copied, under the name that the target has for it if
-    both layouts know it. The result shares no memory with ``state``.
+    Every rewritten tensor is converted back and compared byte for byte. A tensor that both layouts
+    store in the same way, or that is outside of attention, is copied under its name in the target.
+    A tensor that either layout does not list keeps its name. The result shares no memory with
+    ``state``.
 
     Args:
         state: name -> tensor; as from ``state_dict()`` or a file.
         source: the layout they are in, or its name.
         target: the wanted one.
-        accept: what may be used differently afterwards, by its name in `Function`.
+        accept: fields of `AttentionSpec` that may differ.
         root: what stands before all names of the target, such as "transformer."; what stands
             before those of the source if None.
-        known: heads, and what else no shape tells: kv_heads, rotary_width.
+        known: heads, and other counts that follow from no shape: kv_heads, rotary_width.
 
     Raises:
         OptionError, ShapeError, DTypeError: see `headwise.layouts.conversion_plan.plan`.
         RoundTripError: the way back does not lead to the same bytes.
     """
-    made: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     form = NameForm(root=root)
     for step in plan(state, layout(source), layout(target), accept=accept, form=form, **known):
-        found = run(step, {name: state[name] for name in step.inputs})
-        made |= {name: x.clone() for name, x in found.items()} if step.is_copy else found
-    return made
+        tensors = run(step, {name: state[name] for name in step.inputs})
+        converted |= {name: x.clone() for name, x in tensors.items()} if step.is_copy else tensors
+    return converted
 
 
 def run(step: ConversionStep, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One step, and its way back, compared byte for byte.
+    """Run one step and its inverse, and compare the bytes.
 
     Raises:
         RoundTripError: they differ.

@@ -1,4 +1,4 @@
-"""Whether two layouts are the same, and whether two sets of canonical tensors are."""
+"""Equality of layouts, and of sets of canonical tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import AXES, State
 from headwise.layouts.layout import Layout, is_positive_zero
 
-# Compared as whole numbers: NaNs are then equal to themselves, and -0 is not 0.
+# Tensors are compared as integers: NaNs then equal themselves, and -0 differs from 0.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LISTED = 6  # heads that are named
-# Of the canonical tensors: what a user calls them.
+# canonical tensor -> the words for it in messages
 PARTS = {
     "wq": "queries",
     "wk": "keys",
@@ -35,7 +35,7 @@ _NARROW = {"embed_dim": 2, "source_dim": 2, "out_dim": 3}
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one shape, one dtype and the same bits."""
+    """True if two tensors have the same shape, dtype and bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a, b))
@@ -44,20 +44,20 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
-    """The canonical tensors that two modules do not share; a bias of +0 may be absent."""
-    found = []
+    """Return the names of the canonical tensors that differ; a bias of +0 may be absent."""
+    names = []
     for name in AXES:
         x, y = a.get(name), b.get(name)
         if x is not None and y is not None:
             if not same_bytes(x, y):
-                found.append(name)
+                names.append(name)
         elif (alone := y if x is None else x) is not None and not is_positive_zero(alone):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def differing_part(name: str, x: Tensor | None, y: Tensor | None) -> str:
-    """The part of a module where two canonical tensors differ: "values of kv head 3".
+    """Return the part of a module where two canonical tensors differ: "values of kv head 3".
 
     Heads are numbered from 0; of keys and values they are kv heads. They are not named where the
     two tensors have no heads, other shapes or dtypes, or where one is missing.
@@ -95,28 +95,28 @@ class LayoutReading:
     sizes: Sizes
 
     def numbered(self) -> State:
-        """Tensors of a narrower model, each with its entries numbered from 1."""
+        """Return tensors of a narrower model, each with its entries numbered from 1."""
         narrow = self.sizes | {name: n for name, n in _NARROW.items() if name in self.sizes}
         patterns = self.layout.patterns
         shapes = {name: patterns[local].shape(narrow) for name, local in self.names.items()}
         return {name: torch.arange(1, prod(n) + 1).reshape(n) for name, n in shapes.items()}
 
     def read(self, stored: State) -> State:
-        """Their canonical form."""
+        """Return the canonical form of the tensors."""
         known = {k: self.sizes[k] for k in ("heads", "kv_heads", "rotary_width") if k in self.sizes}
         return self.layout.unpack({self.names[name]: x for name, x in stored.items()}, **known)
 
 
-def is_same_map(one: LayoutReading, other: LayoutReading) -> bool:
-    """Whether two readings of the same tensors give the same matrices.
+def is_same_map(reading: LayoutReading, other: LayoutReading) -> bool:
+    """True if two readings of the same tensors give the same matrices.
 
-    With one kv head, or as many as heads, many layouts are the same. The entries of a small
-    example are numbered, and read as both.
+    With one kv head, or as many as heads, many layouts coincide. Both readings
+    are therefore compared on a small example with numbered entries.
     """
-    first, second = one.numbered(), other.numbered()
+    first, second = reading.numbered(), other.numbered()
     if {name: x.shape for name, x in first.items()} != {n: x.shape for n, x in second.items()}:
         return False
-    # Heads turn whole where nothing is said of how much of them does.
-    whole = ({"rotary_width": x.sizes["head_dim"], **x.sizes} for x in (one, other))
-    pairs = zip((one, other), whole, strict=True)
+    # Without a rotary_width, all channels of a head are rotated.
+    whole = ({"rotary_width": x.sizes["head_dim"], **x.sizes} for x in (reading, other))
+    pairs = zip((reading, other), whole, strict=True)
     return not differing(*(replace(x, sizes=sizes).read(first) for x, sizes in pairs))

@@ -1,4 +1,4 @@
-"""`Layout`: how an implementation stores the weights of attention, in one description."""
+"""Layout: a description of how an implementation stores the weights of attention."""
 
 from __future__ import annotations
 
@@ -73,20 +73,20 @@ class Layout:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what could not be read later: OptionError says which pattern, and why."""
-        seen: dict[str, str] = {}
+        """Raise OptionError for a pattern that cannot be read later."""
+        pattern_names: dict[str, str] = {}
         for name, pattern in self.patterns.items():
             for tensor in pattern.tensors:
-                if tensor not in AXES or tensor in seen:
+                if tensor not in AXES or tensor in pattern_names:
                     raise OptionError(
                         saw=f"{tensor} in {name} of {self.name}"
-                        + (f", and in {seen[tensor]}" if tensor in seen else ""),
+                        + (f", and in {pattern_names[tensor]}" if tensor in pattern_names else ""),
                         needed=f"each tensor once, of {', '.join(AXES)}",
                         do="write the pattern anew; docs/layouts.md tells what each tensor is",
                     )
-                seen[tensor] = name
+                pattern_names[tensor] = name
                 atoms(tensor, pattern.names_of(tensor), self.all_splits)
-        if missing := [name for name in MATRICES if name not in seen]:
+        if missing := [name for name in MATRICES if name not in pattern_names]:
             raise OptionError(
                 saw=f"{self.name} without {', '.join(missing)}",
                 needed=f"patterns for {', '.join(MATRICES)}, alone or fused",
@@ -110,15 +110,15 @@ class Layout:
         return {name: parse(text) for name, text in self.tensors.items()}
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, int]) -> Sizes:
-        """What every axis measures, from the shapes of stored tensors and what is known.
+        """Solve the size of every axis from the shapes of stored tensors and the known counts.
 
         Raises:
             ShapeError, OptionError: see `layouts.axis_sizes.solve`; and where a known count
                 has no name here, or contradicts what an axis is written by.
         """
         patterns = self.patterns
-        found = {name: (patterns[name], tuple(shape)) for name, shape in shapes.items()}
-        sizes = self._solved(found, known)
+        stored = {name: (patterns[name], tuple(shape)) for name, shape in shapes.items()}
+        sizes = self._solve_sizes(stored, known)
         for tensor, shape in self.canonical_shapes(shapes, sizes).items():
             for axis, size in zip(AXES[tensor], shape, strict=True):
                 if known.get(axis, size) != size:
@@ -130,7 +130,7 @@ class Layout:
         return sizes
 
     def unpack(self, stored: Mapping[str, Tensor], **known: int) -> State:
-        """The canonical form of a module's tensors.
+        """Return the canonical form of a module's tensors.
 
         Args:
             stored: by their names within the module.
@@ -146,10 +146,10 @@ class Layout:
         return self.read(stored, sizes=sizes)
 
     def pack(self, canonical: Mapping[str, Tensor], **known: int) -> State:
-        """The stored tensors of a module.
+        """Return the stored tensors of a module.
 
-        A bias that is not there is +0 where it is fused with others; one that has no place is left
-        out only if all of it is +0.
+        A missing bias is stored as +0 where it is fused with others. A bias that the layout has no
+        tensor for is left out only if every entry is +0.
 
         Args:
             canonical: see `headwise.layouts.canonical`.
@@ -170,7 +170,7 @@ class Layout:
         return self.write(canonical, sizes=self.canonical_sizes(shapes, known))
 
     def read(self, stored: Mapping[str, Tensor], *, sizes: Sizes) -> State:
-        """The canonical tensors of some of the stored ones."""
+        """Return the canonical tensors of some stored ones."""
         patterns = self.patterns
         canonical: State = {}
         for name, tensor in stored.items():
@@ -180,7 +180,7 @@ class Layout:
         return canonical
 
     def write(self, canonical: Mapping[str, Tensor], *, sizes: Sizes) -> State:
-        """The stored tensors that some of the canonical ones make up."""
+        """Return the stored tensors of some canonical ones."""
         state = dict(canonical)
         if self.function.rotary == "interleaved":
             state = neighbours(state, width=self.rotary_width(sizes))
@@ -202,7 +202,7 @@ class Layout:
                     do="give the whole module",
                 )
             shapes = self.canonical_shapes([name], sizes) if absent else {}
-            for tensor in absent:  # a bias beside others that are there
+            for tensor in absent:  # a missing bias, fused with others that are present
                 like = next(state[other] for other in pattern.tensors if other in state)
                 state[tensor] = like.new_zeros(shapes[tensor])
             stored[name] = pack(pattern, state, sizes, self.all_splits)
@@ -211,24 +211,24 @@ class Layout:
     def canonical_sizes(
         self, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, int]
     ) -> Sizes:
-        """What every axis measures, from the shapes of canonical tensors.
+        """Solve the size of every axis from the shapes of canonical tensors.
 
         Raises:
             ShapeError: tensors that contradict each other, or that this layout cannot hold.
         """
-        found = {
+        tensors = {
             name: (parse(f"{name}: {' '.join(AXES[name])}"), shape)
             for name, shape in shapes.items()
         }
-        return self._solved(found, known)
+        return self._solve_sizes(tensors, known)
 
-    def _solved(
+    def _solve_sizes(
         self, shapes: Mapping[str, tuple[Pattern, tuple[int, ...]]], known: Mapping[str, int]
     ) -> Sizes:
-        if unnamed := known.keys() - self._counts:
+        if unnamed := known.keys() - self._count_names:
             raise OptionError(
                 saw=f"a count of {', '.join(sorted(unnamed))}",
-                needed=f"counts of {', '.join(sorted(self._counts))}",
+                needed=f"counts of {', '.join(sorted(self._count_names))}",
                 do="give {heads}, and {kv_heads} where they are fewer",
                 parameter={"heads": (), "kv_heads": ()},
             )
@@ -241,28 +241,30 @@ class Layout:
                 )
         sizes = solve(shapes, {**known, **self.fixed}, self.all_splits)
         if self.function.rotary == "interleaved" and "rotary_width" in sizes:
-            self.rotary_width(sizes)  # refused here, before anything is moved
+            self.rotary_width(sizes)  # raises before any tensor is converted
         return sizes
 
     @cached_property
-    def _counts(self) -> frozenset[str]:
-        """Every name that a count may have here."""
-        own = {name for pattern in self.patterns.values() for name in pattern.names()}
-        own |= {name for whole, parts in self.all_splits.items() for name in (whole, *parts)}
-        return frozenset({*own, "rotary_width", *(axis for axes in AXES.values() for axis in axes)})
+    def _count_names(self) -> frozenset[str]:
+        """Names that a count may have in this layout."""
+        names = {name for pattern in self.patterns.values() for name in pattern.names()}
+        names |= {name for whole, parts in self.all_splits.items() for name in (whole, *parts)}
+        return frozenset(
+            {*names, "rotary_width", *(axis for axes in AXES.values() for axis in axes)}
+        )
 
     def rotary_width(self, sizes: Sizes) -> int:
-        """How many channels of a head are rotated.
+        """Return the number of rotated channels of a head.
 
         Raises:
-            OptionError: not all of them, and the number is not known.
-            ShapeError: they are no pairs, or more than there are.
+            OptionError: the number of rotated channels is unknown.
+            ShapeError: the number is odd, or larger than head_dim.
         """
         head_dim = sizes["head_dim"]
         if self.function.rotary_width is None and "rotary_width" not in sizes:
             raise OptionError(
                 saw=f"{self.name}, whose heads may be rotated in part, and no rotary_width",
-                needed="how many channels of a head turn: only they change places",
+                needed="a rotary_width: only rotated channels are reordered",
                 do="give {rotary_width}: rotary_dim in the model's config, or "
                 f"{head_dim} for all",
                 parameter="rotary_width",
@@ -339,20 +341,20 @@ class Layout:
         missing = sorted(self.required - stored.keys())
         if unknown or missing:
             raise OptionError(
-                saw=f"{len(stored)} tensors: unknown are {_some(unknown, prefix)}, missing are "
-                f"{_some(missing, prefix)}",
+                saw=f"{len(stored)} tensors: unknown are {_join_some(unknown, prefix)}, "
+                f"missing are {_join_some(missing, prefix)}",
                 needed=f"those of {self.name}: {', '.join(patterns)}",
                 do="give the tensors of one attention module, or name the layout they are in",
             )
 
 
 def is_positive_zero(x: Tensor) -> bool:
-    """Whether every bit is 0: a negative zero is something."""
+    """True if every bit is 0; a negative zero has a bit set."""
     import torch
 
     return not bool(x.contiguous().view(torch.uint8).any())
 
 
-def _some(names: list[str], prefix: str) -> str:
+def _join_some(names: list[str], prefix: str) -> str:
     more = f" ... ({len(names)})" if len(names) > NAMED else ""
     return ", ".join(prefix + name for name in names[:NAMED]) + more if names else "none"

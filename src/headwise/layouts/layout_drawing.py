@@ -1,7 +1,7 @@
-"""A layout drawn: which rows or columns of each stored tensor are whose.
+"""Drawing of a layout: the head that each row or column of a stored tensor belongs to.
 
-Nothing is read from the patterns here: entries that say what they are, are stored by the layout
-itself, and looked up. A drawing shows what a conversion does.
+The layout itself stores labelled entries, and the drawing looks the labels up. A drawing therefore
+shows what a conversion does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Owners = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class DrawnCell:
-    """Some rows, or columns, that lie side by side and belong together.
+    """Adjacent rows or columns that belong to the same heads.
 
     Attributes:
         owners: each canonical tensor that stands in them, with its heads.
@@ -65,16 +65,17 @@ class DrawnCell:
 
     @property
     def name(self) -> str:
-        """Such as "q0", "k0-3", or "q0.7" for a channel."""
+        """Label such as "q0", "k0-3", or "q0.7" for a channel."""
         channel = "" if self.channel is None else f".{self.channel}"
         return (
-            " ".join(f"{short(tensor)}{_listed(heads)}" for tensor, heads in self.owners) + channel
+            " ".join(f"{short(tensor)}{_join_numbers(heads)}" for tensor, heads in self.owners)
+            + channel
         )
 
 
 @dataclass(frozen=True)
 class DrawnStrip:
-    """One axis of a stored tensor; no cells where it is the same for all heads."""
+    """Drawn axis of a stored tensor; no cells where the axis is the same for all heads."""
 
     axis: int
     length: int
@@ -82,27 +83,27 @@ class DrawnStrip:
 
 
 def short(tensor: str) -> str:
-    """A canonical tensor's name in a drawing."""
+    """Return a canonical tensor's name in a drawing."""
     return _SHORT.get(tensor, tensor)
 
 
 def fitted(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
-    """``sizes``, with axes made equal that the layout cannot tell apart."""
-    found = {**sizes, **layout.fixed}
+    """Return ``sizes`` with equal sizes for axes that the layout does not distinguish."""
+    fitting = {**sizes, **layout.fixed}
     for pattern in layout.patterns.values():
         for tensor in pattern.tensors:
             groups = atoms(tensor, pattern.names_of(tensor), layout.all_splits)
             for axis, group in zip(AXES[tensor], groups, strict=True):
                 wider = WIDER.get(axis)
                 if wider and group in ((wider,), layout.splits.get(wider)):
-                    found[axis] = found[wider]
+                    fitting[axis] = fitting[wider]
                 if not group:
-                    found[axis] = 1
-    return found
+                    fitting[axis] = 1
+    return fitting
 
 
 def sizes_for(layout: Layout, given: Mapping[str, int]) -> Sizes:
-    """The sizes of a drawing: `EXAMPLE`, and what is given.
+    """Return the sizes of a drawing: those given, and `EXAMPLE` for the others.
 
     Raises:
         ShapeError: the layout cannot have them.
@@ -110,39 +111,39 @@ def sizes_for(layout: Layout, given: Mapping[str, int]) -> Sizes:
     base = dict(EXAMPLE)
     if "heads" in layout.splits:  # two in each of its parts
         base["heads"] = 2 * prod(layout.fixed.values())
-    # What is not said is as wide as what is.
-    said = dict(given)
+    # A width that is not given follows from those that are.
+    requested = dict(given)
     if "embed_dim" not in given and {"heads", "head_dim"} & given.keys():
-        said["embed_dim"] = said.get("heads", base["heads"]) * said.get(
+        requested["embed_dim"] = requested.get("heads", base["heads"]) * requested.get(
             "head_dim", base["head_dim"]
         )
-    base |= {axis: said[wider] for axis, wider in WIDER.items() if wider in said}
-    base |= said
-    found = fitted(layout, base)
+    base |= {axis: requested[wider] for axis, wider in WIDER.items() if wider in requested}
+    base |= requested
+    fitting = fitted(layout, base)
     for name, size in given.items():
-        if found.get(name, size) != size:
+        if fitting.get(name, size) != size:
             raise ShapeError(
                 saw=f"{name} {size}",
-                needed=f"{name} {found[name]}, with {layout.name} and what else was given",
+                needed=f"{name} {fitting[name]}, with {layout.name} and what else was given",
                 do=f"leave {{{name}}} out, or choose another layout: headwise layouts lists them",
                 parameter=name,
             )
-    return layout.canonical_sizes(_shapes(layout, found), _width(found))
+    return layout.canonical_sizes(_canonical_shapes(layout, fitting), _rotary_width(fitting))
 
 
 def strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
-    """Every axis of every stored tensor."""
+    """Return every axis of every stored tensor."""
     patterns = layout.patterns
     shapes = {name: pattern.shape(sizes) for name, pattern in patterns.items()}
-    # What is not of a head is drawn as a whole, so that two entries of it are enough.
+    # Axes outside of heads are drawn whole, so two entries are enough.
     narrow = {
         name: 2 if name not in _PER_HEAD | _WITHIN else n
         for name, n in sizes.items()
         if name in EXAMPLE
     }
     stored = layout.write(
-        {tensor: _said(tensor, narrow) for tensor in layout.holds},
-        sizes=layout.canonical_sizes(_shapes(layout, narrow), _width(sizes)),
+        {tensor: _labelled_tensor(tensor, narrow) for tensor in layout.holds},
+        sizes=layout.canonical_sizes(_canonical_shapes(layout, narrow), _rotary_width(sizes)),
     )
     return {
         name: tuple(_strip(stored[name], axis, length) for axis, length in enumerate(shape))
@@ -161,24 +162,28 @@ def draw(layout: Layout, **given: int) -> str:
         ShapeError, OptionError: the layout cannot have these sizes.
     """
     sizes = sizes_for(layout, given)
-    found = strips(layout, sizes)
+    strips_by_name = strips(layout, sizes)
     lines: list[str] = []
     required = layout.required
     for name, pattern in layout.patterns.items():
         lines += ["", f"{name}  {pattern.shape(sizes)}{'' if name in required else ', if any'}"]
         lines += wrap(layout.tensors[name], WIDTH, initial_indent="  ", subsequent_indent="    ")
-        lines += [f"  {line}" for strip in found[name] for line in _lines(strip, len(found[name]))]
+        lines += [
+            f"  {line}"
+            for strip in strips_by_name[name]
+            for line in _strip_lines(strip, len(strips_by_name[name]))
+        ]
     return "\n".join(lines[1:])
 
 
 def function_lines(layout: Layout, sizes: Sizes) -> list[str]:
-    """What is in no tensor, a line for each thing that is said, or left to the config."""
-    said = {field.name: getattr(layout.function, field.name) for field in fields(layout.function)}
-    if layout.function.rotary not in PAIRINGS or said["rotary_width"]:
-        del said["rotary_width"]  # heads turn whole, or not at all
+    """Return a line for each setting that no tensor stores, and one for those of the config."""
+    values = {field.name: getattr(layout.function, field.name) for field in fields(layout.function)}
+    if layout.function.rotary not in PAIRINGS or values["rotary_width"]:
+        del values["rotary_width"]  # heads turn whole, or not at all
     lines = [
         f"{_WORDS.get(name, name)}: {value}"
-        for name, value in said.items()
+        for name, value in values.items()
         if value not in (None, "none")
     ]
     if layout.function.rotary in PAIRINGS:
@@ -186,39 +191,39 @@ def function_lines(layout: Layout, sizes: Sizes) -> list[str]:
         shown = pairs(layout.function.rotary, width)
         listed = ", ".join(f"{a} and {b}" for a, b in shown[:3]) + ", ..." * (len(shown) > 3)
         lines.append(f"rotated together in q and k: channels {listed}")
-    left = [_WORDS.get(n, n) for n, value in said.items() if value is None and n not in CALLING]
+    left = [_WORDS.get(n, n) for n, value in values.items() if value is None and n not in CALLING]
     return lines + ([f"left to the model's config: {', '.join(left)}"] if left else [])
 
 
 def pairs(rotary: str, width: int) -> list[tuple[int, int]]:
-    """The channels of a stored head that turn together."""
+    """Return the channels of a stored head that are rotated together."""
     half = width // 2
     return [(2 * i, 2 * i + 1) if rotary == "interleaved" else (i, i + half) for i in range(half)]
 
 
-def _shapes(layout: Layout, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def _canonical_shapes(layout: Layout, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     return {tensor: tuple(sizes[axis] for axis in AXES[tensor]) for tensor in layout.holds}
 
 
-def _width(sizes: Mapping[str, int]) -> Sizes:
-    """As it is known; as if heads turned whole where it is not."""
+def _rotary_width(sizes: Mapping[str, int]) -> Sizes:
+    """Return the rotary_width; head_dim where it is unknown."""
     return {"rotary_width": sizes.get("rotary_width", sizes["head_dim"])}
 
 
 _NAMES = tuple(AXES)
 
 
-def _said(tensor: str, sizes: Mapping[str, int]) -> Tensor:
-    """A canonical tensor whose entries say whose they are: the tensor, the head, the channel."""
+def _labelled_tensor(tensor: str, sizes: Mapping[str, int]) -> Tensor:
+    """Return a canonical tensor whose entries encode the tensor, the head and the channel."""
     axes = AXES[tensor]
-    found = torch.full([sizes[axis] for axis in axes], _NAMES.index(tensor))
+    entries = torch.full([sizes[axis] for axis in axes], _NAMES.index(tensor))
     for names in (_PER_HEAD, _WITHIN):
-        found = found * _MOST
+        entries = entries * _MOST
         for at, axis in enumerate(axes):
             if axis in names:
-                place = [-1 if n == at else 1 for n in range(len(axes))]
-                found = found + torch.arange(sizes[axis]).view(place)
-    return found
+                shape = [-1 if n == at else 1 for n in range(len(axes))]
+                entries = entries + torch.arange(sizes[axis]).view(shape)
+    return entries
 
 
 def _strip(stored: Tensor, axis: int, length: int) -> DrawnStrip:
@@ -240,36 +245,36 @@ def _strip(stored: Tensor, axis: int, length: int) -> DrawnStrip:
 
 
 def _owners(row: Tensor) -> Owners:
-    found = [divmod(int(said), _MOST) for said in row.unique()]
+    owners = [divmod(int(entry), _MOST) for entry in row.unique()]
     return tuple(
         (_NAMES[tensor], tuple(head for _, head in heads))
-        for tensor, heads in groupby(found, key=lambda whose: whose[0])
+        for tensor, heads in groupby(owners, key=lambda whose: whose[0])
     )
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    """Such as 3, or 0-3, or 0,2,4."""
+def _join_numbers(numbers: Sequence[int]) -> str:
+    """Return numbers such as 3, or 0-3, or 0,2,4."""
     if len(numbers) > 2 and [*numbers] == [*range(numbers[0], numbers[-1] + 1)]:
         return f"{numbers[0]}-{numbers[-1]}"
     return ",".join(map(str, numbers))
 
 
-def _lines(strip: DrawnStrip, axes: int) -> Iterator[str]:
+def _strip_lines(strip: DrawnStrip, axes: int) -> Iterator[str]:
     if not strip.cells:
         return
-    known = {1: ("entries",), 2: ("rows", "columns")}
-    word = known[axes][strip.axis] if axes in known else f"axis {strip.axis}"
-    yield f"{word}: {_lengths(strip.cells)}"
-    found = list(_in_lines(strip.cells))
-    left = len(str(found[-1][0].start))
-    lines = [f"  {cells[0].start:>{left}}  {_row(cells)}" for cells in found]
+    words = {1: ("entries",), 2: ("rows", "columns")}
+    word = words[axes][strip.axis] if axes in words else f"axis {strip.axis}"
+    yield f"{word}: {_describe_lengths(strip.cells)}"
+    rows = list(_rows_of_cells(strip.cells))
+    left = len(str(rows[-1][0].start))
+    lines = [f"  {cells[0].start:>{left}}  {_cell_names(cells)}" for cells in rows]
     if len(lines) > MOST_LINES:
         cut = len(lines) - MOST_LINES + 1
         lines[MOST_LINES - 3 : -2] = [f"  {'':>{left}}  ... {cut} lines of the same kind"]
     yield from lines
 
 
-def _lengths(cells: Sequence[DrawnCell]) -> str:
+def _describe_lengths(cells: Sequence[DrawnCell]) -> str:
     by_length: dict[int, list[str]] = {}
     for cell in cells:
         names = by_length.setdefault(cell.length, [])
@@ -279,12 +284,12 @@ def _lengths(cells: Sequence[DrawnCell]) -> str:
     return ", ".join(f"{n} for each {' and '.join(names)}" for n, names in by_length.items())
 
 
-def _row(cells: Iterable[DrawnCell]) -> str:
+def _cell_names(cells: Iterable[DrawnCell]) -> str:
     return "  ".join(cell.name for cell in cells)
 
 
-def _in_lines(cells: Sequence[DrawnCell]) -> Iterator[list[DrawnCell]]:
-    """A line for each part that comes again, or for each tensor; wrapped where it is too long."""
+def _rows_of_cells(cells: Sequence[DrawnCell]) -> Iterator[list[DrawnCell]]:
+    """Yield the cells of each line: a repeated part, or a tensor; long lines are wrapped."""
     kinds = [cell.owners[0][0] for cell in cells]
     runs = [kind for kind, _ in groupby(kinds)]
     comes_again = len(set(runs)) < len(runs)
@@ -292,7 +297,7 @@ def _in_lines(cells: Sequence[DrawnCell]) -> Iterator[list[DrawnCell]]:
     for at, cell in enumerate(cells):
         changes = at > 0 and kinds[at] != kinds[at - 1]
         begins = changes and (kinds[at] == kinds[0] if comes_again else True)
-        if line and (begins or len(_row([*line, cell])) > WIDTH - 12):
+        if line and (begins or len(_cell_names([*line, cell])) > WIDTH - 12):
             yield line
             line = []
         line.append(cell)

@@ -1,4 +1,4 @@
-"""Where the modules of a layout stand in a checkpoint, by the names of its tensors."""
+"""Positions of a layout's modules in a checkpoint, by the names of its tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Numbers = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class NameForm:
-    """How the names of a target stand; None is as in the source.
+    """Form of the names in a target; None keeps the form of the source.
 
     Attributes:
         root: what is before all of them, such as "bert.".
@@ -28,10 +28,10 @@ class NameForm:
 
     @classmethod
     def of(cls, modules: Iterable[NamedModule]) -> NameForm:
-        """What the places of all of them have alike."""
+        """Return the form that the names of all modules share."""
         places = [module.place for module in modules]
-        roots = {one.root for one in places}
-        bases = {one.is_base for one in places if one.role}
+        roots = {place.root for place in places}
+        bases = {place.is_base for place in places if place.role}
         return cls(
             root=roots.pop() if len(roots) == 1 else None,
             base=bases.pop() if len(bases) == 1 else None,
@@ -43,7 +43,7 @@ AS_STORED = NameForm()
 
 @dataclass(frozen=True)
 class NamePlace:
-    """One module of attention, or one tensor outside of it.
+    """Position of an attention module, or of a tensor outside of attention.
 
     Attributes:
         root: what stands before everything that the layout knows, such as "bert.".
@@ -58,19 +58,19 @@ class NamePlace:
     is_base: bool = False
 
     def formed(self, form: NameForm) -> NamePlace:
-        """The same place in names of another form."""
+        """Return the same position in names of another form."""
         root = self.root if form.root is None else form.root
         return replace(self, root=root, is_base=self.is_base if form.base is None else form.base)
 
     def within(self, template: str) -> str:
-        """The name at this place that a layout writes as ``template``."""
-        written = (self.is_base and _bare(template)) or template
+        """Return ``template`` with the root and the numbers of this position."""
+        written = (self.is_base and _without_base(template)) or template
         return self.root + written.format(**dict(self.numbers))
 
 
 @dataclass(frozen=True)
 class NamedModule:
-    """A module that was found: its place, and full name -> name within the module."""
+    """Module in a checkpoint: its position, and full name -> name within the module."""
 
     place: NamePlace
     prefix: str
@@ -79,13 +79,13 @@ class NamedModule:
 
     @property
     def layer(self) -> int:
-        """Which layer of the model it is in, by its name: others may hold no attention at all."""
+        """Number of the layer in the model, by name; some layers may hold no attention."""
         counted = (part for part in re.split("[./]", self.prefix) if part.isdecimal())
         return int(dict(self.place.numbers).get("layer") or next(counted, 0))
 
 
 def modules_of(layout: Layout, names: Iterable[str]) -> list[NamedModule]:
-    """Every module of ``layout`` among the names of a checkpoint, in the order of their numbers.
+    """Return every module of ``layout`` in a checkpoint, in the order of their numbers.
 
     Beside those at the places that the layout knows, any prefix that all its matrices share is
     one: the module of another model, or of another part, whose name is kept. Among them are those
@@ -93,65 +93,67 @@ def modules_of(layout: Layout, names: Iterable[str]) -> list[NamedModule]:
     mixed layouts. A base model is stored without the word that models with a head call it by.
     """
     names = list(names)
-    modules = _at(layout.where, layout, names)
+    modules = _modules_at(layout.where, layout, names)
     if not any(module.tensors for module in modules):
         # Those of a model that was stored without its head: its names lack their first word.
-        where = {role: bare for role, place in layout.where.items() if (bare := _bare(place))}
-        modules = _at(where, layout, names, is_base=True)
-        whole = (one for one in modules if layout.required <= {*one.tensors.values()})
-        roots = {one.place.root for one in whole}
+        where = {
+            role: bare for role, place in layout.where.items() if (bare := _without_base(place))
+        }
+        modules = _modules_at(where, layout, names, is_base=True)
+        whole = (module for module in modules if layout.required <= {*module.tensors.values()})
+        roots = {module.place.root for module in whole}
         modules = [module for module in modules if module.place.root in roots]
-    placed = [one for one in modules if one.tensors or _is_attention(one, layout)]
-    taken = {name for one in placed for name in (*one.tensors, *one.beside)}
-    elsewhere = _anywhere(layout, [name for name in names if name not in taken])
+    placed = [module for module in modules if module.tensors or _is_attention(module, layout)]
+    used = {name for module in placed for name in (*module.tensors, *module.beside)}
+    elsewhere = _modules_elsewhere(layout, [name for name in names if name not in used])
     return sorted(placed + elsewhere, key=_order)
 
 
-def _at(
+def _modules_at(
     where: Mapping[str, str], layout: Layout, names: Iterable[str], *, is_base: bool = False
 ) -> list[NamedModule]:
-    found: dict[tuple[NamePlace, str], tuple[dict[str, str], list[str]]] = {}
+    modules: dict[tuple[NamePlace, str], tuple[dict[str, str], list[str]]] = {}
     for name in names:
         for role, template in where.items():
             if match := _pattern(template).match(name):
-                place = NamePlace(match["root"], role, _numbers(match), is_base)
-                own, beside = found.setdefault((place, match[0]), ({}, []))
+                place = NamePlace(match["root"], role, _slot_numbers(match), is_base)
+                tensors, beside = modules.setdefault((place, match[0]), ({}, []))
                 local = name[match.end() :]
                 if local in layout.tensors:
-                    own[name] = local
+                    tensors[name] = local
                 else:
                     beside.append(name)
                 break
     return [
-        NamedModule(place, prefix, own, tuple(beside))
-        for (place, prefix), (own, beside) in found.items()
+        NamedModule(place, prefix, tensors, tuple(beside))
+        for (place, prefix), (tensors, beside) in modules.items()
     ]
 
 
-def _bare(template: str) -> str:
-    """Less the name that a model with a head has for its base; "" where there is none."""
+def _without_base(template: str) -> str:
+    """Return a template without the name of the base model; "" where it has none."""
     base = next((base for base in BASES if template.startswith(base)), None)
     return "" if base is None else template.removeprefix(base)
 
 
 def _order(module: NamedModule) -> tuple[str, bool, list[tuple[int, str]]]:
-    """Layer 10 behind layer 2, whatever the file's order is, and a decoder behind its encoder."""
+    """Return a sort key: layer 10 follows layer 2, and a decoder follows its encoder."""
     place, parts = module.place, re.split(r"(\d+)", module.prefix)
     counted = [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
     return (place.root if place.role else "", place.role == "decoder", counted)
 
 
 def _is_attention(module: NamedModule, layout: Layout) -> bool:
-    """Whether what stands where attention does is attention, in names that the layout has not.
+    """True if a module at the position of attention holds tensors that the layout does not list.
 
-    Where a layout puts it straight into the block, it may be anything else of the block.
+    False where a layout stores attention directly in the block, beside other tensors.
     """
     is_block = layout.where[module.place.role].endswith("{layer}.")
     return not is_block and bool(strays(module, layout))
 
 
 def strays(module: NamedModule, layout: Layout) -> list[str]:
-    """What stands within a module, and is neither of the layout nor known beside it."""
+    """Return the tensors of a module that the layout does not list."""
     return [
         name
         for name in module.beside
@@ -160,47 +162,51 @@ def strays(module: NamedModule, layout: Layout) -> list[str]:
     ]
 
 
-def _anywhere(layout: Layout, names: list[str]) -> list[NamedModule]:
-    found: dict[str, dict[str, str]] = {}
+def _modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModule]:
+    modules: dict[str, dict[str, str]] = {}
     for name in names:
         for local in layout.tensors:
             if name == local or name.endswith((f".{local}", f"/{local}")):
-                found.setdefault(name.removesuffix(local), {})[name] = local
-    whole = {kind_of(prefix) for prefix, own in found.items() if layout.required <= {*own.values()}}
+                modules.setdefault(name.removesuffix(local), {})[name] = local
+    whole = {
+        kind_of(prefix)
+        for prefix, tensors in modules.items()
+        if layout.required <= {*tensors.values()}
+    }
     return [
         NamedModule(
             NamePlace(prefix, ""),
             prefix,
-            own,
-            tuple(name for name in names if name.startswith(prefix) and name not in own),
+            tensors,
+            tuple(name for name in names if name.startswith(prefix) and name not in tensors),
         )
-        for prefix, own in found.items()
+        for prefix, tensors in modules.items()
         if kind_of(prefix) in whole
     ]
 
 
 def kind_of(prefix: str) -> str:
-    """The same for the modules of all layers: one that is not whole is missed where others are."""
+    """Return a prefix with {layer} for each number, the same for the modules of all layers."""
     return re.sub(r"\d+", "{layer}", prefix)
 
 
 def outside(layout: Layout, name: str, roots: Iterable[str]) -> tuple[str, NamePlace] | None:
-    """The template of a tensor outside of attention, and its place; None where it is not known."""
+    """Return the template and position of a tensor outside of attention; None if not listed."""
     for is_base in (False, True):
         for template in layout.outside:
-            read = _bare(template) if is_base else template
+            read = _without_base(template) if is_base else template
             match = _pattern(read, end="$").match(name) if read else None
-            if match and match["root"] in {*roots, ""}:  # an unembedding stands under no root
-                return template, NamePlace(match["root"], template, _numbers(match), is_base)
+            if match and match["root"] in {*roots, ""}:  # an unembedding has no root
+                return template, NamePlace(match["root"], template, _slot_numbers(match), is_base)
     return None
 
 
-def _numbers(match: re.Match[str]) -> Numbers:
+def _slot_numbers(match: re.Match[str]) -> Numbers:
     return tuple((name, number) for name, number in match.groupdict().items() if name != "root")
 
 
 def slots(template: str) -> set[str]:
-    """What is numbered in a template."""
+    """Return the names of the numbers in a template."""
     return set(SLOT.findall(template))
 
 

@@ -1,4 +1,4 @@
-"""How a tensor is stored, in the vocabulary of einops, with names for what is fused.
+"""Patterns of stored tensors, in the vocabulary of einops, with names for fused tensors.
 
     wq: (heads head_dim) embed_dim                                  a matrix; rows head by head
     embed_dim ([wq: heads head_dim | wk: heads head_dim])           two side by side in one axis
@@ -7,7 +7,7 @@
 
 A pattern lists axes. An axis is a name, or names in round brackets, the slowest first. Square
 brackets fuse: blocks one after the other, each with the tensor it belongs to and its own names.
-Everything is read from the pattern, in both directions (`headwise.layouts.pattern`).
+Both directions of a conversion follow from the pattern.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GROUPED: Splits = {"heads": ("kv_heads", "group")}
 def unpack(
     pattern: Pattern, stored: Tensor, sizes: Mapping[str, int], splits: Splits = GROUPED
 ) -> dict[str, Tensor]:
-    """The canonical tensors that ``stored`` holds; views of it where that can be."""
+    """Return the canonical tensors that ``stored`` holds, as views where possible."""
     parts = [stored]
     if pattern.fused is not None:
         axis = pattern.axes[pattern.fused]
@@ -63,7 +63,7 @@ def pack(
     sizes: Mapping[str, int],
     splits: Splits = GROUPED,
 ) -> Tensor:
-    """The stored tensor, in memory of its own."""
+    """Return the stored tensor, which shares no memory with the canonical ones."""
     import torch
 
     parts = []
@@ -101,13 +101,13 @@ def pack(
 def canonical_shape(
     pattern: Pattern, tensor: str, sizes: Mapping[str, int], splits: Splits = GROUPED
 ) -> tuple[int, ...]:
-    """The shape of a canonical tensor that a stored one holds."""
+    """Return the shape of a canonical tensor that a stored one holds."""
     names = pattern.names_of(tensor)
     return tuple(product(group, sizes) for group in atoms(tensor, names, splits))
 
 
 def atoms(tensor: str, names: tuple[str, ...], splits: Splits = GROUPED) -> list[tuple[str, ...]]:
-    """For each canonical axis of a tensor, the names that a pattern writes it by.
+    """Return, for each canonical axis of a tensor, its names in a pattern.
 
     A tensor outside of attention has its names as axes, in alphabetical order.
 
@@ -115,19 +115,19 @@ def atoms(tensor: str, names: tuple[str, ...], splits: Splits = GROUPED) -> list
         OptionError: names are missing, left over, or written twice.
     """
     axes = AXES.get(tensor) or tuple(sorted(names))
-    found = [_spelled(axis, names, splits) for axis in axes]
-    used = [name for group in found for name in group or ()]
-    if None in found or sorted(used) != sorted(names):
+    groups = [_spelling(axis, names, splits) for axis in axes]
+    used = [name for group in groups for name in group or ()]
+    if None in groups or sorted(used) != sorted(names):
         raise OptionError(
             saw=f"{tensor} with the axes {' '.join(names) or '(none)'}",
             needed=f"its axes, each once: {' '.join(axes)}",
             do="write kv_heads and group for heads where rows are grouped; a layout may say "
             "other splits",
         )
-    return [group for group in found if group is not None]
+    return [group for group in groups if group is not None]
 
 
-def _spelled(axis: str, names: tuple[str, ...], splits: Splits) -> tuple[str, ...] | None:
+def _spelling(axis: str, names: tuple[str, ...], splits: Splits) -> tuple[str, ...] | None:
     for spelling in (axis, WIDER.get(axis)):
         if spelling is None:
             continue
@@ -140,7 +140,7 @@ def _spelled(axis: str, names: tuple[str, ...], splits: Splits) -> tuple[str, ..
 
 
 def require_one_dtype(dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise DTypeError where tensors that are fused, by their names, differ in it."""
+    """Raise DTypeError where fused tensors differ in dtype."""
     if len(set(dtypes.values())) > 1:
         raise DTypeError(
             saw=", ".join(f"{tensor} in {dtype}" for tensor, dtype in dtypes.items()),
@@ -150,7 +150,7 @@ def require_one_dtype(dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def halves(state: State, *, width: int) -> State:
-    """From neighbours, (2i, 2i + 1), to halves, (i, i + width / 2): the canonical order.
+    """Reorder rotated channels from pairs (2i, 2i + 1) to the canonical (i, i + width / 2).
 
     The first ``width`` of head_dim are rotated; the rest stays where it is.
     """
@@ -158,7 +158,7 @@ def halves(state: State, *, width: int) -> State:
 
 
 def neighbours(state: State, *, width: int) -> State:
-    """From halves to neighbours."""
+    """Reorder rotated channels from pairs (i, i + width / 2) to (2i, 2i + 1)."""
     return {name: _reordered(name, x, width, (2, width // 2)) for name, x in state.items()}
 
 
@@ -201,7 +201,7 @@ class PatternAxis:
         return (*self.before, *inner, *self.after)
 
     def size(self, sizes: Mapping[str, int]) -> int:
-        """How long it is. KeyError for a name without a size."""
+        """Return the length of the axis. KeyError for a name without a size."""
         around = prod(sizes[name] for name in (*self.before, *self.after))
         if not self.blocks:
             return around
@@ -223,24 +223,24 @@ class Pattern:
     fused: int | None
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Of the stored tensor. KeyError for a name without a size."""
+        """Return the shape of the stored tensor. KeyError for a name without a size."""
         return tuple(axis.size(sizes) for axis in self.axes)
 
     def names_of(self, tensor: str) -> tuple[str, ...]:
-        """The names of all axes of a tensor, in stored order."""
+        """Return the names of all axes of a tensor, in stored order."""
         return tuple(name for axis in self.axes for name in axis.names_of(tensor))
 
     def names(self) -> set[str]:
-        """Every name of every axis."""
+        """Return every name of every axis."""
         return {name for tensor in self.tensors for name in self.names_of(tensor)}
 
 
 @cache
 def parse(text: str) -> Pattern:
-    """Read a pattern.
+    """Parse a pattern.
 
     Raises:
-        OptionError: it is none; what was found where is said.
+        OptionError: the text is no pattern; the message quotes the wrong token.
     """
     tokens = _tokens(text)
     whole = None
@@ -249,22 +249,22 @@ def parse(text: str) -> Pattern:
     axes = tuple(_axes(tokens, text))
     fused = [number for number, axis in enumerate(axes) if axis.blocks]
     if (whole is None) != (len(fused) == 1) or len(fused) > 1:
-        raise _refused(text, "either one tensor's name before its axes, or one pair of []")
+        raise _pattern_error(text, "either one tensor's name before its axes, or one pair of []")
     if whole is not None:
         return Pattern(axes, (whole,), None)
     tensors = tuple(block.tensor for block in axes[fused[0]].blocks)
     if len(set(tensors)) < len(tensors):
-        raise _refused(text, "every tensor in one block")
+        raise _pattern_error(text, "every tensor in one block")
     return Pattern(axes, tensors, fused[0])
 
 
 def _tokens(text: str) -> list[str]:
-    found = []
+    tokens = []
     for name, sign, other in _TOKEN.findall(text):
         if other:
-            raise _refused(text, f"names, : and ()[]|, not {other!r}")
-        found.append(name or sign)
-    return found
+            raise _pattern_error(text, f"names, : and ()[]|, not {other!r}")
+        tokens.append(name or sign)
+    return tokens
 
 
 def _axes(tokens: list[str], text: str) -> Iterator[PatternAxis]:
@@ -275,11 +275,11 @@ def _axes(tokens: list[str], text: str) -> Iterator[PatternAxis]:
         elif token.isidentifier():
             yield PatternAxis((token,))
         else:
-            raise _refused(text, f"an axis where {token!r} stands")
+            raise _pattern_error(text, f"an axis where {token!r} stands")
 
 
 def _product(tokens: list[str], text: str) -> PatternAxis:
-    """What stands between round brackets, of which the first is read."""
+    """Parse an axis in round brackets, after the opening bracket."""
     before: list[str] = []
     blocks: tuple[PatternBlock, ...] = ()
     after: list[str] = []
@@ -292,8 +292,8 @@ def _product(tokens: list[str], text: str) -> PatternAxis:
         elif token.isidentifier():
             (after if blocks else before).append(token)
         else:
-            raise _refused(text, f"a name or one [ ] where {token!r} stands")
-    raise _refused(text, "a ) at the end")
+            raise _pattern_error(text, f"a name or one [ ] where {token!r} stands")
+    raise _pattern_error(text, "a ) at the end")
 
 
 def _blocks(tokens: list[str], text: str) -> Iterator[PatternBlock]:
@@ -303,7 +303,7 @@ def _blocks(tokens: list[str], text: str) -> Iterator[PatternBlock]:
         token = tokens.pop(0)
         if token in ("|", "]"):
             if not tensor:
-                raise _refused(text, "a tensor's name in every block: [wq: head_dim | ...]")
+                raise _pattern_error(text, "a tensor's name in every block: [wq: head_dim | ...]")
             yield PatternBlock(tensor, tuple(names))
             tensor, names = "", []
             if token == "]":
@@ -313,11 +313,13 @@ def _blocks(tokens: list[str], text: str) -> Iterator[PatternBlock]:
         elif token.isidentifier() and tensor:
             names.append(token)
         else:
-            raise _refused(text, f"a block such as 'wq: heads head_dim' where {token!r} stands")
-    raise _refused(text, "a ] after the blocks")
+            raise _pattern_error(
+                text, f"a block such as 'wq: heads head_dim' where {token!r} stands"
+            )
+    raise _pattern_error(text, "a ] after the blocks")
 
 
-def _refused(text: str, needed: str) -> OptionError:
+def _pattern_error(text: str, needed: str) -> OptionError:
     return OptionError(
         saw=f"the pattern {text!r}",
         needed=needed,
@@ -326,5 +328,5 @@ def _refused(text: str, needed: str) -> OptionError:
 
 
 def product(names: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """The length of names side by side."""
+    """Return the product of the sizes of names."""
     return prod(sizes[name] for name in names)

@@ -1,7 +1,7 @@
-"""The forms that most layouts are made of: four matrices, or one that fuses three of them.
+"""Patterns that most layouts share: four matrices, or one that fuses three of them.
 
-Each function gives stored names with their patterns, to be joined by ``|``. Whether a projection
-may have a bias is said here; a checkpoint without it fits as well.
+Each function returns stored names with their patterns, to be joined by ``|``. A bias in a pattern
+is optional: a checkpoint without it fits as well.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 Tensors = dict[str, str]
 
-# What a model holds beside attention: canonical name -> axes, of matrices as torch stores them. A
-# bias has the first of them.
+# Weights outside of attention: canonical name -> axes, as torch stores matrices. A bias has the
+# first axis.
 _OUTSIDE = {
     "tokens": "vocabulary embed_dim",
     "positions": "length embed_dim",
@@ -30,12 +30,12 @@ _OUTSIDE = {
 
 
 def separate(q: str, k: str, v: str, *, kv_heads: str = "kv_heads", biases: str = "qkv") -> Tensors:
-    """A linear layer each for queries, keys and values; rows head by head.
+    """Return a linear layer each for queries, keys and values; rows head by head.
 
     ``kv_heads`` is "heads" where there are always as many of keys and values; ``biases`` are the
     letters of those that may have one.
     """
-    found = {
+    patterns = {
         f"{q}.weight": "wq: (heads head_dim) embed_dim",
         f"{k}.weight": f"wk: ({kv_heads} head_dim) embed_dim",
         f"{v}.weight": f"wv: ({kv_heads} head_dim) embed_dim",
@@ -44,11 +44,11 @@ def separate(q: str, k: str, v: str, *, kv_heads: str = "kv_heads", biases: str 
         f"{v}.bias": f"bv: ({kv_heads} head_dim)",
     }
     wanted = {f"b{letter}" for letter in biases}
-    return {name: text for name, text in found.items() if text[0] == "w" or text[:2] in wanted}
+    return {name: text for name, text in patterns.items() if text[0] == "w" or text[:2] in wanted}
 
 
 def out(name: str, *, bias: bool = True, columns: bool = False) -> Tensors:
-    """The output projection.
+    """Return the output projection.
 
     With ``columns`` it is stored for ``x @ weight``: its inputs are rows.
     """
@@ -59,7 +59,7 @@ def out(name: str, *, bias: bool = True, columns: bool = False) -> Tensors:
 def stacked(
     name: str, *, kv_heads: str = "heads", bias: bool = True, columns: bool = False
 ) -> Tensors:
-    """All queries, then all keys, then all values, in one linear layer.
+    """Return one linear layer of all queries, then all keys, then all values.
 
     ``kv_heads`` is "kv_heads" where keys and values have heads of their own number.
     """
@@ -68,39 +68,39 @@ def stacked(
 
 
 def by_head(name: str, *, bias: bool = True) -> Tensors:
-    """For each head its query, its key and its value, in one linear layer."""
+    """Return one linear layer with query, key and value of each head side by side."""
     return fused(name, "(heads [wq: head_dim | wk: head_dim | wv: head_dim])", bias=bias)
 
 
 def by_group(name: str, *, bias: bool = True) -> Tensors:
-    """For each kv head the queries that read it, its key and its value, in one linear layer."""
+    """Return one linear layer with, for each kv head, its query heads, its key and its value."""
     return fused(name, "(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim])", bias=bias)
 
 
 def fused(name: str, axis: str, *, bias: bool = True, columns: bool = False) -> Tensors:
-    """One linear layer of several projections, whose bias is in the order of its rows.
+    """Return one linear layer of several projections; its bias is in the order of its rows.
 
     ``axis`` is the pattern of its rows, such as "([wq: heads head_dim | wk: heads head_dim])"; with
     ``columns`` it is stored for ``x @ weight``: its inputs are rows.
     """
-    found = {f"{name}.weight": f"embed_dim {axis}" if columns else f"{axis} embed_dim"}
+    patterns = {f"{name}.weight": f"embed_dim {axis}" if columns else f"{axis} embed_dim"}
     if bias:
-        found[f"{name}.bias"] = re.sub(r"\bw([qkv]):", r"b\1:", axis)
-    return found
+        patterns[f"{name}.bias"] = re.sub(r"\bw([qkv]):", r"b\1:", axis)
+    return patterns
 
 
 def head_norms(q: str, k: str, *, bias: bool = False) -> Tensors:
-    """Norms of queries and keys, of one weight for all heads."""
-    found = {f"{q}.weight": "q_norm: head_dim", f"{k}.weight": "k_norm: head_dim"}
+    """Return the norms of queries and keys, with one weight for all heads."""
+    patterns = {f"{q}.weight": "q_norm: head_dim", f"{k}.weight": "k_norm: head_dim"}
     if bias:
-        found |= {f"{q}.bias": "q_norm_bias: head_dim", f"{k}.bias": "k_norm_bias: head_dim"}
-    return found
+        patterns |= {f"{q}.bias": "q_norm_bias: head_dim", f"{k}.bias": "k_norm_bias: head_dim"}
+    return patterns
 
 
 def outside(
     like: Mapping[str, str] | None = None, *, columns: bool = False, **names: str
 ) -> Tensors:
-    """What a model holds beside attention.
+    """Return the tensors of a model outside of attention.
 
     Args:
         like: names, as below, in a mapping.
@@ -110,13 +110,13 @@ def outside(
             token_types, embed_norm, norm_1, norm_2, gate, up, down, final_norm, pooler and
             unembedding; of norms and of the MLP also with _bias.
     """
-    turned = ("gate", "up", "down", "pooler") if columns else ()
-    found: Tensors = {}
+    transposed = ("gate", "up", "down", "pooler") if columns else ()
+    patterns: Tensors = {}
     for name, stored in {**(like or {}), **names}.items():
-        whose = name.removesuffix("_bias")
-        axes = _OUTSIDE[whose].split()[: None if whose == name else 1]
-        whole = " ".join(reversed(axes) if name in turned else axes)
-        found[stored.replace("*", "weight")] = f"{name}: {whole}"
+        part = name.removesuffix("_bias")
+        axes = _OUTSIDE[part].split()[: None if part == name else 1]
+        pattern_axes = " ".join(reversed(axes) if name in transposed else axes)
+        patterns[stored.replace("*", "weight")] = f"{name}: {pattern_axes}"
         if stored.endswith("*"):
-            found[stored[:-1] + "bias"] = f"{name}_bias: {axes[0]}"
-    return found
+            patterns[stored[:-1] + "bias"] = f"{name}_bias: {axes[0]}"
+    return patterns

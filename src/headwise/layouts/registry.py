@@ -1,4 +1,4 @@
-"""The layouts by their names: those of the catalogue, and those that a user adds."""
+"""Registry of layouts by name: the catalogue, and the layouts that a user adds."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from headwise.layouts import catalogue
 from headwise.layouts.layout import Layout
 from headwise.support.axes import describe_value
 
-_own: dict[str, Layout] = {}
+_registered: dict[str, Layout] = {}
 
 
 def layouts() -> dict[str, Layout]:
-    """All of them, by name; those of the catalogue first."""
-    return {one.name: one for family in families().values() for one in family}
+    """Return all layouts by name; those of the catalogue first."""
+    return {member.name: member for family in families().values() for member in family}
 
 
 def families() -> dict[str, tuple[Layout, ...]]:
-    """All of them, by what the files of the catalogue say of themselves, and a user's own."""
-    own = {"Registered here.": tuple(_own.values())} if _own else {}
-    return {**published(), **own}
+    """Return all layouts by family: the first docstring line of each catalogue file."""
+    registered = {"Registered here.": tuple(_registered.values())} if _registered else {}
+    return {**published(), **registered}
 
 
 def layout(name: str | Layout) -> Layout:
-    """The layout of that name; a layout is itself.
+    """Return the layout of that name; a `Layout` is returned as it is.
 
     Raises:
-        OptionError: there is none.
+        OptionError: no layout has this name.
     """
     if isinstance(name, Layout):
         return name
     known = layouts()
     if name not in known:
         near = get_close_matches(name.lower(), known, n=4, cutoff=0.5)
-        near += [one for one in known if name.lower() in one and one not in near]
+        near += [other for other in known if name.lower() in other and other not in near]
         raise OptionError(
             saw=f"a layout named {describe_value(name)}",
             needed=f"one of {len(known)}" + (f"; near are {', '.join(near)}" if near else ""),
@@ -48,7 +48,7 @@ def layout(name: str | Layout) -> Layout:
 
 
 def register(new: Layout) -> Layout:
-    """Add a layout of one's own, under its name.
+    """Add a layout under its name.
 
     Raises:
         OptionError: the name is taken, or not in kebab case.
@@ -59,19 +59,19 @@ def register(new: Layout) -> Layout:
             needed="a name in kebab case that no layout has yet",
             do="choose another one",
         )
-    _own[new.name] = new
+    _registered[new.name] = new
     return new
 
 
 @lru_cache(maxsize=1)
 def published() -> dict[str, tuple[Layout, ...]]:
-    """Those of the catalogue, by what its files say of themselves."""
-    found: dict[str, tuple[Layout, ...]] = {}
+    """Return the layouts of the catalogue by family."""
+    by_family: dict[str, tuple[Layout, ...]] = {}
     names: set[str] = set()
     for entry in iter_modules(catalogue.__path__):
         module = import_module(f"{catalogue.__name__}.{entry.name}")
-        for one in module.LAYOUTS:
-            assert one.name not in names, f"two layouts are named {one.name}"
-            names.add(one.name)
-        found[(module.__doc__ or "").partition("\n")[0]] = tuple(module.LAYOUTS)
-    return found
+        for member in module.LAYOUTS:
+            assert member.name not in names, f"two layouts are named {member.name}"
+            names.add(member.name)
+        by_family[(module.__doc__ or "").partition("\n")[0]] = tuple(module.LAYOUTS)
+    return by_family

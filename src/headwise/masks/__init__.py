@@ -1,1 +1,1 @@
-"""Who may be attended, and what is added to the scores."""
+"""Masks and score biases."""

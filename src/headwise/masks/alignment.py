@@ -1,4 +1,4 @@
-"""Where queries stand among keys that are not as many."""
+"""Alignment of queries and keys of different number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def require_align(align: str | None) -> None:
 
 
 def resolve_align(align: Align | None, queries: int, keys: int, *, what: str) -> int:
-    """The key position that stands at query 0's own position: 0, or keys - queries.
+    """Return the key position that is aligned with query 0: 0, or keys - queries.
 
     Raises:
         MaskError: queries != keys and no alignment was named.

@@ -1,4 +1,4 @@
-"""Biases in the dtype of the scores: what is finite stays finite, and keeps its sign."""
+"""Casts of biases to the dtype of the scores; finite numbers stay finite."""
 
 from __future__ import annotations
 

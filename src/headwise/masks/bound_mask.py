@@ -26,17 +26,17 @@ class BoundMask:
 
     @property
     def band(self) -> Band | None:
-        """The one clause by distance, where there is one."""
+        """Clause by distance, or None."""
         return next((c for c in self.clauses if isinstance(c, Band)), None)
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """How many keys before and after the key of its number a query sees, by its distance."""
+        """Number of keys that a query sees before and after its own position; None: no limit."""
         return (None, None) if self.band is None else self.band.sides
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is exactly the top-left causal mask."""
+        """True if the mask is exactly the top-left causal one."""
         band = self.band
         return len(self.clauses) == 1 and band is not None and band.is_causal
 
@@ -54,7 +54,7 @@ class BoundMask:
         return Span(start, max(start, span.stop))
 
     def open_range(self, first: int, stop: int) -> Span:
-        """Keys inside are allowed to every query in [first, stop); empty where that is not told."""
+        """Keys inside are allowed to every query in [first, stop); empty where unknown."""
         spans = [clause.open_range(first, stop) for clause in self.clauses]
         if None in spans:
             return Span(0, 0)
@@ -62,7 +62,7 @@ class BoundMask:
 
     @property
     def longest_run(self) -> int:
-        """A query sees no more keys than this, as far as the clause by distance goes."""
+        """Upper bound of the keys that a query sees, by the clause of distance."""
         left, right = self.reach
         if left is None or right is None:
             return self.sizes.keys
@@ -72,10 +72,10 @@ class BoundMask:
         """First key and stop for each query, (batches or 1, rows); None: not one run of keys."""
         first, stop = torch.zeros_like(rows)[None], torch.full_like(rows, self.sizes.keys)[None]
         for clause in self.clauses:
-            found = clause.interval(rows, batches, self.sizes)
-            if found is None:
+            keys = clause.interval(rows, batches, self.sizes)
+            if keys is None:
                 return None
-            first, stop = torch.maximum(first, found[0]), torch.minimum(stop, found[1])
+            first, stop = torch.maximum(first, keys[0]), torch.minimum(stop, keys[1])
         return first, torch.maximum(first, stop)
 
     @property
@@ -92,7 +92,7 @@ class BoundMask:
         columns: slice,
         clauses: Iterable[Clause] | None = None,
     ) -> Tensor | None:
-        """The clauses, or some of them, over one block; None where there are none.
+        """Evaluate the clauses, or some of them, over one block; None without clauses.
 
         Bool, broadcastable to (batches, heads, rows, columns).
         """
@@ -102,7 +102,7 @@ class BoundMask:
         return reduce(torch.logical_and, parts) if parts else None
 
     def at(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "..."]:
-        """The whole mask at chosen queries, broadcastable to (batch, heads, rows, keys)."""
+        """Evaluate the mask at chosen queries, broadcastable to (batch, heads, rows, keys)."""
         allowed = self.block(WHOLE, WHOLE, rows, WHOLE)
         if allowed is None:
             allowed = rows.new_ones(1, 1, 1, 1, dtype=torch.bool)
@@ -111,7 +111,7 @@ class BoundMask:
     def pairs(
         self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]
     ) -> Bool[Tensor, "..."]:
-        """The whole mask at chosen (query, key) pairs, broadcastable to (batch, heads, pairs)."""
+        """Evaluate the mask at (query, key) pairs, broadcastable to (batch, heads, pairs)."""
         allowed = torch.ones_like(rows, dtype=torch.bool)[None, None]
         for clause in self.clauses:
             allowed = allowed & clause.pairs(rows, columns, self.sizes)
@@ -120,23 +120,23 @@ class BoundMask:
     # ---- parts ------------------------------------------------------------------------------
 
     def divided(self) -> BlockDiagonal | None:
-        """The rectangles outside of which all is hidden; None where no clause tells."""
-        told = [(clause, clause.rectangles(self.sizes)) for clause in self.clauses]
-        lists = [rectangles for _, rectangles in told if rectangles is not None]
+        """Return rectangles that hold every allowed pair; None where no clause has any."""
+        parts = [(clause, clause.rectangles(self.sizes)) for clause in self.clauses]
+        lists = [rectangles for _, rectangles in parts if rectangles is not None]
         if not lists:
             return None
-        found = tuple(r for rows in zip(*lists, strict=True) for r in reduce(_common, rows))
-        rest = tuple(clause for clause, rectangles in told if rectangles is None)
-        return BlockDiagonal(tuple(r for r in found if r.cells), replace(self, clauses=rest))
+        common = tuple(r for rows in zip(*lists, strict=True) for r in reduce(_intersect, rows))
+        rest = tuple(clause for clause, rectangles in parts if rectangles is None)
+        return BlockDiagonal(tuple(r for r in common if r.cells), replace(self, clauses=rest))
 
     def within(self, place: Rectangle) -> BoundMask:
-        """The mask of one rectangle, as a mask of that size."""
+        """Return the mask of one rectangle, as a mask of that size."""
         sizes = MatrixSizes(1, self.sizes.heads, place.queries.size, place.keys.size)
         clauses = tuple(clause.cut(place, self.sizes) for clause in self.clauses)
         return BoundMask(sizes, self.device, clauses)
 
     def first_keys(self) -> Int[Tensor, " batch"] | None:
-        """The place of each sequence's first token, where padding stands before some."""
+        """Return the position of each sequence's first token; None without left padding."""
         starts = (clause.first_keys() for clause in self.clauses)
         return next((start for start in starts if start is not None), None)
 
@@ -185,8 +185,8 @@ def _merge(clauses: list[Clause], other: Clause) -> None:
     clauses.append(other)
 
 
-def _common(some: list[Rectangle], others: list[Rectangle]) -> list[Rectangle]:
-    """What two lists of disjoint rectangles of one sequence have in common."""
+def _intersect(some: list[Rectangle], others: list[Rectangle]) -> list[Rectangle]:
+    """Intersect two lists of disjoint rectangles of one sequence."""
     pairs = [
         Rectangle(a.batch, a.queries.within(b.queries), a.keys.within(b.keys))
         for a in some

@@ -1,8 +1,8 @@
-"""What every clause of a mask can do. A new kind of mask is one class, in one file of ``clauses/``.
+"""Interface of mask clauses. A new kind of mask is one class, in one file of ``clauses/``.
 
-A clause says of (query, key) pairs whether they may attend. It is bound to sizes, evaluated one
-block at a time, and lowered to (kind, tensors, integers), which is what an operator of torch can
-carry; `lifted` makes the same clause again. Kernels know this interface, and no kind by its name.
+A clause decides which (query, key) pairs may attend. A clause is bound to sizes, evaluated one
+block at a time, and lowered to (kind, tensors, integers), which an operator of torch accepts;
+`lifted` restores the clause. Kernels use this interface only, and no kind by its name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many positions."""
+        """Number of positions."""
         return max(0, self.stop - self.first)
 
     def within(self, other: Span) -> Span:
@@ -66,7 +66,7 @@ class Rectangle(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """How many pairs."""
+        """Number of (query, key) pairs."""
         return self.queries.size * self.keys.size
 
 
@@ -117,16 +117,16 @@ class Clause(ABC):
 
     @abstractmethod
     def cut(self, place: Rectangle, sizes: MatrixSizes) -> Clause:
-        """The clause of one rectangle, as a mask of that size sees it."""
+        """Return the clause of one rectangle, for a mask of that size."""
 
     @abstractmethod
     def extent(self, sizes: MatrixSizes) -> MatrixSizes:
-        """How far it spans the four axes when it is written down; 1 where it is the same."""
+        """Return its size along the four axes as a dense tensor; 1 where it broadcasts."""
 
-    # ---- what it tells a kernel; each of these may be left as it is --------------------------
+    # ---- hints for kernels; a subclass may leave each as it is ------------------------------
 
     def merged(self, other: Clause) -> Clause | None:  # noqa: ARG002
-        """One bound clause for this and another bound one, or None."""
+        """Merge this bound clause with another one; None if they cannot be merged."""
         return None
 
     def hides(self, sizes: MatrixSizes) -> bool:  # noqa: ARG002
@@ -194,7 +194,7 @@ class Clause(ABC):
         return replace(self, **changed)
 
     def lower(self) -> LoweredClause:
-        """What an operator can carry of a bound clause."""
+        """Return a bound clause as values that an operator accepts."""
         tensors, integers = (
             tuple(getattr(self, name) for name in names)
             for names in (self.tensor_fields, self.integer_fields)
@@ -203,13 +203,13 @@ class Clause(ABC):
 
     @classmethod
     def lifted(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:
-        """The bound clause that was lowered to these."""
+        """Return the bound clause that was lowered to these."""
         names = (*cls.tensor_fields, *cls.integer_fields)
         return cls(**dict(zip(names, (*tensors, *integers), strict=True)))
 
 
 class IntervalClause(Clause):
-    """A clause that leaves each query one run of keys; `interval` is all it has to say."""
+    """A clause that leaves each query one run of keys; `interval` is all that a subclass needs."""
 
     @abstractmethod
     def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
-"""Masks: who may attend to whom, as a lazy value. True always means "may attend".
+"""Masks: the (query, key) pairs that may attend, as a lazy value. True always means "may attend".
 
 A `Mask` is a conjunction of clauses, none of which is queries x keys by nature: bands (causal and
 sliding window), lengths and starts (padding on either side), segments (several sequences in one
 row), a prefix, a function of the caller's, and dense boolean tensors for everything else.
 
-``bind`` fixes the sizes; kernels then ask for one block at a time.
+``bind`` fixes the sizes; kernels then evaluate one block at a time.
 """
 
 from __future__ import annotations
@@ -272,11 +272,11 @@ class Mask:
         shape = self._known_sizes(_drawn("queries", queries), _drawn("keys", keys))
         if shape["batch"] == 0:
             return ""
-        for name, place, size in (("batch", batch, shape["batch"]), ("head", head, shape["heads"])):
-            number = as_count(place)
+        for name, index, size in (("batch", batch, shape["batch"]), ("head", head, shape["heads"])):
+            number = as_count(index)
             if number is None or not -size <= number < size:
                 raise OptionError(
-                    saw=f"draw({name}={describe_value(place)}) of a mask for {size}",
+                    saw=f"draw({name}={describe_value(index)}) of a mask for {size}",
                     needed=f"a whole number from 0 to {size - 1}",
                     do=f"leave {name} out for the first",
                 )
@@ -287,13 +287,13 @@ class Mask:
 
     def _known_sizes(self, queries: int | None, keys: int | None) -> dict[str, int]:
         known = [clause.known_sizes() for clause in self.clauses]
-        batch, heads, own_queries, own_keys = (
+        batch, heads, mask_queries, mask_keys = (
             max((sizes[axis] for sizes in known), default=1) for axis in range(4)
         )
-        queries = own_queries if queries is None else queries
+        queries = mask_queries if queries is None else queries
         if keys is None:  # those of the mask, or as many as there are queries
-            told = any(clause.names_every_key for clause in self.clauses)
-            keys = own_keys if told else max(own_keys, queries)
+            names_every_key = any(clause.names_every_key for clause in self.clauses)
+            keys = mask_keys if names_every_key else max(mask_keys, queries)
         return {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
 
     def _device(self) -> torch.device:

@@ -263,12 +263,12 @@ class BoundBias:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient flows into the bias."""
+        """True if a gradient flows into the bias."""
         return any(t.requires_grad for t in self.all())
 
     @property
     def is_zero(self) -> bool:
-        """Whether there is nothing to add."""
+        """True if the bias has no parts."""
         return not self.all()
 
     @property
@@ -288,7 +288,7 @@ class BoundBias:
     def parts(
         self, batches: slice, heads: slice, rows: slice | Tensor, columns: slice
     ) -> list[Tensor]:
-        """What to add to one block; each part broadcasts to (batches, heads, rows, columns)."""
+        """Return the parts for one block; each broadcasts to (batches, heads, rows, columns)."""
         parts = [cut(bias, batches, heads, rows, columns) for bias in self.tensors]
         if self.table is not None:
             table = self.table if self.table.shape[0] == 1 else self.table[heads]
@@ -318,7 +318,7 @@ class BoundBias:
         return BoundBias(queries=queries, keys=keys, table=table, tensors=tensors)
 
     def pairs(self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]) -> list[Tensor]:
-        """What to add at (query, key) pairs; parts broadcast to (batch, heads, pairs)."""
+        """Return the parts at (query, key) pairs; they broadcast to (batch, heads, pairs)."""
         parts = [at_pairs(bias, rows, columns) for bias in self.tensors]
         if self.table is not None:
             parts.append(self.table[None, :, columns - rows + self.queries - 1])

@@ -21,7 +21,7 @@ from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.hooks import call_hook
 from headwise.layers.torch_api.functional_form import multi_head_attention_forward
-from headwise.masks.additive_mask import taken_apart
+from headwise.masks.additive_mask import split_additive_mask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.support.kernel_calls import is_own_call
@@ -80,7 +80,7 @@ def _record_attention(
         if torch_mask.dtype == torch.bool:
             mask = Mask.may_attend(torch_mask, axes=AXES)
         else:
-            mask, score_bias = taken_apart(torch_mask, axes=AXES)
+            mask, score_bias = split_additive_mask(torch_mask, axes=AXES)
     matrix = AttentionMatrix(q, k, mask=mask, score_bias=score_bias, scale=scale)
     return call_hook(matrix, v, head_outputs).reshape(outputs.shape)
 

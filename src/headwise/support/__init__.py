@@ -1,1 +1,1 @@
-"""What any room may use: axes and messages, integers, tracing, extras, torch's private names."""
+"""Helpers for all packages: axes, messages, integers, tracing, extras, torch's private names."""

@@ -1,8 +1,8 @@
 """Arguments of the wrong type, and those that a function does not have.
 
-`explains` wraps a function whose callers come from other libraries. Where Python would say "got an
-unexpected keyword argument", an `ArgumentError`, which is a TypeError too, says what to pass
-instead.
+`explains` wraps a function whose callers come from other libraries. In place of Python's "got an
+unexpected keyword argument" it raises an `ArgumentError`, a TypeError whose message names the
+argument to pass instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 class ArgumentAdvice(NamedTuple):
-    """What is meant here by another library's word.
+    """Advice for an argument name of another library.
 
     Attributes:
         needed: how headwise has it.
@@ -92,12 +92,12 @@ def _refuse_name(
     value: object,
     answers: Mapping[str, ArgumentAdvice],
 ) -> NoReturn:
-    own = list(inspect.signature(function).parameters)[1:]
+    names = list(inspect.signature(function).parameters)[1:]
     answer = answers.get(name)
     if answer is None:
-        near = difflib.get_close_matches(name, own, n=1)
+        near = difflib.get_close_matches(name, names, n=1)
         answer = ArgumentAdvice(
-            ", ".join(own), f"{near[0]}={{value}}" if near else f"leave out {name}"
+            ", ".join(names), f"{near[0]}={{value}}" if near else f"leave out {name}"
         )
     shown = describe_value(value)
     raise ArgumentError(
@@ -113,8 +113,8 @@ def _refuse_positions(
     most: int,
     beyond: Callable[[tuple[Any, ...]], ArgumentAdvice] | None,
 ) -> NoReturn:
-    own = list(inspect.signature(function).parameters.values())[1:]
-    by_name = [p.name for p in own if p.kind is p.KEYWORD_ONLY]
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     answer = ArgumentAdvice(f"by name: {', '.join(by_name)}", f"{by_name[0]}=..., and so on")
     if beyond is not None:
         answer = beyond(args[1:])

@@ -39,7 +39,7 @@ def many(count: int, what: str) -> str:
 
 
 def broadcasts(size: int, wanted: int) -> bool:
-    """Whether an axis of this size stands for one of ``wanted``: the same, or 1 for all.
+    """True if an axis of this size broadcasts to ``wanted``.
 
     Not ``size in (1, wanted)``: compiled, that is False where only one of both is symbolic.
     """

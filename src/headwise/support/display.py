@@ -1,7 +1,6 @@
-"""Rich forms of results: one table of what draws each, loaded when it is asked for.
+"""Rich forms of results: a table of the functions that draw them, imported on first use.
 
-A result has a plain repr of its own, and takes its rich forms from here. So the rooms that measure
-do not import the rooms that draw.
+Packages that measure therefore do not import packages that draw.
 """
 
 from __future__ import annotations
@@ -35,5 +34,5 @@ def drawn(result: object, form: Form) -> str:
         KeyError: the table has no such form of its class.
     """
     module, _, name = DRAWN_BY[type(result).__name__, form].rpartition(".")
-    found: str = getattr(import_module(module), name)(result)
-    return found
+    drawing: str = getattr(import_module(module), name)(result)
+    return drawing

@@ -1,7 +1,7 @@
-"""Calls of torch's functions by headwise's own kernels, told apart while something watches torch.
+"""Calls of torch's functions by headwise's own kernels, marked so that hooks on torch skip them.
 
-A kernel's product is shown by the layer that it computes for. Whoever watches torch's functions
-would see the same attention once more.
+The layer reports a kernel's attention itself. A hook on torch's functions would report the same
+attention twice.
 """
 
 from __future__ import annotations

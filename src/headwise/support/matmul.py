@@ -1,4 +1,4 @@
-"""How an object that is no tensor stands on the left of ``@``, in eager mode and when compiled."""
+"""Base class of objects that multiply a tensor by ``@``, in eager mode and when compiled."""
 
 from __future__ import annotations
 

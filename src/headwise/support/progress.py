@@ -1,4 +1,4 @@
-"""How long work reports how far it is: to a function of (stage, steps done, steps in all)."""
+"""Progress of long work, reported to a function of (stage, steps done, steps in all)."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ Progress = Callable[[str, int, int], None]
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """Report to nobody."""
+    """Ignore the report."""

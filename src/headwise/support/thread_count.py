@@ -1,4 +1,4 @@
-"""How many threads a computation may use."""
+"""Number of threads of a computation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 def one_thread() -> Iterator[None]:
     """Matrices of small models gain nothing from a second thread, and lose much on a busy machine.
 
-    The number of threads is the process's own: it is put back afterwards.
+    The number of threads is a setting of the process and is restored afterwards.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What only eager mode can do, reading a value; and what autocast does, and must not touch."""
+"""Checks for tracing and compilation, where values cannot be read, and for autocast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headwise.support import private_torch
 
 
 def may_read_values(tensor: Tensor) -> bool:
-    """Whether a value can be read now: a plain tensor, nothing tracing, transforming or capturing.
+    """True if a value can be read now: a plain tensor, and no tracing, transform or capture.
 
     A check of values is made only then. It would end a compiled graph, become a constant in a
     trace, fail under vmap and on the meta device, and break the capture of a CUDA graph.
@@ -28,12 +28,12 @@ def may_read_values(tensor: Tensor) -> bool:
 
 
 def may_check_values(tensor: Tensor) -> bool:
-    """Whether values may be checked on every call: where reading them waits for no accelerator."""
+    """True if values may be checked on every call: reading them waits for no accelerator."""
     return tensor.device.type == "cpu" and may_read_values(tensor)
 
 
 def as_autocast_has_it(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In one dtype where autocast is on, as it hands them to torch's own operator."""
+    """Return tensors in the dtype that autocast gives torch's own operator."""
     kind = tensors[0].device.type
     if not autocasts(kind):
         return tensors
@@ -42,7 +42,10 @@ def as_autocast_has_it(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Products keep their operands' dtype. The meta device has no autocast to switch off."""
+    """Return a context in which products keep their operands' dtype.
+
+    The meta device has no autocast to switch off.
+    """
     kind = tensor.device.type
     return (
         torch.autocast(kind, enabled=False)
@@ -71,10 +74,10 @@ def autocasts(kind: str) -> bool:
 
 
 def needs_plain_torch() -> bool:
-    """ONNX knows no operator of ours; forward-mode AD and torch.func see through torch's own."""
+    """True where headwise's operators do not work: export to ONNX, forward-mode AD, torch.func."""
     if torch.onnx.is_in_onnx_export():
         return True
     if torch.compiler.is_compiling():
         return False
-    # Where torch does not say, its own error under torch.func is better than hidden memory.
+    # An unknown state counts as no torch.func: torch's error there beats a silent use of memory.
     return private_torch.in_forward_mode() or private_torch.in_functorch(unknown=False)

@@ -128,7 +128,7 @@ LAYOUTS = (
         },
         outside=_layers("encoder", "encoder.blocks.{layer}.", _WHISPER_ENCODER)
         | _layers("decoder", "decoder.blocks.{layer}.", _WHISPER_DECODER)
-        | {own: text for text, (_, own) in _WHISPER_BESIDE_LAYERS.items()},
+        | {whisper_name: text for text, (_, whisper_name) in _WHISPER_BESIDE_LAYERS.items()},
         function=AttentionSpec(mask="added"),
         source="openai/whisper, whisper/model.py",
         unchecked="openai-whisper is not among the packages of the tests; its 20250625 was run "

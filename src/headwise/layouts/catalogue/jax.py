@@ -20,7 +20,7 @@ def _heads_apart(
     *, kv_heads: str = "heads", value_dim: str = "head_dim", mark: str = "."
 ) -> dict[str, str]:
     """Kernels of three axes, as of an einsum: (inputs, heads, head_dim), and back."""
-    found = {
+    patterns = {
         "query.kernel": "wq: embed_dim heads head_dim",
         "key.kernel": f"wk: source_dim {kv_heads} head_dim",
         "value.kernel": f"wv: source_dim {kv_heads} {value_dim}",
@@ -31,10 +31,10 @@ def _heads_apart(
         "out.bias": "bo: out_dim",
     }
     if mark == ".":
-        return found
+        return patterns
     return {
         name.replace("out.", "attention_output.").replace(".", mark): pattern
-        for name, pattern in found.items()
+        for name, pattern in patterns.items()
     }
 
 

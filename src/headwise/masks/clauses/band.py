@@ -56,7 +56,7 @@ class Band(IntervalClause):
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is exactly the top-left causal mask."""
+        """True if the clause is exactly the top-left causal mask."""
         return self.left == BOUNDLESS and bool(self.right == 0)
 
     def key_range(self, first: int, stop: int) -> Span:

@@ -1,4 +1,4 @@
-"""Padding: how many tokens of each sequence are real, or at which place the first one stands."""
+"""Padding: the number of real tokens of each sequence, or the position of the first one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PaddingClause(IntervalClause):
 
     @abstractmethod
     def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
-        """Whether positions are real; both broadcast."""
+        """Return True at real positions; both arguments broadcast."""
 
     def bind(self, sizes: MatrixSizes) -> PaddingClause:
         """See `Clause.bind`."""
@@ -71,10 +71,10 @@ class PaddingClause(IntervalClause):
         """See `Clause.block`; only its own axis is written."""
         numbers = self.numbers[block.batches, None]
         if self.axis == KEYS:
-            place = positions(block.columns, sizes.keys, block.device)
-            return self.is_real(place, numbers)[:, None, None, :]
-        place = positions(block.rows, sizes.queries, block.device)
-        return self.is_real(place, numbers)[:, None, :, None]
+            position = positions(block.columns, sizes.keys, block.device)
+            return self.is_real(position, numbers)[:, None, None, :]
+        position = positions(block.rows, sizes.queries, block.device)
+        return self.is_real(position, numbers)[:, None, :, None]
 
     def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:
         """See `Clause.interval`."""
@@ -93,22 +93,22 @@ class PaddingClause(IntervalClause):
         if not may_read_values(self.numbers):
             return None
         every = Span(0, sizes.queries), Span(0, sizes.keys)
-        found = []
+        rectangles = []
         for batch, number in enumerate(self.numbers.tolist()):
             queries, keys = every
             if self.axis == QUERIES:
                 queries = queries.within(self.span(number))
             else:
                 keys = keys.within(self.span(number))
-            found.append([Rectangle(batch, queries, keys)])
-        return found
+            rectangles.append([Rectangle(batch, queries, keys)])
+        return rectangles
 
     def real_keys(self, sizes: MatrixSizes) -> Tensor | None:
         """See `Clause.real_keys`."""
         if self.axis != KEYS:
             return None
-        place = torch.arange(sizes.keys, device=self.numbers.device)
-        return self.is_real(place, self.numbers[:, None])
+        position = torch.arange(sizes.keys, device=self.numbers.device)
+        return self.is_real(position, self.numbers[:, None])
 
     def known_sizes(self) -> MatrixSizes:
         """See `Clause.known_sizes`."""

@@ -1,4 +1,4 @@
-"""Several sequences in one row: told by an id for each token, or by where each sequence begins."""
+"""Several sequences in one row, given by an id for each token or by offsets."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Segments(Clause):
     def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
         """See `Clause.block`."""
         # One row of ids serves every sequence; cut leaves such an axis as it is.
-        own = cut(self.query_ids[:, None, :, None], block.batches, WHOLE, block.rows, WHOLE)
-        other = cut(self.key_ids[:, None, None, :], block.batches, WHOLE, WHOLE, block.columns)
-        return (own == other) & (other >= 0)
+        query_ids = cut(self.query_ids[:, None, :, None], block.batches, WHOLE, block.rows, WHOLE)
+        key_ids = cut(self.key_ids[:, None, None, :], block.batches, WHOLE, WHOLE, block.columns)
+        return (query_ids == key_ids) & (key_ids >= 0)
 
     def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
         """See `Clause.pairs`."""
-        own, other = self.query_ids[:, None, rows], self.key_ids[:, None, columns]
-        return (own == other) & (other >= 0)
+        query_ids, key_ids = self.query_ids[:, None, rows], self.key_ids[:, None, columns]
+        return (query_ids == key_ids) & (key_ids >= 0)
 
     def cut(self, place: Rectangle, sizes: MatrixSizes) -> Segments:  # noqa: ARG002
         """See `Clause.cut`."""
@@ -81,11 +81,11 @@ class Segments(Clause):
             return None
         return [
             [
-                Rectangle(batch, span, own_keys[name])
-                for name, span in own_queries.items()
-                if name in own_keys
+                Rectangle(batch, span, key_spans[name])
+                for name, span in query_spans.items()
+                if name in key_spans
             ]
-            for batch, (own_queries, own_keys) in enumerate(zip(query_runs, key_runs, strict=True))
+            for batch, (query_spans, key_spans) in enumerate(zip(query_runs, key_runs, strict=True))
         ]
 
     def real_keys(self, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
@@ -132,10 +132,10 @@ class PackedRow(IntervalClause):
         count = self.query_offsets.shape[0] - 1
         if count == 0:
             return torch.zeros_like(rows)[None], torch.zeros_like(rows)[None]
-        found = torch.searchsorted(self.query_offsets, rows.contiguous(), right=True) - 1
-        inside = (found >= 0) & (found < count)
-        found = found.clamp(0, count - 1)
-        first, stop = self.key_offsets[found], self.key_offsets[found + 1]
+        segment = torch.searchsorted(self.query_offsets, rows.contiguous(), right=True) - 1
+        inside = (segment >= 0) & (segment < count)
+        segment = segment.clamp(0, count - 1)
+        first, stop = self.key_offsets[segment], self.key_offsets[segment + 1]
         return first[None], torch.where(inside, stop, first)[None]
 
     def cut(self, place: Rectangle, sizes: MatrixSizes) -> PackedRow:  # noqa: ARG002
@@ -161,8 +161,8 @@ class PackedRow(IntervalClause):
 
     def real_keys(self, sizes: MatrixSizes) -> Tensor:
         """See `Clause.real_keys`."""
-        place = torch.arange(sizes.keys, device=self.key_offsets.device)
-        return ((place >= self.key_offsets[0]) & (place < self.key_offsets[-1]))[None]
+        position = torch.arange(sizes.keys, device=self.key_offsets.device)
+        return ((position >= self.key_offsets[0]) & (position < self.key_offsets[-1]))[None]
 
     def known_sizes(self) -> MatrixSizes:
         """See `Clause.known_sizes`."""
@@ -190,18 +190,18 @@ def offsets_of(offsets: object, name: str) -> Tensor:
     fits = isinstance(offsets, Tensor) and offsets.dim() == 1 and offsets.shape[0] > 0
     if fits and isinstance(offsets, Tensor) and is_integer(offsets):
         return as_int64(offsets, name)
-    seen = type(offsets).__name__
+    description = type(offsets).__name__
     if isinstance(offsets, Tensor):
-        seen = f"tensor of dtype {offsets.dtype} and shape {tuple(offsets.shape)}"
+        description = f"tensor of dtype {offsets.dtype} and shape {tuple(offsets.shape)}"
     raise MaskError(
-        saw=f"{name} that is a {seen}",
+        saw=f"{name} that is a {description}",
         needed="a 1-D tensor of integers: where each sequence begins, and the end of the last one",
         do="e.g. Mask.packed(torch.tensor([0, 24, 41, 70]))",
     )
 
 
 def _runs(ids: Tensor, batch: int) -> list[dict[int, Span]] | None:
-    """Where each segment of each row begins and ends; None where one is not a single stretch."""
+    """Return the span of each segment of each row; None where a segment is in several pieces."""
     rows = []
     for row in ids:
         names, counts = torch.unique_consecutive(row, return_counts=True)
