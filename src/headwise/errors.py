@@ -1,10 +1,10 @@
-"""Every error headwise raises, in one tree, and the one warning.
+"""Exceptions and the warning of headwise.
 
     HeadwiseError
     ├── ShapeError         (ValueError)   sizes that do not fit together
     ├── MaskError          (ValueError)   a mask or score bias that is ambiguous, or for other sizes
     ├── OptionError        (ValueError)   an option outside its range, or two that contradict
-    │   └── UndecidedError            a question that the given evidence leaves open
+    │   └── UndecidedError            a question that the inputs leave open
     ├── DeviceError        (ValueError)   tensors on different devices
     ├── CheckpointError    (ValueError)   files of weights that are damaged or cannot be written
     ├── DTypeError         (TypeError)    a dtype that cannot be used here
@@ -14,7 +14,7 @@
 
     PolarityWarning        (UserWarning)  a mask that may follow the reverse convention
 
-Each message has three lines: what was seen, what was needed, what to do.
+A message has three lines: the problem, the requirement, the remedy.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _INNER = re.compile(rf"^{re.escape(str(Path(__file__).parent))}|[/\\](torch|IPyt
 
 
 class HeadwiseError(Exception):
-    """The root of the tree. A message has three lines.
+    """Base class of every headwise exception. A message has three lines.
 
     Attributes:
-        saw: the first line, what was seen.
-        needed: the second line, what was needed.
-        do: the third line, what to do.
+        saw: the first line, the problem.
+        needed: the second line, the requirement.
+        do: the third line, the remedy.
         hint: the third line as it was written, with ``{heads}`` for the argument called heads.
         parameter: the arguments that the lines name in this way -> the values to give for each.
     """
@@ -103,7 +103,7 @@ class OptionError(HeadwiseError, ValueError):
 
 
 class UndecidedError(OptionError):
-    """A question that the given evidence leaves open, such as which layout a file is in."""
+    """A question that the inputs leave open, such as which layout a file is in."""
 
 
 class DeviceError(HeadwiseError, ValueError):
@@ -131,7 +131,7 @@ class MissingExtraError(HeadwiseError, ImportError):
 
 
 class PolarityWarning(UserWarning):
-    """A mask that means what it says only if its polarity is the one that the function documents.
+    """A mask that may follow the reverse of the polarity that the function documents.
 
     `warnings.filterwarnings("ignore", category=PolarityWarning)` switches it off.
     """

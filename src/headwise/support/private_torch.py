@@ -1,4 +1,4 @@
-"""Private functions of torch, each with what happens where a torch lacks it.
+"""Private functions of torch, each with its fallback for versions that lack it.
 
 No other file of the library names a private part of torch (tests/test_house.py). Each part is
 looked up once, at import. Where it is missing, the results stay the same within rounding, and only
@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 
 
 def find(path: str) -> Any:
-    """Return what stands at a dotted path inside torch, or None where this torch has nothing."""
+    """Return the attribute at a dotted path inside torch, or None if torch lacks it."""
     part: Any = torch
     for name in path.split("."):
         part = getattr(part, name, None)
