@@ -19,13 +19,8 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
-from headwise.errors import OptionError
-from headwise.layouts.canonical import AXES, ROTATED, State
-
-if TYPE_CHECKING:
-    from torch import Tensor
-from headwise.errors import DTypeError, ShapeError
-from headwise.layouts.canonical import WIDER
+from headwise.errors import DTypeError, OptionError, ShapeError
+from headwise.layouts.canonical import AXES, ROTATED, WIDER, State
 
 if TYPE_CHECKING:
     import torch
