@@ -1,4 +1,4 @@
-"""What a model's config.json says of its attention: counts that no shape tells, and the layout."""
+"""Attention settings in a config.json: the layout, and counts that no tensor shape gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's config.json says against a layout, and the options of a layer that it says.
+"""Contradictions between a config.json and a layout, and the layer options in a config.json.
 
 The names are those of transformers (modeling_rope_utils.py and the models' configurations).
 """

@@ -1,4 +1,4 @@
-"""Which files will be written, byte by byte, before anything is read; and how bytes get there."""
+"""Plan of the output files, to the byte, before any tensor is read; and writing into them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layout a checkpoint is in, decided by a model that runs with the same weights.
+"""Detection of a layout by running a model that has the same weights.
 
 What the model computes is watched, layer by layer: its scores, its values, and each head's part of
 the output projection. A layout is the right one if a layer made with it, from the model's own
