@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor | Scaling], list[str]]] = {
     ),
     "bands": (
         lambda: Llama3Scaling(8.0, 4.0, 4.0, 8192),
-        ["low_freq_factor=4.0", "high_freq_factor=4.0", "1.0 and 4.0"],
+        ["low_freq_factor=4.0", "high_freq_factor=4.0", "low_freq_factor=1.0"],
     ),
     "one pair": (lambda: NTKScaling(4.0).scale(1e4, 2), ["width of 2", "from 4"]),
     "theta": (lambda: YarnScaling(4.0, 4096).scale(1.0, 64), ["theta=1.0", "above 1"]),
