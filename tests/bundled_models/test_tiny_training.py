@@ -73,7 +73,7 @@ def test_a_file_is_held_out_by_its_name_alone() -> None:
 
 
 def test_refuses_a_folder_without_python(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="0 Python files"):
+    with pytest.raises(OptionError, match="0 training and 0 held-out Python files"):
         corpus.read_corpus(tmp_path)
 
 

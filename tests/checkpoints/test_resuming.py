@@ -25,11 +25,11 @@ from tests.root import ROOT
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
-from headwise.checkpoints import conversion
+from headwise.checkpoints import stream_conversion
 from tests.checkpoints import llamas
 
 source, place = map(Path, sys.argv[1:])
-conversion.EVERY = 1  # every step is made sure of
+stream_conversion.EVERY = 1  # every step is made sure of
 os.fsync = lambda _: None  # what is killed here is a process, not a machine
 pwrite, copy = os.pwrite, os.copy_file_range
 left = iter(())  # the calls that are lived through; threads may not count the same one twice

@@ -91,7 +91,7 @@ PEAK = """
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from headwise.scanning.estimate import calls_of, estimate, in_use
+from headwise.scanning.estimate import estimate, process_memory, record_call_sizes
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.bundled_models.tiny import Tiny
 from headwise.scanning.scan import scan
@@ -100,8 +100,8 @@ torch.manual_seed(0)
 model = Tiny().eval()
 ids = torch.randint(256, (1, 3000))
 scan(model, ids[:, :16])
-calls = calls_of(model, lambda: model(ids[:, :16]))
-expected = estimate(model, calls, STANDARD, [3000], held=in_use())
+calls = record_call_sizes(model, lambda: model(ids[:, :16]))
+expected = estimate(model, calls, STANDARD, [3000], held=process_memory())
 scan(model, ids, statistics=["entropy", "previous_token", "map", "most_received"])
 # Not getrusage's peak: that one remembers what the parent held when it started this process.
 peak = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
