@@ -101,11 +101,11 @@ model = Tiny().eval()
 ids = torch.randint(256, (1, 3000))
 scan(model, ids[:, :16])
 calls = record_call_sizes(model, lambda: model(ids[:, :16]))
-expected = estimate(model, calls, STANDARD, [3000], held=process_memory())
+expected = estimate(model, calls, STANDARD, [3000], held_bytes=process_memory())
 scan(model, ids, statistics=["entropy", "previous_token", "map", "most_received"])
 # Not getrusage's peak: that one remembers what the parent held when it started this process.
 peak = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
-print(expected.whole, 1024 * int(peak.split()[1]))
+print(expected.total_bytes, 1024 * int(peak.split()[1]))
 """
 
 
