@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -45,3 +46,13 @@ def test_an_error_in_a_notebook_is_short(cell: str, capsys: pytest.CaptureFixtur
     assert dedent(CELLS[cell]).strip().splitlines()[-1] in lines
     assert "headwise/" not in lines
     assert "torch/" not in lines
+
+
+def test_a_caller_in_a_folder_named_torch_is_not_hidden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "torch" / "train.py"
+    script.parent.mkdir()
+    script.write_text("import headwise\nheadwise.Attention(40, heads=5)\n")
+    InteractiveShell.instance().run_cell(f"import runpy\nrunpy.run_path({str(script)!r})")
+    assert f'File "{script}", line 2' in capsys.readouterr().out

@@ -28,7 +28,7 @@ from typing import Any
 
 MOST_FRAMES = 6  # of a caller, in a notebook
 # Frames that a notebook leaves out: those of headwise, of torch and of IPython.
-_INNER = re.compile(rf"^{re.escape(str(Path(__file__).parent))}|[/\\](torch|IPython)[/\\]")
+_INNER = re.compile(rf"^{re.escape(str(Path(__file__).parent))}|-packages[/\\](torch|IPython)[/\\]")
 
 
 class HeadwiseError(Exception):

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from headwise import __version__
-from headwise.cli import output
 from headwise.cli.convert import convert
 from headwise.cli.demo import demo
 from headwise.cli.detect import detect
 from headwise.cli.layouts import layouts
+from headwise.cli.output import PrintedErrors, exit_status_help
 from headwise.cli.scan.command import scan
 from headwise.cli.study import study
 from headwise.cli.verify import verify
@@ -26,7 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-exit_status_help = output.exit_status_help
 app.command(
     epilog=exit_status_help(yes="done", no="a layer of the trained encoder is not the same")
 )(demo)
@@ -72,5 +71,5 @@ def _headwise(
 
 def main() -> None:
     """Run the command line; every error has its exit status (`headwise.cli.output`)."""
-    with output.PrintedErrors():
+    with PrintedErrors():
         app()

@@ -92,7 +92,7 @@ class TensorComparison:
         only_first: tensors of the first -> what the second lacks of them, by its names; none
             where its layout has no name for them.
         only_second: tensors of the second that nothing of the first makes.
-        conflicts: fields of `Function` in which the two layouts differ -> (first, second).
+        conflicts: fields of `AttentionSpec` in which the two layouts differ -> (first, second).
         unheld: the reason why one layout cannot hold the weights of the other, so that nothing was
             compared; "" where it can.
         narrow: which side's layout that is, "first" or "second".

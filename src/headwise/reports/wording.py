@@ -19,7 +19,7 @@ LEAST_SHARE = 0.05  # a head with a smaller share of its weight does not stand o
 FACTOR_APART = 2
 RULE = (
     "A head stands out by a statistic if its value is the highest and at least twice that of the "
-    "middle head, and for shares 5 per cent points more. It also stands out if it attends to the "
+    "middle head, and for shares 5 percentage points more. It also stands out if it attends to the "
     "fewest tokens, and to at most half as many as the middle head."
 )
 

@@ -202,6 +202,6 @@ def _score_bias(module: nn.Module | None) -> str:
 
 
 def _qk_norm(norm: QKNorm) -> str:
-    """Return text such as "rms over head, weight + 1, before rotary", which `of_config` parses."""
+    """Return the text of `AttentionSpec.qk_norm`: "rms over head, weight + 1, before rotary"."""
     offset = ["weight + 1"] if norm.one_plus else []
     return ", ".join([f"{norm.kind} over {norm.over}", *offset, f"{norm.place} rotary"])
