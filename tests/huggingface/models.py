@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.error_budget.budget import FORWARD, Budget
-from headwise.huggingface import NAME, attention, register_huggingface
+from headwise.huggingface import NAME, attention_function, register_huggingface
 
 BATCH, LENGTH, SOURCE, EMBED, HEADS, KV_HEADS = 3, 13, 17, 48, 6, 2
 WINDOW, CHUNK, SOFTCAP = 5, 4, 2.0
@@ -219,14 +219,14 @@ class Pair:
 def watched() -> Iterator[list[AttentionMatrix]]:
     """The matrices that layers compute by while this is on."""
     seen: list[AttentionMatrix] = []
-    original = attention.AttentionMatrix
+    original = attention_function.AttentionMatrix
 
     def kept(*args: Any, **options: Any) -> AttentionMatrix:
         seen.append(original(*args, **options))
         return seen[-1]
 
-    attention.AttentionMatrix = kept  # type: ignore[assignment, misc]
+    attention_function.AttentionMatrix = kept  # type: ignore[assignment, misc]
     try:
         yield seen
     finally:
-        attention.AttentionMatrix = original  # type: ignore[misc]
+        attention_function.AttentionMatrix = original  # type: ignore[misc]

@@ -14,10 +14,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from headwise.attention_matrix import AttentionMatrix
 from headwise.error_budget.budget import Budget
 from headwise.errors import DTypeError, MaskError, OptionError
-from headwise.huggingface.attention import UNSUPPORTED, attend
+from headwise.huggingface.attention_function import UNSUPPORTED, attend
 from headwise.huggingface.lazy_mask import LazyMask
 from headwise.layers.hooks import attention_hook
-from headwise.masks.clauses.dense import Dense
+from headwise.masks.clauses.dense_mask import Dense
 from headwise.masks.mask import Mask
 from tests.honest import normal, ordinary
 

@@ -15,7 +15,7 @@ from transformers.masking_utils import and_masks, or_masks, sdpa_mask
 from headwise.huggingface import mask_functions
 from headwise.huggingface.lazy_mask import LazyMask
 from headwise.huggingface.masks import from_transformers
-from headwise.masks.clauses.dense import Dense
+from headwise.masks.clauses.dense_mask import Dense
 from headwise.masks.clauses.segments import Segments
 from tests.huggingface.models import BATCH, LENGTH, lengths_mask
 

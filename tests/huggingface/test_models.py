@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.masks.clauses.dense import Dense
+from headwise.masks.clauses.dense_mask import Dense
 from headwise.masks.clauses.segments import Segments
 from tests.huggingface.models import BATCH, LENGTH, MODELS, SOURCE, Pair, lengths_mask, watched
 
@@ -87,21 +87,21 @@ def test_switching_there_and_back(pair: Pair) -> None:
 
 def test_the_budget_can_fail(pair: Pair) -> None:
     # A wrong mask in one layer, of the smallest kind: the last key is hidden from every query.
-    from headwise.huggingface import attention
+    from headwise.huggingface import attention_function
     from headwise.masks.mask import Mask
 
     x = pair.input()
     budget = pair.budget(x)
-    original = attention._scores
+    original = attention_function._scores
 
     def less(module: Any, query: Any, key: Any, given: Any, options: Any) -> Any:
         found = original(module, query, key, given, options)
         hidden = torch.full((BATCH,), key.shape[2] - 1)
         return found._replace(mask=found.mask & Mask.lengths(keys=hidden))
 
-    attention._scores = less
+    attention_function._scores = less
     try:
         with torch.no_grad():
             assert not budget.check(pair.run(pair.ours, x))
     finally:
-        attention._scores = original
+        attention_function._scores = original

@@ -8,7 +8,7 @@ from torch import nn
 from headwise.bundled_models.recorded_run import AttentionCall, Projections, RecordedRun
 from headwise.masks.mask import Mask
 from headwise.study.experiments.measures import layer_output
-from headwise.study.implementation import SharedWeights
+from headwise.study.implementation_interface import SharedWeights
 
 LAYERS, HEADS, HEAD_DIM, LENGTH = 3, 5, 6, 37
 

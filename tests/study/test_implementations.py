@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from headwise.error_budget.budget import Budget
 from headwise.errors import MissingExtraError, OptionError
-from headwise.study.implementation import Implementation, SharedWeights
+from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import PEERS
 
 pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from headwise import Attention, AttentionMatrix, Mask, Rotary, ScoreBias
 from headwise.bundled_models import planted
 from headwise.bundled_models.planted import rules
 from headwise.errors import OptionError
-from headwise.huggingface.attention import attend
+from headwise.huggingface.attention_function import attend
 from headwise.masks.clauses.band import Band
 from headwise.scanning.captured_call import RepeatedTokens
 

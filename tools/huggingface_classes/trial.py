@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headwise.error_budget.budget import Budget
 from headwise.errors import HeadwiseError
-from headwise.huggingface import attention
+from headwise.huggingface import attention_function
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan import scan
 from tools.huggingface_classes import classes, comparing, inputs, layers, shrink, stored
@@ -229,12 +229,12 @@ def scanned(model: nn.Module, given: dict[str, Any]) -> tuple[HeadScan, comparin
         through += 1
         return original(*args, **options)
 
-    original = attention.attend
+    original = attention_function.attend
 
     def call(running: nn.Module, **named: Any) -> None:
         kept.append(comparing.run(running, named))
 
-    with mock.patch.object(attention, "attend", counted):
+    with mock.patch.object(attention_function, "attend", counted):
         found = scan(model, given, statistics=["entropy"], call=call)
     return found, comparing.outputs(kept[-1], given), through
 

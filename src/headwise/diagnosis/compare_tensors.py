@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.attention import attention_of
+from headwise.checkpoints.attention_loading import attention_of
 from headwise.checkpoints.config_check import in_layer
 from headwise.diagnosis.diagnosis_result import OutputComparison, TensorComparison, TensorEvidence
 from headwise.errors import DTypeError, OptionError, ShapeError

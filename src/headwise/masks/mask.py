@@ -23,7 +23,7 @@ from headwise.masks.alignment import Align, require_align
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import BOUNDLESS, Clause, MatrixSizes
 from headwise.masks.clauses.band import Band
-from headwise.masks.clauses.dense import Dense, with_matrix_axes
+from headwise.masks.clauses.dense_mask import Dense, with_matrix_axes
 from headwise.masks.clauses.lengths import (
     KEYS,
     QUERIES,

@@ -20,7 +20,7 @@ from headwise.errors import DeviceError, MaskError
 from headwise.masks.alignment import Align, require_align, resolve_align
 from headwise.masks.bias_dtype import cast_biases
 from headwise.masks.clause import WHOLE, MatrixSizes, Rectangle, at_pairs, cut
-from headwise.masks.clauses.dense import check_fits, with_matrix_axes
+from headwise.masks.clauses.dense_mask import check_fits, with_matrix_axes
 from headwise.support.arguments import require_tensors
 from headwise.support.axes import broadcasts, describe_value
 from headwise.support.integers import as_int64

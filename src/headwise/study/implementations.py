@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
-from headwise.study.implementation import Implementation, SharedWeights
+from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.support.optional_imports import require
 
 PURPOSE = "whose attention is compared with"  # follows a package's name in an error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, AttentionMatrix, ScoreBias
-from headwise.huggingface.attention import attend
+from headwise.huggingface.attention_function import attend
 from headwise.layers.torch_api import multi_head_attention_forward
 from headwise.masks.bias_dtype import cast_bias
 from tests.honest import normal

@@ -12,7 +12,7 @@ from headwise import reference
 from headwise.layers.native.attention import Attention
 from headwise.masks.mask import Mask
 from headwise.study.experiments.measures import layer_budget, layer_output
-from headwise.study.implementation import SharedWeights
+from headwise.study.implementation_interface import SharedWeights
 
 
 def drawn(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.study import trained_encoder
-from headwise.study.experiments import conventions, same_weights
-from headwise.study.implementation import Implementation, SharedWeights
+from headwise.study.experiments import measured_conventions, same_weights
+from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import (
     GPT2,
     IMPLEMENTATIONS,
@@ -262,7 +262,7 @@ def test_kernels_that_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed() == {"one class"}
 
 
-HIDES, KEEPS, ADDS, _ = conventions.KINDS["boolean"]
+HIDES, KEEPS, ADDS, _ = measured_conventions.KINDS["boolean"]
 MEAN, WEIGHTS = "mean of all values", "attention weights"
 
 # ---- the experiments ---------------------------------------------------------------------------
@@ -280,7 +280,7 @@ MEAN, WEIGHTS = "mean of all values", "attention weights"
     ],
 )
 def test_what_is_known_of_them_is_found(key: str, expected: tuple[Any, ...]) -> None:
-    found = conventions.measure_conventions(IMPLEMENTATIONS[key])
+    found = measured_conventions.measure_conventions(IMPLEMENTATIONS[key])
     asked = ("boolean", "fill", "empty_row", "dropped", "dropout_modules", "dropout_modules_called")
     said = (found[what] for what in (*asked, "block"))
     plain = (what.replace("\u00a0", " ") if isinstance(what, str) else what for what in said)
@@ -308,20 +308,20 @@ class Odd(Annotated):
 
 
 def test_what_is_odd_is_found() -> None:
-    found = conventions.measure_conventions(Odd)
+    found = measured_conventions.measure_conventions(Odd)
     assert found["block"] == "residual"
     assert found["dropped"] == "nothing"
     assert found["weights"] == "batch, heads, keys, queries"
     assert found["empty_row"] == "something else"
     assert found["boolean"] == ADDS  # the mask is not looked at
-    peer = Odd(conventions.EMBED_DIM, conventions.NUM_HEADS)
-    assert conventions.depends_on_later_token(peer)
+    peer = Odd(measured_conventions.EMBED_DIM, measured_conventions.NUM_HEADS)
+    assert measured_conventions.depends_on_later_token(peer)
 
 
 def test_how_weights_are_initialised() -> None:
-    start = conventions.initial_output_projection(Annotated, embed_dim=96, num_heads=6)
+    start = measured_conventions.initial_output_projection(Annotated, embed_dim=96, num_heads=6)
     assert start == {"out": pytest.approx(96**-0.5, rel=0.02), "copies": True}  # Xavier's
-    start = conventions.initial_output_projection(GPT2, embed_dim=96, num_heads=6)
+    start = measured_conventions.initial_output_projection(GPT2, embed_dim=96, num_heads=6)
     assert start == {"out": pytest.approx(0.02 / 24**0.5, rel=0.02), "copies": False}
 
 

@@ -13,7 +13,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api import shared_forward
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.study.implementation import Implementation, SharedWeights
+from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import GPT2, DropIn, Native
 from headwise.study.questions import packing
 from headwise.study.questions.packing import QUESTION, PackingForm

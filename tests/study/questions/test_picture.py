@@ -14,7 +14,7 @@ from headwise.bundled_models.recorded_run import AttentionCall, Projections, Rec
 from headwise.layers.native.attention import Attention
 from headwise.study import implementations
 from headwise.study.experiments.measures import layer_output
-from headwise.study.implementation import Implementation, SharedWeights
+from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import Native
 from headwise.study.questions import picture
 from headwise.study.run import answer_question

@@ -13,7 +13,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.native import base
 from headwise.layers.native.attention import Attention
 from headwise.study import implementations
-from headwise.study.experiments.tracing import (
+from headwise.study.experiments.operation_trace import (
     ATTENDED,
     INPUT,
     OUTPUT,

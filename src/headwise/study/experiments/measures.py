@@ -28,7 +28,7 @@ from headwise.error_budget import rounding
 from headwise.error_budget.budget import Budget
 from headwise.error_budget.rounding import LAMBDA, Roundoff
 from headwise.masks.mask import Mask
-from headwise.study.implementation import SharedWeights
+from headwise.study.implementation_interface import SharedWeights
 from headwise.support.thread_count import one_thread
 
 

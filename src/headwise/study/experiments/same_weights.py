@@ -16,7 +16,7 @@ from headwise.bundled_models.recorded_run import Projections, RecordedRun
 from headwise.error_budget.budget import Budget
 from headwise.masks.mask import Mask
 from headwise.study.experiments.measures import layer_budget
-from headwise.study.implementation import Implementation, SharedWeights
+from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import IMPLEMENTATIONS, Bert, EinopsPage
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 3, 6, 45, 192

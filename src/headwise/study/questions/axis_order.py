@@ -18,7 +18,7 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.study.charts import SERIES, SOFT, Axes, Figure
 from headwise.study.experiments.measures import layer_budget, relative_difference, relative_times
-from headwise.study.implementation import SharedWeights
+from headwise.study.implementation_interface import SharedWeights
 from headwise.study.question import Fact, FactTable, Numbers, Question
 from headwise.support.progress import Progress
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from headwise.study import trained_encoder
 from headwise.study.charts import CARD, INK, SOFT, Axes, Figure
-from headwise.study.experiments import conventions, same_weights
+from headwise.study.experiments import measured_conventions, same_weights
 from headwise.study.experiments.same_weights import EMBED_DIM, NUM_HEADS
 from headwise.study.implementations import IMPLEMENTATIONS, PEERS, REWRITTEN
 from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template, scientific
@@ -41,9 +41,9 @@ def measure(progress: Progress) -> dict[str, Any]:
     run = trained_encoder.encoder_run(progress)
     shares = same_weights.budget_shares_of_model(run)
     progress("conventions", 2, 3)
-    each = {key: conventions.measure_conventions(IMPLEMENTATIONS[key]) for key in CODE}
+    each = {key: measured_conventions.measure_conventions(IMPLEMENTATIONS[key]) for key in CODE}
     sizes = {"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS}
-    initial = conventions.initial_output_projection
+    initial = measured_conventions.initial_output_projection
     starts = {key: initial(IMPLEMENTATIONS[key], **sizes) for key in CODE}
     out = {key: start["out"] for key, start in starts.items()}
     return {
@@ -65,7 +65,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         },
         "who": {
             what: {kind: join_names(k for k in CODE if each[k][what] == kind) for kind in kinds}
-            for what, kinds in conventions.KINDS.items()
+            for what, kinds in measured_conventions.KINDS.items()
         },
         "fills": describe_hidden_scores({key: str(each[key]["fill"]) for key in CODE}),
         "idle_dropout": join_names(
@@ -73,12 +73,14 @@ def measure(progress: Progress) -> dict[str, Any]:
         ),
         "narrow_softmax": [k for k in CODE if each[k]["softmax_narrows"]],
         "who_narrows": join_names(k for k in CODE if each[k]["softmax_narrows"]),
-        "orders_of_weights": len({each[k]["weights"] for k in CODE} - {conventions.UNSEEN}),
+        "orders_of_weights": len(
+            {each[k]["weights"] for k in CODE} - {measured_conventions.UNSEEN}
+        ),
         "out": out,
         "copies_of_one": join_names(key for key, start in starts.items() if start["copies"]),
         "narrowest_start": min(out.values()),
         "widest_start": max(out.values()),
-        "one_class": conventions.conventions_by_path(),
+        "one_class": measured_conventions.conventions_by_path(),
     }
 
 
@@ -89,7 +91,7 @@ def join_names(keys: Iterable[str]) -> str:
 
 def describe_hidden_scores(scores: Mapping[str, str]) -> str:
     """Return each value of hidden scores, with the names of the implementations that use it."""
-    kinds = [fill for fill in dict.fromkeys(scores.values()) if fill != conventions.UNSEEN]
+    kinds = [fill for fill in dict.fromkeys(scores.values()) if fill != measured_conventions.UNSEEN]
     return ", ".join(
         f"{fill} ({join_names(k for k in scores if scores[k] == fill)})" for fill in kinds
     )

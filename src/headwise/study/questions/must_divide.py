@@ -26,7 +26,7 @@ from headwise.study.charts import (
     write_note,
 )
 from headwise.study.experiments.measures import count_parameters, layer_budget
-from headwise.study.implementation import SharedWeights
+from headwise.study.implementation_interface import SharedWeights
 from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress import Progress
 

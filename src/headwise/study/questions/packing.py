@@ -23,7 +23,7 @@ from headwise.errors import PolarityWarning
 from headwise.masks.mask import Mask
 from headwise.study.charts import SERIES, Figure, add_sheet, draw_block, write_heading, write_note
 from headwise.study.experiments.measures import layer_budget, relative_times
-from headwise.study.implementation import SharedWeights
+from headwise.study.implementation_interface import SharedWeights
 from headwise.study.implementations import GPT2, DropIn, Native, TorchLayer
 from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress import Progress

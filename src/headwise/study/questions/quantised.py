@@ -27,7 +27,7 @@ from headwise.study.experiments.quantised_projections import (
     support_status,
     support_status_always_warning,
 )
-from headwise.study.implementation import SharedWeights
+from headwise.study.implementation_interface import SharedWeights
 from headwise.study.question import Fact, FactTable, Numbers, Question
 from headwise.support.progress import Progress
 

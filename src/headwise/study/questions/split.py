@@ -25,7 +25,7 @@ from headwise.study.charts import (
     write_note,
 )
 from headwise.study.experiments.measures import layer_budget
-from headwise.study.experiments.tracing import (
+from headwise.study.experiments.operation_trace import (
     AXES,
     PROJECTED,
     add_head_dim,

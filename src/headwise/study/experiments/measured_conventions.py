@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.error_budget.budget import Budget
-from headwise.study.experiments.tracing import trace
-from headwise.study.implementation import Implementation, SharedWeights
+from headwise.study.experiments.operation_trace import trace
+from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import GPT2, TorchLayer
 from headwise.study.question import scientific
 
