@@ -176,7 +176,7 @@ def test_a_file_becomes_a_folder_and_is_begun_anew_where_it_was(
     with monkeypatch.context() as patch:  # all tensors are safe on the disk
         patch.setattr(stream_conversion.ConversionStream, "_step", stop)
         out, _ = COMMAND.run(*command)
-    assert out.startswith("An earlier run had begun it; what it had done was kept.")
+    assert out.startswith("Resumed an interrupted run: the tensors it had written were reused.")
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
     assert len(open_source(tmp_path / "b")) == len(open_source(source))
 

@@ -90,17 +90,17 @@ def test_a_run_that_was_interrupted(
         done = invoke(*command)
     assert done.exit_code
     begun = tmp_path / ".b.headwise-part"
-    assert f"{begun} holds what is done; asked again, it goes on from there." in done.stderr
+    assert f"Partial output is in {begun}. Repeat the command to resume." in done.stderr
     assert begun.is_dir()
     assert run(*command)[0].splitlines()[0] == (
-        "An earlier run had begun it; what it had done was kept."
+        "Resumed an interrupted run: the tensors it had written were reused."
     )
     with monkeypatch.context() as patch:
         patch.setattr(ConversionStream, "run", stop)
         invoke(folder, tmp_path / "c", "--to", "llama-meta")
     os.utime(folder / "model-00001-of-00003.safetensors", ns=(1, 1))
     assert run(folder, tmp_path / "c", "--to", "llama-meta")[0].splitlines()[0] == (
-        "An earlier run had begun with other files or counts; this one started anew."
+        "Started anew: the interrupted run had other files or counts."
     )
 
 
@@ -169,11 +169,11 @@ def test_counts_that_fit_no_layout(tmp_path: Path) -> None:
     assert "llama" in error.needed
 
 
-def test_names_that_are_kept_are_said(folder: Path, tmp_path: Path) -> None:
+def test_unchanged_names_are_listed(folder: Path, tmp_path: Path) -> None:
     out, _ = run(folder, tmp_path / "c", "--to", "cohere")
-    (line,) = [line for line in out.splitlines() if "were kept" in line]
+    (line,) = [line for line in out.splitlines() if line.startswith("Unchanged")]
     assert line == (
-        "Names that were kept, since cohere has no others (13): model.embed_tokens.weight, "
+        "Unchanged names, since cohere has no others (13): model.embed_tokens.weight, "
         "model.layers.{n}.mlp.gate_proj.weight, model.layers.{n}.mlp.up_proj.weight, "
         "model.layers.{n}.input_layernorm.weight ..."
     )

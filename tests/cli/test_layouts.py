@@ -45,7 +45,7 @@ def test_a_word_of_the_name_lists_fewer() -> None:
 def test_one_is_drawn_with_its_pattern_function_source_and_note() -> None:
     lines = run("show", "falcon-40b", "--heads", "8", "--kv-heads", "2", "--head-dim", "64")
     assert lines[0] == "falcon-40b"
-    assert lines[1] == "checked     yes: a test runs the real thing"
+    assert lines[1] == "checked     yes: a test runs the real implementation"
     assert "source      transformers, models/falcon/modeling_falcon.py" in lines
     assert "drawn with  heads 8, kv_heads 2, head_dim 64, value_dim 64, embed_dim 512" in lines
     assert "query_key_value.weight  (768, 512)" in lines

@@ -199,7 +199,7 @@ def test_what_one_leaves_open_the_other_decides(
     read = ("cohere", "llama") if is_turned else ("llama", "cohere")
     assert done.stdout.splitlines() == [
         " against ".join(read),
-        f"  read as {' and '.join(read)}: their values agree so",
+        f"  read as {' and '.join(read)}: their values agree",
         "The same function, byte for byte: all 21 tensors are equal.",
     ]
 

@@ -161,7 +161,7 @@ def test_a_sign_of_zero_is_found() -> None:
     assert zeros.any()
     second[name] = torch.where(zeros, 0.0, second[name])
     (one,) = of_meta(first, second).differences
-    assert one.what == "1 of 5280 entries, zero in both, of another sign"
+    assert one.what == "1 of 5280 entries, zero in both, with the other sign"
 
 
 def test_keys_permuted_with_the_number_of_query_heads() -> None:
@@ -297,7 +297,7 @@ NAN = float("nan")
         ([1.0, NAN], [1.0, 1.0], "1 of 2 entries, where one alone is NaN"),
         ([1.0, torch.inf], [1.0, 1.0], "1 of 2 entries, where one is infinite"),
         ([-torch.inf, 3.0], [torch.inf, 1.0], "2 of 2 entries: 1 by at most 2, 1 where one is inf"),
-        ([0.0, NAN], [-0.0, NAN], "1 of 2 entries, zero in both, of another sign"),
+        ([0.0, NAN], [-0.0, NAN], "1 of 2 entries, zero in both, with the other sign"),
     ],
 )
 def test_numbers_that_are_none_are_said(mine: list[float], theirs: list[float], what: str) -> None:
@@ -312,7 +312,7 @@ def test_other_bits_of_a_nan_are_said() -> None:
     other.view(torch.int32)[0] ^= 1
     first, second = (llama() | {"x": each} for each in (x, other))
     (found,) = verify(first, second, "llama", "llama", **HEADS).differences
-    assert found.what == "1 of 2 entries, NaN in both, of other bits"
+    assert found.what == "1 of 2 entries, NaN in both, with other bits"
 
 
 def test_numbers_of_eight_bits_are_compared() -> None:
@@ -320,7 +320,7 @@ def test_numbers_of_eight_bits_are_compared() -> None:
     y = torch.tensor([1.0, 4.0, 0.0]).to(torch.float8_e4m3fn)
     first, second = (llama() | {"x": each} for each in (x, y))
     (found,) = verify(first, second, "llama", "llama", **HEADS).differences
-    assert found.what == "2 of 3 entries: 1 by at most 2, 1 zero in both, of another sign"
+    assert found.what == "2 of 3 entries: 1 by at most 2, 1 zero in both, with the other sign"
 
 
 def test_evidence_has_the_numbers_that_its_sentence_says() -> None:

@@ -1,4 +1,4 @@
-"""``headwise convert``: the weights of a stored model in another layout."""
+"""``headwise convert``: weights of a stored model, written in another layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headwise.checkpoints.stream_conversion import ConversionReport
     from headwise.diagnosis.detect import GivenWeights
 
-SHOWN = 4  # names that were kept
+SHOWN = 4  # unchanged names
 From = Annotated[
     str | None,
     typer.Option(
@@ -33,7 +33,7 @@ To = Annotated[str, typer.Option("--to", help="The layout to write.", show_defau
 Root = Annotated[
     str | None,
     typer.Option(
-        help="What stands before all names that are written, as 'model.'.",
+        help="Prefix of all names that are written, such as 'model.'.",
         show_default="that of the source",
     ),
 ]
@@ -49,8 +49,8 @@ Accept = Annotated[
     list[str] | None,
     typer.Option(
         metavar="FIELD",
-        help="Go on although the two layouts use the weights differently in this: scale, rotary "
-        "and so on. The model that reads them must be told. Can be given several times.",
+        help="Convert although the two layouts use the weights differently in FIELD: scale, rotary "
+        "and so on. Configure the model that reads the result. Can be given several times.",
     ),
 ]
 
@@ -60,7 +60,8 @@ def convert(
         Path, typer.Argument(show_default=False, help="A file of weights, or a folder with them.")
     ],
     target: Annotated[
-        Path, typer.Argument(show_default=False, help="A name that is free; nothing is replaced.")
+        Path,
+        typer.Argument(show_default=False, help="A new file or folder; nothing is overwritten."),
     ],
     *,
     to: To,
@@ -76,18 +77,18 @@ def convert(
     """Store the weights of a model in another layout, without loss.
 
     Every tensor that is rewritten is moved back and compared byte for byte.
-    A run that was interrupted goes on where it was when it is asked for again.
+    To resume an interrupted run, repeat the command.
     """
-    given = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
+    counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
     options = {"root": root, "accept": tuple(accept or ()), "files": as_}
-    _convert(source, target, (from_, to), given, options)
+    _convert(source, target, (from_, to), counts, options)
 
 
 def _convert(
-    place: Path,
+    source: Path,
     target: Path,
-    named: tuple[str | None, str],
-    given: Counts,
+    layouts: tuple[str | None, str],
+    counts: Counts,
     options: dict[str, Any],
 ) -> None:
     from headwise.cli.progress_bar import progress_bar
@@ -104,35 +105,30 @@ def _convert(
         from headwise.support.axes import human_bytes
         from headwise.support.thread_count import one_thread
 
-        wanted = layout(named[1])
-        found = weights_of(place, given)
-        stored = found.layout(named[0], "from")
-        assert isinstance(found.tensors, CheckpointSource)  # it was read from a path
+        written = layout(layouts[1])
+        weights = weights_of(source, counts)
+        stored = weights.layout(layouts[0], "from")
+        assert isinstance(weights.tensors, CheckpointSource)  # since ``source`` is a path
     console, made_folder = stderr_console(), missing_folder_note(target)
-    console.print(f"{place}: {stored.name} -> {wanted.name}", markup=False)
-    try:  # moving bytes waits for memory and the disk: a second thread takes twice the time
-        with one_thread(), _bytes_on_a_bar(console) as progress:
-            done = convert_checkpoint(
-                found.tensors,
-                target,
-                stored,
-                wanted,
-                progress=progress,
-                **{**options, **found.known},
-            )
+    console.print(f"{source}: {stored.name} -> {written.name}", markup=False)
+    try:  # memory and the disk limit the speed: a second thread takes twice the time
+        with one_thread(), _byte_progress_bar(console) as progress:
+            settings = {**options, **weights.known, "progress": progress}
+            report = convert_checkpoint(weights.tensors, target, stored, written, **settings)
     except KeyboardInterrupt:
-        begun = f"{folder_of(target)} holds what is done; asked again, it goes on from there."
-        console.print(begun, markup=False)
+        partial = f"Partial output is in {folder_of(target)}. Repeat the command to resume."
+        console.print(partial, markup=False)
         raise
-    took = f"{time.perf_counter() - start:.1f} s, {human_bytes(done.nbytes)}. The weights:"
-    lines = _lines(done, found, given, (stored.name, wanted.name))
-    for line in filter(None, [*lines, made_folder, took, str(done.target)]):
+    time_and_size = f"{time.perf_counter() - start:.1f} s, {human_bytes(report.nbytes)}."
+    lines = _lines(report, weights, counts, (stored.name, written.name))
+    end = (made_folder, f"{time_and_size} The weights:", str(report.target))
+    for line in filter(None, [*lines, *end]):
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
 
 
 @contextmanager
-def _bytes_on_a_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """A callback (file, bytes done, bytes in all), drawn while the block runs."""
+def _byte_progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a callback (file, bytes done, all bytes) that draws a progress bar."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -159,45 +155,44 @@ def _bytes_on_a_bar(console: Console) -> Iterator[Callable[[str, int, int], None
 
 
 def _lines(
-    done: ConversionReport, read: GivenWeights, given: Counts, names: tuple[str, str]
+    report: ConversionReport, weights: GivenWeights, counts: Counts, names: tuple[str, str]
 ) -> Iterator[str]:
-    """The answer, for layouts of these names."""
-    if done.found == "its beginning":
-        yield "An earlier run had begun it; what it had done was kept."
-    if done.found == "other work":
-        yield "An earlier run had begun with other files or counts; this one started anew."
+    """Describe a conversion from the first of two layouts, named in ``names``, to the second."""
+    if report.found == "its beginning":
+        yield "Resumed an interrupted run: the tensors it had written were reused."
+    if report.found == "other work":
+        yield "Started anew: the interrupted run had other files or counts."
     yield (
-        f"{done.tensors} tensors: {done.rewritten} rewritten, moved back and compared byte for "
-        f"byte; {done.tensors - done.rewritten} copied."
+        f"{report.tensors} tensors: {report.rewritten} rewritten, moved back and compared byte for "
+        f"byte; {report.tensors - report.rewritten} copied."
     )
-    if done.roots:
-        yield f"The names begin with {', '.join(map(repr, done.roots))}, which --root can change."
-    if done.kept:
-        kinds = list(dict.fromkeys(re.sub(r"\d+", "{n}", name) for name in done.kept))
+    if report.roots:
+        yield f"The names begin with {', '.join(map(repr, report.roots))}, which --root can change."
+    if report.kept:
+        kinds = list(dict.fromkeys(re.sub(r"\d+", "{n}", name) for name in report.kept))
         more = " ..." if len(kinds) > SHOWN else ""
         yield (
-            f"Names that were kept, since {names[1]} has no others ({len(done.kept)}): "
+            f"Unchanged names, since {names[1]} has no others ({len(report.kept)}): "
             f"{', '.join(kinds[:SHOWN])}{more}"
         )
-    if read.known:
-        yield f"Read with {', '.join(_counts(read, given))}."
-    for name, (mine, theirs) in done.accepted.items():
+    if weights.known:
+        yield f"Read with {', '.join(_counts_by_origin(weights, counts))}."
+    for name, (mine, theirs) in report.accepted.items():
         yield f"Accepted: {name}, {mine} in {names[0]}, {theirs} in {names[1]}."
-    if done.left:
-        shown = ", ".join(done.left[:3])
-        more = f" and {len(done.left) - 3} more" if len(done.left) > 3 else ""
-        fit = (
-            f"since they go with {names[0]}" if names[0] != names[1] else "though they fit as well"
-        )
-        yield f"Not copied, {fit}: {shown}{more}."
+    if report.left:
+        shown = ", ".join(report.left[:3])
+        more = f" and {len(report.left) - 3} more" if len(report.left) > 3 else ""
+        is_other = names[0] != names[1]
+        why = f"since they go with {names[0]}" if is_other else "though they fit as well"
+        yield f"Not copied, {why}: {shown}{more}."
 
 
-def _counts(read: GivenWeights, given: Counts) -> Iterator[str]:
-    """The counts by where they were read, such as "heads 6, kv_heads 2 (config.json)"."""
-    described = () if read.description is None else read.description.counts
+def _counts_by_origin(weights: GivenWeights, counts: Counts) -> Iterator[str]:
+    """Return the counts by their origins, such as "heads 6, kv_heads 2 (config.json)"."""
+    described = () if weights.description is None else weights.description.counts
     origins: dict[str, list[str]] = {}
-    for name, count in read.known.items():
+    for name, count in weights.known.items():
         file = "metadata" if name in described else "config.json"
-        origin = file if given.get(name) is None else "given"
+        origin = file if counts.get(name) is None else "given"
         origins.setdefault(origin, []).append(f"{name} {count}")
-    return (f"{', '.join(counts)} ({origin})" for origin, counts in origins.items())
+    return (f"{', '.join(named)} ({origin})" for origin, named in origins.items())

@@ -1,4 +1,4 @@
-"""``headwise detect``: which layout stored weights are in."""
+"""``headwise detect``: the layout of stored weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def detect(
     *,
     reference: Annotated[
         Path | None,
-        typer.Option(help="The same weights elsewhere: values decide.", show_default=False),
+        typer.Option(help="Another copy of the weights: values decide.", show_default=False),
     ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
             metavar="MODEL_DIR",
-            help="A model that runs with the same weights: what it computes decides.",
+            help="A model folder with the same weights: the outputs of its attention decide.",
             show_default=False,
         ),
     ] = None,
@@ -34,34 +34,34 @@ def detect(
     rotary_width: RotaryWidth = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
-    """Say which layout weights are in, with the reasons, or which ones they may be in.
+    """Detect the layout of weights, with the reasons, or list the layouts that fit.
 
-    Names and shapes often leave several; then a reference or a model that
-    runs decides. It is never guessed.
+    Names and shapes often fit several; then a reference or a model that runs
+    decides. Nothing is guessed.
     """
-    given = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    raise typer.Exit(_detect(place, reference, against, given, as_json=as_json))
+    counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
+    raise typer.Exit(_detect(place, reference, against, counts, as_json=as_json))
 
 
 def _detect(
-    place: Path, reference: Path | None, against: Path | None, given: Counts, *, as_json: bool
+    place: Path, reference: Path | None, against: Path | None, counts: Counts, *, as_json: bool
 ) -> int:
     from headwise.cli.progress_bar import progress_bar
 
     with progress_bar(stderr_console(), "loading torch"):
         from rich.console import Console
 
-        from headwise.diagnosis.detect import detect as ask
+        from headwise.diagnosis.detect import detect as detect_layout
         from headwise.diagnosis.detection_result import lines_of
 
-        found = ask(place, reference=reference, against=against, **given)
+        detection = detect_layout(place, reference=reference, against=against, **counts)
     if as_json:
         import json
 
-        typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
+        typer.echo(json.dumps(detection.to_json(), ensure_ascii=False))
     else:
-        for line in lines_of(found, title=str(place)):
+        for line in lines_of(detection, title=str(place)):
             Console(highlight=False, soft_wrap=True).print(line, markup=False)
-    if found.layout:
+    if detection.layout:
         return YES
-    return UNDECIDED if found.candidates else NO
+    return UNDECIDED if detection.candidates else NO

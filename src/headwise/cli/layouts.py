@@ -1,4 +1,4 @@
-"""``headwise layouts``: the layouts that are known, and one of them drawn."""
+"""``headwise layouts``: the catalogue of weight layouts, and drawings of them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 Count = Annotated[int | None, typer.Option(min=1, show_default=False)]
 
 
-class _ListsByItself(TyperGroup):
+class _ListByDefault(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Without a command behind it, the group lists: all, or those with a word in their name."""
-        is_other = args and (args[0] in self.commands or args[0].startswith("-"))
-        return super().parse_args(ctx, args if is_other else ["list", *args])
+        """Run ``list`` if no command is named."""
+        is_command = args and (args[0] in self.commands or args[0].startswith("-"))
+        return super().parse_args(ctx, args if is_command else ["list", *args])
 
 
 layouts = typer.Typer(
-    cls=_ListsByItself,
-    help="Tell the weight layouts that are known, and draw one of them.",
+    cls=_ListByDefault,
+    help="List the weight layouts of the catalogue, or draw one of them.",
     rich_markup_mode=None,
 )
 
@@ -32,10 +32,10 @@ layouts = typer.Typer(
 @layouts.command("list")
 def catalogue(
     word: Annotated[
-        str, typer.Argument(metavar="WORD", show_default="all", help="Those with it in their name.")
+        str, typer.Argument(metavar="WORD", show_default="all", help="Part of a layout's name.")
     ] = "",
 ) -> None:
-    """List them: whether a test runs the real implementation, and what its tensors are called."""
+    """List the layouts, with their tensors; "checked" if a test runs the real implementation."""
     from rich.console import Console
 
     _list(word, Console(highlight=False))
@@ -43,17 +43,14 @@ def catalogue(
 
 @layouts.command()
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As headwise layouts lists it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A layout of headwise layouts.")],
     *,
     heads: Count = None,
     kv_heads: Count = None,
     head_dim: Count = None,
     embed_dim: Count = None,
 ) -> None:
-    """Draw one layout: which rows or columns of each tensor are whose.
-
-    The sizes are small ones, unless some are given.
-    """
+    """Draw a small layout: the head of each row or column of each tensor."""
     from rich.console import Console
 
     from headwise.layouts.registry import layout
@@ -73,51 +70,52 @@ def _list(word: str, console: Console) -> None:
 
     from headwise.layouts.registry import families, layout
 
-    found = {
-        heading: [one for one in family if word.lower() in one.name]
+    listed = {
+        heading: [entry for entry in family if word.lower() in entry.name]
         for heading, family in families().items()
     }
-    known = [one for family in found.values() for one in family]
-    if not known:
-        layout(word)  # refuses, and names those that are near
-    widest = max(len(one.name) for one in known)
-    for heading, family in found.items():
+    entries = [entry for family in listed.values() for entry in family]
+    if not entries:
+        layout(word)  # raises an error with similar names
+    widest = max(len(entry.name) for entry in entries)
+    for heading, family in listed.items():
         if not family:
             continue
         table = Table(box=box.SIMPLE, pad_edge=False, show_header=False, expand=True)
         table.add_column(width=widest)
         table.add_column(width=len("described"))
         table.add_column(ratio=1)
-        for one in family:
-            standing = Text("described") if one.unchecked else Text("checked", "green")
-            required = one.required
-            names = [n.removesuffix(".weight") for n in one.tensors if n in required]
-            table.add_row(Text(one.name, "bold"), standing, Text(", ".join(names)))
+        for entry in family:
+            status = Text("described") if entry.unchecked else Text("checked", "green")
+            required = entry.required
+            names = [name.removesuffix(".weight") for name in entry.tensors if name in required]
+            table.add_row(Text(entry.name, "bold"), status, Text(", ".join(names)))
         console.print(Text(heading))
         console.print(table)
-    checked = sum(not one.unchecked for one in known)
+    checked = sum(not entry.unchecked for entry in entries)
     console.print(
-        f"{len(known)} layouts. {checked} are checked: a test runs the real implementation, and a "
-        "layer made of its weights gives the same outputs. The others are described: read from the "
-        "source, and not run. One of them by its name: headwise layouts show llama"
+        f"{len(entries)} layouts. {checked} are checked: a test runs the real implementation, and "
+        "a layer with its weights gives the same outputs. The others are described from the source "
+        "and were not run. To draw a layout: headwise layouts show llama"
     )
 
 
-def _show(layout: Layout, given: dict[str, int], console: Console) -> None:
+def _show(layout: Layout, counts: dict[str, int], console: Console) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
     from headwise.layouts.layout_drawing import draw, function_lines, sizes_for
 
-    drawn, sizes = draw(layout, **given), sizes_for(layout, given)
-    checked = f"no: {layout.unchecked}" if layout.unchecked else "yes: a test runs the real thing"
+    drawn, sizes = draw(layout, **counts), sizes_for(layout, counts)
+    is_checked = "yes: a test runs the real implementation"
+    checked = f"no: {layout.unchecked}" if layout.unchecked else is_checked
     console.print(Text(layout.name, "bold"))
     _entry(console, "checked", checked)
     _entry(console, "source", layout.source)
     if layout.note:
         _entry(console, "note", layout.note)
     for role, template in layout.where.items():
-        _entry(console, "stands at", f"{template} ({role})")
+        _entry(console, "location", f"{template} ({role})")
     shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
     _entry(console, "drawn with", ", ".join(f"{n} {sizes[n]}" for n in shown if n in sizes))
     console.print()
@@ -128,18 +126,18 @@ def _show(layout: Layout, given: dict[str, int], console: Console) -> None:
         console.print(Padding(Text(line), (0, 0, 0, 2)))
     console.print()
     console.print(
-        "q0 is query head 0, k0 and v0 are kv head 0, o0 is what the output projection does with "
+        "q0 is query head 0, k0 and v0 are kv head 0, o0 is the part of the output projection for "
         "head 0; numbers on the left count from 0.",
         style="dim",
     )
 
 
-def _entry(console: Console, what: str, words: str) -> None:
+def _entry(console: Console, label: str, text: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=10, style="dim")
     grid.add_column()
-    grid.add_row(Text(what), Text(words))
+    grid.add_row(Text(label), Text(text))
     console.print(grid)

@@ -1,4 +1,4 @@
-"""``headwise verify``: whether two stored checkpoints hold the same function."""
+"""``headwise verify``: byte-for-byte comparison of two stored checkpoints."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import typer
 from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
 from headwise.cli.output import NO, YES, missing_folder_note, stderr_console
 
-SHOWN = 8  # tensors, before the rest is counted
+SHOWN = 8  # tensors; more are only counted
 DIGESTS = ".json"
-Named = Annotated[str | None, typer.Option(show_default="what the files leave possible")]
+LayoutName = Annotated[str | None, typer.Option(show_default="what the files leave possible")]
 
 
 def verify(
-    first: Annotated[Path, typer.Argument(show_default=False, help="Weights.")],
+    first: Annotated[Path, typer.Argument(show_default=False, help="A file or folder of weights.")],
     second: Annotated[
         Path | None,
-        typer.Argument(show_default=False, help="Weights, or digests: a file that ends in .json."),
+        typer.Argument(show_default=False, help="Likewise, or digests: a file that ends in .json."),
     ] = None,
     *,
-    first_layout: Named = None,
-    second_layout: Named = None,
+    first_layout: LayoutName = None,
+    second_layout: LayoutName = None,
     outputs: Annotated[
         bool, typer.Option("--outputs", help="Run every layer of both in float64 as well.")
     ] = False,
@@ -32,7 +32,7 @@ def verify(
         typer.Option(
             metavar="FILE.json",
             help="Store the SHA-256 of every tensor of FIRST in a new file; with SECOND, only if "
-            "both are the same.",
+            "both are the same function.",
             show_default=False,
         ),
     ] = None,
@@ -41,25 +41,27 @@ def verify(
     head_dim: HeadDim = None,
     rotary_width: RotaryWidth = None,
 ) -> None:
-    """Say whether two files hold the same function, byte for byte.
+    """Compare two checkpoints byte for byte.
 
-    The first is moved into the layout of the second, tensor by tensor, and
-    compared. With digests as the second, every byte of the first is what it was
-    when they were written.
+    The first is converted to the layout of the second, tensor by tensor. With
+    digests as the second, every byte of the first must be as when they were
+    written.
     """
-    given = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    named = (first_layout, second_layout)
+    counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
+    layouts = (first_layout, second_layout)
     if second is None and write_digests is None:
         raise typer.BadParameter("Name SECOND, to compare with, or --write-digests FILE.json.")
     made_folder = "" if write_digests is None else missing_folder_note(write_digests)
     if write_digests is not None:
         _require_new(write_digests)
     if second is None or _is_digests(second):
-        if outputs or any(value is not None for value in (*named, *given.values())):
-            raise typer.BadParameter("Digests are compared without options of layouts and counts.")
+        if outputs or any(value is not None for value in (*layouts, *counts.values())):
+            raise typer.BadParameter(
+                "Leave out the options of layouts, counts and outputs: digests need none."
+            )
         status = YES if second is None else _verify_digests(first, second)
     else:
-        status = _verify(first, second, named, given, outputs=outputs)
+        status = _verify(first, second, layouts, counts, outputs=outputs)
     if write_digests is not None and not status:
         _write(first, write_digests, made_folder)
     raise typer.Exit(status)
@@ -77,46 +79,46 @@ def _require_new(path: Path) -> None:
 
     if not _is_digests(path):
         raise typer.BadParameter(
-            f"--write-digests {path}: name a file that ends in {DIGESTS}, as verify knows digests "
-            "by that."
+            f"--write-digests {path}: name a file that ends in {DIGESTS}; verify recognizes "
+            "digests by that ending."
         )
     require_free(path)
     require_writable(path)
 
 
-def _write(place: Path, path: Path, made_folder: str) -> None:
+def _write(weights: Path, path: Path, made_folder: str) -> None:
     from headwise.checkpoints.digests import digests_of, write_digests
     from headwise.checkpoints.source import open_source
 
-    found = digests_of(open_source(place))
+    digests = digests_of(open_source(weights))
     if made_folder:
         typer.echo(made_folder)
-    typer.echo(f"{len(found)} digests: {write_digests(path, found)}")
+    typer.echo(f"{len(digests)} digests: {write_digests(path, digests)}")
 
 
-def _verify_digests(place: Path, path: Path) -> int:
+def _verify_digests(weights: Path, path: Path) -> int:
     from headwise.checkpoints.digests import digests_of, read_digests
     from headwise.checkpoints.source import open_source
 
-    before, now = read_digests(path), digests_of(open_source(place))
-    other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    for name in other[:SHOWN]:
+    before, now = read_digests(path), digests_of(open_source(weights))
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    for name in changed[:SHOWN]:
         word = "changed" if name in before and name in now else "gone" if name in before else "new"
         typer.echo(f"  {name}: {word}")
-    if len(other) > SHOWN:
-        typer.echo(f"  and {len(other) - SHOWN} more")
-    unchanged = len(now) - sum(name in now for name in other)
+    if len(changed) > SHOWN:
+        typer.echo(f"  and {len(changed) - SHOWN} more")
+    unchanged = len(now) - sum(name in now for name in changed)
     total = len({**before, **now})
-    answer = f"Not the same: {unchanged} of {total}" if other else f"The same: all {total}"
+    answer = f"Not the same: {unchanged} of {total}" if changed else f"The same: all {total}"
     typer.echo(f"{answer} tensors are as in the digests.")
-    return NO if other else YES
+    return NO if changed else YES
 
 
 def _verify(
     first: Path,
     second: Path,
-    named: tuple[str | None, str | None],
-    given: Counts,
+    layouts: tuple[str | None, str | None],
+    counts: Counts,
     *,
     outputs: bool,
 ) -> int:
@@ -125,17 +127,11 @@ def _verify(
     with progress_bar(stderr_console(), "loading torch") as progress:
         from rich.console import Console
 
-        from headwise.diagnosis.verify import verify as compare
+        from headwise.diagnosis.verify import verify as compare_weights
 
-        found = compare(
-            first,
-            second,
-            first_layout=named[0],
-            second_layout=named[1],
-            outputs=outputs,
-            progress=progress,
-            **given,
-        )
-    for line in found.lines:
+        named = dict(zip(("first_layout", "second_layout"), layouts, strict=True))
+        settings = {**counts, **named, "outputs": outputs, "progress": progress}
+        diagnosis = compare_weights(first, second, **settings)
+    for line in diagnosis.lines:
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
-    return YES if found else NO
+    return YES if diagnosis else NO

@@ -9,13 +9,13 @@ from enum import StrEnum
 from headwise.layouts.layout import Layout
 
 NAMED = 3  # tensors, in the sentence about all of them
-SHOWN = 8  # differences of a kind, before the rest is counted
+SHOWN = 8  # differences of a kind; more are only counted
 
 
 class Verdict(StrEnum):
-    """Answers to the question whether two attentions are the same function.
+    """Results of comparing two attentions as functions.
 
-    Weights alone, as `verify` compares them, are the same or different; the others need a run.
+    `verify`, which compares weights, returns SAME or DIFFERENT; the others need a run.
     """
 
     SAME = "same"
@@ -27,32 +27,33 @@ class Verdict(StrEnum):
 
     @property
     def is_same(self) -> bool:
-        """True for the three verdicts of one function."""
+        """True if both are the same function."""
         return self in (Verdict.SAME, Verdict.TO_ROUNDING, Verdict.OTHER_WEIGHTS)
 
 
-# A kind of entries that differ, by its name in `TensorEvidence.numbers`.
+# Words for the kinds of entries that differ, by their names in `TensorEvidence.numbers`.
 _KINDS = {
     "apart": "by at most {largest:.3g}",
     "infinite": "where one is infinite",
     "nan": "where one alone is NaN",
-    "nan_bits": "NaN in both, of other bits",
-    "zero_signs": "zero in both, of another sign",
+    "nan_bits": "NaN in both, with other bits",
+    "zero_signs": "zero in both, with the other sign",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEvidence:
-    """A tensor that is another one in the second set of weights.
+    """Tensor that differs between two sets of weights.
 
     Attributes:
-        name: in the second; in the first where the second was moved into its layout.
-        made_of: names in the other.
+        name: in the second; in the first if the second was converted to its layout.
+        made_of: names of the tensors in the other set from which this one was converted.
         kind: "shape", "dtype" or "entries".
-        sides: of a shape or a dtype, those of the first and of the second.
-        numbers: of entries: how many there are ("entries"), how many differ ("differing") and how
-            ("apart", "infinite", "nan", "nan_bits", "zero_signs"), and by how much ("largest").
-        where: of a tensor of attention, the projections and heads that differ.
+        sides: shape or dtype in the first and in the second.
+        numbers: counts of all entries ("entries"), of those that differ ("differing") and of each
+            kind ("apart", "infinite", "nan", "nan_bits", "zero_signs"); the largest finite
+            difference ("largest").
+        where: the projections and heads that differ; "" outside attention.
     """
 
     name: str
@@ -67,12 +68,13 @@ class TensorEvidence:
         """The difference in words."""
         if self.sides:
             return f"{self.kind} {' against '.join(self.sides)}"
+        counts = self.numbers
         kinds = [
-            (self.numbers[kind], words.format_map(self.numbers))
+            (counts[kind], words.format_map(counts))
             for kind, words in _KINDS.items()
-            if self.numbers.get(kind)
+            if counts.get(kind)
         ]
-        counted = f"{self.numbers['differing']} of {self.numbers['entries']} entries"
+        counted = f"{counts['differing']} of {counts['entries']} entries"
         if len(kinds) < 2:
             return ", ".join([counted, *(words for _, words in kinds)])
         return f"{counted}: {', '.join(f'{number} {words}' for number, words in kinds)}"
@@ -84,18 +86,18 @@ class TensorEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorComparison:
-    """Tensors of two sets of weights beside each other. True if they are the same function.
+    """Comparison of two sets of weights, tensor by tensor. True if they are the same function.
 
     Attributes:
-        same: how many tensors of the second are those of the first, byte for byte.
-        differences: those that are not.
-        only_first: tensors of the first -> what the second lacks of them, by its names; none
-            where its layout has no name for them.
-        only_second: tensors of the second that nothing of the first makes.
+        same: number of tensors that are equal byte for byte.
+        differences: tensors that are in both and differ.
+        only_first: tensors of the first -> their names in the second, which lacks them; no names
+            where its layout has none.
+        only_second: tensors of the second without a counterpart in the first.
         conflicts: fields of `AttentionSpec` in which the two layouts differ -> (first, second).
-        unheld: the reason why one layout cannot hold the weights of the other, so that nothing was
-            compared; "" where it can.
-        narrow: which side's layout that is, "first" or "second".
+        unheld: the reason why one layout cannot hold the weights of the other, so that no tensor
+            was compared; "" where it can.
+        narrow: the side with that layout, "first" or "second".
     """
 
     same: int = 0
@@ -107,19 +109,18 @@ class TensorComparison:
     narrow: str = "second"
 
     def __bool__(self) -> bool:
-        apart = (self.differences, self.only_first, self.only_second, self.conflicts, self.unheld)
-        return not any(apart)
+        return not (self.total > self.same or self.conflicts or self.unheld)
 
     @property
     def total(self) -> int:
-        """How many tensors were compared, or have no counterpart."""
-        return self.same + len(self.differences) + len(self._lacking) + len(self.only_second)
+        """Number of tensors that were compared or have no counterpart."""
+        return self.same + len(self.differences) + len(self._missing) + len(self.only_second)
 
     def swapped(self) -> TensorComparison:
-        """Return the same with the first as the second."""
+        """Return the comparison with first and second exchanged."""
         return replace(
             self,
-            differences=tuple(replace(one, sides=one.sides[::-1]) for one in self.differences),
+            differences=tuple(replace(each, sides=each.sides[::-1]) for each in self.differences),
             only_first=dict.fromkeys(self.only_second, ()),
             only_second=tuple(self.only_first),
             conflicts={name: (b, a) for name, (a, b) in self.conflicts.items()},
@@ -127,19 +128,19 @@ class TensorComparison:
         )
 
     def lines(self, *, most: int = SHOWN) -> list[str]:
-        """What keeps the two from being the same, in words; at most so many of a kind."""
+        """Return the differences in words, at most ``most`` of a kind."""
         lines = [
             f"{name}: {mine} in the first, {theirs} in the second"
             for name, (mine, theirs) in self.conflicts.items()
         ]
         if self.unheld:
             lines.append(f"{self._narrow}: {self.unheld}")
-        alone = []
-        for name, lacking in self.only_first.items():
-            named = f"; the second has no {_quoted(lacking)}" if {*lacking} - {name} else ""
-            alone.append(f"`{name}`: in the first alone{named}")
-        also = [f"`{name}`: in the second alone" for name in self.only_second]
-        for kind in (list(map(str, self.differences)), alone, also):
+        in_first = []
+        for name, missing in self.only_first.items():
+            lack = f"; the second has no {_quoted(missing)}" if {*missing} - {name} else ""
+            in_first.append(f"`{name}`: in the first alone{lack}")
+        in_second = [f"`{name}`: in the second alone" for name in self.only_second]
+        for kind in (list(map(str, self.differences)), in_first, in_second):
             lines += shortened(kind, most)
         return lines
 
@@ -149,18 +150,20 @@ class TensorComparison:
         return f"the {self.narrow}'s layout cannot hold the {other}"
 
     @property
-    def _lacking(self) -> list[str]:
-        """What the second has not, by its own names where its layout has any."""
-        found = (lack or (name,) for name, lack in self.only_first.items())
-        return list(dict.fromkeys(name for names in found for name in names))
+    def _missing(self) -> list[str]:
+        """Tensors that the second lacks, by the names of its layout where it has them."""
+        missing = (names or (name,) for name, names in self.only_first.items())
+        return list(dict.fromkeys(name for names in missing for name in names))
 
     def __str__(self) -> str:
         if self.unheld:
             return f"no tensor was compared: {self._narrow}"
         all_same = self.same == self.total
         parts = [f"{'all' if all_same else f'{self.same} of'} {self.total} tensors are equal"]
-        parts += _listed("differs", "differ", [(one.name, one.where) for one in self.differences])
-        for which, names in (("first", self._lacking), ("second", self.only_second)):
+        parts += _listed(
+            "differs", "differ", [(each.name, each.where) for each in self.differences]
+        )
+        for which, names in (("first", self._missing), ("second", self.only_second)):
             alone = [(name, "") for name in names]
             parts += _listed(f"is in the {which} alone", f"are in the {which} alone", alone)
         if self.conflicts:
@@ -170,13 +173,13 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """One layer of both.
+    """Comparison of the outputs of a layer.
 
     Attributes:
-        first: its place in the first checkpoint.
-        second: in the second.
+        first: the layer's name in the first checkpoint.
+        second: its name in the second.
         apart: the largest difference, as a share of the largest output.
-        allowed: what rounding explains.
+        allowed: the share that rounding explains.
     """
 
     first: str
@@ -186,7 +189,7 @@ class OutputComparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether no more than rounding is between them."""
+        """True if rounding explains the difference."""
         return self.apart <= self.allowed
 
     def __str__(self) -> str:
@@ -199,14 +202,14 @@ class OutputComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Two attentions, or models, beside each other. True if they are the same function.
+    """Comparison of two attentions or models. True if they are the same function.
 
     Attributes:
-        verdict: the answer.
-        layouts: in which the weights were read; None where their configs contradict each other.
-        notes: how that was decided, or why they are not the same.
-        tensors: the evidence of the weights; None where ``layouts`` is.
-        outputs: the evidence of a run of each layer of both, where that was asked for.
+        verdict: the result.
+        layouts: those in which the weights were read; None if their configs contradict each other.
+        notes: the evidence for these layouts, or the reasons why the two are not the same.
+        tensors: the comparison of the weights; None where ``layouts`` is.
+        outputs: the comparison of each layer's outputs; empty without `verify(outputs=True)`.
     """
 
     verdict: Verdict
@@ -220,7 +223,7 @@ class Diagnosis:
 
     @property
     def lines(self) -> list[str]:
-        """The diagnosis in sentences, its reasons first."""
+        """Sentences: the layouts, the evidence, the answer."""
         lines = [] if self.layouts is None else [" against ".join(n.name for n in self.layouts)]
         notes = shortened(self.notes, SHOWN)
         notes += self.tensors.lines() if self.tensors is not None else []
@@ -246,7 +249,7 @@ class Diagnosis:
 
 
 def shortened(lines: Iterable[str], most: int) -> list[str]:
-    """Return the first lines, and one that counts the rest."""
+    """Return the first lines, and a line with the number of the others."""
     lines = list(lines)
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
 
@@ -259,13 +262,13 @@ def _with(name: str, where: str) -> str:
     return f"{name} ({where})" if where else name
 
 
-def _listed(one: str, several: str, tensors: Iterable[tuple[str, str]]) -> list[str]:
-    """Names with their verb, and the heads of each; of many, the first."""
+def _listed(singular: str, plural: str, tensors: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a clause with a verb and the first tensors' names and heads; [] without tensors."""
     shown = [(f"`{name}`", where) for name, where in tensors]
     if len(shown) < 2:
-        return [_with(f"{name} {one}", where) for name, where in shown]
+        return [_with(f"{name} {singular}", where) for name, where in shown]
     names = [_with(name, where) for name, where in shown]
     if len(names) > NAMED:
         more = f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
-        return [f"{len(names)} {several}: {more}"]
-    return [f"{', '.join(names[:-1])} and {names[-1]} {several}"]
+        return [f"{len(names)} {plural}: {more}"]
+    return [f"{', '.join(names[:-1])} and {names[-1]} {plural}"]
