@@ -69,7 +69,7 @@ class AttentionMatrix(LeftOperand):
         MaskError: a mask or a score bias for other sizes.
     """
 
-    @explains(checks.SDPA_WORDS)
+    @explains(checks.SDPA_ADVICE)
     def __init__(
         self,
         q: Float[Tensor, "batch heads queries head_dim"],
@@ -87,7 +87,7 @@ class AttentionMatrix(LeftOperand):
         self.mask = checks.require_mask(mask)
         self.score_bias = checks.require_score_bias(score_bias)
         self.scale = reference.default_scale(q) if scale is None else scale
-        is_shaped = self.mask is not checks.EVERYTHING or self.score_bias is not checks.ZERO
+        is_shaped = self.mask is not checks.NO_MASK or self.score_bias is not checks.NO_BIAS
         self._is_plain = not is_shaped and softcap is None and sink is None
         self._bound = self.mask.bind(**self._sizes, device=q.device) if is_shaped else None
         if is_shaped:
@@ -210,7 +210,7 @@ class AttentionMatrix(LeftOperand):
         offset = checks.checked_offset(offset, *self.shape[2:])
         return diagonal_weights(self._problem(), offset)
 
-    @explains(checks.ROWS_IS_QUERIES)
+    @explains(checks.ROWS_ADVICE)
     def topk(
         self, k: SupportsIndex, queries: Integer[Tensor, " rows"] | None = None
     ) -> tuple[Float[Tensor, "batch heads rows k"], Int[Tensor, "batch heads rows k"]]:
@@ -298,7 +298,7 @@ class AttentionMatrix(LeftOperand):
         Raises:
             ShapeError: ``queries`` is no bool tensor of (batch, queries).
         """
-        checks.check_queries_seen(queries, batch=self.shape[0], length=self.shape[2])
+        checks.check_seen_by(queries, batch=self.shape[0], length=self.shape[2])
         return seen_by(self._problem(), queries)
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
@@ -346,7 +346,7 @@ class AttentionMatrix(LeftOperand):
         fits = v.dim() == 4 and broadcasts(v.shape[0], batch) and v.shape[2] == keys
         fits_kv_heads = fits and broadcasts(v.shape[1], kv_heads)
         if not fits or not (fits_kv_heads or v.shape[1] == heads):
-            checks.refuse_operand(
+            checks.raise_operand_error(
                 "A @ v", v, f"(batch {batch}, kv_heads {kv_heads}, keys {keys}, value_dim)"
             )
         checks.check_operand("v", v, self.q)
@@ -389,7 +389,7 @@ class TransposedMatrix(LeftOperand):
         batch, heads, _, queries = self.shape
         fits = y.dim() == 4 and y.shape[2] == queries
         if not fits or not (broadcasts(y.shape[0], batch) and broadcasts(y.shape[1], heads)):
-            checks.refuse_operand(
+            checks.raise_operand_error(
                 "A.mT @ y", y, f"(batch {batch}, heads {heads}, queries {queries}, y_dim)"
             )
         checks.check_operand("y", y, self.mT.q)

@@ -229,7 +229,7 @@ def test_a_place_where_nothing_can_be_written(scan: HeadScan, tmp_path: Path) ->
     tmp_path.joinpath("file").touch()
     for path, said in (
         (tmp_path, "which is a folder"),
-        (tmp_path / "file" / "scan.safetensors", "which is a file or lies below one"),
+        (tmp_path / "file" / "scan.safetensors", "which is a file or is below a file"),
     ):
         with pytest.raises(OptionError, match=said):
             scan.save(path)

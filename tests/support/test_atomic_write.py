@@ -55,5 +55,5 @@ def test_a_folder_is_no_page(tmp_path: Path) -> None:
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     tmp_path.joinpath("file").touch()
     for path in ("file/page.html", "file/below/page.html"):
-        with pytest.raises(OptionError, match="is a file or lies below one"):
+        with pytest.raises(OptionError, match="is a file or is below a file"):
             write_whole(tmp_path / path, "new")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 
-from headwise.support.nested_tensors import leaves, mapped
+from headwise.support.nested_tensors import leaves, map_leaves
 
 
 @dataclass
@@ -23,5 +23,5 @@ def test_leaves_come_in_order() -> None:
 
 
 def test_mapped_keeps_the_form() -> None:
-    assert mapped(str, (1, [2, (None,)], {"a": 3})) == ("1", ["2", ("None",)], {"a": "3"})
-    assert mapped(str, 1) == "1"
+    assert map_leaves(str, (1, [2, (None,)], {"a": 3})) == ("1", ["2", ("None",)], {"a": "3"})
+    assert map_leaves(str, 1) == "1"

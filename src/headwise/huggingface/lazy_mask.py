@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.errors import MaskError
 from headwise.masks.mask import Mask
 from headwise.support import private_torch
-from headwise.support.nested_tensors import mapped
+from headwise.support.nested_tensors import map_leaves
 
 MEANING = "headwise_mask"  # attribute of a dense mask that holds its `Mask`
 
@@ -98,7 +98,7 @@ class LazyMask(Tensor):
             return args[0]._on(kwargs.get("device", args[0].device))
         if packet in _SUMS:
             _check_terms(*args[:2])
-        return func(*mapped(_write_if_lazy, args), **mapped(_write_if_lazy, kwargs))
+        return func(*map_leaves(_write_if_lazy, args), **map_leaves(_write_if_lazy, kwargs))
 
     def _on(self, device: torch.device) -> LazyMask:
         batch, _, queries, keys = self.shape

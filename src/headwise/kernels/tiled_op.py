@@ -22,7 +22,7 @@ from headwise.masks import clauses
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import MatrixSizes
 from headwise.masks.score_bias import BoundBias
-from headwise.support.nested_tensors import leaves, mapped
+from headwise.support.nested_tensors import leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch
 
 # The fields of BoundScores as operator arguments, in the order of pack and unpack.
@@ -131,7 +131,7 @@ def _setup(ctx: Any, inputs: Packed, output: tuple[Tensor, ...]) -> None:
     # Tensors in lists are saved one by one; the backward pass rebuilds the lists.
     saved = [inputs, output[2:4]]
     ctx.save_for_backward(*(x for x in leaves(saved) if isinstance(x, Tensor)))
-    ctx.form = mapped(lambda x: Tensor if isinstance(x, Tensor) else x, saved)
+    ctx.form = map_leaves(lambda x: Tensor if isinstance(x, Tensor) else x, saved)
     table, biases = inputs[3:5]
     ctx.biases_needed = [bias.requires_grad for bias in biases]
     ctx.table_needed = table is not None and table.requires_grad
@@ -139,7 +139,7 @@ def _setup(ctx: Any, inputs: Packed, output: tuple[Tensor, ...]) -> None:
 
 def _backward(ctx: Any, *upstream: Tensor | None) -> Packed:
     tensors = iter(ctx.saved_tensors)
-    arguments, (peak, log_sum) = mapped(lambda x: next(tensors) if x is Tensor else x, ctx.form)
+    arguments, (peak, log_sum) = map_leaves(lambda x: next(tensors) if x is Tensor else x, ctx.form)
     if torch.is_grad_enabled():
         return _differentiable_backward(arguments, upstream)
     q, k, v, y, sink, table, biases = torch.ops.headwise.sweep_backward(
@@ -172,7 +172,7 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
         return isinstance(x, Tensor) and x.requires_grad
 
     # Views: a tensor that is passed twice, as q and as k, needs a gradient for each.
-    packed = mapped(lambda x: x.view_as(x) if needs_gradient(x) else x, arguments)
+    packed = map_leaves(lambda x: x.view_as(x) if needs_gradient(x) else x, arguments)
     v, y, *statistics = packed[COUNT:]
     results = dense.dense_result(unpack(packed[:COUNT]), v, y, Requested(*statistics))
     used = [
@@ -188,7 +188,7 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
         allow_unused=True,
     )
     each = iter(flat)
-    gradients: Packed = mapped(lambda x: next(each) if needs_gradient(x) else None, packed)
+    gradients: Packed = map_leaves(lambda x: next(each) if needs_gradient(x) else None, packed)
     return (*gradients[:5], *map(_no_gradient, packed[5:COUNT]), *gradients[COUNT:])
 
 

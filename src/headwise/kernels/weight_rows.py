@@ -16,7 +16,7 @@ from headwise.kernels.kernel import Task
 from headwise.kernels.tiled import softmax_shift
 from headwise.kernels.tiled_op import pack, unpack
 from headwise.masks.bias_dtype import cast_biases
-from headwise.support.nested_tensors import leaves, mapped
+from headwise.support.nested_tensors import leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch, without_autocast
 
 
@@ -79,11 +79,11 @@ def _largest_of_block(problem: BoundScores, count: int, index: Tensor) -> tuple[
     # is an argument, so that torch saves it and detects in-place changes.
     whole = (pack(problem), index)
     tensors = [x for x in leaves(whole) if isinstance(x, Tensor)]
-    form = mapped(lambda x: Tensor if isinstance(x, Tensor) else x, whole)
+    form = map_leaves(lambda x: Tensor if isinstance(x, Tensor) else x, whole)
 
     def recomputed(*tensors: Any) -> tuple[Tensor, Tensor]:
         each = iter(tensors)
-        packed, rows = mapped(lambda x: next(each) if x is Tensor else x, form)
+        packed, rows = map_leaves(lambda x: next(each) if x is Tensor else x, form)
         values, indices = weights_at(unpack(packed), rows).topk(count, dim=-1)
         return values, indices
 

@@ -5,9 +5,9 @@
     wv (kv_heads, value_dim, source_dim)  bv (kv_heads, value_dim)
     wo (heads, value_dim, out_dim)        bo (out_dim)
 
-Head h attends with wq[h] @ x, and reads kv head h // (heads / kv_heads). Where queries and keys are
-rotated, the two numbers that are rotated together stand half of the rotated width apart. Vaswani et
-al. 2017, section 3.2.2, has the transposes of these matrices.
+The queries of head h are wq[h] @ x; its keys and values are those of kv head
+h // (heads / kv_heads). Two channels that are rotated together are half of the rotated width apart.
+Vaswani et al. 2017, section 3.2.2, has the transposes of these matrices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 State = dict[str, "torch.Tensor"]
 
-# tensor -> its axes; a layout may say an axis by a wider name, where it has no other.
+# tensor -> its axes; a layout without an axis uses the name that `WIDER` has for it.
 AXES: dict[str, tuple[str, ...]] = {
     "wq": ("heads", "head_dim", "embed_dim"),
     "wk": ("kv_heads", "head_dim", "source_dim"),
@@ -29,12 +29,12 @@ AXES: dict[str, tuple[str, ...]] = {
     "bk": ("kv_heads", "head_dim"),
     "bv": ("kv_heads", "value_dim"),
     "bo": ("out_dim",),
-    # a learned logit that takes part in the softmax and has no value
+    # a learned logit in the softmax, without a value
     "sink": ("heads",),
-    # one more key and value, which every query may attend to
+    # an additional key and value for all queries
     "extra_k": ("kv_heads", "head_dim"),
     "extra_v": ("kv_heads", "value_dim"),
-    # norms of queries and keys: the same for every head, or each with its own
+    # norms of queries and keys: shared by the heads, or one for each head
     "q_norm": ("head_dim",),
     "k_norm": ("head_dim",),
     "q_norm_bias": ("head_dim",),
@@ -57,15 +57,7 @@ WIDER = {
 }
 BIASES = ("bq", "bk", "bv", "bo")
 NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
-# Those that a module of any layout may lack; of several layers one may hold the distances of all.
+# Optional tensors of every layout. One layer may hold the distances of all.
 OPTIONAL = (*BIASES, "bg", *(f"{norm}_bias" for norm in NORMS), "distances")
-# Those whose head_dim is rotated, so that it has an order.
-ROTATED = (
-    "wq",
-    "wk",
-    "bq",
-    "bk",
-    "extra_k",
-    *NORMS,
-    *(f"{norm}_bias" for norm in NORMS),
-)
+# Tensors with a rotated head_dim, in which the order of channels matters.
+ROTATED = ("wq", "wk", "bq", "bk", "extra_k", *NORMS, *(f"{norm}_bias" for norm in NORMS))

@@ -82,7 +82,7 @@ class Layout:
                         saw=f"{tensor} in {name} of {self.name}"
                         + (f", and in {pattern_names[tensor]}" if tensor in pattern_names else ""),
                         needed=f"each tensor once, of {', '.join(AXES)}",
-                        do="write the pattern anew; docs/layouts.md tells what each tensor is",
+                        do="rewrite the pattern; Weight layouts in the docs lists the tensors",
                     )
                 pattern_names[tensor] = name
                 atoms(tensor, pattern.names_of(tensor), self.all_splits)
@@ -90,7 +90,7 @@ class Layout:
             raise OptionError(
                 saw=f"{self.name} without {', '.join(missing)}",
                 needed=f"patterns for {', '.join(MATRICES)}, alone or fused",
-                do="write what is missing; docs/layouts.md tells what each tensor is",
+                do="add these patterns; Weight layouts in the docs lists the tensors",
             )
         for role, template in self.where.items():
             unknown = [part for part in SLOT.findall(template) if part not in NUMBERED]

@@ -318,7 +318,7 @@ def _pattern_error(text: str, needed: str) -> OptionError:
     return OptionError(
         saw=f"the pattern {text!r}",
         needed=needed,
-        do="write it like 'wq: (heads head_dim) embed_dim'; docs/layouts.md tells more",
+        do="write it like 'wq: (heads head_dim) embed_dim'; see Weight layouts in the docs",
     )
 
 

@@ -1,4 +1,4 @@
-"""Masks in the conventions of other functions, read as True = may attend."""
+"""Conversion of masks in other functions' conventions to True = may attend."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from headwise.support.tracing import may_check_values
 
 
 def require_bool(tensor: Tensor, where: str) -> None:
-    """Raise MaskError for a mask whose polarity its dtype does not say."""
+    """Raise MaskError unless the dtype is bool: an integer mask may mean either polarity."""
     require_tensors(allowed=tensor)
     if tensor.dtype != torch.bool:
         raise MaskError(
-            saw=f"{where} given a tensor of dtype {tensor.dtype}",
+            saw=f"{where} with a tensor of dtype {tensor.dtype}",
             needed="bool: True = may attend. An integer mask may mean either polarity",
             do="t.bool() if nonzero means may attend, t == 0 if nonzero means blocked; "
             "a float that is added to the scores is a ScoreBias",
         )
 
 
-def from_convention(mask: Tensor, num_heads: int | None, *, true_attends: bool) -> Tensor:
-    """(batch, heads, queries, keys) or fewer, True = may attend, from another library's mask."""
-    allowed = allowed_by(mask, true_attends=true_attends)
+def allowed_matrix(mask: Tensor, num_heads: int | None, *, true_attends: bool) -> Tensor:
+    """Return another library's mask as bools with named axes, True = may attend.
+
+    The shape is (batch, heads, queries, keys), or broadcasts to it.
+    """
+    allowed = allowed_entries(mask, true_attends=true_attends)
     if allowed.dim() == 2:
         return with_matrix_axes(allowed, "queries keys")
     if allowed.dim() == 4 and true_attends:
@@ -33,20 +36,20 @@ def from_convention(mask: Tensor, num_heads: int | None, *, true_attends: bool) 
     if allowed.dim() == 3 and not true_attends and num_heads and allowed.shape[0] % num_heads == 0:
         by_head: Tensor = allowed.unflatten(0, (-1, num_heads))
         return by_head
-    reading = "(queries, keys) or (batch, heads, queries, keys)"
+    shapes = "(queries, keys) or (batch, heads, queries, keys)"
     if not true_attends:
-        reading = "(queries, keys), or (batch*heads, queries, keys) together with num_heads"
+        shapes = "(queries, keys), or (batch*heads, queries, keys) together with num_heads"
     raise MaskError(
         saw=f"a mask of shape {tuple(mask.shape)}"
         + (f" and num_heads={num_heads}" if num_heads else ""),
-        needed=f"{reading}; a 3-D mask may also mean (batch, queries, keys) "
+        needed=f"{shapes}; a 3-D mask may also mean (batch, queries, keys) "
         "or (heads, queries, keys)",
         do='name the axes: Mask.may_attend(allowed, axes="batch queries keys")',
     )
 
 
-def allowed_by(mask: Tensor, *, true_attends: bool) -> Tensor:
-    """True = may attend, from a bool mask of either polarity or a float mask of 0 and -inf."""
+def allowed_entries(mask: Tensor, *, true_attends: bool) -> Tensor:
+    """Return a bool mask of either polarity, or a float one of 0 and -inf, as True = may attend."""
     require_tensors(mask=mask)
     if mask.dtype == torch.bool:
         return mask if true_attends else ~mask

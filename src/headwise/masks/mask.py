@@ -35,7 +35,7 @@ from headwise.masks.clauses.lengths import (
 from headwise.masks.clauses.prefix import prefix_of
 from headwise.masks.clauses.segments import PackedRow, Segments, offsets_of, segment_ids_of
 from headwise.masks.clauses.where import Predicate, Where
-from headwise.masks.conventions import allowed_by, from_convention, require_bool
+from headwise.masks.conventions import allowed_entries, allowed_matrix, require_bool
 from headwise.support.axes import describe_value
 from headwise.support.integers import as_count, as_int64
 
@@ -210,12 +210,12 @@ class Mask:
         2-D is (queries, keys); 3-D is (batch*heads, queries, keys), heads fastest, and needs
         ``num_heads``. A float mask with other values is a `ScoreBias`.
         """
-        return cls((Dense(from_convention(attn_mask, num_heads, true_attends=False)),))
+        return cls((Dense(allowed_matrix(attn_mask, num_heads, true_attends=False)),))
 
     @classmethod
     def from_torch_padding(cls, key_padding_mask: Tensor) -> Mask:
         """`torch.nn.MultiheadAttention`'s ``key_padding_mask`` (batch, keys): True = ignored."""
-        allowed = allowed_by(key_padding_mask, true_attends=False)
+        allowed = allowed_entries(key_padding_mask, true_attends=False)
         return cls((Dense(with_matrix_axes(allowed, "batch keys")),))
 
     @classmethod
@@ -224,10 +224,10 @@ class Mask:
 
         2-D is (queries, keys), 4-D is (batch, heads, queries, keys), broadcastable.
         """
-        return cls((Dense(from_convention(attn_mask, None, true_attends=True)),))
+        return cls((Dense(allowed_matrix(attn_mask, None, true_attends=True)),))
 
     def __and__(self, other: Mask) -> Mask:
-        refuse_what_is_no_mask(other, "Mask & ")
+        require_mask_type(other, "Mask & ")
         return Mask(self.clauses + other.clauses)
 
     # ---- use --------------------------------------------------------------------------------
@@ -322,17 +322,17 @@ class Mask:
 # ---- conventions of other libraries ------------------------------------------------------------
 
 
-def refuse_what_is_no_mask(value: object, place: str) -> Mask:
-    """Return a Mask as it is; refuse all else, a bare tensor with both of its readings."""
+def require_mask_type(value: object, call: str) -> Mask:
+    """Return a Mask as it is, or raise MaskError; for a tensor, it names both conventions."""
     if isinstance(value, Mask):
         return value
     if not isinstance(value, Tensor):
         raise MaskError(
-            saw=f"{place}{describe_value(value)}", needed="a Mask", do="e.g. Mask.causal()"
+            saw=f"{call}{describe_value(value)}", needed="a Mask", do="e.g. Mask.causal()"
         )
     added = ", or ScoreBias.dense(t, axes=...)" if value.is_floating_point() else ""
     raise MaskError(
-        saw=f"{place}{describe_value(value)}",
+        saw=f"{call}{describe_value(value)}",
         needed="a Mask: a bare tensor may mean True = may attend "
         "(scaled_dot_product_attention) or True = blocked (nn.MultiheadAttention)",
         do=f"Mask.from_sdpa(t), Mask.from_torch(t), or Mask.may_attend(t, axes=...){added}",

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, LimitError, OptionError, ShapeError
-from headwise.masks.mask import Mask, refuse_what_is_no_mask
-from headwise.masks.score_bias import ScoreBias, refuse_what_is_no_bias
+from headwise.masks.mask import Mask, require_mask_type
+from headwise.masks.score_bias import ScoreBias, require_score_bias_type
 from headwise.support.arguments import ArgumentAdvice, is_number, require_tensors
 from headwise.support.axes import describe_value, human_bytes, sizes
 from headwise.support.integers import as_count, as_int64, is_integer
 from headwise.support.tracing import may_check_values
 
-# Where no mask and no score bias is given. A kernel asks whether it has these very objects.
-EVERYTHING, ZERO = Mask(), ScoreBias()
+# Defaults of `AttentionMatrix`, recognized by identity.
+NO_MASK, NO_BIAS = Mask(), ScoreBias()
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# What scaled_dot_product_attention calls the options of a matrix.
-SDPA_WORDS = {
+# Advice for the argument names of scaled_dot_product_attention.
+SDPA_ADVICE = {
     "attn_mask": ArgumentAdvice(
         "a Mask for a bool mask (True = may attend there), a ScoreBias for a float one",
         'mask=Mask.from_sdpa(m), or score_bias=ScoreBias.dense(m, axes="queries keys")',
@@ -31,21 +31,21 @@ SDPA_WORDS = {
         "any number of kv_heads that divides that of heads", "leave it out"
     ),
 }
-ROWS_IS_QUERIES = {
-    "rows": ArgumentAdvice("queries=, which is the name of this", "A.topk(k, queries=index)")
+ROWS_ADVICE = {
+    "rows": ArgumentAdvice("queries=, the name of this argument", "A.topk(k, queries=index)")
 }
 
 
 def require_mask(mask: object) -> Mask:
     if mask is None:
-        return EVERYTHING
-    return refuse_what_is_no_mask(mask, "mask=")
+        return NO_MASK
+    return require_mask_type(mask, "mask=")
 
 
 def require_score_bias(score_bias: object) -> ScoreBias:
     if score_bias is None:
-        return ZERO
-    return refuse_what_is_no_bias(score_bias, "score_bias=")
+        return NO_BIAS
+    return require_score_bias_type(score_bias, "score_bias=")
 
 
 def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
@@ -113,7 +113,10 @@ def check_options(
 
 
 def check_score_numbers(scale: float | None, softcap: float | None, *, dtype: torch.dtype) -> None:
-    """``dtype`` is that of the queries; the bounds are those of the dtype of their scores."""
+    """Check that scale and softcap are in the range of the scores' dtype.
+
+    ``dtype`` is that of the queries.
+    """
     limits = _range(dtype)
     # Comparisons, not math.isfinite: they also hold for the symbolic floats of a compiled graph.
     if scale is not None and not (is_number(scale) and abs(scale) <= limits.max):
@@ -131,27 +134,27 @@ def check_score_numbers(scale: float | None, softcap: float | None, *, dtype: to
 
 
 def _plain_number(name: str, value: object) -> str | None:
-    """What to do with a tensor in the place of a number."""
+    """Return the remedy for a tensor that was passed as a number."""
     if not isinstance(value, Tensor):
         return None
-    learned = "; a factor that is learned belongs to the queries: q * factor"
+    learned = "; multiply the queries by a learned factor: q * factor"
     return f"{name}=float(t) of one number" + (learned if name == "scale" else "")
 
 
 def _range(dtype: torch.dtype) -> torch.finfo:
-    """That of the dtype in which the scores of such queries are held."""
+    """Return the range of the dtype of the scores, for queries of ``dtype``."""
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def _beyond(tensor: Tensor, dtype: torch.dtype) -> float | None:
-    """The largest entry, where scores cannot hold it; NaN is larger than all. Eager on CPU only."""
+    """Return the largest entry if scores cannot hold it, NaN included. Eager mode on CPU only."""
     if not may_check_values(tensor) or tensor.numel() == 0:
         return None
     largest = float(tensor.detach().max())
     return None if largest <= _range(dtype).max else largest
 
 
-def refuse_operand(product: str, operand: Tensor, needed: str) -> None:
+def raise_operand_error(product: str, operand: Tensor, needed: str) -> None:
     raise ShapeError(
         saw=f"{product} with an operand of shape {tuple(operand.shape)}",
         needed=needed,
@@ -160,7 +163,7 @@ def refuse_operand(product: str, operand: Tensor, needed: str) -> None:
 
 
 def checked_rows(index: Tensor, queries: int, *, call: str) -> Tensor:
-    """Return positions of queries in int64, or raise OptionError if they are none."""
+    """Return positions of queries in int64, or raise OptionError."""
     wrong: str | None = None
     if not isinstance(index, Tensor) or index.dim() != 1 or not is_integer(index):
         wrong = describe_value(index)
@@ -190,7 +193,7 @@ def check_limit(limit: int | None, size: int, matrix: object) -> None:
         raise LimitError(
             saw=f"dense() of {matrix!r}",
             needed=f"at most {human_bytes(limit)}",
-            do="read it by products, rows, diagonals or pool, or raise dense(limit=...)",
+            do="use products, rows, diagonals or pool, or raise dense(limit=...)",
         )
 
 
@@ -213,22 +216,22 @@ def checked_offset(offset: SupportsIndex, queries: int, keys: int) -> int:
             needed="a whole number: key - query",
             do="e.g. A.diagonal(-1), the previous token",
         )
-    return max(-queries, min(keys, count))  # a diagonal outside of the matrix is empty
+    return max(-queries, min(keys, count))  # diagonals outside the matrix are empty
 
 
 def checked_blocks(axis: str, blocks: SupportsIndex, size: int) -> int:
-    """Return into how many blocks a map divides an axis, or raise OptionError."""
+    """Return the number of blocks of a pooled axis, or raise OptionError."""
     count = as_count(blocks)
     if count is None or not 1 <= count <= max(1, size):
         raise OptionError(
             saw=f"pool to {describe_value(blocks)} {axis} of a matrix with {size} {axis}",
             needed=f"a whole number from 1 to {size}",
-            do=f"ask for 1 to {max(1, size)} blocks",
+            do=f"pool to 1 to {max(1, size)} blocks",
         )
     return count
 
 
-def check_queries_seen(queries: Tensor, *, batch: int, length: int) -> None:
+def check_seen_by(queries: Tensor, *, batch: int, length: int) -> None:
     is_bool = isinstance(queries, Tensor) and queries.dtype == torch.bool
     if not is_bool or queries.shape != (batch, length):
         raise ShapeError(

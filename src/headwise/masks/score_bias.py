@@ -118,7 +118,7 @@ class ScoreBias:
         require_tensors(bias=bias)
         if not bias.is_floating_point():
             raise MaskError(
-                saw=f"ScoreBias.dense given a tensor of dtype {bias.dtype}",
+                saw=f"ScoreBias.dense with a tensor of dtype {bias.dtype}",
                 needed="a float that is added to the scores",
                 do="a bool mask is a Mask: Mask.may_attend(t, axes=...)",
             )
@@ -162,7 +162,7 @@ class ScoreBias:
         return ScoreBias(parts, tensors)
 
     def __add__(self, other: ScoreBias) -> ScoreBias:
-        refuse_what_is_no_bias(other, "ScoreBias + ")
+        require_score_bias_type(other, "ScoreBias + ")
         return ScoreBias(self.by_distance + other.by_distance, self.tensors + other.tensors)
 
     def aligned(self, align: Align) -> ScoreBias:
@@ -329,12 +329,12 @@ class BoundBias:
         return self.parts(WHOLE, WHOLE, rows, WHOLE)
 
 
-def refuse_what_is_no_bias(value: object, place: str) -> ScoreBias:
-    """Return a ScoreBias as it is; refuse all else."""
+def require_score_bias_type(value: object, call: str) -> ScoreBias:
+    """Return a ScoreBias as it is, or raise MaskError."""
     if isinstance(value, ScoreBias):
         return value
     raise MaskError(
-        saw=f"{place}{describe_value(value)}",
+        saw=f"{call}{describe_value(value)}",
         needed="a ScoreBias",
         do='ScoreBias.dense(t, axes="queries keys"), or ScoreBias.alibi(slopes)',
     )

@@ -200,7 +200,7 @@ class _Collector:
                 raise OptionError(
                     saw=f"statistic {name}, which no layer has: {layers[0].missing[name]}",
                     needed="a model and inputs from which the statistic can be computed",
-                    do=f"leave {name} out, or see docs/statistics.md for what it needs",
+                    do=f"leave {name} out, or see its row in Statistics of a head in the docs",
                 )
         return HeadScan(
             model=model,

@@ -1,4 +1,4 @@
-"""Writing a file so that a reader never meets half of one."""
+"""Atomic writing of files: readers never see a partial file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from headwise.errors import OptionError
 
 
 def require_writable(path: Path) -> Path:
-    """Make the folders on the way to ``path``, and return it as an absolute path.
+    """Make the parent folders of ``path``, and return it as an absolute path.
 
     Raises:
-        OptionError: ``path`` is a folder, or nothing can be written where it should stand.
+        OptionError: ``path`` is a folder, or its parent folder cannot be written.
     """
     path = path.absolute()
     if "\0" in str(path):
         raise OptionError(
-            saw=f"the name {str(path)[:80]!r}, with a character that no name has",
+            saw=f"the name {str(path)[:80]!r}, with a null character",
             needed="the name of a file to write",
-            do="leave it out",
+            do="leave the null character out",
         )
     try:
         if path.is_dir():
@@ -34,26 +34,28 @@ def require_writable(path: Path) -> Path:
             pass
     except (FileExistsError, NotADirectoryError) as error:
         raise OptionError(
-            saw=f"{path.parent}, which is a file or lies below one",
+            saw=f"{path.parent}, which is a file or is below a file",
             needed="a folder to write into",
             do="name a file in another folder",
         ) from error
     except OSError as error:
-        raise _refused(path, error) from error
+        raise _unwritable(path, error) from error
     return path
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write beside ``path`` and rename; folders on the way are made. Returns the absolute path.
+    """Write a temporary file beside ``path`` and rename it; return the absolute path.
+
+    Parent folders are made.
 
     Raises:
-        OptionError: as `require_writable`, or there is no room; what was there before stays.
+        OptionError: as `require_writable`, or the disk is full; an existing file stays unchanged.
     """
     path = require_writable(path)
     try:
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     except OSError as error:  # a name that is too long
-        raise _refused(path, error) from error
+        raise _unwritable(path, error) from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
@@ -62,13 +64,13 @@ def write_whole(path: Path, content: str | bytes) -> Path:
         os.chmod(beside, 0o644)  # a temporary file is readable by its owner alone
         os.replace(beside, path)
     except OSError as error:
-        raise _refused(path, error) from error
+        raise _unwritable(path, error) from error
     finally:
-        Path(beside).unlink(missing_ok=True)  # it is still there only if something failed
+        Path(beside).unlink(missing_ok=True)  # it still exists only after an error
     return path
 
 
-def _refused(path: Path, error: OSError) -> OptionError:
+def _unwritable(path: Path, error: OSError) -> OptionError:
     return OptionError(
         saw=f"{path.parent}, where nothing can be written ({error.strerror or error})",
         needed="a folder to write into",

@@ -1,7 +1,7 @@
-"""Integers that a caller gives, in a dtype that does not wrap.
+"""Conversion of integer arguments to dtypes that do not wrap.
 
 In uint8, ``0 - 1`` is 255 and ``200 + 100`` is 44; torch cannot index by int16, and cannot compare
-a uint16 tensor with an int64 one. Every integer tensor is therefore widened where it enters.
+a uint16 tensor with an int64 one. Every integer argument is therefore widened.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from headwise.support.tracing import may_check_values
 
 
 def as_int64(tensor: Tensor, name: str) -> Tensor:
-    """Return the same integers in int64; the tensor itself if it holds them in int64 already.
+    """Return the integers in int64; the tensor itself if it is int64.
 
     Raises:
-        OptionError: no tensor of integers, or uint64 numbers that int64 cannot hold (in eager mode
-            on the CPU).
+        OptionError: not a tensor of integers, or uint64 numbers that int64 cannot hold (checked in
+            eager mode on the CPU).
     """
     if not isinstance(tensor, Tensor) or not is_integer(tensor):
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -41,18 +41,18 @@ def as_int64(tensor: Tensor, name: str) -> Tensor:
 
 
 def as_count(value: object) -> int | None:
-    """Return an integer of any library as Python's, or None for all that is no integer.
+    """Return an integer of any library as an int, or None if ``value`` is not an integer.
 
-    The symbol of a compiled graph stays what it is.
+    A SymInt of a compiled graph is returned as it is.
     """
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
-    with suppress(TypeError):  # raised for all that is no integer
+    with suppress(TypeError):  # not an integer
         return operator.index(value)  # type: ignore[arg-type]
     return None
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """True if the dtype is an integer one, of any width; bool is none."""
+    """True for integer dtypes of any width, not for bool."""
     kinds = tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
     return not any(kinds)

@@ -1,4 +1,4 @@
-"""Modes of modules that are put back."""
+"""Temporary evaluation mode of modules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module | None) -> Iterator[None]:
-    """Every module in evaluation mode while the block runs, and then in the mode it was in.
+    """Put every module in evaluation mode while the block runs, then restore the modes.
 
-    The flags are set, not ``eval()`` called: in some modules that does more than set a flag.
+    ``eval()`` is not called, because some modules override it to do more than set the flag.
     """
     modes = [] if model is None else [(module, module.training) for module in model.modules()]
     try:

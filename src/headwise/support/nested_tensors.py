@@ -9,7 +9,7 @@ from typing import Any
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield every value that is no container, in order: dataclasses are containers too."""
+    """Yield every value that is not a container, in order; dataclasses are containers."""
     if isinstance(value, Mapping):
         value = list(value.values())
     elif is_dataclass(value) and not isinstance(value, type):
@@ -21,10 +21,10 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return lists, tuples and dicts of the same form, with ``function`` of every other value."""
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return the same lists, tuples and dicts with ``function`` applied to all other values."""
     if isinstance(value, dict):
-        return {key: mapped(function, part) for key, part in value.items()}
+        return {key: map_leaves(function, part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)([mapped(function, part) for part in value])
+        return type(value)([map_leaves(function, part) for part in value])
     return function(value)

@@ -1,4 +1,4 @@
-"""Packages that only some rooms need, imported when they are needed."""
+"""Imports of optional packages at the time of use."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from headwise.errors import MissingExtraError
 
 
 def require(module: str, *, purpose: str, pip: str = "'headwise[demo]'") -> Any:
-    """A module of a package that headwise does not depend on.
+    """Import a module of an optional package without its warnings, and return the module.
 
     Args:
-        module: its full name. What a package loads on demand is named itself, since the import is
-            quiet: transformers loads whatever else is installed, and that may complain at length.
-        purpose: what the package does here, for the message.
-        pip: what to install, for a package that is not in the extra demo.
+        module: the full name. Name a module that its package loads lazily, to silence its warnings:
+            transformers imports other installed packages, which may log many.
+        purpose: the use of the package in headwise, for the message.
+        pip: the argument of pip install, for a package outside the extra demo.
 
     Raises:
         MissingExtraError: the package is not installed.
-        ImportError: the package is installed, but not the module, or not what it needs.
+        ImportError: the package is installed, but the module or one of its imports is missing.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of theirs, no concern of ours
+            warnings.simplefilter("ignore", DeprecationWarning)  # not for our callers
             return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        is_there = sys.modules.get(package) is not None
-        if is_there or (error.name or "").partition(".")[0] != package:
-            raise  # something within it is missing, or something that it needs
+        is_imported = sys.modules.get(package) is not None
+        if is_imported or (error.name or "").partition(".")[0] != package:
+            raise  # a part of the package or an import of it is missing
         package = package.replace("_", "-")
         raise MissingExtraError(
             saw=f"{package} is not installed",
