@@ -12,11 +12,11 @@ import transformers
 from headwise.checkpoints import config as configs
 from headwise.checkpoints.config import (
     ConfigFields,
-    counts_of,
-    layout_of,
+    layer_rotates,
+    layout_name,
     read_config,
-    rotation_of,
-    turns,
+    rotary_config,
+    stated_counts,
 )
 from headwise.errors import OptionError
 from headwise.layouts.registry import layouts
@@ -41,20 +41,20 @@ def test_every_model_type_is_one_of_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize(("said", "name"), FALCONS)
 def test_falcons_differ_by_two_switches(said: dict[str, Any], name: str) -> None:
-    assert layout_of({"model_type": "falcon", **said}) == name
+    assert layout_name({"model_type": "falcon", **said}) == name
     assert name in layouts()
 
 
 @pytest.mark.parametrize(("said", "name"), BIGCODES)
 def test_big_codes_differ_by_one(said: dict[str, Any], name: str) -> None:
-    assert layout_of({"model_type": "gpt_bigcode", **said}) == name
+    assert layout_name({"model_type": "gpt_bigcode", **said}) == name
     assert name in layouts()
 
 
 def test_a_model_of_text_and_pictures_is_in_the_layout_of_its_text() -> None:
-    assert layout_of({"model_type": "llava", "text_config": {"model_type": "mistral"}}) == "llama"
-    assert layout_of({"model_type": "llava", "text_config": {"model_type": "own"}}) is None
-    assert layout_of({"model_type": "clip", "text_config": {"model_type": "own"}}) == "clip"
+    assert layout_name({"model_type": "llava", "text_config": {"model_type": "mistral"}}) == "llama"
+    assert layout_name({"model_type": "llava", "text_config": {"model_type": "own"}}) is None
+    assert layout_name({"model_type": "clip", "text_config": {"model_type": "own"}}) == "clip"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_model_of_text_and_pictures_is_in_the_layout_of_its_text() -> None:
     ],
 )
 def test_counts(said: dict[str, Any], counts: dict[str, int]) -> None:
-    assert counts_of(said) == counts
+    assert stated_counts(said) == counts
 
 
 def test_each_layer_rotates_as_its_kind_does() -> None:
@@ -93,11 +93,11 @@ def test_each_layer_rotates_as_its_kind_does() -> None:
         "rope_parameters": {"full_attention": {"rope_theta": 9.0}, "sliding_attention": {"a": 1}},
         "layer_types": ["sliding_attention", "full_attention"],
     }
-    assert rotation_of(said, 0) == {"a": 1}
-    assert rotation_of(said, 1) == {"rope_theta": 9.0}
-    assert rotation_of(said, 2) == {"rope_theta": 9.0}  # beyond what the list reaches
-    assert rotation_of({"rope_scaling": {"type": "linear"}}, 5) == {"type": "linear"}
-    assert rotation_of({}, 0) == {}
+    assert rotary_config(said, 0) == {"a": 1}
+    assert rotary_config(said, 1) == {"rope_theta": 9.0}
+    assert rotary_config(said, 2) == {"rope_theta": 9.0}  # beyond what the list reaches
+    assert rotary_config({"rope_scaling": {"type": "linear"}}, 5) == {"type": "linear"}
+    assert rotary_config({}, 0) == {}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_each_layer_rotates_as_its_kind_does() -> None:
     ],
 )
 def test_some_models_rotate_in_some_layers(said: dict[str, Any], layers: list[bool | None]) -> None:
-    assert [turns(said, layer) for layer in range(2)] == layers
+    assert [layer_rotates(said, layer) for layer in range(2)] == layers
 
 
 def test_a_folder_without_a_config_says_nothing(tmp_path: Path) -> None:
@@ -150,4 +150,4 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path, text: str | bytes, see
 )
 def test_a_number_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(OptionError, match="rope_theta: a finite number"):
-        ConfigFields({"rope_theta": value}, place="config.json").number("rope_theta")
+        ConfigFields({"rope_theta": value}, origin="config.json").number("rope_theta")

@@ -12,8 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from headwise.checkpoints.config import known_counts, layout_of, read_config
-from headwise.checkpoints.config_check import in_layer, objection, options_of
+from headwise.checkpoints.config import layout_name, merge_counts, read_config
+from headwise.checkpoints.config_check import (
+    attention_options,
+    config_contradiction,
+    layout_in_layer,
+)
 from headwise.checkpoints.safetensors_file import StoredTensor
 from headwise.diagnosis.detection_result import detect
 from headwise.errors import HeadwiseError
@@ -134,15 +138,15 @@ def answered(folder: Path, name: str, *, in_full: bool) -> bool:
     """
     try:
         config = read_config(folder)
-        known = known_counts(config, {}, place=folder)
-        layout_of(config)
+        known = merge_counts(config, {}, origin=folder)
+        layout_name(config)
         for other in CONFIGS:
-            objection(config, layout(other).function, {**SIZES[other], **known})
+            config_contradiction(config, layout(other).function, {**SIZES[other], **known})
         if in_full:
             detect(HEADERS[name], config=config, **{"heads": 12, **known})
         for number in range(2):
-            described = in_layer(layout(name), config, number)
-            options_of(config, described.function, layer=number)
+            described = layout_in_layer(layout(name), config, number)
+            attention_options(config, described.function, layer=number)
     except HeadwiseError as error:
         if len(str(error)) > LONGEST:
             raise

@@ -58,7 +58,7 @@ DAMAGE: dict[str, tuple[Callable[[Head], Any], str]] = {
     "no UTF-8": (lambda h: b'{"\xff": 1}', "no JSON"),
     "not an object": (lambda h: b"[1, 2]", "holds a list"),
     "deeper than a reader goes": (deep, "no JSON"),
-    "a name twice": (twice, "'a' stands in it twice"),
+    "a name twice": (twice, "'a' occurs twice"),
     "an unknown field": (lambda h: h["a"].update(strides=[1]), "data_offsets, dtype, shape, str"),
     "a missing field": (lambda h: h["a"].pop("shape") and h, "'a' has data_offsets, dtype, not"),
     "an unknown dtype": (lambda h: h["a"].update(dtype="F128"), "dtype 'F128'"),
@@ -72,8 +72,8 @@ DAMAGE: dict[str, tuple[Callable[[Head], Any], str]] = {
     "a shape beyond memory": (lambda h: h["a"].update(shape=[2**62, 2**62]), "24 bytes"),
     "three offsets": (lambda h: h["a"].update(data_offsets=[0, 24, 24]), "the offsets"),
     "offsets that run back": (lambda h: h["a"].update(data_offsets=[24, 0]), "-24 bytes"),
-    "metadata of numbers": (lambda h: h.update(__metadata__={"a": 1}), "no mapping of texts"),
-    "metadata that is a list": (lambda h: h.update(__metadata__=["a"]), "no mapping of texts"),
+    "metadata of numbers": (lambda h: h.update(__metadata__={"a": 1}), "no object of texts"),
+    "metadata that is a list": (lambda h: h.update(__metadata__=["a"]), "no object of texts"),
     "a lone half of a letter": (lambda h: h.update({"\ud800": h.pop("a")}), "invalid JSON"),
     "minus zero": (
         lambda h: json.dumps(h).encode().replace(b"[0,", b"[-0,"),
@@ -155,29 +155,29 @@ INDEXES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no map": (lambda i: i.pop("weight_map"), "without a weight_map"),
     "metadata with what is no number": (
         lambda i: i["metadata"].update(x=float("nan")),
-        "metadata cannot be written on: Out of range",
+        "metadata cannot be written as JSON: Out of range",
     ),
-    "a map to what is no number": (first_in(float("nan")), "not the name of a file"),
+    "a map to what is no number": (first_in(float("nan")), "no name of a file"),
     "an empty map": (lambda i: i["weight_map"].clear(), "without a weight_map"),
     "a map that is none": (lambda i: i.update(weight_map=[1]), "without a weight_map"),
     "metadata that is none": (lambda i: i.update(metadata=[1]), "metadata is a list"),
-    "a missing file": (first_in("model-4.safetensors"), "model-4.safetensors is not there"),
-    "a path out of it": (first_in("../a.safetensors"), "not the name of a file"),
-    "a path into it": (first_in("sub/a.safetensors"), "not the name of a file"),
-    "an absolute path": (first_in("/etc/passwd"), "not the name of a file"),
-    "its parent": (first_in(".."), "not the name of a file"),
-    "itself": (first_in("."), "not the name of a file"),
-    "no name": (first_in(""), "not the name of a file"),
-    "a number": (first_in(3), "not the name of a file"),
-    "a zero in the name": (first_in("a\0b.safetensors"), "not the name of a file"),
-    "a name beyond all names": (first_in("a" * 5000), "not the name of a file"),
-    "half a letter in a file's name": (first_in("\ud800.safetensors"), "not the name of a file"),
+    "a missing file": (first_in("model-4.safetensors"), "model-4.safetensors does not exist"),
+    "a path out of it": (first_in("../a.safetensors"), "no name of a file"),
+    "a path into it": (first_in("sub/a.safetensors"), "no name of a file"),
+    "an absolute path": (first_in("/etc/passwd"), "no name of a file"),
+    "its parent": (first_in(".."), "no name of a file"),
+    "itself": (first_in("."), "no name of a file"),
+    "no name": (first_in(""), "no name of a file"),
+    "a number": (first_in(3), "no name of a file"),
+    "a zero in the name": (first_in("a\0b.safetensors"), "no name of a file"),
+    "a name beyond all names": (first_in("a" * 5000), "no name of a file"),
+    "half a letter in a file's name": (first_in("\ud800.safetensors"), "no name of a file"),
     "half a letter": (lambda i: i["weight_map"].update({"\ud800": "x"}), r"tensor '\ud800'"),
     "another of its files": (first_in("model-00001-of-00003.safetensors"), "it is in model-00003"),
     "a file that is no weights": (first_in("config.json"), "ends in .json"),
     "a tensor that is not there": (
         lambda i: i["weight_map"].update(x="model-00001-of-00003.safetensors"),
-        "x in model-00001-of-00003.safetensors: it is not there",
+        "x in model-00001-of-00003.safetensors, but no file has it",
     ),
     "a tensor too few": (lambda i: i["weight_map"].pop("model.norm.weight"), "lacks model.norm"),
 }
@@ -194,7 +194,7 @@ def test_an_index_that_is_no_json(folder: Path) -> None:
     path.write_text(path.read_text()[:-9])
     assert "no JSON" in refused(folder).saw
     path.write_text('{"weight_map": {"a": "x", "a": "y"}}')
-    assert "'a' stands in it twice" in refused(folder).saw
+    assert "'a' occurs twice" in refused(folder).saw
 
 
 def test_an_index_that_is_deeper_than_a_reader_or_a_writer_goes(folder: Path) -> None:
@@ -244,7 +244,7 @@ def test_what_is_no_file(folder: Path, kind: str) -> None:
         shard.mkdir()
     if kind == "pipe":
         os.mkfifo(shard)
-    expected = "is not there" if kind == "nothing" else "is no file"
+    expected = "does not exist" if kind == "nothing" else "is no file"
     assert expected in refused(folder).saw
 
 
@@ -316,13 +316,13 @@ def test_what_lies_beside_a_model_is_left(tmp_path: Path, beside: str) -> None:
     assert open_source(folder).keys() == state.keys()
     done = llamas.to_meta(folder, tmp_path / "b")
     assert os.listdir(tmp_path / "b") == ["model.safetensors"]
-    assert done.left == (f"{beside}.safetensors",)
+    assert done.not_copied == (f"{beside}.safetensors",)
     (folder / "model.safetensors").unlink()
     assert open_source(folder).keys() == llamas.in_metas(state).keys()
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    assert "is not there" in refused(tmp_path / "missing").saw
+    assert "does not exist" in refused(tmp_path / "missing").saw
     tmp_path.joinpath("readme.txt").write_text("words")
     assert "holds no weights: readme.txt" in refused(tmp_path).saw
     assert "ends in .txt" in refused(tmp_path / "readme.txt").saw

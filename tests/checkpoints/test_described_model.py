@@ -114,7 +114,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     moved(
         tmp_path / "a.safetensors", tmp_path / "b.safetensors", "torch-packed", "--from", "per-head"
     )
-    with pytest.raises(OptionError, match="in the layout torch-packed, of no model that is named"):
+    with pytest.raises(OptionError, match="in the layout torch-packed and no model_type"):
         load(tmp_path / "b.safetensors")
 
 

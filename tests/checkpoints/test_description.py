@@ -20,9 +20,9 @@ from headwise.checkpoints.config import ConfigFields
 from headwise.checkpoints.description import (
     KEY,
     Description,
-    as_described,
-    describe,
-    description_of,
+    describe_target,
+    described_layout,
+    read_description,
 )
 from headwise.checkpoints.source import open_source
 from headwise.checkpoints.stream_conversion import convert_checkpoint
@@ -106,11 +106,11 @@ def test_other_metadata_is_kept(tmp_path: Path) -> None:
 def test_a_description_is_read_back_and_fits(name: str, tmp_path: Path) -> None:
     of = layout(name)
     file, _ = file_of(of)
-    described = describe(file, of, of, known_of(of), {"n_head": 12})
+    described = describe_target(file, of, of, known_of(of), {"n_head": 12})
     described.require_agreement(file)
     assert described.layout == of
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors", {KEY: described.encode()})
-    again = description_of(open_source(tmp_path / "x.safetensors"))
+    again = read_description(open_source(tmp_path / "x.safetensors"))
     assert again is not None
     assert (again.layout, again.modules, again.counts, again.config) == (
         described.layout,
@@ -146,10 +146,10 @@ def test_an_accepted_difference_is_not_forgotten(tmp_path: Path) -> None:
     jax, back = tmp_path / "b.safetensors", tmp_path / "c.safetensors"
     counts = llamas.COUNTS
     convert_checkpoint(open_source(source), jax, "llama", "maxtext", accept=["scale"], **counts)
-    described = description_of(open_source(jax))
+    described = read_description(open_source(jax))
     assert described is not None
     assert layout("maxtext").function.scale == "1"
-    assert as_described("maxtext", described).function.scale == "1/sqrt(head_dim)"
+    assert described_layout("maxtext", described).function.scale == "1/sqrt(head_dim)"
     convert_checkpoint(open_source(jax), back, "maxtext", "llama", **counts)
     llamas.assert_same(llamas.read(back), llamas.weights())
     assert verify(jax, back)
@@ -160,7 +160,7 @@ def test_counts_that_only_the_shapes_of_the_source_tell(tmp_path: Path) -> None:
     save_file(state, tmp_path / "a.safetensors")
     opened, packed = open_source(tmp_path / "a.safetensors"), tmp_path / "b.safetensors"
     convert_checkpoint(opened, packed, "per-head", "torch-packed")
-    described = description_of(open_source(packed))
+    described = read_description(open_source(packed))
     assert described is not None
     assert described.counts == {"heads": 4, "kv_heads": 4, "head_dim": 6}
     described.require_agreement(open_source(packed).headers)
@@ -182,18 +182,21 @@ def drop(name: str) -> Callable[[dict[str, Any]], None]:
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no JSON": (lambda s: "{", "no JSON"),
-    "a name twice": (lambda s: '{"version": 1, "version": 1}', "stands in it twice"),
+    "a name twice": (lambda s: '{"version": 1, "version": 1}', "occurs twice"),
     "other JSON": (lambda s: "[1]", "which has no version"),
     "no version": (drop("version"), "which has no version"),
     "a newer version": (lambda s: s.update(version=2), "of version 2; this headwise reads 1"),
-    "an unknown layout": (lambda s: s.update(layout="lama"), "the layout 'lama'"),
-    "a layout that is none": (lambda s: s.update(layout=3), "the layout 3"),
+    "an unknown layout": (lambda s: s.update(layout="lama"), "unknown layout 'lama'"),
+    "a layout that is none": (lambda s: s.update(layout=3), "unknown layout 3"),
     "no modules": (lambda s: s.update(modules=0), "number of modules is 0"),
     "counts that are a list": (lambda s: s.update(counts=[6]), "counts are [6]"),
     "a count of 0": (lambda s: s["counts"].update(heads=0), "'heads': 0"),
     "no function": (drop("function"), "whose function has not the fields"),
     "an unknown field": (lambda s: s["function"].update(form="x"), "has not the fields"),
-    "a number in the function": (lambda s: s["function"].update(scale=1), "more than texts"),
+    "a number in the function": (
+        lambda s: s["function"].update(scale=1),
+        "value that is no text",
+    ),
     "an unknown rotation": (lambda s: s["function"].update(rotary="left"), "rotary='left'"),
     "a config that is a list": (lambda s: s.update(config=[]), "whose config is a list"),
     "another layout": (lambda s: s.update(layout="gpt2"), "describes 2 modules of gpt2, but"),
@@ -320,7 +323,7 @@ def test_metadata_mutated_at_random_is_read_or_refused(meta: Path, seed: int) ->
     for shard in source.shards:
         shard.metadata[KEY] = text
     try:
-        described = description_of(source)
+        described = read_description(source)
         assert described is not None
         described.require_agreement(source.headers)
     except HeadwiseError:

@@ -48,11 +48,11 @@ def test_a_target_that_is_there(source: Path, tmp_path: Path, kind: str) -> None
         target.mkdir()
     if kind == "link to nothing":
         target.symlink_to("nowhere")
-    assert f"{target}, which is there already" in refused(source, target).saw
+    assert f"{target} exists already" in refused(source, target).saw
 
 
 def test_a_target_that_is_the_source(source: Path) -> None:
-    assert "is there already" in refused(source, source).saw
+    assert "exists already" in refused(source, source).saw
 
 
 @pytest.mark.parametrize("place", ["b", "below/b"])
@@ -68,7 +68,7 @@ def test_a_target_within_the_source_by_a_link(source: Path, tmp_path: Path) -> N
 def test_a_folder_becomes_no_file_and_a_file_no_folder(source: Path, tmp_path: Path) -> None:
     error = refused(source, tmp_path / "b.safetensors")
     assert (error.needed, error.do) == (
-        "the name of a folder, as the source is one",
+        "the name of a folder, because the source is one",
         str(tmp_path / "b"),
     )
     error = refused(llamas.one_file(tmp_path / "one.safetensors"), tmp_path / "b")
@@ -83,7 +83,7 @@ def test_a_target_by_a_way_that_is_not_there(source: Path, tmp_path: Path) -> No
     done = llamas.to_meta(source, tmp_path / "not" / ".." / "b")
     assert done.target == tmp_path / "b"
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
-    assert "is there already" in refused(source, tmp_path / "not" / ".." / "b").saw
+    assert "exists already" in refused(source, tmp_path / "not" / ".." / "b").saw
 
 
 def test_a_target_below_a_file(source: Path, tmp_path: Path) -> None:
@@ -101,11 +101,11 @@ def test_a_disk_without_room(source: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "statvfs", lambda _: Full)
     monkeypatch.setattr(os, "mkdir", lambda *_: pytest.fail("it began to work"))
     error = refused(source, tmp_path / "c")
-    assert error.saw == f"{tmp_path} has room for {size - 1:,} B"
-    assert error.needed == f"room for {size:,} B"
+    assert error.saw == f"{tmp_path} has {size - 1:,} B free"
+    assert error.needed == f"{size:,} B free"
     Full.f_bavail = 0
     error = refused(source, tmp_path / "c")
-    assert (error.saw, error.needed) == (f"{tmp_path} has room for 0 B", "room for 61 kB")
+    assert (error.saw, error.needed) == (f"{tmp_path} has 0 B free", "61 kB free")
     assert real.f_bavail * real.f_frsize > size
 
 
@@ -260,7 +260,7 @@ def test_a_disk_that_fails_when_the_target_has_its_name(
     monkeypatch.setattr(owner, at, fail)
     with pytest.raises(CheckpointError) as error:
         llamas.to_meta(source, tmp_path / "b")
-    assert error.value.saw.endswith(f"Input/output error; {tmp_path / 'b'} is there, whole")
+    assert error.value.saw.endswith(f"Input/output error; {tmp_path / 'b'} is complete")
     assert "nothing was written" not in str(error.value)
     llamas.assert_same(llamas.read(tmp_path / "b"), llamas.in_metas(llamas.weights()))
 
@@ -270,14 +270,14 @@ def test_a_file_that_appears_at_the_last_moment(
 ) -> None:
     """A rename would write over it."""
     source, target = llamas.one_file(tmp_path / "a.safetensors"), tmp_path / "b.safetensors"
-    real = staging.require_free
+    real = staging.require_unused_name
 
     def appear(path: Path) -> None:
         real(path)
         path.write_text("another's")
 
-    monkeypatch.setattr(staging, "require_free", appear)
-    with pytest.raises(CheckpointError, match="is there already"):
+    monkeypatch.setattr(staging, "require_unused_name", appear)
+    with pytest.raises(CheckpointError, match="exists already"):
         llamas.to_meta(source, target)
     assert target.read_text() == "another's"
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors"]
@@ -303,7 +303,7 @@ def test_a_target_that_appears_meanwhile(source: Path, tmp_path: Path) -> None:
     def appear(*_: object) -> None:
         target.mkdir(exist_ok=True)
 
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         llamas.to_meta(source, target, progress=appear)
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
     assert list(target.iterdir()) == []
@@ -352,6 +352,6 @@ def test_room_that_an_earlier_run_has_taken_counts(
     with pytest.raises(KeyboardInterrupt):
         llamas.to_meta(source, tmp_path / "b", progress=stop)
     asked: list[int] = []
-    monkeypatch.setattr(staging, "require_room", lambda _, size: asked.append(size))
+    monkeypatch.setattr(staging, "require_disk_space", lambda _, size: asked.append(size))
     done = llamas.to_meta(source, tmp_path / "b")
     assert asked[0] <= done.nbytes - sum(x.nbytes for x in llamas.weights().values())

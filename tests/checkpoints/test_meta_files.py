@@ -221,12 +221,12 @@ def test_weights_that_are_no_whole_model_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inner", [11008, 13824, 28672, 14336, 8192, 172, 160, 161, 77, 3])
 @pytest.mark.parametrize("width", [4096, 5120, 8192, 2048, 60])
 def test_the_two_numbers_that_give_the_width_of_the_mlp(width: int, inner: int) -> None:
-    assert width_of_the_mlp({"dim": width, **meta_files._inner_width(width, inner)}) == inner
+    assert width_of_the_mlp({"dim": width, **meta_files._mlp_params(width, inner)}) == inner
 
 
 def test_the_numbers_are_metas_own_where_it_published_some() -> None:
-    assert meta_files._inner_width(4096, 11008) == {"multiple_of": 256}
-    assert meta_files._inner_width(5120, 13824) == {"multiple_of": 256}
+    assert meta_files._mlp_params(4096, 11008) == {"multiple_of": 256}
+    assert meta_files._mlp_params(5120, 13824) == {"multiple_of": 256}
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_the_target_is_a_folder_also_of_one_file(tmp_path: Path) -> None:
     model(tmp_path / "a")
     source, target = tmp_path / "a" / "model.safetensors", tmp_path / "b.safetensors"
     refused = COMMAND.refused(source, target, "--to", "llama-meta", "--as", "meta")
-    assert refused.needed == "the name of a folder, as Meta's files need one"
+    assert refused.needed == "the name of a folder, because Meta's files need one"
     assert refused.do == str(tmp_path / "b")
 
 
@@ -251,5 +251,5 @@ def test_the_disk_needs_room_for_both(tmp_path: Path, monkeypatch: pytest.Monkey
     disk = os.statvfs_result((1, 1, 0, 0, 3 * size // 2, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: disk)
     refused = COMMAND.refused(tmp_path / "a", tmp_path / "b", "--to", "llama-meta", "--as", "meta")
-    assert "has room for" in refused.saw
+    assert "free" in refused.saw
     COMMAND.run(tmp_path / "a", tmp_path / "b", "--to", "llama-meta")

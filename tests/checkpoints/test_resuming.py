@@ -29,7 +29,7 @@ from headwise.checkpoints import stream_conversion
 from tests.checkpoints import llamas
 
 source, place = map(Path, sys.argv[1:])
-stream_conversion.EVERY = 1  # every step is made sure of
+stream_conversion.FLUSH_SIZE = 1  # every step is made sure of
 os.fsync = lambda _: None  # what is killed here is a process, not a machine
 pwrite, copy = os.pwrite, os.copy_file_range
 left = iter(())  # the calls that are lived through; threads may not count the same one twice
@@ -52,7 +52,7 @@ def child(target, calls):
     if not identifier:
         left = iter(range(1, calls))
         os.pwrite, os.copy_file_range = write, copied
-        found = llamas.to_meta(source, target).found
+        found = llamas.to_meta(source, target).earlier_run
         target.with_suffix(".found").write_text(found)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(identifier, 0)[1])
@@ -102,7 +102,7 @@ def test_killed_in_the_middle_of_any_write(tmp_path: Path) -> None:
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The source of a run to ``b`` that was interrupted after half of its steps."""
-    monkeypatch.setattr(stream_conversion, "EVERY", 1)
+    monkeypatch.setattr(stream_conversion, "FLUSH_SIZE", 1)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     source = llamas.in_files(tmp_path / "a")
     told: list[int] = []
@@ -134,7 +134,7 @@ def test_what_was_done_is_not_done_again(
     steps = steps_of_the_next(monkeypatch)
     told: list[int] = []
     done = llamas.to_meta(stopped, tmp_path / "b", progress=lambda _, n, __: told.append(n))
-    assert done.found == "its beginning"
+    assert done.earlier_run == "its beginning"
     assert 10 <= len(steps) <= 11
     assert len(told) == 22  # what is done is counted
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
@@ -192,7 +192,7 @@ def test_other_work_starts_anew(
     options = CHANGES[what](stopped)
     steps = steps_of_the_next(monkeypatch)
     done = llamas.to_meta(stopped, tmp_path / "b", **options)
-    assert done.found == "other work"
+    assert done.earlier_run == "other work"
     assert len(steps) == 21
     expected = llamas.in_metas(llamas.read(stopped))
     llamas.assert_same(llamas.read(tmp_path / "b"), expected)
@@ -214,7 +214,7 @@ def test_a_beginning_that_is_harmed(stopped: Path, tmp_path: Path, harm: str) ->
         file_ = next((part / "made").iterdir())
         file_.write_bytes(bytes(8) + file_.read_bytes()[8:])
     done = llamas.to_meta(stopped, tmp_path / "b")
-    assert done.found == ("its beginning" if harm == "torn" else "nothing")
+    assert done.earlier_run == ("its beginning" if harm == "torn" else "nothing")
     expected = llamas.in_metas(llamas.weights())
     llamas.assert_same(llamas.read(tmp_path / "b"), expected)
 
@@ -224,7 +224,7 @@ def test_a_line_that_was_cut_off_is_no_part_of_the_next(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b"work\n8\n1")
     journal = Journal(path)
-    assert journal.done("work") == {8}
+    assert journal.finished_steps("work") == {8}
     journal.add([9])
     journal.close()
     assert path.read_bytes() == b"work\n8\n9\n"
@@ -251,7 +251,7 @@ def test_other_work_that_is_stopped_before_it_begins(
         with pytest.raises(KeyboardInterrupt):
             llamas.to_meta(stopped, tmp_path / "b", rotary_width=10)
     done = llamas.to_meta(stopped, tmp_path / "b")
-    assert done.found == "nothing"
+    assert done.earlier_run == "nothing"
     expected = llamas.in_metas(llamas.weights())
     llamas.assert_same(llamas.read(tmp_path / "b"), expected)
 
@@ -317,14 +317,14 @@ def test_one_run_at_a_time(stopped: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="into which another run is writing"):
         llamas.to_meta(stopped, tmp_path / "b")
     journal.close()
-    assert llamas.to_meta(stopped, tmp_path / "b").found == "its beginning"
+    assert llamas.to_meta(stopped, tmp_path / "b").earlier_run == "its beginning"
 
 
 def test_a_step_is_noted_only_after_its_bytes_are_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not made sure of when the machine loses power may be anything."""
-    monkeypatch.setattr(stream_conversion, "EVERY", 1)
+    monkeypatch.setattr(stream_conversion, "FLUSH_SIZE", 1)
     written: set[int] = set()
     noted_unsure: list[set[int]] = []
     real_write, real_copy, real_sync = os.pwrite, os.copy_file_range, os.fsync
@@ -377,5 +377,5 @@ def test_moving_bytes_are_those_of_the_system(monkeypatch: pytest.MonkeyPatch) -
         os, "copy_file_range", lambda a, b, n, *at: called.append("copy_file_range") or n
     )
     output_plan.write_all(0, memoryview(b"ab"), 0)
-    output_plan.copy(0, 0, 0, 0, 2, path=Path("a"))
+    output_plan.copy_bytes(0, 0, 0, 0, 2, path=Path("a"))
     assert called == ["pwrite", "copy_file_range"]

@@ -206,7 +206,7 @@ def test_a_model_that_reads_no_tokens(tmp_path: Path) -> None:
         hidden_size=48, num_hidden_layers=1, num_attention_heads=6, intermediate_size=64
     )
     folder = stored(tmp_path, transformers.ViTModel(config), with_tokenizer=False)
-    with pytest.raises(OptionError, match="ViTModel, which reads pixel_values"):
+    with pytest.raises(OptionError, match="ViTModel, which takes pixel_values"):
         load(folder)
 
 

@@ -25,7 +25,7 @@ def test_one_file_there_and_back(tmp_path: Path, dtype: torch.dtype) -> None:
     source = llamas.one_file(tmp_path / "a.safetensors", state)
     done = llamas.to_meta(source, tmp_path / "b.safetensors")
     llamas.assert_same(llamas.read(done.target), llamas.in_metas(state))
-    assert (done.tensors, done.rewritten, done.left) == (21, 4, ())
+    assert (done.tensors, done.rewritten, done.not_copied) == (21, 4, ())
     assert done.nbytes == done.target.stat().st_size
     llamas.back(done.target, tmp_path / "c.safetensors")
     llamas.assert_same(llamas.read(tmp_path / "c.safetensors"), state)
@@ -38,7 +38,7 @@ def test_several_files_there_and_back_are_the_same_tensors(tmp_path: Path) -> No
     llamas.assert_same(llamas.read(tmp_path / "b"), llamas.in_metas(llamas.weights()))
     files = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     assert sorted(os.listdir(tmp_path / "b")) == [*files, llamas.INDEX]
-    assert done.left == ("config.json",)
+    assert done.not_copied == ("config.json",)
     llamas.back(tmp_path / "b", tmp_path / "c")
     for file in files:
         llamas.assert_same(llamas.read(tmp_path / "c" / file), llamas.read(source / file))
@@ -160,7 +160,7 @@ def test_a_system_that_cannot_copy_by_itself(
     llamas.to_meta(source, tmp_path / "b")
     monkeypatch.setattr(os, "copy_file_range", unable)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: unable())
-    monkeypatch.setattr(output_plan, "_UNRESERVED", {18})
+    monkeypatch.setattr(output_plan, "_NO_FALLOCATE", {18})
     monkeypatch.setattr(output_plan, "CHUNK", 1000)
     llamas.to_meta(source, tmp_path / "c")
     assert llamas.bytes_of(tmp_path / "c") == llamas.bytes_of(tmp_path / "b")
@@ -181,7 +181,7 @@ def test_a_system_that_writes_little_at_a_time(
 def test_progress_is_in_bytes_and_ends_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_conversion, "EVERY", 1000)
+    monkeypatch.setattr(stream_conversion, "FLUSH_SIZE", 1000)
     told: list[tuple[str, int, int]] = []
     source = llamas.in_files(tmp_path / "a")
     llamas.to_meta(source, tmp_path / "b", progress=lambda *now: told.append(now))

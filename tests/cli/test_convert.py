@@ -202,7 +202,7 @@ def test_a_file_without_attention(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     error = refused(tmp_path / "missing", tmp_path / "b", "--to", "llama")
     assert isinstance(error, CheckpointError)
-    assert "is not there" in error.saw
+    assert "does not exist" in error.saw
 
 
 def test_the_command_ends_in_three_lines_and_status_2(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_digests_replace_no_file(meta: Path, tmp_path: Path) -> None:
     assert run(meta, "--write-digests", meta).exit_code == 2
     assert meta.read_bytes() == before
     digests.write_text("mine")
-    assert "there already" in ALONE.refused(meta, digests, "--write-digests", digests).saw
+    assert "exists already" in ALONE.refused(meta, digests, "--write-digests", digests).saw
     assert digests.read_text() == "mine"
 
 

@@ -256,4 +256,4 @@ def test_counts_may_be_numpys(state: State) -> None:
 
 def test_a_rotary_width_that_is_given_is_not_called_the_configs(llama: State) -> None:
     found = headwise.detect(llama, heads=4, kv_heads=2, rotary_width=2)
-    assert found.refuted["llama"] == "rotary_width: head_dim; the given one is 2 of 4"
+    assert found.refuted["llama"] == "rotary_width: head_dim; the argument says 2 of 4"

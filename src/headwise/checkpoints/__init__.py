@@ -1,4 +1,4 @@
-"""Files of weights: checked reading, streamed conversion, and writing that is whole or absent."""
+"""Files of weights: checked reading, streamed conversion and atomic writing."""
 
 from headwise.checkpoints.attention_loading import load_attention
 

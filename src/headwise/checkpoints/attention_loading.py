@@ -1,4 +1,4 @@
-"""`load_attention`: one attention layer of a checkpoint, with the function that its files state."""
+"""`load_attention`: one attention layer from a checkpoint, with the settings of its model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.config import Config, layout_of, window_of
-from headwise.checkpoints.config_check import in_layer, objection, options_of
-from headwise.checkpoints.description import COUNTS, Checkpoint, as_described, open_checkpoint
+from headwise.checkpoints import config_check
+from headwise.checkpoints.config import Config, attention_window, layout_name
+from headwise.checkpoints.description import COUNTS, Checkpoint, described_layout, open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
@@ -22,7 +22,7 @@ from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import NamedModule, modules_of
 
-NAMED = 6  # modules, in an error
+MAX_NAMES = 6  # modules that an error names
 
 
 def load_attention(
@@ -40,26 +40,25 @@ def load_attention(
 ) -> Attention:
     """Return one attention layer of a stored model, in the dtype of its file.
 
-    Layout, counts and the settings that no tensor holds are read from the metadata of the file, or
-    else from the config.json beside it. The layer has the rotation, scale, softcap, norms and
-    window of the model. Who may attend is an argument of the call: a decoder needs
-    ``Mask.causal()``.
+    The layout, the counts and the settings that no tensor holds come from the metadata of the file,
+    or else from the config.json beside it. The layer has the rotation, scale, softcap, norms and
+    window of the model. The mask is an argument of the call: a decoder needs ``Mask.causal()``.
 
     Args:
         path: a file of weights, an index, or a folder with them.
-        layer: the number of the layer, from 0, as the names in the file have it.
-        prefix: of the names of the module's tensors, where a layer has several modules.
-        layout: the layout of the file, where neither metadata nor config.json says it.
-        config: as in config.json; that of the file if None.
-        heads: query heads, where the file does not say it.
-        kv_heads: heads of keys and values.
+        layer: the number of the layer, from 0, as in the names of the tensors.
+        prefix: the start of the module's tensor names, where a layer has several modules.
+        layout: the layout of the file, where neither metadata nor config.json names it.
+        config: the fields of config.json; those of the file if None.
+        heads: query heads, where the file does not state them.
+        kv_heads: key and value heads.
         head_dim: channels of a head, in place of ``heads``.
         rotary_width: channels of a head that are rotated.
-        options: of `Attention`, which come before those of the file, such as ``window=(3, None)``.
+        options: arguments of `Attention` that override the file's, such as ``window=(3, None)``.
 
     Raises:
         CheckpointError: the path leads to no weights, or its metadata does not fit its tensors.
-        OptionError: no such layer, or the file does not say what the layer needs.
+        OptionError: no such layer, or a setting of the layer is stated nowhere.
     """
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
     opened = open_checkpoint(Path(path), counts, config=config)
@@ -69,12 +68,12 @@ def load_attention(
     module = _module(source, stored, modules, layer, prefix)
     shapes = {local: source.headers[name].shape for name, local in module.tensors.items()}
     sizes = stored.sizes(shapes, opened.known)
-    described = in_layer(stored, stated, module.layer)
+    described = config_check.layout_in_layer(stored, stated, module.layer)
     _require_config(module, source, described, stated, sizes, options)
     if described.function.window != "none" and "window" not in options:
-        window = window_of(stated, module.layer)
+        window = attention_window(stated, module.layer)
         options["window"] = None if window is None else (window - 1, None)
-    return attention_of(module, modules, source, described, stated, sizes, **options)
+    return attention_from_state(module, modules, source, described, stated, sizes, **options)
 
 
 def _require_config(
@@ -85,22 +84,23 @@ def _require_config(
     sizes: Sizes,
     options: Mapping[str, Any],
 ) -> None:
-    """Raise OptionError where the config says another function, or is needed and not there."""
-    if (why := objection(config, layout.function, sizes)) is not None:
+    """Raise OptionError if the config contradicts the layout, or is missing and needed."""
+    problem = config_check.config_contradiction(config, layout.function, sizes)
+    if problem is not None:
         raise OptionError(
-            saw=f"{module.prefix} in {source.path}, whose function has {why}",
-            needed="a layout and a config of one model",
-            do="give layout=... or config=... as the model has them",
+            saw=f"{module.prefix} in {source.path}: the layout has {problem}",
+            needed="a layout and a config of the same model",
+            do="pass the layout=... or the config=... of this model",
         )
     if layout.function.rotary not in (None, "none") and not config and "rotary" not in options:
         raise OptionError(
-            saw=f"{source.path}, whose {layout.name} attention rotates, and no config",
+            saw=f"{source.path} has rotary {layout.name} attention and no config",
             needed="the theta of the rotation, which no tensor holds",
-            do="give rotary=Rotary(theta=...) as the model has it, or config=...",
+            do="pass rotary=Rotary(theta=...) with the model's theta, or config=...",
         )
 
 
-def attention_of(
+def attention_from_state(
     module: NamedModule,
     modules: Sequence[NamedModule],
     state: Mapping[str, Tensor],
@@ -111,24 +111,24 @@ def attention_of(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Attention:
-    """Return the layer of one module, whose rotation has the pairing of the layout.
+    """Return the layer of one module; its rotation has the pairing of the layout.
 
     Args:
-        module: which.
-        modules: all of the model, among which T5 has one table of distances for each side.
+        module: the attention module to load.
+        modules: all modules of the model; T5 stores one table of distances for each side.
         state: name -> tensor of the model.
-        layout: of the weights, as this layer has it: see `in_layer`.
-        config: what the layout leaves open.
+        layout: the layout of the weights in this layer, see `layout_in_layer`.
+        config: the settings that the layout leaves open.
         sizes: heads, and kv_heads and rotary_width where they are known.
-        dtype: of the layer; that of its tensors if None.
-        options: of `Attention`, which come before those of the config.
+        dtype: the dtype of the layer; that of its tensors if None.
+        options: arguments of `Attention` that override the config's.
     """
     stored = {local: state[name] for name, local in module.tensors.items()}
     if layout.function.score_bias == "t5":
         layout = _with_distances(layout, module, modules, stored, state)
     if dtype is not None:
         stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
-    stated = options_of(config, layout.function, layer=module.layer)
+    stated = config_check.attention_options(config, layout.function, layer=module.layer)
     rotary = stated.get("rotary")
     if rotary is not None:
         is_interleaved = layout.function.rotary == "interleaved"
@@ -149,24 +149,23 @@ def attention_of(
 def _layout(opened: Checkpoint, layout: str | Layout | None) -> Layout:
     description = opened.description
     if layout is not None:
-        named = as_described(layout, description)
+        named = described_layout(layout, description)
         if description is not None and description.layout.name != named.name:
             raise OptionError(
-                saw=f"layout {named.name}, where {description.place} says "
-                f"{description.layout.name}",
-                needed="one layout: read as another one, rows stand in wrong places",
-                do="leave out layout",
+                saw=f"layout {named.name}, but {description.origin} says {description.layout.name}",
+                needed="the layout of the file: another one puts rows into wrong places",
+                do="leave out layout=...",
             )
         return named
     if description is not None:
         return description.layout
-    name = layout_of(opened.config)
+    name = layout_name(opened.config)
     if name is None:
         raise OptionError(
-            saw=f"{opened.source.path}, without metadata of headwise, and without a config.json "
-            "of a model_type that the catalogue knows",
+            saw=f"{opened.source.path} has no headwise metadata, and no config.json with a "
+            "model_type of the catalogue",
             needed="the layout of the weights",
-            do="give layout=...; headwise detect says which ones fit",
+            do="pass layout=...; headwise detect lists the layouts that fit",
         )
     return registry.layout(name)
 
@@ -178,20 +177,20 @@ def _module(
     layer: int,
     prefix: str | None,
 ) -> NamedModule:
-    """The one module of a layer."""
-    same = [module for module in modules if module.layer == layer]
+    """Return the module of a layer, or of a prefix."""
+    matches = [module for module in modules if module.layer == layer]
     if prefix is not None:
-        same = [module for module in modules if module.prefix == prefix]
-    if len(same) == 1:
-        return same[0]
-    shown = same or modules
-    names = ", ".join(repr(module.prefix) for module in shown[:NAMED]) or "none"
-    more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
-    asked = f"layer {layer}" if prefix is None else f"prefix {prefix!r}"
+        matches = [module for module in modules if module.prefix == prefix]
+    if len(matches) == 1:
+        return matches[0]
+    shown = matches or modules
+    names = ", ".join(repr(module.prefix) for module in shown[:MAX_NAMES]) or "none"
+    more = f" and {len(shown) - MAX_NAMES} more" if len(shown) > MAX_NAMES else ""
+    selection = f"layer {layer}" if prefix is None else f"prefix {prefix!r}"
     raise OptionError(
-        saw=f"{asked} of {source.path}, where {layout.name} has {len(same)} modules",
+        saw=f"{selection} of {source.path}, where {layout.name} has {len(matches)} modules",
         needed=f"one module, among {names}{more}",
-        do="give the prefix of one of them" if same else "give layer=... or prefix=...",
+        do="pass prefix=... with one of these names" if matches else "change layer or prefix",
     )
 
 
@@ -202,7 +201,7 @@ def _with_distances(
     stored: State,
     state: Mapping[str, Tensor],
 ) -> Layout:
-    """T5 has the table in the first layer of each side, for all of it; cross attention has none."""
+    """Add T5's table of distances: the first layer of each side stores it for all its layers."""
     local = next(n for n, pattern in layout.patterns.items() if pattern.tensors == ("distances",))
     tables = (
         name

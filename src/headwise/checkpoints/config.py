@@ -14,10 +14,11 @@ from headwise.support.axes import describe_value
 
 Config = Mapping[str, Any]
 
-_LONGEST = 200  # characters of a name
-_LARGEST = 2**31 - 1
+_MAX_TEXT = 200  # characters of a name
+_MAX_COUNT = 2**31 - 1
+_MAX_HEADS = 2**20  # heads or channels: detection may try every divisor of the heads
 
-# What a count is called; the first that is there is taken.
+# count -> its names in a config; the first name that is present counts.
 _NAMES = {
     "heads": (
         "num_attention_heads",
@@ -32,16 +33,13 @@ _NAMES = {
     "head_dim": ("head_dim", "d_kv", "kv_channels", "attention_head_size"),
     "rotary_width": ("rotary_dim",),
 }
-_SHARES = ("partial_rotary_factor", "rotary_pct")  # of head_dim that is rotated
+_SHARES = ("partial_rotary_factor", "rotary_pct")  # rotated share of head_dim
 _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
 
-_MOST = 2**20  # heads or channels: every number that divides the heads may be tried
-
-_ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # and not where all is seen
-
+_ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # layers without a window do not rotate
 _WINDOWS_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2")
 
-# model_type -> the layout of its files, where names and shapes leave several.
+# model_type -> the layout of its files, where tensor names and shapes fit several layouts.
 _LAYOUTS = {
     kind: layout
     for layout, kinds in {
@@ -96,34 +94,34 @@ _LAYOUTS = {
     }.items()
     for kind in kinds.split()
 }
-_KNOWN = {*_LAYOUTS, "falcon", "gpt_bigcode"}  # the last two differ by their switches
+_KNOWN = {*_LAYOUTS, "falcon", "gpt_bigcode"}  # flags of the config decide the last two
 
 
 class ConfigFields(dict[str, Any]):
-    """A JSON object of a config, whose fields are read by their types.
+    """JSON object of a config, with one reader for each type of field.
 
-    A field that is absent or null reads as None. A value of another type is an OptionError that
-    names the file, the field, the value and the type.
+    A field that is absent or null reads as None. A value of another type raises an OptionError with
+    the file, the field, the value and the type.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, place: str = "the config") -> None:
+    def __init__(self, values: Mapping[str, Any], *, origin: str = "the config") -> None:
         super().__init__(values)
-        self.place = place
+        self.origin = origin
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ConfigFields:
-        """Return the config with readers; one that has them keeps its place."""
+        """Return the config with readers; a `ConfigFields` is returned as it is."""
         return config if isinstance(config, ConfigFields) else cls(config)
 
-    def _checked(self, name: str, needed: str, is_it: Callable[[Any], bool]) -> Any:
-        """The value of a field that is there, if it is what is needed."""
+    def _checked(self, name: str, needed: str, is_valid: Callable[[Any], bool]) -> Any:
+        """Return the value of a field, or None; raise OptionError if it is not valid."""
         value = self.get(name)
-        if value is not None and not is_it(value):
-            raise self._refused(name, needed)
+        if value is not None and not is_valid(value):
+            raise self._invalid(name, needed)
         return value
 
-    def count(self, name: str, *, most: int = _LARGEST) -> int | None:
-        """A whole number from 1; None also where a list gives one for each of several parts."""
+    def count(self, name: str, *, most: int = _MAX_COUNT) -> int | None:
+        """Return a whole number from 1; None also for a list of counts, one for each part."""
         if isinstance(self.get(name), list):
             return None
         value = self._checked(
@@ -134,56 +132,55 @@ class ConfigFields(dict[str, Any]):
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | None:
-        """A finite number."""
+        """Return a finite number."""
         value = self._checked(name, "a finite number", _is_number)
         return None if value is None else float(value)
 
     def positive(self, name: str) -> float | None:
-        """A finite number above 0; None also for 0, which switches off what it is for."""
+        """Return a finite number above 0; None also for 0, which switches the setting off."""
         value = self.number(name)
         if value is not None and value < 0:
-            raise self._refused(name, "a positive number")
+            raise self._invalid(name, "a positive number")
         return value or None
 
-    def needed(self, name: str) -> float:
-        """A finite number that must be there."""
+    def required_number(self, name: str) -> float:
+        """Return a finite number; raise OptionError where there is none."""
         value = self.number(name)
         if value is None:
-            raise self._refused(name, "a finite number")
+            raise self._invalid(name, "a finite number")
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """True or false, or 1 or 0."""
-        is_flag = "true or false", lambda x: isinstance(x, int) and x in (0, 1)
-        value = self._checked(name, *is_flag)
+        """Return a boolean, which may be stored as 1 or 0."""
+        value = self._checked(name, "true or false", lambda x: isinstance(x, int) and x in (0, 1))
         return default if value is None else bool(value)
 
     def text(self, name: str) -> str | None:
-        """A name, which an answer may print."""
+        """Return a short printable text."""
         value: str | None = self._checked(
             name,
-            f"a text of at most {_LONGEST} printable characters",
-            lambda x: isinstance(x, str) and len(x) <= _LONGEST and x.isprintable(),
+            f"a text of at most {_MAX_TEXT} printable characters",
+            lambda x: isinstance(x, str) and len(x) <= _MAX_TEXT and x.isprintable(),
         )
         return value
 
-    def items_of(self, name: str) -> list[Any]:
-        """A list, one value for each layer; empty where there is none."""
+    def layer_values(self, name: str) -> list[Any]:
+        """Return a list with a value for each layer; empty where there is none."""
         needed = "a list with a value for each layer"
         return list(self._checked(name, needed, lambda x: isinstance(x, list | tuple)) or ())
 
-    def inner(self, name: str) -> ConfigFields | None:
-        """A JSON object within this one."""
+    def section(self, name: str) -> ConfigFields | None:
+        """Return a JSON object within this one."""
         value = self._checked(name, "a JSON object", lambda x: isinstance(x, dict))
-        return None if value is None else ConfigFields(value, place=f"{name} of {self.place}")
+        return None if value is None else ConfigFields(value, origin=f"{name} of {self.origin}")
 
-    def _refused(self, name: str, needed: str) -> OptionError:
+    def _invalid(self, name: str, needed: str) -> OptionError:
         value = self.get(name)
-        described = "not there" if value is None else describe_value(value)
+        described = "missing" if value is None else describe_value(value)
         return OptionError(
-            saw=f"{name} in {self.place} is {described}",
+            saw=f"{name} in {self.origin} is {described}",
             needed=f"{name}: {needed}",
-            do="write the value that the model's publisher gives",
+            do="write the value of the model's publisher into the config",
         )
 
 
@@ -192,169 +189,172 @@ def _is_number(value: Any) -> bool:
     return is_number and abs(value) <= sys.float_info.max
 
 
-def read_config(place: Path) -> ConfigFields:
-    """The config.json in a folder, or beside a file; empty where there is none.
+def read_config(path: Path) -> ConfigFields:
+    """Return the config.json in a folder, or beside a file; empty where there is none.
 
     Raises:
-        OptionError: it is no JSON object. Its fields are checked where they are read.
+        OptionError: config.json holds no JSON object. Its fields are checked on access.
     """
-    path = (place if place.is_dir() else place.parent) / "config.json"
+    path = (path if path.is_dir() else path.parent) / "config.json"
     if not path.is_file():
-        return ConfigFields({}, place=str(path))
+        return ConfigFields({}, origin=str(path))
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        seen = f"which holds a {type(found).__name__}"
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or numbers beyond reason
-        found, seen = None, f"which is no JSON: {error}"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        problem = f"which holds a {type(config).__name__}"
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or an integer too long
+        config, problem = None, f"which is no JSON: {error}"
     except OSError as error:
-        found, seen = None, f"which cannot be read: {error.strerror}"
-    if not isinstance(found, dict):
+        config, problem = None, f"which cannot be read: {error.strerror}"
+    if not isinstance(config, dict):
         raise OptionError(
-            saw=f"{path}, {seen}",
+            saw=f"{path}, {problem}",
             needed="the config of a model: a JSON object",
-            do="mend or remove it, and give {heads} and {kv_heads}",
+            do="repair or remove the file, and give {heads} and {kv_heads}",
             parameter={"heads": (), "kv_heads": ()},
         )
-    return ConfigFields(found, place=str(path))
+    return ConfigFields(config, origin=str(path))
 
 
-def counts_of(config: Config) -> Sizes:
-    """heads, kv_heads, head_dim and rotary_width, as far as they are said.
+def stated_counts(config: Config) -> Sizes:
+    """Return heads, kv_heads, head_dim and rotary_width, as far as the config states them.
 
-    A config of several models, of text and of pictures, says what all of them have alike.
+    From a config of several models, such as text and vision, only counts that all share are used.
 
     Raises:
-        OptionError: a count that is no whole number from 1.
+        OptionError: a count is no whole number from 1.
     """
     fields = ConfigFields.of(config)
     towers = [name for name in fields if name.endswith("_config")]
-    inner = (fields.inner(name) for name in towers if isinstance(fields[name], dict))
+    inner = (fields.section(name) for name in towers if isinstance(fields[name], dict))
     others = [_counts(tower) for tower in inner if tower is not None]
     sides = (_first_count(fields, [f"{side}_attention_heads"]) for side in ("encoder", "decoder"))
     others += [{"heads": heads} for heads in sides if heads is not None]
     return {
         name: count
-        for name, count in _counts(text_of(fields)).items()
+        for name, count in _counts(text_config(fields)).items()
         if all(other.get(name, count) == count for other in others)
     }
 
 
-def known_counts(config: Config, given: Mapping[str, int | None], *, place: Path) -> dict[str, int]:
-    """heads, kv_heads and so on, from both.
+def merge_counts(
+    config: Config, counts: Mapping[str, int | None], *, origin: Path
+) -> dict[str, int]:
+    """Return heads, kv_heads and so on, from the config and from the caller.
 
     Raises:
-        OptionError: they contradict each other, or a count is below 1.
+        OptionError: the two contradict each other, or a count is below 1.
     """
-    said = counts_of(config)
-    wanted = {name: count for name, count in given.items() if count is not None}
-    for name, count in wanted.items():
+    stated = stated_counts(config)
+    known = {name: count for name, count in counts.items() if count is not None}
+    for name, count in known.items():
         if count < 1:
-            raise OptionError(saw=f"{name} {count}", needed="1 or more", do="give the model's own")
-        if said.get(name, count) != count:
+            raise OptionError(saw=f"{name} {count}", needed="1 or more", do="give the model's")
+        if stated.get(name, count) != count:
             raise OptionError(
-                saw=f"{name} {count}, where the config in {place} says {said[name]}",
-                needed="one count: with another one, rows are moved to wrong places",
-                do=f"leave out {{{name}}}, or mend the config",
+                saw=f"{name} {count}, where the config in {origin} says {stated[name]}",
+                needed="the count of the model: another one moves rows to wrong places",
+                do=f"leave out {{{name}}}, or correct the config",
                 parameter=name,
             )
-    return said | wanted
+    return stated | known
 
 
 def _counts(fields: ConfigFields) -> Sizes:
     counts = {size: _first_count(fields, names) for size, names in _NAMES.items()}
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         counts["kv_heads"] = 1
-    # attn_config.kv_n_heads and the like stand one level lower.
-    inner = fields.inner("attn_config") or ConfigFields({})
-    counts["kv_heads"] = inner.count("kv_n_heads", most=_MOST) or counts["kv_heads"]
-    found = {size: count for size, count in counts.items() if count is not None}
-    share = _share(fields)
-    if share is not None and "rotary_width" not in found:
-        head_dim = head_dim_of(fields, found)
+    # MPT and DBRX have kv_n_heads in attn_config.
+    inner = fields.section("attn_config") or ConfigFields({})
+    counts["kv_heads"] = inner.count("kv_n_heads", most=_MAX_HEADS) or counts["kv_heads"]
+    sizes = {size: count for size, count in counts.items() if count is not None}
+    share = _rotary_share(fields)
+    if share is not None and "rotary_width" not in sizes:
+        head_dim = head_dim_of(fields, sizes)
         if head_dim:
-            found["rotary_width"] = int(head_dim * share)
-    return found
+            sizes["rotary_width"] = int(head_dim * share)
+    return sizes
 
 
 def _first_count(fields: ConfigFields, names: Iterable[str]) -> int | None:
-    counts = (fields.count(name, most=_MOST) for name in names)
+    counts = (fields.count(name, most=_MAX_HEADS) for name in names)
     return next((count for count in counts if count is not None), None)
 
 
-def text_of(config: Config) -> ConfigFields:
-    """The part that describes the language model, where there is one beside others."""
+def text_config(config: Config) -> ConfigFields:
+    """Return the section of the language model in a config of several models, else all of it."""
     fields = ConfigFields.of(config)
-    return fields.inner("text_config") or fields
+    return fields.section("text_config") or fields
 
 
-def rotation_of(config: Config, layer: int) -> ConfigFields:
-    """What is said of the rotation in one layer; empty where nothing is, or not in one place."""
-    fields = text_of(config)
-    found = (fields.inner(name) for name in ("rope_parameters", "rope_scaling"))
-    said = next((one for one in found if one is not None), ConfigFields({}, place=fields.place))
-    kind = _listed(fields, "layer_types", layer) or "full_attention"
-    return said.inner(kind) or said if isinstance(said.get(kind), dict) else said
+def rotary_config(config: Config, layer: int) -> ConfigFields:
+    """Return the rotary section that applies to a layer; empty where the config has none."""
+    fields = text_config(config)
+    sections = (fields.section(name) for name in ("rope_parameters", "rope_scaling"))
+    empty = ConfigFields({}, origin=fields.origin)
+    rotary = next((section for section in sections if section is not None), empty)
+    kind = _layer_value(fields, "layer_types", layer) or "full_attention"
+    return rotary.section(kind) or rotary if isinstance(rotary.get(kind), dict) else rotary
 
 
-def turns(config: Config, layer: int) -> bool | None:
-    """Whether a layer rotates queries and keys; None where the config does not say.
+def layer_rotates(config: Config, layer: int) -> bool | None:
+    """Return True if a layer rotates queries and keys; None where the config does not say.
 
-    The rules are those of transformers: SmolLM3 and Llama 4 list the layers, Cohere 2 and
-    EXAONE 4 rotate those with a window.
+    The rules are those of transformers: SmolLM3 and Llama 4 list the layers; Cohere 2 and EXAONE 4
+    rotate only in layers with a window.
     """
-    fields = text_of(config)
-    if fields.items_of("no_rope_layers"):
-        rotates = _listed(fields, "no_rope_layers", layer)
-        return None if rotates is None else bool(rotates)  # 1 where it does, whatever the name says
-    kinds, windows = fields.items_of("layer_types"), fields.get("sliding_window")
+    fields = text_config(config)
+    if fields.layer_values("no_rope_layers"):
+        rotates = _layer_value(fields, "no_rope_layers", layer)
+        return None if rotates is None else bool(rotates)  # 1 means rotary, in spite of the name
+    kinds, windows = fields.layer_values("layer_types"), fields.get("sliding_window")
     if fields.text("model_type") in _ROTATE_IN_WINDOWS and windows and kinds:
-        kind = _listed(fields, "layer_types", layer)
+        kind = _layer_value(fields, "layer_types", layer)
         return None if kind is None else bool(kind == "sliding_attention")
     if (kind := fields.text("position_embedding_type")) in ("absolute", "rotary"):
         return bool(kind == "rotary")
     return True if any(fields.get(name) for name in _ROTATIONS) else None
 
 
-def window_of(config: Config, layer: int) -> int | None:
-    """Return how many keys a query of a layer sees, its own included; None for all of them.
+def attention_window(config: Config, layer: int) -> int | None:
+    """Return how many keys a query of a layer may attend to, itself included; None for all.
 
     Raises:
         OptionError: the config has a window, and does not say which layers have it.
     """
-    fields = text_of(config)
+    fields = text_config(config)
     size = fields.count("sliding_window") or fields.count("window_size")
     size = size or fields.count("local_attention")
     if size is None or not fields.flag("use_sliding_window", default=True):
         return None
-    kinds = fields.items_of("layer_types") or fields.items_of("attention_layers")
+    kinds = fields.layer_values("layer_types") or fields.layer_values("attention_layers")
     if layer < len(kinds) and kinds[layer] in ("full_attention", "global"):
         return None
-    if "local_attention" not in fields:  # of which half is on each side
+    if "local_attention" not in fields:  # that window is centred: half on each side
         if layer < len(kinds) and kinds[layer] in ("sliding_attention", "local"):
             return size
         if not kinds and fields.text("model_type") in _WINDOWS_EVERYWHERE:
             return size
     raise OptionError(
-        saw=f"a window of {size} keys in {fields.place}, and none for layer {layer} by itself",
+        saw=f"{fields.origin} has a window of {size} keys, not saying whether in layer {layer}",
         needed="layer_types in the config, or the window of this layer",
-        do="give window=(left, right) for this layer, or window=None if it sees all keys",
+        do="pass window=(left, right) for this layer, or window=None if it attends to all keys",
     )
 
 
-def _listed(fields: ConfigFields, name: str, layer: int) -> Any:
-    """What a list over the layers says of one; None for a layer that it does not reach."""
-    said = fields.items_of(name)
-    return said[layer] if layer < len(said) else None
+def _layer_value(fields: ConfigFields, name: str, layer: int) -> Any:
+    """Return the value of a layer in a list over the layers; None beyond the end of the list."""
+    values = fields.layer_values(name)
+    return values[layer] if layer < len(values) else None
 
 
-def layout_of(config: Config) -> str | None:
-    """The name of the layout that files of this model have; None where it is not known."""
+def layout_name(config: Config) -> str | None:
+    """Return the name of the layout of this model's files; None for an unknown model_type."""
     fields = ConfigFields.of(config)
     while (kind := fields.text("model_type")) not in _KNOWN and "text_config" in fields:
-        inner = text_of(fields)
-        if inner is fields:
+        section = text_config(fields)
+        if section is fields:
             break
-        fields = inner
+        fields = section
     if kind == "falcon":
         if fields.flag("new_decoder_architecture"):
             return "falcon-40b"
@@ -365,8 +365,8 @@ def layout_of(config: Config) -> str | None:
     return _LAYOUTS.get(kind or "")
 
 
-def _share(fields: ConfigFields) -> float | None:
-    rotation = rotation_of(fields, 0)
+def _rotary_share(fields: ConfigFields) -> float | None:
+    rotation = rotary_config(fields, 0)
     for name in _SHARES:
         share = fields.number(name) if name in fields else rotation.number(name)
         if share is not None and 0 < share <= 1:
@@ -375,7 +375,7 @@ def _share(fields: ConfigFields) -> float | None:
 
 
 def head_dim_of(fields: ConfigFields, counts: Sizes) -> int | None:
-    """As it is said, or the width over the heads."""
-    width = _first_count(fields, ("hidden_size", "n_embd"))
-    whole = width // counts["heads"] if width and "heads" in counts else None
-    return counts.get("head_dim", whole)
+    """Return the stated head_dim, or embed_dim // heads."""
+    embed_dim = _first_count(fields, ("hidden_size", "n_embd"))
+    quotient = embed_dim // counts["heads"] if embed_dim and "heads" in counts else None
+    return counts.get("head_dim", quotient)

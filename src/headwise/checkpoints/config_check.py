@@ -12,11 +12,11 @@ from typing import Any
 from headwise.checkpoints.config import (
     Config,
     ConfigFields,
-    counts_of,
     head_dim_of,
-    rotation_of,
-    text_of,
-    turns,
+    layer_rotates,
+    rotary_config,
+    stated_counts,
+    text_config,
 )
 from headwise.errors import OptionError
 from headwise.layers.native.qk_norm import QKNorm
@@ -33,23 +33,24 @@ from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.layout import Layout
 from headwise.support.axes import describe_value
 
-_LISTED = 8  # layers in an error
+_MAX_LAYERS = 8  # layers that an error lists
+_EPS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "norm_eps")
 _FACTORS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 
 
-def objection(config: Config, function: AttentionSpec, sizes: Sizes) -> str | None:
-    """The first thing that is not so; None where the config does not object."""
-    for name, said in _objections(text_of(config), function, sizes):
-        is_given = name == "rotary_width" and name not in counts_of(config)
-        by = "the given one is" if is_given else "the config says"
-        return f"{name}: {getattr(function, name)}; {by} {said}"
+def config_contradiction(config: Config, function: AttentionSpec, sizes: Sizes) -> str | None:
+    """Return the first field in which config and layout differ, with both values; None if none."""
+    for name, value in _contradictions(text_config(config), function, sizes):
+        is_argument = name == "rotary_width" and name not in stated_counts(config)
+        origin = "the argument says" if is_argument else "the config says"
+        return f"{name}: {getattr(function, name)}; {origin} {value}"
     return None
 
 
-def _objections(
+def _contradictions(
     fields: ConfigFields, function: AttentionSpec, sizes: Sizes
 ) -> Iterator[tuple[str, object]]:
-    """A field of the function, and what the config says in its place."""
+    """Yield the fields of the layout that the config contradicts, with the value of the config."""
     kind, alibi = fields.text("position_embedding_type"), fields.flag("alibi")
     has_alibi = str(function.score_bias).startswith("alibi")
     if function.score_bias is not None and fields.get("alibi") is not None and has_alibi != alibi:
@@ -61,14 +62,15 @@ def _objections(
         yield "rotary", f"position_embedding_type {kind}" if kind else f"alibi {alibi}"
     if function.rotary == "none" and kind in ("rotary", "rope"):
         yield "rotary", f"position_embedding_type {kind}"
-    layers = fields.items_of("no_rope_layers")
+    layers = fields.layer_values("no_rope_layers")
     if rotates and layers and not any(layers):
-        yield "rotary", f"no_rope_layers {layers if len(layers) <= _LISTED else '0 for all layers'}"
+        text = layers if len(layers) <= _MAX_LAYERS else "0 for all layers"
+        yield "rotary", f"no_rope_layers {text}"
     head_dim = sizes["head_dim"]
     usual = {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
     for name, factor in usual.items():
-        said = fields.number(name)
-        if function.scale is not None and said is not None and said != factor:
+        value = fields.number(name)
+        if function.scale is not None and value is not None and value != factor:
             yield "scale", f"{name} {fields[name]}"
     for name, plain in _FACTORS.items():
         flag = fields.flag(name, default=plain)
@@ -78,118 +80,116 @@ def _objections(
     is_capped = function.softcap == "tanh" and "attn_logit_softcapping" in fields
     if (function.softcap == "none" and capped) or (is_capped and not capped):
         yield "softcap", f"attn_logit_softcapping {capped}"
-    for one in (fields, fields.inner("attn_config") or ConfigFields({})):
-        if one.number("clip_qkv") and function.clip == "none":
-            yield "clip", f"clip_qkv {one['clip_qkv']}"
+    for section in (fields, fields.section("attn_config") or ConfigFields({})):
+        if section.number("clip_qkv") and function.clip == "none":
+            yield "clip", f"clip_qkv {section['clip_qkv']}"
     width = sizes.get("rotary_width", head_dim)
     if rotates and function.rotary_width == "head_dim" and width != head_dim:
         yield "rotary_width", f"{width} of {head_dim}"
 
 
-_EPS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "norm_eps")
-
-
-def in_layer(layout: Layout, config: Config, number: int) -> Layout:
-    """The layout as one layer has it: some models rotate in some of their layers only."""
-    said, rotary = turns(config, number), layout.function.rotary
-    if said is False:
+def layout_in_layer(layout: Layout, config: Config, number: int) -> Layout:
+    """Return the layout of one layer: some models rotate in only some of their layers."""
+    rotates, rotary = layer_rotates(config, number), layout.function.rotary
+    if rotates is False:
         rotary = "none"
-    elif said and rotary is None:
+    elif rotates and rotary is None:
         rotary = "half-split"
     return replace(layout, function=replace(layout.function, rotary=rotary))
 
 
-def options_of(config: Config, function: AttentionSpec, *, layer: int) -> dict[str, Any]:
-    """The options of `Attention.from_layout` that the layout leaves to the config.
+def attention_options(config: Config, function: AttentionSpec, *, layer: int) -> dict[str, Any]:
+    """Return the options of `Attention.from_layout` that the layout leaves to the config.
 
     Args:
-        config: as in config.json.
-        function: of the layout that the weights are in, as that layer has it.
-        layer: which one, from 0.
+        config: the fields of config.json.
+        function: the function of the stored layout, in that layer.
+        layer: the number of the layer, from 0.
 
     Raises:
-        OptionError: a scaling of the rotation that there is no counterpart for.
+        OptionError: a rotary scaling that `Rotary` does not have.
     """
-    fields = text_of(config)
-    found: dict[str, Any] = {}
+    fields = text_config(config)
+    options: dict[str, Any] = {}
     if function.rotary not in (None, "none"):
-        found["rotary"] = _rotary(fields, layer)
+        options["rotary"] = _rotary(fields, layer)
     if function.scale is None:
-        found |= _scale(fields)
+        options |= _scale(fields)
     softcap = fields.number("attn_logit_softcapping")
     if function.softcap != "none" and softcap:
-        found["softcap"] = softcap
+        options["softcap"] = softcap
     if function.qk_norm not in (None, "none"):
-        # from words such as "rms over head, weight + 1, before rotary"
-        said, epsilons = function.qk_norm, (fields.number(name) for name in _EPS)
-        found["qk_norm"] = QKNorm(
-            kind="layer" if said.startswith("layer") else "rms",
-            over="width" if "over width" in said else "head",
-            place="after" if "after rotary" in said else "before",
-            one_plus="weight + 1" in said,
+        # a text such as "rms over head, weight + 1, before rotary"
+        norm, epsilons = function.qk_norm, (fields.number(name) for name in _EPS)
+        options["qk_norm"] = QKNorm(
+            kind="layer" if norm.startswith("layer") else "rms",
+            over="width" if "over width" in norm else "head",
+            place="after" if "after rotary" in norm else "before",
+            one_plus="weight + 1" in norm,
             eps=next((number for number in epsilons if number is not None), 1e-6),
         )
     if function.score_bias == "t5":
-        found["score_bias"] = T5Bias(
+        options["score_bias"] = T5Bias(
             buckets=fields.count("relative_attention_num_buckets") or 32,
             max_distance=fields.count("relative_attention_max_distance") or 128,
             bidirectional=not fields.flag("is_decoder"),
         )
-    return found
+    return options
 
 
 def _rotary(fields: ConfigFields, layer: int) -> Rotary:
-    said = rotation_of(fields, layer)
-    theta = said.number("rope_theta") or fields.number("rope_theta")
-    counts = counts_of(fields)
+    rotary = rotary_config(fields, layer)
+    theta = rotary.number("rope_theta") or fields.number("rope_theta")
+    counts = stated_counts(fields)
     return Rotary(
         theta=theta or fields.number("rotary_emb_base") or 10_000.0,
         width=counts.get("rotary_width", head_dim_of(fields, counts)),
-        scaling=_scaling(said, fields),
+        scaling=_scaling(rotary, fields),
     )
 
 
-def _scaling(said: ConfigFields, fields: ConfigFields) -> Scaling | None:
-    kind = said.text("rope_type" if "rope_type" in said else "type") or "default"
+def _scaling(rotary: ConfigFields, fields: ConfigFields) -> Scaling | None:
+    kind = rotary.text("rope_type" if "rope_type" in rotary else "type") or "default"
     if kind == "default":
         return None
     if kind not in _SCALINGS:
         raise OptionError(
-            saw=f"a rotation scaled by {describe_value(kind)} in the config",
+            saw=f"the rotary scaling {describe_value(kind)} in the config",
             needed=f"default, {', '.join(_SCALINGS)}",
-            do="give rotary=Rotary(...) in the call, with frequencies that are the same here",
+            do="pass rotary=Rotary(...) with the same frequencies",
         )
-    return _SCALINGS[kind](said, fields)
+    return _SCALINGS[kind](rotary, fields)
 
 
-def _original(said: ConfigFields, fields: ConfigFields) -> int:
+def _original(rotary: ConfigFields, fields: ConfigFields) -> int:
     name = "max_position_embeddings"
-    return said.count(f"original_{name}") or fields.count(name) or int(fields.needed(name))
+    count = rotary.count(f"original_{name}") or fields.count(name)
+    return count or int(fields.required_number(name))
 
 
 _SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields], Scaling]] = {
-    "linear": lambda said, _: LinearScaling(said.needed("factor")),
-    "llama3": lambda said, fields: Llama3Scaling(
-        factor=said.needed("factor"),
-        low_freq_factor=said.needed("low_freq_factor"),
-        high_freq_factor=said.needed("high_freq_factor"),
-        original_length=_original(said, fields),
+    "linear": lambda rotary, _: LinearScaling(rotary.required_number("factor")),
+    "llama3": lambda rotary, fields: Llama3Scaling(
+        factor=rotary.required_number("factor"),
+        low_freq_factor=rotary.required_number("low_freq_factor"),
+        high_freq_factor=rotary.required_number("high_freq_factor"),
+        original_length=_original(rotary, fields),
     ),
-    "yarn": lambda said, fields: YarnScaling(
-        factor=said.needed("factor"),
-        original_length=_original(said, fields),
-        beta_fast=said.number("beta_fast") or 32.0,
-        beta_slow=said.number("beta_slow") or 1.0,
-        attention_factor=said.number("attention_factor"),
-        mscale=said.number("mscale"),
-        mscale_all_dim=said.number("mscale_all_dim"),
-        truncate=said.flag("truncate", default=True),
+    "yarn": lambda rotary, fields: YarnScaling(
+        factor=rotary.required_number("factor"),
+        original_length=_original(rotary, fields),
+        beta_fast=rotary.number("beta_fast") or 32.0,
+        beta_slow=rotary.number("beta_slow") or 1.0,
+        attention_factor=rotary.number("attention_factor"),
+        mscale=rotary.number("mscale"),
+        mscale_all_dim=rotary.number("mscale_all_dim"),
+        truncate=rotary.flag("truncate", default=True),
     ),
 }
 
 
 def _scale(fields: ConfigFields) -> dict[str, float | None]:
-    """A factor that the config says; where it is a config and says none, the usual one."""
+    """Return the scale of the config; the usual scale if the config states none."""
     if (scalar := fields.positive("query_pre_attn_scalar")) is not None:
         return {"scale": scalar**-0.5}
     if multiplier := fields.number("attention_multiplier"):

@@ -1,8 +1,7 @@
-"""Weights that describe themselves, as a model of transformers reads them.
+"""Weights with a description of their layout, converted in memory for a transformers model.
 
-transformers knows the names of its own files alone. A file that `headwise convert` wrote, nanoGPT's
-ckpt.pt and Meta's consolidated.00.pth state their layout and their model. Their tensors are moved
-into the layout of that model, in memory.
+transformers reads its own tensor names only. Files from `headwise convert`, nanoGPT's ckpt.pt and
+Meta's consolidated.00.pth state their layout and their model, so their tensors can be converted.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.checkpoints import safetensors_file
-from headwise.checkpoints.config import layout_of
+from headwise.checkpoints.config import layout_name
 from headwise.checkpoints.description import COUNTS, KEY, Checkpoint, open_checkpoint
 from headwise.checkpoints.source import SAFETENSORS, TORCH
 from headwise.errors import CheckpointError, OptionError
@@ -26,56 +25,55 @@ from headwise.layouts.registry import layout
 
 @dataclass(frozen=True, eq=False)
 class DescribedModel:
-    """Weights in another layout than that of their model.
+    """Weights whose layout is not that of their model's files.
 
     Attributes:
         checkpoint: the weights, with their description.
-        stored: the layout that they are in.
-        wanted: the layout of the model's own files.
+        stored: the layout of the weights.
+        target: the layout of the model's files.
     """
 
     checkpoint: Checkpoint
     stored: Layout
-    wanted: Layout
+    target: Layout
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that loading takes: of the tensors, and of the model made of them."""
-        return 2 * sum(stored.nbytes for stored in self.checkpoint.source.headers.values())
+        """Bytes of memory that loading takes: for the tensors, and for the model."""
+        return 2 * sum(header.nbytes for header in self.checkpoint.source.headers.values())
 
     def config(self, transformers: Any) -> Any:
-        """Return the configuration of the model as transformers completes it."""
+        """Return the configuration of the model, with the defaults of transformers."""
         values = dict(self.checkpoint.config)
         return type(transformers.AutoConfig.for_model(values["model_type"])).from_dict(values)
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors in the layout of the model."""
         source, known = self.checkpoint.source, self.checkpoint.known
-        return convert(source, self.stored, self.wanted, accept=(), root=None, **known)
+        return convert(source, self.stored, self.target, accept=(), root=None, **known)
 
 
 def described_model(path: Path) -> DescribedModel | None:
-    """Return the weights of a path that transformers does not read by itself; None where it does.
+    """Return described weights that transformers cannot read; None where it can.
 
     Raises:
         CheckpointError: the description does not fit the tensors.
-        OptionError: the model is none that the catalogue knows.
+        OptionError: the catalogue has no layout for the model.
     """
     if not _may_be_described(path):
         return None
     opened = open_checkpoint(path, dict.fromkeys(COUNTS))
     if opened.description is None:
         return None
-    stored, name = opened.description.layout, layout_of(opened.config)
-    is_own = name == stored.name and path.is_dir() and (path / "config.json").is_file()
-    if is_own:
+    stored, name = opened.description.layout, layout_name(opened.config)
+    if name == stored.name and path.is_dir() and (path / "config.json").is_file():
         return None
     if name is None:
         kind = opened.config.text("model_type")
         raise OptionError(
-            saw=f"{path}, whose weights are in the layout {stored.name}, of "
-            + ("no model that is named" if kind is None else f"a {kind} model"),
-            needed="a config.json whose model_type the catalogue knows, in the metadata or beside "
+            saw=f"{path} has weights in the layout {stored.name} and "
+            + ("no model_type" if kind is None else f"the model_type {kind}"),
+            needed="a config.json with a model_type of the catalogue, in the metadata or beside "
             "the weights",
             do="copy the model's config.json beside the weights",
         )
@@ -83,7 +81,7 @@ def described_model(path: Path) -> DescribedModel | None:
 
 
 def _may_be_described(path: Path) -> bool:
-    """False for a folder of transformers, whatever else lies in it."""
+    """False for a folder in transformers' own format."""
     if path.is_file():
         return path.suffix in (SAFETENSORS, *TORCH)
     if (path / "config.json").is_file():
@@ -92,6 +90,6 @@ def _may_be_described(path: Path) -> bool:
 
 
 def _carries_description(file: Path) -> bool:
-    with suppress(CheckpointError, OSError):  # transformers says what is wrong with it
+    with suppress(CheckpointError, OSError):  # transformers reports a damaged file
         return KEY in safetensors_file.read(file).metadata
     return False

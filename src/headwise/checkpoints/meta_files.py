@@ -1,7 +1,7 @@
 """consolidated.00.pth and params.json: the files that Meta's code loads.
 
-The one file is for a model_parallel_size of 1. Tensors pass through the memory of their file, so
-that no more of them is held than the system likes to.
+The weights are one file, for a model_parallel_size of 1. Tensors are memory-mapped while they are
+written, so the system decides how much of them is in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from headwise.checkpoints import safetensors_file
-from headwise.checkpoints.config import ConfigFields, rotation_of, text_of, window_of
+from headwise.checkpoints.config import ConfigFields, attention_window, rotary_config, text_config
 from headwise.checkpoints.description import Description
 from headwise.checkpoints.model_args import PARAMS, SCALING, mlp_width
 from headwise.errors import OptionError
@@ -34,14 +34,14 @@ _IN_A_LAYER = (
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def params_of(description: Description, shapes: Shapes) -> dict[str, Any]:
-    """Return what params.json says of tensors in the layout llama-meta.
+def meta_params(description: Description, shapes: Shapes) -> dict[str, Any]:
+    """Return the content of params.json for tensors in the layout llama-meta.
 
     Raises:
-        OptionError: Meta's code has no class for the model: it lacks a tensor, or its config says
-            what this code cannot do.
+        OptionError: Meta's code cannot run the model: a tensor is missing, or the config has a
+            setting without a counterpart.
     """
-    config = text_of(description.config)
+    config = text_config(description.config)
     _require_model(description, shapes, config)
     vocabulary, width = shapes[TOKENS]
     heads = description.counts["heads"]
@@ -51,17 +51,17 @@ def params_of(description: Description, shapes: Shapes) -> dict[str, Any]:
         "n_heads": heads,
         "n_kv_heads": description.counts["kv_heads"],
         "vocab_size": vocabulary,
-        **_inner_width(width, shapes["layers.0.feed_forward.w1.weight"][0]),
+        **_mlp_params(width, shapes["layers.0.feed_forward.w1.weight"][0]),
         "norm_eps": config.number("rms_norm_eps") or 1e-6,
-        **_rotation(config),
+        **_rotary_params(config),
     }
 
 
-def write_meta(folder: Path, files: Iterable[str], params: Mapping[str, Any]) -> None:
-    """Turn safetensors files of a folder into the files that Meta's code loads."""
+def write_meta_files(folder: Path, files: Iterable[str], params: Mapping[str, Any]) -> None:
+    """Replace the safetensors files of a folder by the files that Meta's code loads."""
     shards = [safetensors_file.read(folder / name) for name in files]
     state = {name: shard.tensor(name) for shard in shards for name in shard.headers}
-    state.setdefault(OUTPUT, state[TOKENS])  # tied, and stored once
+    state.setdefault(OUTPUT, state[TOKENS])  # tied weights are stored once
     with (folder / WEIGHTS).open("wb") as file:
         torch.save(state, file)
         file.flush()
@@ -72,11 +72,10 @@ def write_meta(folder: Path, files: Iterable[str], params: Mapping[str, Any]) ->
 
 
 def _require_model(description: Description, shapes: Shapes, config: ConfigFields) -> None:
-    named = description.layout.name
-    if named != LAYOUT:
-        raise _unable(f"weights in the layout {named}", f"the layout {LAYOUT}")
+    if (name := description.layout.name) != LAYOUT:
+        raise _unsupported(f"weights in the layout {name}", f"the layout {LAYOUT}")
     if not config:
-        raise _unable(
+        raise _unsupported(
             "weights without a config.json and without metadata",
             "rope_theta and rms_norm_eps, which no tensor holds",
         )
@@ -86,46 +85,47 @@ def _require_model(description: Description, shapes: Shapes, config: ConfigField
     if missing == [OUTPUT] and config.flag("tie_word_embeddings"):
         missing = []
     if missing:
-        raise _unable(f"weights without {', '.join(missing[:3])}", f"the {len(needed)} of a Llama")
+        names = ", ".join(missing[:3])
+        raise _unsupported(f"weights without {names}", f"the {len(needed)} of a Llama")
     counts, width = description.counts, shapes[TOKENS][1]
     if counts["heads"] * counts["head_dim"] != width:
         saw = f"{counts['heads']} heads of {counts['head_dim']} in an embed_dim of {width}"
-        raise _unable(saw, "heads that divide embed_dim among them")
-    function = config.text("hidden_act") or "silu"
-    if function != "silu":
-        raise _unable(f"an MLP with {function}", "silu")
+        raise _unsupported(saw, "heads * head_dim equal to embed_dim")
+    activation = config.text("hidden_act") or "silu"
+    if activation != "silu":
+        raise _unsupported(f"an MLP with {activation}", "silu")
     for layer in layers:
-        if (window := window_of(config, layer)) is not None:
-            raise _unable(f"a window of {window} keys in layer {layer}", "layers that see all keys")
+        if (window := attention_window(config, layer)) is not None:
+            raise _unsupported(f"a window of {window} keys in layer {layer}", "full attention")
 
 
-def _rotation(config: ConfigFields) -> dict[str, Any]:
-    """theta, and the one scaling that Meta's code has, by constants of its own."""
-    rotation = rotation_of(config, 0)
+def _rotary_params(config: ConfigFields) -> dict[str, Any]:
+    """Return theta and the scaling flag; Meta's code has one scaling, with fixed constants."""
+    rotation = rotary_config(config, 0)
     theta = rotation.number("rope_theta") or config.number("rope_theta") or 10_000.0
     kind = rotation.text("rope_type" if "rope_type" in rotation else "type") or "default"
     if kind == "default":
         return {"rope_theta": theta}
     scaling = {name: rotation.get(name) for name in SCALING if name != "rope_type"}
     if {"rope_type": kind, **scaling} != SCALING:
-        wanted = ", ".join(f"{name} {value}" for name, value in SCALING.items())
-        raise _unable(f"a rotation scaled by {kind} with {scaling}", f"none, or {wanted}")
+        supported = ", ".join(f"{name} {value}" for name, value in SCALING.items())
+        raise _unsupported(f"the rotary scaling {kind} with {scaling}", f"none, or {supported}")
     return {"rope_theta": theta, "use_scaled_rope": True}
 
 
-def _inner_width(width: int, inner: int) -> dict[str, Any]:
-    """The two numbers from which Meta's code computes how wide the MLP is."""
+def _mlp_params(width: int, inner: int) -> dict[str, Any]:
+    """Return the two parameters from which Meta's code computes the width of the MLP."""
     usual, multiple_of = int(2 * (4 * width) / 3), math.gcd(inner, 256)
     for factor in (None, inner / usual, math.nextafter(inner / usual, math.inf)):
         if mlp_width(width, multiple_of, factor) == inner:
-            chosen = {} if factor is None else {"ffn_dim_multiplier": factor}
-            return {"multiple_of": multiple_of, **chosen}
-    raise _unable(f"an MLP of {inner} in an embed_dim of {width}", "a width that its rule gives")
+            multiplier = {} if factor is None else {"ffn_dim_multiplier": factor}
+            return {"multiple_of": multiple_of, **multiplier}
+    raise _unsupported(f"an MLP of {inner} in an embed_dim of {width}", "a width by its formula")
 
 
-def _unable(saw: str, needed: str) -> OptionError:
+def _unsupported(saw: str, needed: str) -> OptionError:
     return OptionError(
         saw=f"{saw}, for {WEIGHTS} and {PARAMS}",
         needed=f"{needed}: Meta's code loads no other",
-        do="write safetensors files, which is the default",
+        do="write safetensors files, the default",
     )

@@ -1,7 +1,7 @@
-"""Arguments of a model as Meta's code and nanoGPT store them, in the words of a config.json.
+"""Model arguments of Meta's code and nanoGPT, translated into the fields of a config.json.
 
 Meta's params.json lies beside consolidated.00.pth. nanoGPT's ckpt.pt holds model_args beside the
-tensors; llama2.c's has Meta's arguments there.
+tensors; llama2.c stores Meta's arguments there.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SCALING = {
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """The layout and the config of a model that is stored with its arguments.
+    """Layout and config of a model that is stored with its arguments.
 
     Attributes:
-        layout: its name.
-        layers: how many layers the model has.
-        config: as in config.json.
-        removal: how to read the weights without the arguments, for messages.
+        layout: the name of the layout.
+        layers: the number of layers.
+        config: the fields of config.json.
+        removal: the way to read the weights without the arguments, for messages.
     """
 
     layout: str
@@ -44,28 +44,29 @@ class ModelArgs:
     removal: str
 
 
-def model_args_of(source: CheckpointSource) -> ModelArgs | None:
+def read_model_args(source: CheckpointSource) -> ModelArgs | None:
     """Return the arguments that are stored with a checkpoint; None where there are none.
 
     Raises:
         CheckpointError: params.json beside consolidated.00.pth is no JSON.
-        OptionError: an argument of another type.
+        OptionError: an argument has the wrong type.
     """
     first = source.shards[0]
     if first.model_args:
-        alone = f"torch.save(torch.load({first.path.name!r}, weights_only=True)['model'], NEW)"
-        place, removal = f"model_args in {first.path}", f"save them alone: {alone}"
-        return _read(ConfigFields(first.model_args, place=place), removal)
+        code = f"torch.save(torch.load({first.path.name!r}, weights_only=True)['model'], NEW)"
+        origin, removal = f"model_args in {first.path}", f"save them alone: {code}"
+        return _translate(ConfigFields(first.model_args, origin=origin), removal)
     params = source.folder / PARAMS
     if first.path.name.startswith("consolidated") and params.is_file():
-        return _read(ConfigFields(_loaded(params), place=str(params)), f"remove {params}")
+        fields = ConfigFields(_read_params(params), origin=str(params))
+        return _translate(fields, f"remove {params}")
     return None
 
 
-def _read(fields: ConfigFields, removal: str) -> ModelArgs | None:
+def _translate(fields: ConfigFields, removal: str) -> ModelArgs | None:
     layers, heads = (fields.count(name) for name in ("n_layers", "n_heads"))
     if layers is not None and heads is not None:
-        return ModelArgs("llama-meta", layers, _of_meta(fields, layers, heads), removal)
+        return ModelArgs("llama-meta", layers, _meta_config(fields, layers, heads), removal)
     layers, heads, width = (fields.count(name) for name in ("n_layer", "n_head", "n_embd"))
     if layers is None or heads is None or width is None:
         return None
@@ -78,10 +79,10 @@ def _read(fields: ConfigFields, removal: str) -> ModelArgs | None:
         "vocab_size": fields.count("vocab_size"),
         "activation_function": "gelu",
     }
-    return ModelArgs("nanogpt", layers, ConfigFields(config, place=fields.place), removal)
+    return ModelArgs("nanogpt", layers, ConfigFields(config, origin=fields.origin), removal)
 
 
-def _of_meta(fields: ConfigFields, layers: int, heads: int) -> ConfigFields:
+def _meta_config(fields: ConfigFields, layers: int, heads: int) -> ConfigFields:
     width = fields.count("dim")
     config: dict[str, Any] = {
         "model_type": "llama",
@@ -98,31 +99,31 @@ def _of_meta(fields: ConfigFields, layers: int, heads: int) -> ConfigFields:
             width, fields.count("multiple_of") or 256, fields.number("ffn_dim_multiplier")
         )
         config["intermediate_size"] = fields.count("hidden_dim") or inner
-    if (fields.number("vocab_size") or 0) > 0:  # Llama 2's is -1: the tokenizer has it
+    if (fields.number("vocab_size") or 0) > 0:  # -1 in Llama 2: the tokenizer sets it
         config["vocab_size"] = fields.count("vocab_size")
     if window := fields.count("sliding_window"):  # Mistral's own files
         config |= {"model_type": "mistral", "sliding_window": window}
     if fields.flag("use_scaled_rope"):
         factor = fields.number("rope_scaling_factor") or SCALING["factor"]
         config["rope_scaling"] = {**SCALING, "factor": factor}
-    return ConfigFields(config, place=fields.place)
+    return ConfigFields(config, origin=fields.origin)
 
 
 def mlp_width(width: int, multiple_of: int, factor: float | None) -> int:
-    """How wide Meta's code makes the MLP of a model of ``width``: llama/model.py, FeedForward."""
+    """Return the MLP width of Meta's code for an embed_dim: llama/model.py, FeedForward."""
     inner = int(2 * (4 * width) / 3)
     if factor is not None:
         inner = int(factor * inner)
     return multiple_of * -(-inner // multiple_of)
 
 
-def _loaded(path: Path) -> Mapping[str, Any]:
+def _read_params(path: Path) -> Mapping[str, Any]:
     try:
         stored = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             saw=f"{path}, which is no JSON: {error}",
-            needed="the arguments of the model, as Meta publishes them",
-            do="copy it again; or remove it, and name the layout and the counts",
+            needed="the arguments of the model, in Meta's format",
+            do="copy the file again; or remove it, and name the layout and the counts",
         ) from error
     return stored if isinstance(stored, dict) else {}

@@ -1,4 +1,4 @@
-"""Plan of the output files, to the byte, before any tensor is read; and writing into them."""
+"""Plan of the output files, made from tensor headers alone; functions that write the files."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.safetensors_file import Shape, encode
+from headwise.checkpoints.safetensors_file import Shape, encode_header
 from headwise.checkpoints.source import INDEX, SAFETENSORS, CheckpointSource, encode_index
 from headwise.errors import CheckpointError
 from headwise.layouts.conversion_steps import ConversionStep
 
-CHUNK = 8 * 2**20
-# The kernel or the disk cannot copy by itself; reading and writing still may.
-_UNABLE = {errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
-_UNRESERVED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+CHUNK = 8 * 2**20  # bytes
+# The kernel or the disk has no copy operation here; reading and writing may still work.
+_NO_COPY_RANGE = {errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file of the target.
+    """File of the target.
 
     Attributes:
-        name: of it.
-        head: its first bytes.
-        places: tensor -> the number of its first byte in the file.
-        size: of the whole file.
+        name: the file's name.
+        head: the safetensors header.
+        offsets: tensor -> its first byte in the file.
+        size: bytes of the whole file.
     """
 
     name: str
     head: bytes
-    places: Mapping[str, int]
+    offsets: Mapping[str, int]
     size: int
 
 
@@ -45,9 +45,9 @@ class OutputPlan:
     """All files of the target.
 
     Attributes:
-        files: with the tensors.
-        index: the name and the bytes of one, where there is one.
-        params: what params.json says, where the files become those that Meta's code loads.
+        files: the files with tensors.
+        index: name and content of the index file; None without an index.
+        params: the content of params.json, if the target is for Meta's code.
     """
 
     files: tuple[OutputFile, ...]
@@ -56,32 +56,32 @@ class OutputPlan:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Bytes of the finished target."""
         return sum(file.size for file in self.files) + len(self.index[1] if self.index else b"")
 
     @property
-    def room(self) -> int:
-        """The bytes that it takes on the way: Meta's file is written beside the others."""
+    def peak_size(self) -> int:
+        """Bytes on disk during the work: Meta's file is written beside the safetensors files."""
         return self.size if self.params is None else 2 * self.size
 
 
-def outline(
+def plan_output(
     source: CheckpointSource, steps: Iterable[ConversionStep], metadata: Mapping[str, str]
 ) -> OutputPlan:
-    """The files of the source once more, with the tensors that the steps make.
+    """Return the plan: one file for each source file, with the tensors that the steps make.
 
-    A tensor goes into the file of the first that it is made of, and stands there in its order,
-    the widest numbers first, so that each stands at a multiple of its width. Every file carries
+    A tensor goes into the file of its first source tensor, in that tensor's order. Wider dtypes
+    come first, so every tensor starts at a multiple of its item size. Every file carries
     ``metadata`` beside that of its source.
 
     Raises:
-        CheckpointError: two files of the source would become one.
+        CheckpointError: two files of the source would have the same target name.
     """
     order = {name: number for number, name in enumerate(source.headers)}
     made: dict[Path, list[tuple[int, int, str, Shape, torch.dtype]]] = {}
     for step in steps:
         first = min(step.inputs, key=order.__getitem__)
-        dtype = source.headers[first].dtype  # of all: the plan fuses no two
+        dtype = source.headers[first].dtype  # the same for all inputs of a step
         for name, shape in step.outputs.items():
             made.setdefault(source.headers[first].file, []).append(
                 (-dtype.itemsize, order[first], name, shape, dtype)
@@ -90,13 +90,13 @@ def outline(
     for shard in source.shards:
         if shard.path in made:
             tensors = {name: (shape, dtype) for *_, name, shape, dtype in sorted(made[shard.path])}
-            head = encode(tensors, {"format": "pt", **shard.metadata, **metadata})
-            files.append(OutputFile(_name(shard.path), *head))
+            head = encode_header(tensors, {"format": "pt", **shard.metadata, **metadata})
+            files.append(OutputFile(_target_name(shard.path), *head))
     if len({file.name for file in files}) < len(files):
         raise CheckpointError(
             saw=", ".join(shard.path.name for shard in source.shards),
-            needed=f"names that differ before their suffix: all become {SAFETENSORS}",
-            do="rename one of them",
+            needed=f"names that differ before their suffix, which becomes {SAFETENSORS}",
+            do="rename one of the files",
         )
     return OutputPlan(tuple(files), _index(source, files))
 
@@ -106,72 +106,72 @@ def _index(source: CheckpointSource, files: Sequence[OutputFile]) -> tuple[str, 
         return None
     metadata = dict(source.index.metadata) if source.index else {}
     metadata["total_size"] = sum(file.size - len(file.head) for file in files)
-    metadata.pop("total_parameters", None)  # biases may have come or gone
+    metadata.pop("total_parameters", None)  # conversion may add or remove biases
     name = "model.safetensors"
     if source.index:
-        name = _name(Path(source.index.path.name.removesuffix(INDEX)))
-    weight_map = {tensor: file.name for file in files for tensor in file.places}
+        name = _target_name(Path(source.index.path.name.removesuffix(INDEX)))
+    weight_map = {tensor: file.name for file in files for tensor in file.offsets}
     return name + INDEX, encode_index(weight_map, metadata)
 
 
-def _name(path: Path) -> str:
-    """The same with the suffix of safetensors, and as transformers calls it then."""
+def _target_name(path: Path) -> str:
+    """Return the name of the safetensors file that transformers would use."""
     if path.suffix == SAFETENSORS:
         return path.name
     return path.stem.replace("pytorch_model", "model", 1) + SAFETENSORS
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's numbers, the last axis fastest."""
-    # A single number is contiguous whatever its stride, which as_strided leaves behind.
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in row-major order."""
+    # as_strided sets the stride to 1: a tensor of one number is contiguous with any stride.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
-def copy(source: int, start: int, target: int, offset: int, count: int, path: Path) -> None:
-    """Copy ``count`` bytes between open files; within the kernel where it can.
+def copy_bytes(source: int, start: int, target: int, offset: int, count: int, path: Path) -> None:
+    """Copy ``count`` bytes between open files, inside the kernel where possible.
 
     Raises:
-        CheckpointError: the source, which is at ``path``, ends before.
+        CheckpointError: the source, which is at ``path``, ends too early.
     """
     done = 0
     while done < count:
-        moved = _copied(source, start + done, target, offset + done, count - done)
+        moved = _copy_some(source, start + done, target, offset + done, count - done)
         if not moved:
             raise CheckpointError(
                 saw=f"{path}, which became shorter while it was read",
-                needed="a checkpoint that nobody writes to",
-                do="ask again when it is finished",
+                needed="a checkpoint that no program writes to",
+                do="run the command again when the checkpoint is complete",
             )
         done += moved
 
 
-def reserve(target: int, size: int) -> None:
-    """Make a file of this size, with room on the disk for all of it where the disk can."""
+def reserve_space(target: int, size: int) -> None:
+    """Set the size of a file, and allocate its disk space where the file system can."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(target, 0, size)
             return
     except OSError as error:
-        if error.errno not in _UNRESERVED:
+        if error.errno not in _NO_FALLOCATE:
             raise
     os.ftruncate(target, size)
 
 
-def _copied(source: int, start: int, target: int, offset: int, count: int) -> int:
+def _copy_some(source: int, start: int, target: int, offset: int, count: int) -> int:
     try:
         if hasattr(os, "copy_file_range"):
             return os.copy_file_range(source, target, count, start, offset)
     except OSError as error:
-        if error.errno not in _UNABLE:
+        if error.errno not in _NO_COPY_RANGE:
             raise
     read = os.pread(source, min(count, CHUNK), start)
     write_all(target, memoryview(read), offset)
     return len(read)
 
 
-def write_all(target: int, left: memoryview, offset: int) -> None:
-    """Write all of some bytes: a system writes as many at a time as it likes."""
-    while left:
-        written = os.pwrite(target, left, offset)
-        left, offset = left[written:], offset + written
+def write_all(target: int, content: memoryview, offset: int) -> None:
+    """Write all bytes: one system call may write fewer than requested."""
+    while content:
+        written = os.pwrite(target, content, offset)
+        content, offset = content[written:], offset + written

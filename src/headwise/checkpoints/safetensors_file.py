@@ -1,8 +1,7 @@
-"""A .safetensors file: its head is checked, and its tensors are mapped, not read.
+"""Reader of .safetensors files: the header is checked, and the tensors are memory-mapped.
 
-The head is eight bytes with its length, then JSON; the numbers follow. What the safetensors library
-refuses is refused here, and a few things more: names that stand twice, and fields that are not
-known.
+The header is its length in eight bytes, then JSON; the numbers follow. The reader rejects all files
+that the safetensors library rejects, and also duplicate names and unknown fields.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch import Tensor
 from headwise.errors import CheckpointError
 
 Shape = tuple[int, ...]
-LENGTH = 8  # bytes that say how long the JSON is
-MOST = 100_000_000  # bytes of JSON, as in the library
+LENGTH = 8  # bytes of the JSON's length
+MAX_JSON = 100_000_000  # bytes, as in the library
 METADATA = "__metadata__"
 FIELDS = {"dtype", "shape", "data_offsets"}
 DTYPES = {
@@ -52,13 +51,13 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file says of a tensor.
+    """Header of a tensor in a file.
 
     Attributes:
-        shape: how long its axes are.
-        dtype: of its numbers.
-        file: where it is.
-        offset: of its first byte in the file; None where only the file's reader knows.
+        shape: the sizes of its axes.
+        dtype: the type of its numbers.
+        file: the path of the file.
+        offset: its first byte in the file; None for files that torch wrote.
     """
 
     shape: Shape
@@ -68,60 +67,60 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has, without gaps."""
+        """Bytes of all numbers."""
         return prod(self.shape) * self.dtype.itemsize
 
 
-def encode(
+def encode_header(
     tensors: Mapping[str, tuple[Shape, torch.dtype]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int], int]:
-    """The head of a file with these tensors, where the bytes of each begin, and the file's size.
+    """Return a file's header, the offset of each tensor, and the size of the file.
 
-    The head is its length, and the JSON padded to eight bytes.
+    The header is the length of the JSON, and the JSON padded to a multiple of eight bytes.
     """
-    about: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     starts, end = {}, 0
     for name, (shape, dtype) in tensors.items():
         starts[name], end = end, end + prod(shape) * dtype.itemsize
         offsets = [starts[name], end]
-        about[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
-    text = json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+        fields[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(LENGTH, "little") + text
     return head, {name: len(head) + start for name, start in starts.items()}, len(head) + end
 
 
-def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """For JSON in which every name may stand once. ValueError for one that stands twice."""
-    found: dict[str, Any] = {}
+def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; raise ValueError for a duplicate name."""
+    values: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r} stands in it twice")
-        found[name] = value
-    return found
+        if name in values:
+            raise ValueError(f"the name {name!r} occurs twice")
+        values[name] = value
+    return values
 
 
 def is_utf8(text: str) -> bool:
-    """Whether it has no lone half of a letter, which JSON can write and nothing can print."""
+    """True if the text has no lone surrogate, which JSON can write and UTF-8 cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _are_counts(found: Any) -> bool:
-    return isinstance(found, list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in found
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in values
     )
 
 
 @dataclass(frozen=True, eq=False)
 class TensorFile:
-    """A file of tensors: what its head says, and the tensors on demand.
+    """File of tensors: headers, metadata, and a function that loads a tensor.
 
     Attributes:
-        path: of the file.
-        headers: name -> shape, dtype and place.
-        metadata: texts by their names.
+        path: the path of the file.
+        headers: name -> shape, dtype and offset.
+        metadata: name -> text.
         tensor: name -> tensor.
-        model_args: the arguments of the model, where a file of nanoGPT holds them.
+        model_args: the model's arguments in a file of nanoGPT; empty for other files.
     """
 
     path: Path
@@ -132,84 +131,85 @@ class TensorFile:
 
 
 def read(path: Path) -> TensorFile:
-    """Read the head of a file.
+    """Read the header of a file.
 
     Raises:
-        CheckpointError: it is damaged, cut off, or none.
-        OSError: it cannot be opened.
+        CheckpointError: the file is damaged, cut off, or no safetensors file.
+        OSError: the file cannot be opened.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH), "little")
-        if size < LENGTH or length > min(size - LENGTH, MOST):
-            raise damaged(path, f"{size} bytes, which say that their head has {length}")
+        if size < LENGTH or length > min(size - LENGTH, MAX_JSON):
+            raise damaged_error(path, f"the file has {size} bytes, and a header length of {length}")
         text = file.read(length)
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"its head is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise damaged(path, f"its head holds a {type(found).__name__}")
-    metadata = found.pop(METADATA, {})
+        raise damaged_error(path, f"its header is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise damaged_error(path, f"its header holds a {type(fields).__name__}")
+    metadata = fields.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
-        raise damaged(path, f"its {METADATA} is no mapping of texts")
-    headers = _headers(path, found, LENGTH + length, size)
-    try:  # JSON leaves corners in which two readers differ: the library has to see the same names
+        raise damaged_error(path, f"its {METADATA} is no object of texts")
+    headers = _headers(path, fields, LENGTH + length, size)
+    try:  # JSON parsers differ in details: the library must read the same names
         with safe_open(path, framework="pt") as opened:
             names = set(opened.keys())
     except (SafetensorError, ValueError) as error:
-        raise damaged(path, str(error)) from error
+        raise damaged_error(path, str(error)) from error
     if names != set(headers):
-        raise damaged(path, "the safetensors library reads other names in it")
+        raise damaged_error(path, "the safetensors library reads other names in it")
     return TensorFile(path, headers, metadata, lambda name: _mapped(headers[name]))
 
 
-def _headers(path: Path, found: dict[str, Any], begin: int, size: int) -> dict[str, StoredTensor]:
-    """The tensors in the order of their bytes, which leave no gap between ``begin`` and the end."""
-    stored = {name: _stored(path, name, value, begin) for name, value in found.items()}
+def _headers(path: Path, fields: dict[str, Any], begin: int, size: int) -> dict[str, StoredTensor]:
+    """Return the tensors in the order of their bytes, which must fill the file from ``begin``."""
+    headers = {name: _header(path, name, value, begin) for name, value in fields.items()}
     end, ordered = begin, {}
-    for name, x in sorted(stored.items(), key=lambda item: (item[1].offset or 0, item[1].nbytes)):
-        offset = x.offset or 0
+    for name, header in sorted(headers.items(), key=lambda x: (x[1].offset or 0, x[1].nbytes)):
+        offset = header.offset or 0
         if offset != end:
-            what = "overlap" if offset < end else "leave a gap"
+            fault = "overlap" if offset < end else "leave a gap"
             start = f"{offset - begin}, not {end - begin}"
-            raise damaged(path, f"the bytes of {name} begin at {start}: they {what}")
-        end, ordered[name] = end + x.nbytes, x
+            raise damaged_error(path, f"the bytes of {name} begin at {start}: they {fault}")
+        end, ordered[name] = end + header.nbytes, header
     if end != size:
-        raise damaged(path, f"its tensors have {end - begin} bytes, and it holds {size - begin}")
+        held = size - begin
+        raise damaged_error(path, f"its tensors have {end - begin} bytes, and it holds {held}")
     return ordered
 
 
-def _stored(path: Path, name: str, found: Any, begin: int) -> StoredTensor:
-    if not isinstance(found, dict) or found.keys() != FIELDS:
-        fields = ", ".join(sorted(found)) if isinstance(found, dict) else type(found).__name__
-        said = f"{name!r} has {fields or 'nothing'}, not {', '.join(sorted(FIELDS))}"
-        raise damaged(path, said)
-    dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
+def _header(path: Path, name: str, fields: Any, begin: int) -> StoredTensor:
+    if not isinstance(fields, dict) or fields.keys() != FIELDS:
+        names = ", ".join(sorted(fields)) if isinstance(fields, dict) else type(fields).__name__
+        message = f"{name!r} has {names or 'nothing'}, not {', '.join(sorted(FIELDS))}"
+        raise damaged_error(path, message)
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
-        raise damaged(path, f"{name!r} is of the dtype {dtype!r}, and known are {known}")
+        raise damaged_error(path, f"{name!r} has the dtype {dtype!r}, which is none of {known}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise damaged(path, f"{name!r} has the shape {shape} and the offsets {offsets}")
+        raise damaged_error(path, f"{name!r} has the shape {shape} and the offsets {offsets}")
     start, stop = offsets
     stored = StoredTensor(tuple(shape), DTYPES[dtype], path, begin + start)
     if stop - start != stored.nbytes:
         sizes = f"{stop - start} bytes; {dtype} of shape {shape} has {stored.nbytes}"
-        raise damaged(path, f"{name!r} has {sizes}")
+        raise damaged_error(path, f"{name!r} has {sizes}")
     return stored
 
 
-def damaged(path: Path, why: str) -> CheckpointError:
-    """What is said of a file that cannot be read."""
+def damaged_error(path: Path, why: str) -> CheckpointError:
+    """Return the error for a damaged safetensors file."""
     return CheckpointError(
         saw=f"{path}: {why[:300]}",
-        needed="a whole safetensors file",
-        do="copy or download it again, and compare its checksum with that of its publisher",
+        needed="a complete safetensors file",
+        do="copy or download the file again, and compare its checksum with the publisher's",
     )
 
 
 def _mapped(stored: StoredTensor) -> Tensor:
-    """A tensor in pages of the file; those that are not looked at are not read."""
+    """Return a tensor in memory-mapped pages of the file; only used pages are read."""
     assert stored.offset is not None
     if not stored.nbytes:
         return torch.empty(stored.shape, dtype=stored.dtype)
@@ -217,14 +217,14 @@ def _mapped(stored: StoredTensor) -> Tensor:
     skipped = stored.offset - start
     with stored.file.open("rb") as file:
         try:
-            # Private pages: torch knows no tensors that may only be read.
+            # copy-on-write pages: torch has no read-only tensors
             pages = mmap.mmap(
                 file.fileno(), skipped + stored.nbytes, access=mmap.ACCESS_COPY, offset=start
             )
         except ValueError as error:
-            raise damaged(stored.file, "it became shorter while it was read") from error
-    pages.madvise(mmap.MADV_WILLNEED)  # else a disk is asked for few pages at a time
+            raise damaged_error(stored.file, "the file became shorter while it was read") from error
+    pages.madvise(mmap.MADV_WILLNEED)  # else the disk reads few pages at a time
     raw = torch.frombuffer(pages, dtype=torch.uint8, count=stored.nbytes, offset=skipped)
     if stored.offset % stored.dtype.itemsize:
-        raw = raw.clone()  # a head of odd length; numbers want to stand at their multiples
+        raw = raw.clone()  # align the numbers after a header of odd length
     return raw.view(stored.dtype).view(stored.shape)

@@ -1,6 +1,6 @@
-"""A checkpoint as one: a file, an index with its files, or a folder with one checkpoint in it.
+"""Checkpoint as a mapping of tensors: a file, an index with its files, or a folder.
 
-Which files of a folder are its checkpoint is told by their names, or by an index of them.
+The files of a folder that make up its checkpoint are those of its index, or chosen by name.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from headwise.checkpoints import safetensors_file, torch_file
-from headwise.checkpoints.safetensors_file import StoredTensor, TensorFile, is_utf8, once
+from headwise.checkpoints.safetensors_file import StoredTensor, TensorFile, is_utf8, unique_keys
 from headwise.errors import CheckpointError
 from headwise.support.axes import describe_value
 
 SAFETENSORS, TORCH, INDEX = ".safetensors", (".bin", ".pt", ".pth"), ".index.json"
-# The first that a folder has is its checkpoint; what else lies there is left.
+# The first pattern with a match selects the checkpoint of a folder; other files are ignored.
 PATTERNS = (
     f"*{SAFETENSORS}{INDEX}",
     f"model*{SAFETENSORS}",
@@ -34,81 +34,77 @@ PATTERNS = (
     *(f"*{suffix}" for suffix in TORCH),
 )
 _PART = re.compile(r"(.*?)[-._]([0-9]+)(?:-of-([0-9]+))?")
-LONGEST = 255  # letters of a file's name
+MAX_NAME = 255  # letters of a file's name
 
 
-def files_of(path: Path) -> list[Path]:
-    """The one file, or those of a folder that are its checkpoint.
+def checkpoint_files(path: Path) -> list[Path]:
+    """Return the files of a checkpoint: the file itself, or those of a folder.
 
     Raises:
-        CheckpointError: there is none, more than one, or a part of one.
+        CheckpointError: no checkpoint, several, or an incomplete one.
     """
     if path.is_file():
         return [path]
     if not path.is_dir():
-        what = "is neither a file nor a folder" if path.exists() else "is not there"
-        raise no_checkpoint(path, what)
+        problem = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise no_checkpoint_error(path, problem)
     for pattern in PATTERNS:
-        found = sorted(file for file in path.glob(pattern) if not file.name.startswith("."))
-        if not found:
+        files = sorted(file for file in path.glob(pattern) if not file.name.startswith("."))
+        if not files:
             continue
         if pattern.endswith(INDEX):
-            # An index beside another, or beside a file of its own name, are two checkpoints.
-            whole = [path / file.name.removesuffix(INDEX) for file in found]
-            _require_one(path, [*found, *(file for file in whole if file.is_file())])
+            # two checkpoints: two indexes, or an index and a file of the same name
+            unsplit = [path / file.name.removesuffix(INDEX) for file in files]
+            _require_single(path, [*files, *(file for file in unsplit if file.is_file())])
         else:
-            _require_parts_of_one(path, found)
-        return found
-    there = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
-    raise no_checkpoint(path, f"holds no weights: {there}")
+            _require_complete_parts(path, files)
+        return files
+    names = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
+    raise no_checkpoint_error(path, f"holds no weights: {names}")
 
 
 def require_inside(file: Path, folder: Path) -> None:
-    """Refuse what is no file, or a link out of the folder.
+    """Raise CheckpointError unless the path is a file, and no link out of the folder.
 
-    The cache of a model hub is made of links: a folder snapshots/<revision>, and what is below it,
-    into the blobs beside snapshots. Those are followed.
-
-    Raises:
-        CheckpointError: see above.
+    Links from a model hub's cache, snapshots/<revision>, into its blobs folder are allowed.
     """
     if not file.is_file():
-        missing = "is no file" if file.exists() else "is not there"
-        raise _not_whole(folder, f"whose {file.name} {missing}")
+        problem = "is no file" if file.exists() else "does not exist"
+        raise _incomplete_error(folder, f"whose {file.name} {problem}")
     home, real = folder.resolve(), file.resolve()
     caches = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
-    if not any(real.is_relative_to(one) for one in [home, *caches]):
-        raise _not_whole(folder, f"whose {file.name} is a link to {real}, outside of it")
+    if not any(real.is_relative_to(root) for root in [home, *caches]):
+        raise _incomplete_error(folder, f"whose {file.name} is a link to {real}, outside of it")
 
 
-def no_checkpoint(path: Path, what: str) -> CheckpointError:
-    """What is said of a path that leads to no weights."""
+def no_checkpoint_error(path: Path, problem: str) -> CheckpointError:
+    """Return the error for a path without weights."""
     return CheckpointError(
-        saw=f"{path}, which {what}",
+        saw=f"{path}, which {problem}",
         needed=f"a checkpoint: {SAFETENSORS}, {', '.join(TORCH)}, an index, or a folder with one",
         do="name a file or a folder on this machine; nothing is downloaded",
     )
 
 
-def _require_parts_of_one(folder: Path, files: list[Path]) -> None:
-    """Files without an index are one checkpoint if their names number its parts, all of them."""
+def _require_complete_parts(folder: Path, files: list[Path]) -> None:
+    """Raise CheckpointError unless the names number all parts of one checkpoint."""
     parts = [part for file in files if (part := _PART.fullmatch(file.stem))]
     if len(parts) < len(files) or len({(part[1], part[3]) for part in parts}) > 1:
-        _require_one(folder, files)
+        _require_single(folder, files)
     elif parts[0][3] is not None:
-        # Names such as model-00001-of-00003 tell how many there are; some count from 0.
+        # Names such as model-00001-of-00003 hold the total; some count from 0.
         numbers, total, first = {int(part[2]) for part in parts}, int(parts[0][3]), parts[0]
-        wanted = range(total) if 0 in numbers else range(1, total + 1)
-        # A name may speak of any number of parts: no more are looked for than are named.
-        missing = list(islice((number for number in wanted if number not in numbers), 4))
+        expected = range(total) if 0 in numbers else range(1, total + 1)
+        # The total may be huge: stop after the four missing parts that the error uses.
+        missing = list(islice((number for number in expected if number not in numbers), 4))
         if missing:
             before, after = first[0][: first.start(2)], first[0][first.end(2) :] + files[0].suffix
             names = [f"{before}{number:0{len(first[2])}}{after}" for number in missing]
             more = " and more" if len(names) > 3 else ""
-            raise _not_whole(folder, f"which lacks {', '.join(names[:3])}{more}")
+            raise _incomplete_error(folder, f"which lacks {', '.join(names[:3])}{more}")
 
 
-def _require_one(folder: Path, files: list[Path]) -> None:
+def _require_single(folder: Path, files: list[Path]) -> None:
     if len(files) > 1:
         more = f" and {len(files) - 4} more" if len(files) > 4 else ""
         raise CheckpointError(
@@ -118,17 +114,17 @@ def _require_one(folder: Path, files: list[Path]) -> None:
         )
 
 
-def _not_whole(folder: Path, saw: str) -> CheckpointError:
+def _incomplete_error(folder: Path, saw: str) -> CheckpointError:
     return CheckpointError(
         saw=f"{folder}, {saw[:300]}",
-        needed="a folder that holds the whole checkpoint, every file of it",
-        do="copy or download it again; or name one file of it",
+        needed="a folder that holds every file of the checkpoint",
+        do="copy or download the folder again; or name one of its files",
     )
 
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """What the file says, checked as far as it can be without the others."""
+    """Content of an index file: tensor names with their files, and metadata."""
 
     path: Path
     weight_map: dict[str, str]
@@ -136,7 +132,7 @@ class ShardIndex:
 
     @property
     def files(self) -> list[Path]:
-        """The files that it names, in the order of their names."""
+        """The named files, sorted by name."""
         return [self.path.parent / name for name in sorted(set(self.weight_map.values()))]
 
 
@@ -144,91 +140,88 @@ def read_index(path: Path) -> ShardIndex:
     """Read an index.
 
     Raises:
-        CheckpointError: it is none, or names files that are missing or lie elsewhere.
-        OSError: it cannot be opened.
+        CheckpointError: the file is no index, or names files that are missing or elsewhere.
+        OSError: the file cannot be opened.
     """
     try:
-        found = json.loads(path.read_text("utf-8"), object_pairs_hook=once)
+        content = json.loads(path.read_text("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise _bad_index(path, f"which is no JSON: {error}") from error
-    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise _bad_index(path, "without a weight_map of names")
-    metadata = found.get("metadata")
-    if metadata is None:
-        metadata = {}
+    metadata = {} if content.get("metadata") is None else content["metadata"]
     if not isinstance(metadata, dict):
         raise _bad_index(path, f"whose metadata is a {type(metadata).__name__}")
     for name, file in weight_map.items():
         if not is_utf8(name):
-            raise _bad_index(path, f"which names a tensor {name!r}: half of a letter is no text")
+            raise _bad_index(path, f"which names a tensor {name!r}, with a lone surrogate")
         if not isinstance(file, str) or not _is_name(file):
             raise _bad_index(
                 path,
-                f"which has {name!r} in {describe_value(file)}: not the name of a file beside it",
+                f"which has {name!r} in {describe_value(file)}, no name of a file in its folder",
             )
     try:
         encode_index(weight_map, metadata)
     except (ValueError, RecursionError) as error:
-        raise _bad_index(path, f"whose metadata cannot be written on: {error}") from error
+        raise _bad_index(path, f"whose metadata cannot be written as JSON: {error}") from error
     index = ShardIndex(path, weight_map, metadata)
     for shard in index.files:
         require_inside(shard, path.parent)
     return index
 
 
-def require_agreement(index: ShardIndex, found: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the files hold what the index says, and nothing else."""
+def require_agreement(index: ShardIndex, files: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the files, tensor -> file name, hold exactly the index."""
     for name, file in index.weight_map.items():
-        if found.get(name) != file:
-            where = f"it is in {found[name]}" if name in found else "it is not there"
-            raise _bad_index(index.path, f"which has {name} in {file}: {where}")
-    if more := sorted(found.keys() - index.weight_map.keys()):
-        raise _bad_index(index.path, f"which lacks {more[0]} of {found[more[0]]}")
+        if files.get(name) != file:
+            actual = f"it is in {files[name]}" if name in files else "no file has it"
+            raise _bad_index(index.path, f"which has {name} in {file}, but {actual}")
+    if more := sorted(files.keys() - index.weight_map.keys()):
+        raise _bad_index(index.path, f"which lacks {more[0]} of {files[more[0]]}")
 
 
 def encode_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:
-    """The bytes of an index. ValueError for a number that JSON has not, such as NaN."""
-    about = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
-    return (json.dumps(about, indent=2, sort_keys=True, allow_nan=False) + "\n").encode("ascii")
+    """Return the bytes of an index; raise ValueError for a NaN or an infinity."""
+    content = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
+    return (json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n").encode("ascii")
 
 
 def _is_name(file: str) -> bool:
     name = PurePosixPath(file).name
     is_plain = bool(name) and file == name and name != ".." and not {"\\", "\0"} & set(file)
-    return is_plain and len(file) <= LONGEST and is_utf8(file)
+    return is_plain and len(file) <= MAX_NAME and is_utf8(file)
 
 
 def _bad_index(path: Path, saw: str) -> CheckpointError:
     return CheckpointError(
         saw=f"{path}, {saw[:300]}",
-        needed="a folder that holds the whole checkpoint: every file of its index, and no other",
-        do="copy or download it again; or name one file of it",
+        needed="an index and its files, which hold the same tensors",
+        do="copy or download the folder again; or name one of its files",
     )
 
 
-# Size, time of the last change, the same as the system keeps it, number on the disk. A copying tool
-# sets the first time as it likes; the second is nobody's to set.
-State = tuple[int, int, int, int]
+# size, mtime, ctime and inode of a file; copying tools may set mtime, and no tool sets ctime
+FileState = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class CheckpointSource(Mapping[str, Tensor]):
-    """Names, shapes and dtypes of a checkpoint; a tensor is mapped when it is asked for.
+    """Checkpoint with checked headers; ``source[name]`` maps a tensor into memory.
 
     Attributes:
-        path: as it was named.
-        shards: its files.
+        path: the path that the caller named.
+        shards: the files of the checkpoint.
         headers: name -> shape, dtype and file.
-        index: where there is one.
-        states: of the files as they were opened.
+        index: the index; None where there is none.
+        states: file -> size and times at opening.
     """
 
     path: Path
     shards: tuple[TensorFile, ...]
     headers: dict[str, StoredTensor]
     index: ShardIndex | None
-    states: dict[Path, State]
+    states: dict[Path, FileState]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._shards[self.headers[name].file].tensor(name)
@@ -245,42 +238,42 @@ class CheckpointSource(Mapping[str, Tensor]):
 
     @property
     def folder(self) -> Path:
-        """Where its files are."""
+        """The folder of the files."""
         return self.shards[0].path.parent
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is more than one named file."""
+        """True unless the path is a single file of weights."""
         return self.path.is_dir() or self.index is not None
 
     def require_unchanged(self) -> None:
-        """Raise CheckpointError where a file is not as it was when it was opened."""
+        """Raise CheckpointError if a file has changed since it was opened."""
         for path, before in self.states.items():
             if not path.is_file() or _state(path) != before:
                 raise CheckpointError(
                     saw=f"{path}, which changed while it was read",
-                    needed="a checkpoint that nobody writes to",
-                    do="ask again when it is finished",
+                    needed="a checkpoint that no program writes to",
+                    do="run the command again when the checkpoint is complete",
                 )
 
     def digest(self) -> str:
-        """What a later run knows it by: its files, their times, and all that their heads say."""
-        found = hashlib.sha256()
+        """Return a hash of the files' paths, states and headers, which identifies the source."""
+        digest = hashlib.sha256()
         for path, state in self.states.items():
-            found.update(f"{path.absolute()} {state}\n".encode("utf-8", "surrogateescape"))
+            digest.update(f"{path.absolute()} {state}\n".encode("utf-8", "surrogateescape"))
         for shard in self.shards:
-            found.update(repr((shard.path.name, shard.headers, shard.metadata)).encode("utf-8"))
-        return found.hexdigest()
+            digest.update(repr((shard.path.name, shard.headers, shard.metadata)).encode("utf-8"))
+        return digest.hexdigest()
 
 
 def open_source(path: Path) -> CheckpointSource:
-    """Read the heads of a checkpoint's files, and no tensor.
+    """Open a checkpoint: read the headers of its files, and no tensor.
 
     Raises:
-        CheckpointError: it is not there, damaged, or no checkpoint.
+        CheckpointError: the checkpoint is missing, damaged, or no checkpoint.
     """
     try:
-        files, index = files_of(path), None
+        files, index = checkpoint_files(path), None
         if len(files) == 1 and files[0].name.endswith(INDEX):
             index = read_index(files[0])
             files = index.files
@@ -293,20 +286,21 @@ def open_source(path: Path) -> CheckpointSource:
         raise CheckpointError(
             saw=f"{error.filename or path}, which cannot be read: {error.strerror or error}",
             needed="files that you may read",
-            do="look at their names and permissions",
+            do="check their names and permissions",
         ) from error
     headers: dict[str, StoredTensor] = {}
     for shard in shards:
-        if twice := sorted(headers.keys() & shard.headers.keys()):
+        if duplicates := sorted(headers.keys() & shard.headers.keys()):
+            name = duplicates[0]
             raise CheckpointError(
-                saw=f"{twice[0]}, in {headers[twice[0]].file} and in {shard.path.name}",
+                saw=f"{name}, in {headers[name].file} and in {shard.path.name}",
                 needed="every tensor once",
-                do="name one file, if these are two checkpoints; if they are one model cut up for "
+                do="name one file, if these are two checkpoints; if they are one model split for "
                 "several devices, merge it first",
             )
         headers |= shard.headers
     if index is not None:
-        require_agreement(index, {name: x.file.name for name, x in headers.items()})
+        require_agreement(index, {name: header.file.name for name, header in headers.items()})
     return CheckpointSource(path, shards, headers, index, states)
 
 
@@ -315,9 +309,9 @@ def _read(file: Path) -> TensorFile:
         return safetensors_file.read(file)
     if file.suffix in TORCH:
         return torch_file.read(file)
-    raise no_checkpoint(file, f"ends in {file.suffix or 'nothing'}")
+    raise no_checkpoint_error(file, f"ends in {file.suffix or 'nothing'}")
 
 
-def _state(path: Path) -> State:
+def _state(path: Path) -> FileState:
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino

@@ -1,6 +1,6 @@
-"""The hidden folder in which a target grows; it becomes the target by one rename.
+"""Hidden folder for an unfinished target, which one rename turns into the target.
 
-.NAME.headwise-part/journal     what is done and safe on the disk, see `Journal`
+.NAME.headwise-part/journal     the finished steps, see `Journal`
 .NAME.headwise-part/made/       the files of the target
 """
 
@@ -15,43 +15,44 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
-from headwise.checkpoints.output_plan import OutputFile, OutputPlan, reserve, write_all
+from headwise.checkpoints.output_plan import OutputFile, OutputPlan, reserve_space, write_all
 from headwise.errors import CheckpointError
 from headwise.support.axes import human_bytes
 
-# The disk knows no second name for a file.
-_UNLINKED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+# Errors of file systems without hard links.
+_NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class StagingDir:
-    """Files of the size they will have, into which tensors are written in any order.
+    """Folder with files of their final size, into which tensors are written in any order.
 
-    At the end of a ``with`` nothing stays of the folder; an interruption leaves it for a later run.
+    The folder is removed at the end of a ``with``; an interruption leaves it for a later run.
 
     Attributes:
-        path: of the folder.
-        done: steps of an earlier run that need no more work.
-        found: what of an earlier run there was: "nothing", "its beginning", or "other work".
-        handles: the open files by their names, once the work has begun.
+        path: the hidden folder.
+        files_path: the folder of the target's files, within ``path``.
+        done: steps that an earlier run has finished.
+        earlier_run: files of an earlier run: "nothing", "its beginning", or "other work".
+        handles: file name -> open file, after `begin`.
     """
 
-    def __init__(self, target: Path, outline: OutputPlan) -> None:
-        """Take the folder, so that no other run does.
+    def __init__(self, target: Path, plan: OutputPlan) -> None:
+        """Lock the folder against other runs.
 
         Raises:
-            CheckpointError: no room, or another run writes there.
-            OSError: nothing can be written there.
+            CheckpointError: too little disk space, or another run uses the folder.
+            OSError: the folder cannot be written.
         """
-        self._target, self._outline = target, outline
-        self.path = folder_of(target)
+        self._target, self._plan = target, plan
+        self.path = staging_path(target)
+        self.files_path = self.path / "made"
         self.done: frozenset[int] = frozenset()
-        self.found = "nothing"
-        self._made = self.path / "made"
+        self.earlier_run = "nothing"
         self.handles: dict[str, int] = {}
-        self._has_name = False
-        earlier = self._made.iterdir() if self._made.is_dir() else ()
-        taken = sum(file.stat().st_blocks * 512 for file in earlier)  # by an earlier run
-        require_room(target.parent, outline.room - taken)
+        self._is_renamed = False
+        earlier = self.files_path.iterdir() if self.files_path.is_dir() else ()
+        allocated = sum(file.stat().st_blocks * 512 for file in earlier)
+        require_disk_space(target.parent, plan.peak_size - allocated)
         self._new = [self.path, *(above for above in target.parents if not above.exists())]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -60,82 +61,76 @@ class StagingDir:
             self._remove_folders()
             raise
 
-    @property
-    def made(self) -> Path:
-        """The folder in which the files of the target grow."""
-        return self._made
-
     def begin(self, identity: str) -> None:
-        """Make the files, or open those of an earlier run of the same work.
+        """Create the files, or open those of an earlier run with the same identity.
 
         Raises:
-            OSError: nothing can be written there, or there is no room.
+            OSError: the files cannot be written, or the disk is full.
         """
-        is_whole = all(_begins(self._made / file.name, file) for file in self._outline.files)
-        done = self._journal.done(identity) if is_whole else None
+        is_usable = all(_is_begun(self.files_path / file.name, file) for file in self._plan.files)
+        done = self._journal.finished_steps(identity) if is_usable else None
         if done is not None:
-            self.found, self.done = "its beginning", done
+            self.earlier_run, self.done = "its beginning", done
             self._open(os.O_RDWR)
             return
         if self._journal.identity not in ("", identity):
-            self.found = "other work"
-        self._journal.forget()  # first: files of the right size say nothing of what is in them
-        if self._made.exists():
-            shutil.rmtree(self._made)
-        self._made.mkdir()
+            self.earlier_run = "other work"
+        self._journal.clear()  # first: new files have the right size before they have any tensor
+        if self.files_path.exists():
+            shutil.rmtree(self.files_path)
+        self.files_path.mkdir()
         self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        for file in self._outline.files:
+        for file in self._plan.files:
             handle = self.handles[file.name]
-            reserve(handle, file.size)
+            reserve_space(handle, file.size)
             write_all(handle, memoryview(file.head), 0)
             os.fsync(handle)
-        _sync(self._made)
+        _sync(self.files_path)
         self._journal.append(identity)
 
     def _open(self, flags: int) -> None:
-        for file in self._outline.files:
-            self.handles[file.name] = os.open(self._made / file.name, flags, 0o666)
+        for file in self._plan.files:
+            self.handles[file.name] = os.open(self.files_path / file.name, flags, 0o666)
 
     def flush(self, steps: Iterable[int]) -> None:
-        """See that all that was written is on the disk, and note that these steps are done."""
+        """Force all writes to the disk, then record the steps as finished."""
         for handle in self.handles.values():
             os.fsync(handle)
-            if hasattr(os, "posix_fadvise"):  # nobody reads it soon: memory is left to others
+            if hasattr(os, "posix_fadvise"):  # frees page cache
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         self._journal.add(steps)
 
     def finish(self, *, is_folder: bool) -> None:
-        """Turn what was made into the target, which must not be there yet.
+        """Rename the files to the target, which must not exist yet.
 
         Raises:
-            CheckpointError: it is there; or it is this run's, and what comes after that failed.
-            OSError: it cannot be put there.
+            CheckpointError: the target exists; or the cleanup after the rename failed.
+            OSError: the rename failed.
         """
-        if self._outline.index is not None:
-            name, content = self._outline.index
-            (self._made / name).write_bytes(content)
-            _sync(self._made / name)
-        _sync(self._made)
-        require_free(self._target)
-        made = self._made if is_folder else self._made / self._outline.files[0].name
+        if self._plan.index is not None:
+            name, content = self._plan.index
+            (self.files_path / name).write_bytes(content)
+            _sync(self.files_path / name)
+        _sync(self.files_path)
+        require_unused_name(self._target)
+        made = self.files_path if is_folder else self.files_path / self._plan.files[0].name
         if is_folder:
             os.rename(made, self._target)
         else:
-            _name_file(made, self._target)
-        self._has_name = True
+            _link_file(made, self._target)
+        self._is_renamed = True
         try:
             if not is_folder:
-                made.unlink(missing_ok=True)  # its first name
+                made.unlink(missing_ok=True)  # the target is a second link to the file
             _sync(self._target.parent)
             self._discard()
         except OSError as error:
-            where = error.filename or self._target.parent
+            path = error.filename or self._target.parent
             raise CheckpointError(
-                saw=f"{where}, where the system says: {error.strerror or error}; {self._target} is "
-                "there, whole",
-                needed="a disk that can be written to until the end",
+                saw=f"{path}: {error.strerror or error}; {self._target} is complete",
+                needed="a disk that stays writable until the end",
                 do="keep the target if `headwise verify` reads it after a restart; remove "
-                f"{self.path} if it is still there",
+                f"{self.path} if it still exists",
             ) from error
 
     def __enter__(self) -> StagingDir:
@@ -148,7 +143,7 @@ class StagingDir:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if kind is not None and issubclass(kind, Exception) and not self._has_name:
+            if kind is not None and issubclass(kind, Exception) and not self._is_renamed:
                 self._discard()
         finally:
             for handle in self.handles.values():
@@ -157,77 +152,77 @@ class StagingDir:
             self._journal.close()
 
     def _discard(self) -> None:
-        """Remove everything. The journal goes last: while it is there, no other run comes in."""
-        if self._made.exists():
-            shutil.rmtree(self._made)
+        """Remove everything; the journal last, because it locks the folder against other runs."""
+        if self.files_path.exists():
+            shutil.rmtree(self.files_path)
         (self.path / "journal").unlink(missing_ok=True)
         self._remove_folders()
 
     def _remove_folders(self) -> None:
-        """Those that this run has made, if nobody else has put anything there."""
+        """Remove the folders that this run has created, if they are empty."""
         for folder in self._new:
             with suppress(OSError):
                 folder.rmdir()
 
 
-def _begins(path: Path, file: OutputFile) -> bool:
-    """Whether it is a file of this size and with this head."""
+def _is_begun(path: Path, file: OutputFile) -> bool:
+    """True if a file has the planned size and header."""
     if not path.is_file() or path.stat().st_size != file.size:
         return False
     with path.open("rb") as opened:
         return opened.read(len(file.head)) == file.head
 
 
-def folder_of(target: Path) -> Path:
-    """Where a target grows."""
+def staging_path(target: Path) -> Path:
+    """Return the hidden folder for an unfinished target."""
     return target.parent / f".{target.name}.headwise-part"
 
 
-def require_free(target: Path) -> None:
-    """Raise CheckpointError where something has the target's name."""
+def require_unused_name(target: Path) -> None:
+    """Raise CheckpointError if the target exists."""
     if os.path.lexists(target):
-        raise _there_already(target)
+        raise _exists_error(target)
 
 
-def require_room(folder: Path, size: int) -> None:
-    """Raise CheckpointError where the disk has less room than ``size`` bytes."""
+def require_disk_space(folder: Path, size: int) -> None:
+    """Raise CheckpointError if the disk has less than ``size`` bytes free."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     disk = os.statvfs(folder)
-    room = disk.f_bavail * disk.f_frsize
-    if room < size:
-        there, wanted = human_bytes(room), human_bytes(size)
-        if there == wanted:
-            there, wanted = f"{room:,} B", f"{size:,} B"
+    free = disk.f_bavail * disk.f_frsize
+    if free < size:
+        free_text, needed = human_bytes(free), human_bytes(size)
+        if free_text == needed:
+            free_text, needed = f"{free:,} B", f"{size:,} B"
         raise CheckpointError(
-            saw=f"{folder} has room for {there}",
-            needed=f"room for {wanted}",
-            do="make room, or name a target on another disk",
+            saw=f"{folder} has {free_text} free",
+            needed=f"{needed} free",
+            do="free disk space, or name a target on another disk",
         )
 
 
-def _there_already(target: Path) -> CheckpointError:
+def _exists_error(target: Path) -> CheckpointError:
     return CheckpointError(
-        saw=f"{target}, which is there already",
-        needed="a name that is free: nothing is written over",
+        saw=f"{target} exists already",
+        needed="a new name: no file is overwritten",
         do="name another target, or remove this one",
     )
 
 
-def _name_file(made: Path, target: Path) -> None:
-    """A rename would write over a file that came there meanwhile; a second name does not."""
+def _link_file(made: Path, target: Path) -> None:
+    """Link a file to its target: unlike a rename, a link never overwrites a new file."""
     try:
         os.link(made, target)
     except FileExistsError as error:
-        raise _there_already(target) from error
+        raise _exists_error(target) from error
     except OSError as error:
-        if error.errno not in _UNLINKED:
+        if error.errno not in _NO_HARD_LINKS:
             raise
         os.rename(made, target)
 
 
 def _sync(path: Path) -> None:
-    """See that a file, or the names in a folder, are on the disk."""
+    """Force a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -236,20 +231,18 @@ def _sync(path: Path) -> None:
 
 
 class Journal:
-    """An open journal of what is done, for a run that goes on after one that was killed.
+    """Locked file of the finished steps, from which a later run resumes.
 
-    No other run may open it.
-
-    <identity>      what is made of what; another one, and the run starts anew
-    0 1 2 3         steps whose bytes are on the disk, a line for each time that was made sure of
+    <identity>      hash of source and options; a run with another hash starts anew
+    0 1 2 3         steps whose bytes are on the disk, one line for each flush
     4 5
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or begin it.
+        """Open or create the journal.
 
         Raises:
-            CheckpointError: another run has it.
+            CheckpointError: another run holds the lock.
         """
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         with ExitStack() as stack:
@@ -257,7 +250,7 @@ class Journal:
             _lock(handle, path)
             with open(handle, "rb", closefd=False) as file:
                 raw = file.read()
-            # A line without an end was cut off. It goes: the next one would be written on to it.
+            # Drop a last line that was cut off; the next line would continue it.
             self._end = raw.rfind(b"\n") + 1
             os.ftruncate(handle, self._end)
             stack.pop_all()
@@ -266,31 +259,31 @@ class Journal:
         self.identity = lines[0].decode("ascii", "replace") if lines else ""
         self._lines = lines[1:]
 
-    def done(self, identity: str) -> frozenset[int] | None:
-        """The steps that need no more work; None where the journal is that of another work."""
+    def finished_steps(self, identity: str) -> frozenset[int] | None:
+        """Return the finished steps; None for a journal with another identity."""
         if self.identity != identity:
             return None
         try:
             return frozenset(int(number) for line in self._lines for number in line.split())
-        except ValueError:  # a disk without power may leave anything
+        except ValueError:  # a power failure can leave any bytes
             return None
 
-    def forget(self) -> None:
-        """Nothing is done any more, and the disk knows it: the files may change."""
+    def clear(self) -> None:
+        """Empty the journal on the disk, before the files change."""
         os.ftruncate(self._handle, 0)
         os.fsync(self._handle)
         self._end = 0
 
     def add(self, steps: Iterable[int]) -> None:
-        """Steps whose bytes are on the disk."""
+        """Record finished steps on the disk."""
         self.append(" ".join(map(str, steps)))
 
     def close(self) -> None:
-        """Let another run open it."""
+        """Close the journal, which releases its lock."""
         os.close(self._handle)
 
     def append(self, line: str) -> None:
-        """A line: in an empty journal, what is made of what."""
+        """Write a line to the disk; the first line is the identity."""
         raw = f"{line}\n".encode("ascii")
         write_all(self._handle, memoryview(raw), self._end)
         os.fsync(self._handle)
@@ -298,19 +291,19 @@ class Journal:
 
 
 def _lock(handle: int, path: Path) -> None:
-    """Take it for this run, if it is still the one that is there."""
+    """Lock the journal, if its path still leads to it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_there = os.path.samestat(os.fstat(handle), path.stat())
+        is_current = os.path.samestat(os.fstat(handle), path.stat())
     except (BlockingIOError, FileNotFoundError) as error:
         raise _in_use(path) from error
-    if not is_there:  # the run that had it has removed it, and another one has begun since
+    if not is_current:  # its run has removed the journal, and another run has created a new one
         raise _in_use(path)
 
 
 def _in_use(path: Path) -> CheckpointError:
     return CheckpointError(
         saw=f"{path.parent}, into which another run is writing",
-        needed="one run for a target",
-        do="wait for it, or name another target",
+        needed="one run for each target",
+        do="wait for the other run, or name another target",
     )

@@ -98,7 +98,7 @@ def _convert(
         from rich.console import Console
 
         from headwise.checkpoints.source import CheckpointSource
-        from headwise.checkpoints.staging import folder_of
+        from headwise.checkpoints.staging import staging_path
         from headwise.checkpoints.stream_conversion import convert_checkpoint
         from headwise.diagnosis.detect import weights_of
         from headwise.layouts.registry import layout
@@ -116,7 +116,7 @@ def _convert(
             settings = {**options, **weights.known, "progress": progress}
             report = convert_checkpoint(weights.tensors, target, stored, written, **settings)
     except KeyboardInterrupt:
-        partial = f"Partial output is in {folder_of(target)}. Repeat the command to resume."
+        partial = f"Partial output is in {staging_path(target)}. Repeat the command to resume."
         console.print(partial, markup=False)
         raise
     time_and_size = f"{time.perf_counter() - start:.1f} s, {human_bytes(report.nbytes)}."
@@ -158,9 +158,9 @@ def _lines(
     report: ConversionReport, weights: GivenWeights, counts: Counts, names: tuple[str, str]
 ) -> Iterator[str]:
     """Describe a conversion from the first of two layouts, named in ``names``, to the second."""
-    if report.found == "its beginning":
+    if report.earlier_run == "its beginning":
         yield "Resumed an interrupted run: the tensors it had written were reused."
-    if report.found == "other work":
+    if report.earlier_run == "other work":
         yield "Started anew: the interrupted run had other files or counts."
     yield (
         f"{report.tensors} tensors: {report.rewritten} rewritten, moved back and compared byte for "
@@ -168,20 +168,20 @@ def _lines(
     )
     if report.roots:
         yield f"The names begin with {', '.join(map(repr, report.roots))}, which --root can change."
-    if report.kept:
-        kinds = list(dict.fromkeys(re.sub(r"\d+", "{n}", name) for name in report.kept))
+    if report.unchanged_names:
+        kinds = list(dict.fromkeys(re.sub(r"\d+", "{n}", name) for name in report.unchanged_names))
         more = " ..." if len(kinds) > SHOWN else ""
         yield (
-            f"Unchanged names, since {names[1]} has no others ({len(report.kept)}): "
+            f"Unchanged names, since {names[1]} has no others ({len(report.unchanged_names)}): "
             f"{', '.join(kinds[:SHOWN])}{more}"
         )
     if weights.known:
         yield f"Read with {', '.join(_counts_by_origin(weights, counts))}."
     for name, (mine, theirs) in report.accepted.items():
         yield f"Accepted: {name}, {mine} in {names[0]}, {theirs} in {names[1]}."
-    if report.left:
-        shown = ", ".join(report.left[:3])
-        more = f" and {len(report.left) - 3} more" if len(report.left) > 3 else ""
+    if report.not_copied:
+        shown = ", ".join(report.not_copied[:3])
+        more = f" and {len(report.not_copied) - 3} more" if len(report.not_copied) > 3 else ""
         is_other = names[0] != names[1]
         why = f"since they go with {names[0]}" if is_other else "though they fit as well"
         yield f"Not copied, {why}: {shown}{more}."

@@ -74,7 +74,7 @@ def _is_digests(path: Path) -> bool:
 
 
 def _require_new(path: Path) -> None:
-    from headwise.checkpoints.staging import require_free
+    from headwise.checkpoints.staging import require_unused_name
     from headwise.support.atomic_write import require_writable
 
     if not _is_digests(path):
@@ -82,7 +82,7 @@ def _require_new(path: Path) -> None:
             f"--write-digests {path}: name a file that ends in {DIGESTS}; verify recognizes "
             "digests by that ending."
         )
-    require_free(path)
+    require_unused_name(path)
     require_writable(path)
 
 

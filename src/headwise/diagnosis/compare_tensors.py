@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.attention_loading import attention_of
-from headwise.checkpoints.config_check import in_layer
+from headwise.checkpoints.attention_loading import attention_from_state
+from headwise.checkpoints.config_check import layout_in_layer
 from headwise.diagnosis.diagnosis_result import OutputComparison, TensorComparison, TensorEvidence
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layers.native.attention import Attention
@@ -60,9 +60,9 @@ def _layers(
 ) -> Iterator[tuple[str, Attention]]:
     modules = modules_of(layout, state)
     for module in modules:
-        described = in_layer(layout, config, module.layer)
+        described = layout_in_layer(layout, config, module.layer)
         sizes, dtype = dict(counts), torch.float64
-        layer = attention_of(module, modules, state, described, config, sizes, dtype=dtype)
+        layer = attention_from_state(module, modules, state, described, config, sizes, dtype=dtype)
         yield module.prefix, layer.eval()
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.checkpoints.config import Config, ConfigFields, known_counts
+from headwise.checkpoints.config import Config, ConfigFields, merge_counts
 from headwise.checkpoints.description import (
     COUNTS,
     Description,
-    as_described,
+    described_layout,
     open_checkpoint,
 )
 from headwise.checkpoints.source import CheckpointSource
@@ -90,7 +90,7 @@ class GivenWeights:
         Raises:
             OptionError: there is none, or the metadata or the config says another one.
         """
-        found, detection = as_described(name, self.description), self.detection()
+        found, detection = described_layout(name, self.description), self.detection()
         why = detection.refuted.get(found.name)
         fitting = {one.layout.name for group in detection.candidates for one in group}
         if self.description is not None and found.name not in fitting:
@@ -169,7 +169,7 @@ def weights_of(
             do="give model.state_dict(), or the path of a file or a folder",
         )
     said = ConfigFields.of(config or {})
-    return GivenWeights(title, given, said, known_counts(said, counts, place=Path(title)))
+    return GivenWeights(title, given, said, merge_counts(said, counts, origin=Path(title)))
 
 
 def whole_numbers(counts: Counts) -> Counts:
@@ -344,7 +344,7 @@ def _by_run(
 
     stored = load(Path(against))
     # The same weights have the same counts: what is known of one is known of all.
-    known = known_counts(stored.config, whole_numbers(counts), place=Path(against))
+    known = merge_counts(stored.config, whole_numbers(counts), origin=Path(against))
     found = _by_values(given, other, known)
     length = min(LENGTH, stored.positions or LENGTH)
     ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))

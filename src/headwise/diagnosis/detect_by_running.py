@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.checkpoints.config import rotation_of
-from headwise.checkpoints.config_check import in_layer, options_of
+from headwise.checkpoints.config import rotary_config
+from headwise.checkpoints.config_check import attention_options, layout_in_layer
 from headwise.diagnosis.candidate_layouts import CandidateLayout, heads_of
 from headwise.diagnosis.detection_result import Detection, decided
 from headwise.error_budget.budget import Budget
@@ -277,7 +277,7 @@ class _Trial:
 
     def _unknown_places(self, layout: Layout, module: NamedModule) -> NotComparedError | None:
         """Other scores say nothing where nobody says how places are told apart."""
-        rotary, said = layout.function.rotary, rotation_of(self.config, module.layer)
+        rotary, said = layout.function.rotary, rotary_config(self.config, module.layer)
         if rotary is None:
             return NotComparedError(
                 saw="other scores, where neither the layout nor the config says whether it rotates",
@@ -300,7 +300,7 @@ class _Trial:
             layout=layout,
             num_heads=heads["heads"],
             num_kv_heads=heads["kv_heads"],
-            **options_of(self.config, layout.function, layer=module.layer),
+            **attention_options(self.config, layout.function, layer=module.layer),
         )
 
 
@@ -312,7 +312,7 @@ def _heads(seen: FirstCall, sizes: Sizes) -> Sizes:
 
 def _asked(layout: Layout, config: Mapping[str, Any], number: int) -> Layout:
     """The layout as one layer has it, less what is done to scores that are there."""
-    layout = in_layer(layout, config, number)
+    layout = layout_in_layer(layout, config, number)
     bare = replace(layout.function, score_bias="none", softcap="none", window="none", clip="none")
     return replace(layout, function=bare)
 

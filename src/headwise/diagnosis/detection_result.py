@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwise.checkpoints.config import Config, layout_of, text_of
-from headwise.checkpoints.config_check import objection
+from headwise.checkpoints.config import Config, layout_name, text_config
+from headwise.checkpoints.config_check import config_contradiction
 from headwise.diagnosis.candidate_layouts import CandidateLayout, candidates, grouped
 from headwise.diagnosis.diagnosis_result import shortened
 from headwise.errors import CheckpointError, OptionError, UndecidedError
@@ -167,7 +167,7 @@ def detect(
 
 def _among(found: list[CandidateLayout], described: Layout | None, config: Config) -> Detection:
     """The answer, once the metadata of the files and the config are heard."""
-    meant = None if described else layout_of(config)
+    meant = None if described else layout_name(config)
     said, by = (described.name, "metadata") if described else (meant, "config")
     refuted = {one.layout.name: why for one in found if (why := _objection(one, found, config))}
     groups = grouped(
@@ -180,7 +180,7 @@ def _among(found: list[CandidateLayout], described: Layout | None, config: Confi
         unknown = config.get("model_type") if said is None else None
         against = None
         if meant and groups:
-            kind = text_of(config).get("model_type", config.get("model_type"))
+            kind = text_config(config).get("model_type", config.get("model_type"))
             why = refuted.get(meant, f"the names or shapes are not those of {meant}")
             against = f"the config says model_type {kind}, whose layout is {meant}, but {why}"
         return Detection(groups, refuted, unknown, against, compared)
@@ -219,7 +219,7 @@ def _objection(
         theirs = {module.prefix for module in other.modules}
         if mine < theirs:
             return f"{other.layout.name} has {len(theirs)} modules here, and it {len(mine)} of them"
-    reasons = [objection(config, one.layout.function, sizes) for sizes in one.fits]
+    reasons = [config_contradiction(config, one.layout.function, sizes) for sizes in one.fits]
     return reasons[0] if all(reasons) else None
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from headwise import Attention, Mask, Rotary, convert
-from headwise.checkpoints.config_check import options_of
+from headwise.checkpoints.config_check import attention_options
 from headwise.errors import HeadwiseError, OptionError
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, LinearScaling, T5Bias
@@ -99,7 +99,7 @@ def given(described: Layout, layer: Attention, options: Mapping[str, Any]) -> di
     gives it; where the layout says that there is nothing, the reader gives nothing.
     """
     function = described.function
-    found = options_of({"head_dim": HEAD_DIM}, function, layer=0)
+    found = attention_options({"head_dim": HEAD_DIM}, function, layer=0)
     for name in ("scale", "rotary", "softcap", "qk_norm", "score_bias", "window"):
         if getattr(function, name) is None:
             found[name] = options.get(name)
