@@ -34,7 +34,7 @@ def detect(
     rotary_width: RotaryWidth = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
-    """Detect the layout of weights, with the reasons, or list the layouts that fit.
+    """Detect the layout of weights, or list the layouts that fit, with the reasons.
 
     Names and shapes often fit several; then a reference or a model that runs
     decides. Nothing is guessed.

@@ -117,11 +117,9 @@ def choose_layouts(first: GivenWeights, second: GivenWeights, named: LayoutNames
     if mine.has_other_counts:  # only the first is converted
         counts = _inferred(mine.trials[0][1], {}) | first.known
     if mine.layout and theirs.layout:
-        named_sides = zip(SIDES, sides, strict=True)
-        notes = tuple(f"the {which} is {side.description}" for which, side in named_sides)
-        notes = (notes if any(side.has_other_counts for side in sides) else ()) + _faults(
-            sides, (mine.layout, theirs.layout)
-        )
+        pairs = zip(SIDES, sides, strict=True) if any(s.has_other_counts for s in sides) else ()
+        notes = tuple(f"the {which} is {side.description}" for which, side in pairs)
+        notes += _faults(sides, (mine.layout, theirs.layout))
         return LayoutPair((mine.layout, theirs.layout), counts, notes, can_run=not notes)
     is_damaged = any(side.layout is None and side.faults(None) for side in sides)
     if is_damaged and mine.trials and theirs.trials:
