@@ -203,7 +203,7 @@ def test_a_config_that_says_another_function(bare: Path) -> None:
     with pytest.raises(OptionError, match="query_pre_attn_scalar"):
         load_attention(bare, **given, config={"query_pre_attn_scalar": 7, "rope_theta": 5.0})
     windowed = {"sliding_window": 4, "rope_theta": 5.0}
-    with pytest.raises(OptionError, match=r"a window of 4 keys, .* in layer 0"):
+    with pytest.raises(OptionError, match=r"a window of 4 keys, .*layer 0 has it"):
         load_attention(bare, **given, config=windowed)
     assert load_attention(bare, **given, config=windowed, window=(3, None)).window == (3, None)
     kinds = {"layer_types": ["full_attention", "sliding_attention"], **windowed}

@@ -152,14 +152,14 @@ def first_in(where: Any) -> Callable[[dict[str, Any]], None]:
 
 
 INDEXES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "no map": (lambda i: i.pop("weight_map"), "without a weight_map"),
+    "no map": (lambda i: i.pop("weight_map"), "no weight_map"),
     "metadata with what is no number": (
         lambda i: i["metadata"].update(x=float("nan")),
         "metadata cannot be written as JSON: Out of range",
     ),
     "a map to what is no number": (first_in(float("nan")), "no name of a file"),
-    "an empty map": (lambda i: i["weight_map"].clear(), "without a weight_map"),
-    "a map that is none": (lambda i: i.update(weight_map=[1]), "without a weight_map"),
+    "an empty map": (lambda i: i["weight_map"].clear(), "no weight_map"),
+    "a map that is none": (lambda i: i.update(weight_map=[1]), "no weight_map"),
     "metadata that is none": (lambda i: i.update(metadata=[1]), "metadata is a list"),
     "a missing file": (first_in("model-4.safetensors"), "model-4.safetensors does not exist"),
     "a path out of it": (first_in("../a.safetensors"), "no name of a file"),
@@ -256,7 +256,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     assert len(open_source(folder)) == 21
     save_file({"lm_head.weight": torch.zeros(3)}, folder / "part_4.safetensors")
     error = refused(folder)
-    assert "lm_head.weight, in " in error.saw
+    assert "lm_head.weight is in " in error.saw
     assert "merge" in error.do
 
 
@@ -269,7 +269,7 @@ def test_two_checkpoints_in_one_folder(folder: Path) -> None:
     assert len(open_source(folder / llamas.INDEX)) == 21
 
 
-PARTS = "which lacks model-00002-of-00003.safetensors"
+PARTS = "it lacks model-00002-of-00003.safetensors"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_folder_becomes_no_file_and_a_file_no_folder(source: Path, tmp_path: P
 
 def test_a_target_by_a_way_that_is_not_there(source: Path, tmp_path: Path) -> None:
     error = refused(source, tmp_path / "not" / "..")
-    assert error.saw.endswith("which ends in no name")
+    assert error.saw.endswith("ends in no name")
     done = llamas.to_meta(source, tmp_path / "not" / ".." / "b")
     assert done.target == tmp_path / "b"
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]

@@ -195,5 +195,5 @@ def test_params_that_are_damaged_or_no_ones(tmp_path: Path) -> None:
     (folder / "params.json").write_text("[3]")
     assert detect(folder, heads=6, kv_heads=2).candidates
     (folder / "params.json").write_text("{")
-    with pytest.raises(CheckpointError, match="which is no JSON"):
+    with pytest.raises(CheckpointError, match="is no JSON"):
         detect(folder)

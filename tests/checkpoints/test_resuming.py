@@ -295,7 +295,7 @@ def test_a_run_that_ends_while_another_waits_for_its_lock(
         real(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", ends)
-    with pytest.raises(CheckpointError, match="into which another run is writing"):
+    with pytest.raises(CheckpointError, match="another run is writing into"):
         Journal(path)
     for journal in later:
         journal.close()
@@ -314,7 +314,7 @@ def test_what_is_done_is_not_read(
 
 def test_one_run_at_a_time(stopped: Path, tmp_path: Path) -> None:
     journal = Journal(tmp_path / ".b.headwise-part" / "journal")
-    with pytest.raises(CheckpointError, match="into which another run is writing"):
+    with pytest.raises(CheckpointError, match="another run is writing into"):
         llamas.to_meta(stopped, tmp_path / "b")
     journal.close()
     assert llamas.to_meta(stopped, tmp_path / "b").earlier_run == "its beginning"

@@ -119,10 +119,10 @@ def test_weights_that_are_missing_are_noted(tmp_path: Path) -> None:
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="nowhere, which does not exist"):
+    with pytest.raises(OptionError, match="nowhere does not exist"):
         load(tmp_path / "nowhere")
     (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="which is a file"):
+    with pytest.raises(OptionError, match="is a file"):
         load(tmp_path / "file")
 
 
@@ -206,7 +206,7 @@ def test_a_model_that_reads_no_tokens(tmp_path: Path) -> None:
         hidden_size=48, num_hidden_layers=1, num_attention_heads=6, intermediate_size=64
     )
     folder = stored(tmp_path, transformers.ViTModel(config), with_tokenizer=False)
-    with pytest.raises(OptionError, match="ViTModel, which takes pixel_values"):
+    with pytest.raises(OptionError, match="ViTModel takes pixel_values"):
         load(folder)
 
 

@@ -215,7 +215,7 @@ def test_the_command_ends_in_three_lines_and_status_2(tmp_path: Path) -> None:
     assert done.returncode == USAGE
     assert done.stdout == ""
     lines = done.stderr.strip().splitlines()
-    assert lines[0] == f"headwise: {tmp_path}, which holds no weights: nothing"
+    assert lines[0] == f"headwise: {tmp_path} holds no weights: nothing"
     assert [line.split()[0] for line in lines[1:]] == ["needed:", "do:"]
 
 

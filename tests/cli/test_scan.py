@@ -173,8 +173,8 @@ def test_real_minilm() -> None:
     [
         ([], "no MODEL_DIR"),
         (["--demo", "folder"], "folder and --demo"),
-        (["nowhere"], "nowhere, which does not exist"),
-        (["."], "which holds no config.json"),
+        (["nowhere"], "nowhere does not exist"),
+        (["."], "holds no config.json"),
         (["--demo", "--text", "a", "--random-repeats"], "--text and --random-repeats"),
         (["--demo", "--tokens", "a", "--random-repeats"], "--tokens and --random-repeats"),
         (["--demo", "--stats", "entropie"], "'entropie'"),
@@ -307,6 +307,6 @@ def test_the_command_itself(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line]
-    assert lines[0] == "headwise: nowhere, which does not exist"
+    assert lines[0] == "headwise: nowhere does not exist"
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["needed", "do"]
     assert not (tmp_path / "headwise-scan" / "index.html").exists()

@@ -200,14 +200,14 @@ def read_config(path: Path) -> ConfigFields:
         return ConfigFields({}, origin=str(path))
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        problem = f"which holds a {type(config).__name__}"
+        problem = f"holds a {type(config).__name__}"
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or an integer too long
-        config, problem = None, f"which is no JSON: {error}"
+        config, problem = None, f"is no JSON: {error}"
     except OSError as error:
-        config, problem = None, f"which cannot be read: {error.strerror}"
+        config, problem = None, f"cannot be read: {error.strerror}"
     if not isinstance(config, dict):
         raise OptionError(
-            saw=f"{path}, {problem}",
+            saw=f"{path} {problem}",
             needed="the config of a model: a JSON object",
             do="repair or remove the file, and give {heads} and {kv_heads}",
             parameter={"heads": (), "kv_heads": ()},
@@ -248,7 +248,7 @@ def merge_counts(
     known = {name: count for name, count in counts.items() if count is not None}
     for name, count in known.items():
         if count < 1:
-            raise OptionError(saw=f"{name} {count}", needed="1 or more", do="give the model's")
+            raise OptionError(saw=f"{name} {count}", needed="1 or more", do="use the model's")
         if stated.get(name, count) != count:
             raise OptionError(
                 saw=f"{name} {count}, where the config in {origin} says {stated[name]}",
@@ -335,7 +335,7 @@ def attention_window(config: Config, layer: int) -> int | None:
         if not kinds and fields.text("model_type") in _WINDOWS_EVERYWHERE:
             return size
     raise OptionError(
-        saw=f"{fields.origin} has a window of {size} keys, not saying whether in layer {layer}",
+        saw=f"{fields.origin} states a window of {size} keys, but not if layer {layer} has it",
         needed="layer_types in the config, or the window of this layer",
         do="pass window=(left, right) for this layer, or window=None if it attends to all keys",
     )

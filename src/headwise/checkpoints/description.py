@@ -203,7 +203,7 @@ def read_description(source: CheckpointSource) -> Description | None:
     if len(texts) > 1:
         first, second = sorted(path.name for path in texts.values())[:2]
         raise CheckpointError(
-            saw=f"{source.path}, whose files {first} and {second} describe different checkpoints",
+            saw=f"{first} and {second} in {source.path} describe different checkpoints",
             needed=f"the same text under {KEY!r} in the metadata of every file",
             do="copy the folder again: several conversions wrote its files",
         )
@@ -234,31 +234,31 @@ def _decoded(text: str, path: Path) -> Description:
     try:
         stored = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise _metadata_error(path, f"which is no JSON: {error}") from error
+        raise _metadata_error(path, f"is no JSON: {error}") from error
     if not isinstance(stored, dict) or not _is_count(stored.get("version")):
-        raise _metadata_error(path, "which has no version")
+        raise _metadata_error(path, "has no version")
     if stored["version"] > VERSION:
         version = stored["version"]
-        raise _metadata_error(path, f"of version {version}; this headwise reads {VERSION}")
+        raise _metadata_error(path, f"has version {version}; this headwise reads {VERSION}")
     name, modules, counts, function, config = (
         stored.get(field) for field in ("layout", "modules", "counts", "function", "config")
     )
     if not isinstance(name, str) or name not in layouts():
-        raise _metadata_error(path, f"which names the unknown layout {name!r:.60}")
+        raise _metadata_error(path, f"names the unknown layout {name!r:.60}")
     if not isinstance(modules, int) or not _is_count(modules):
-        raise _metadata_error(path, f"whose number of modules is {modules!r:.60}")
+        raise _metadata_error(path, f"has {modules!r:.60} modules, not a count")
     if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
-        raise _metadata_error(path, f"whose counts are {counts!r:.60}")
+        raise _metadata_error(path, f"has the counts {counts!r:.60}")
     if not isinstance(config, dict):
-        raise _metadata_error(path, f"whose config is a {type(config).__name__}")
+        raise _metadata_error(path, f"has a config that is a {type(config).__name__}")
     if not isinstance(function, dict) or function.keys() != {*FIELDS}:
-        raise _metadata_error(path, f"whose function has not the fields {', '.join(FIELDS)}")
+        raise _metadata_error(path, f"has no function with the fields {', '.join(FIELDS)}")
     if not all(value is None or isinstance(value, str) for value in function.values()):
-        raise _metadata_error(path, "whose function has a value that is no text")
+        raise _metadata_error(path, "has a function with a value that is no text")
     try:
         described = replace(layout(name), function=AttentionSpec(**function))
     except OptionError as error:
-        raise _metadata_error(path, f"whose function says {error.saw}") from error
+        raise _metadata_error(path, f"has a function with {error.saw}") from error
     origin = f"the metadata of {path}"
     return Description(
         described, modules, counts, ConfigFields(config, origin=origin), origin, _removal(path)
@@ -287,7 +287,7 @@ def _removal(path: Path) -> str:
 
 def _metadata_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        saw=f"{path}, with metadata under {KEY!r} {why[:300]}",
+        saw=f"the metadata under {KEY!r} in {path} {why[:300]}",
         needed=f"metadata of version {VERSION} from headwise convert, or none",
         do=f"upgrade headwise if a newer release wrote the file; else {_removal(path)}",
     )

@@ -55,7 +55,7 @@ def read_digests(path: Path) -> Digests:
 
 def _no_digests_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        saw=f"{path}, which holds no digests: {why}",
+        saw=f"{path} holds no digests: {why}",
         needed="a file from headwise verify --write-digests",
         do="run headwise verify --write-digests on an intact copy of the weights",
     )

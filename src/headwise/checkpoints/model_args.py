@@ -122,7 +122,7 @@ def _read_params(path: Path) -> Mapping[str, Any]:
         stored = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            saw=f"{path}, which is no JSON: {error}",
+            saw=f"{path} is no JSON: {error}",
             needed="the arguments of the model, in Meta's format",
             do="copy the file again; or remove it, and name the layout and the counts",
         ) from error

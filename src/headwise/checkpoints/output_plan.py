@@ -94,7 +94,7 @@ def plan_output(
             files.append(OutputFile(_target_name(shard.path), *head))
     if len({file.name for file in files}) < len(files):
         raise CheckpointError(
-            saw=", ".join(shard.path.name for shard in source.shards),
+            saw="the files " + ", ".join(shard.path.name for shard in source.shards),
             needed=f"names that differ before their suffix, which becomes {SAFETENSORS}",
             do="rename one of the files",
         )
@@ -139,7 +139,7 @@ def copy_bytes(source: int, start: int, target: int, offset: int, count: int, pa
         moved = _copy_some(source, start + done, target, offset + done, count - done)
         if not moved:
             raise CheckpointError(
-                saw=f"{path}, which became shorter while it was read",
+                saw=f"{path} became shorter while it was read",
                 needed="a checkpoint that no program writes to",
                 do="run the command again when the checkpoint is complete",
             )

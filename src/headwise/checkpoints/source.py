@@ -70,17 +70,17 @@ def require_inside(file: Path, folder: Path) -> None:
     """
     if not file.is_file():
         problem = "is no file" if file.exists() else "does not exist"
-        raise _incomplete_error(folder, f"whose {file.name} {problem}")
+        raise _incomplete_error(folder, f"{file.name} {problem}")
     home, real = folder.resolve(), file.resolve()
     caches = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
     if not any(real.is_relative_to(root) for root in [home, *caches]):
-        raise _incomplete_error(folder, f"whose {file.name} is a link to {real}, outside of it")
+        raise _incomplete_error(folder, f"{file.name} is a link to {real}, outside of it")
 
 
 def no_checkpoint_error(path: Path, problem: str) -> CheckpointError:
     """Return the error for a path without weights."""
     return CheckpointError(
-        saw=f"{path}, which {problem}",
+        saw=f"{path} {problem}",
         needed=f"a checkpoint: {SAFETENSORS}, {', '.join(TORCH)}, an index, or a folder with one",
         do="name a file or a folder on this machine; nothing is downloaded",
     )
@@ -101,14 +101,14 @@ def _require_complete_parts(folder: Path, files: list[Path]) -> None:
             before, after = first[0][: first.start(2)], first[0][first.end(2) :] + files[0].suffix
             names = [f"{before}{number:0{len(first[2])}}{after}" for number in missing]
             more = " and more" if len(names) > 3 else ""
-            raise _incomplete_error(folder, f"which lacks {', '.join(names[:3])}{more}")
+            raise _incomplete_error(folder, f"it lacks {', '.join(names[:3])}{more}")
 
 
 def _require_single(folder: Path, files: list[Path]) -> None:
     if len(files) > 1:
         more = f" and {len(files) - 4} more" if len(files) > 4 else ""
         raise CheckpointError(
-            saw=f"{folder}, which holds {', '.join(file.name for file in files[:4])}{more}",
+            saw=f"{folder} holds {', '.join(file.name for file in files[:4])}{more}",
             needed="one checkpoint: a file, an index, or files whose names number its parts",
             do=f"name one of them: {files[0]}",
         )
@@ -116,7 +116,7 @@ def _require_single(folder: Path, files: list[Path]) -> None:
 
 def _incomplete_error(folder: Path, saw: str) -> CheckpointError:
     return CheckpointError(
-        saw=f"{folder}, {saw[:300]}",
+        saw=f"{folder}: {saw[:300]}",
         needed="a folder that holds every file of the checkpoint",
         do="copy or download the folder again; or name one of its files",
     )
@@ -146,25 +146,25 @@ def read_index(path: Path) -> ShardIndex:
     try:
         content = json.loads(path.read_text("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise _bad_index(path, f"which is no JSON: {error}") from error
+        raise _bad_index(path, f"it is no JSON: {error}") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _bad_index(path, "without a weight_map of names")
+        raise _bad_index(path, "it has no weight_map of names")
     metadata = {} if content.get("metadata") is None else content["metadata"]
     if not isinstance(metadata, dict):
-        raise _bad_index(path, f"whose metadata is a {type(metadata).__name__}")
+        raise _bad_index(path, f"its metadata is a {type(metadata).__name__}")
     for name, file in weight_map.items():
         if not is_utf8(name):
-            raise _bad_index(path, f"which names a tensor {name!r}, with a lone surrogate")
+            raise _bad_index(path, f"it names a tensor {name!r}, with a lone surrogate")
         if not isinstance(file, str) or not _is_name(file):
             raise _bad_index(
                 path,
-                f"which has {name!r} in {describe_value(file)}, no name of a file in its folder",
+                f"it has {name!r} in {describe_value(file)}, no name of a file in its folder",
             )
     try:
         encode_index(weight_map, metadata)
     except (ValueError, RecursionError) as error:
-        raise _bad_index(path, f"whose metadata cannot be written as JSON: {error}") from error
+        raise _bad_index(path, f"its metadata cannot be written as JSON: {error}") from error
     index = ShardIndex(path, weight_map, metadata)
     for shard in index.files:
         require_inside(shard, path.parent)
@@ -176,9 +176,9 @@ def require_agreement(index: ShardIndex, files: Mapping[str, str]) -> None:
     for name, file in index.weight_map.items():
         if files.get(name) != file:
             actual = f"it is in {files[name]}" if name in files else "no file has it"
-            raise _bad_index(index.path, f"which has {name} in {file}, but {actual}")
+            raise _bad_index(index.path, f"it has {name} in {file}, but {actual}")
     if more := sorted(files.keys() - index.weight_map.keys()):
-        raise _bad_index(index.path, f"which lacks {more[0]} of {files[more[0]]}")
+        raise _bad_index(index.path, f"it lacks {more[0]} of {files[more[0]]}")
 
 
 def encode_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:
@@ -195,7 +195,7 @@ def _is_name(file: str) -> bool:
 
 def _bad_index(path: Path, saw: str) -> CheckpointError:
     return CheckpointError(
-        saw=f"{path}, {saw[:300]}",
+        saw=f"{path}: {saw[:300]}",
         needed="an index and its files, which hold the same tensors",
         do="copy or download the folder again; or name one of its files",
     )
@@ -251,7 +251,7 @@ class CheckpointSource(Mapping[str, Tensor]):
         for path, before in self.states.items():
             if not path.is_file() or _state(path) != before:
                 raise CheckpointError(
-                    saw=f"{path}, which changed while it was read",
+                    saw=f"{path} changed while it was read",
                     needed="a checkpoint that no program writes to",
                     do="run the command again when the checkpoint is complete",
                 )
@@ -284,7 +284,7 @@ def open_source(path: Path) -> CheckpointSource:
         shards = tuple(_read(file) for file in files)
     except OSError as error:
         raise CheckpointError(
-            saw=f"{error.filename or path}, which cannot be read: {error.strerror or error}",
+            saw=f"{error.filename or path} cannot be read: {error.strerror or error}",
             needed="files that you may read",
             do="check their names and permissions",
         ) from error
@@ -293,7 +293,7 @@ def open_source(path: Path) -> CheckpointSource:
         if duplicates := sorted(headers.keys() & shard.headers.keys()):
             name = duplicates[0]
             raise CheckpointError(
-                saw=f"{name}, in {headers[name].file} and in {shard.path.name}",
+                saw=f"{name} is in {headers[name].file} and in {shard.path.name}",
                 needed="every tensor once",
                 do="name one file, if these are two checkpoints; if they are one model split for "
                 "several devices, merge it first",

@@ -303,7 +303,7 @@ def _lock(handle: int, path: Path) -> None:
 
 def _in_use(path: Path) -> CheckpointError:
     return CheckpointError(
-        saw=f"{path.parent}, into which another run is writing",
+        saw=f"another run is writing into {path.parent}",
         needed="one run for each target",
         do="wait for the other run, or name another target",
     )

@@ -123,9 +123,9 @@ def require_model(folder: Path) -> int:
     if (described := described_model(folder)) is not None:
         return described.nbytes
     if not folder.is_dir():
-        problem = "which is a file" if folder.exists() else "which does not exist"
+        problem = "is a file" if folder.exists() else "does not exist"
         raise OptionError(
-            saw=f"{folder}, {problem}",
+            saw=f"{folder} {problem}",
             needed=f"a folder with a model: {CONFIG} and its weights",
             do="name a folder on this machine; nothing is downloaded",
         )
@@ -134,7 +134,7 @@ def require_model(folder: Path) -> int:
         missing = "weights" if (folder / CONFIG).is_file() else CONFIG
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
         raise OptionError(
-            saw=f"{folder}, which holds no {missing}: {names}",
+            saw=f"{folder} holds no {missing}: {names}",
             needed=f"{CONFIG} and {' or '.join(WEIGHTS)}, as save_pretrained writes them",
             do="name a folder from save_pretrained, or a complete copy of a model repository",
         )
@@ -170,7 +170,7 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
     if "input_ids" not in inspect.signature(model.forward).parameters:
         argument = next(iter(inspect.signature(model.forward).parameters), "no argument")
         raise OptionError(
-            saw=f"{type(model).__name__}, which takes {argument}",
+            saw=f"{type(model).__name__} takes {argument}",
             needed="a model that takes input_ids",
             do="call headwise.scan(model, inputs) from Python with the model's inputs",
         )
@@ -195,7 +195,7 @@ def _require_known_code(folder: Path, transformers: Any, *, trusted: bool) -> No
     known = name in transformers.models.auto.configuration_auto.CONFIG_MAPPING
     if "auto_map" in config and not known and not trusted:
         raise OptionError(
-            saw=f"{folder}, a {name} model that runs code from {folder.name}",
+            saw=f"{folder} holds a {name} model that runs code from {folder.name}",
             needed="a model type of transformers, or your permission to run this code",
             do="read the code, then pass --trust-remote-code",
         )

@@ -194,7 +194,7 @@ def _checked_target(source: CheckpointSource, target: Path, files: str) -> Path:
     target, is_folder = target.absolute(), source.is_folder or files == "meta"
     if target.name == "..":
         raise CheckpointError(
-            saw=f"the target {target}, which ends in no name",
+            saw=f"the target {target} ends in no name",
             needed="the name of a folder" if is_folder else "the name of a file",
             do="write its name at the end",
         )

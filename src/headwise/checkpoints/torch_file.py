@@ -31,7 +31,7 @@ _LOAD_ERRORS = (
 )
 
 COMPILED = "_orig_mod."  # name prefix that torch.compile adds
-_CALLS = ("GLOBAL", "INST", "STACK_GLOBAL")  # pickle opcodes; torch's messages name only the first
+_CALLS = ("GLOBAL", "INST", "STACK_GLOBAL")  # pickle opcodes; torch's errors name only the first
 # texts in torch's errors for a pickle that calls a function, and for a TorchScript program
 _CODE = re.compile(r"\bGLOBAL ([\w.]+)|unrecognized function|create new object|TorchScript")
 
@@ -114,9 +114,7 @@ def _load(path: Path) -> Any:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise unreadable_error(
-            path, ""
-        ) from None  # a file that is cut off ends before what is to be mapped
+        raise unreadable_error(path, "") from None  # a file that is cut off is too short to map
 
 
 def _is_plain(value: Any) -> bool:
@@ -140,7 +138,7 @@ def _no_state(path: Path, saw: str, *, part: str | None = None) -> CheckpointErr
     """Return the error for a file without a state_dict; ``part`` is the key of a candidate."""
     key = "['model']" if part is None else f"[{part!r:.60}]"
     return CheckpointError(
-        saw=f"{path}, which holds {saw}",
+        saw=f"{path} holds {saw}",
         needed="a state_dict: dense tensors by name, and nothing else",
         do=f"save the state_dict alone: torch.save(torch.load(...){key}, ...)",
     )
