@@ -165,7 +165,7 @@ def test_counts_that_fit_no_layout(tmp_path: Path) -> None:
     counts = ("--heads", 7, "--kv-heads", 2)
     error = refused(tmp_path / "a.safetensors", tmp_path / "b", "--to", "neox", *counts)
     assert error.saw == "heads 7, kv_heads 2"
-    assert "by its names it is in " in error.needed
+    assert "its names are those of " in error.needed
     assert "llama" in error.needed
 
 
@@ -195,7 +195,7 @@ def test_a_file_without_attention(tmp_path: Path) -> None:
     place = tmp_path / "b.safetensors"
     save_file({"x": llamas.weights()["lm_head.weight"]}, place)
     error = refused(place, tmp_path / "c.safetensors", "--to", "llama")
-    assert error.saw == f"{place}, which holds no attention that the catalogue knows"
+    assert error.saw == f"{place}, which contains no attention layer of a known layout"
     assert "undecidable" not in error.needed
 
 

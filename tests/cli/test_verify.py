@@ -255,7 +255,7 @@ def test_a_layout_that_is_named_decides_for_the_other(folder: Path, tmp_path: Pa
 def test_what_stays_open_names_its_file_and_its_option(meta: Path, tmp_path: Path) -> None:
     save_file({"x": torch.zeros(3)}, tmp_path / "x.safetensors")
     error = ALONE.refused(meta, tmp_path / "x.safetensors", "--heads", 6, "--kv-heads", 2)
-    assert error.saw.startswith(f"{tmp_path / 'x.safetensors'}, which holds no attention")
+    assert error.saw.startswith(f"{tmp_path / 'x.safetensors'}, which contains no attention")
     assert "--second-layout" in error.do
 
 

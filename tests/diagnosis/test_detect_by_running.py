@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from headwise.checkpoints.config import layout_name, stated_counts
-from headwise.diagnosis.detect_by_running import by_behaviour
+from headwise.diagnosis.detect_by_running import narrow_by_running
 from headwise.diagnosis.detection_result import Detection, detect
 from headwise.errors import OptionError
 
@@ -74,7 +74,7 @@ def asked(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Detection, Det
     state = model.to(dtype).state_dict()
     before = detect(state, **stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (2, 40))}
-    return before, by_behaviour(before, state, model, inputs, config), layout_name(config)
+    return before, narrow_by_running(before, state, model, inputs, config), layout_name(config)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -100,7 +100,7 @@ def test_a_rotation_without_a_counterpart_refutes_nothing() -> None:
     found = detect(model.state_dict(), **stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (1, 40))}
     with pytest.raises(OptionError, match="the rotary scaling 'longrope'"):
-        by_behaviour(found, model.state_dict(), model, inputs, config)
+        narrow_by_running(found, model.state_dict(), model, inputs, config)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,14 @@ def test_a_rotation_without_a_counterpart_refutes_nothing() -> None:
 def test_a_wrong_one_goes_with_the_reason(kind: str, wrong: str) -> None:
     before, after, _ = asked(kind)
     assert any(wrong in group for group in names_of(before))
-    assert "scores are others than the model's" in after.refuted[wrong]
+    assert "scores differ from the model's" in after.refuted[wrong]
 
 
 def test_a_softcap_is_seen() -> None:
     """Weights, rotation and scale agree, and the scores before it."""
     _, after, _ = asked("Gemma2")
     assert after.require().name == "gemma2"
-    assert "softcaps are others than the model's" in after.refuted["granite"]
+    assert "softcaps differ from the model's" in after.refuted["granite"]
 
 
 # What each of two towers is called, by the model that holds both.
@@ -144,7 +144,7 @@ def test_towers_that_run_in_another_order_than_they_stand(image: dict[str, Any])
     model = two_towers("CLIP", TEXT, image)
     found = detect(model.state_dict(), heads=6)
     inputs = {"input_ids": torch.randint(99, (2, 40)), "pixel_values": torch.randn(2, 3, 24, 24)}
-    after = by_behaviour(found, model.state_dict(), model, inputs, model.config.to_dict())
+    after = narrow_by_running(found, model.state_dict(), model, inputs, model.config.to_dict())
     assert any("clip" in group for group in names_of(after))
     assert "behaviour: 4 of 4 modules compared, alike" in after.candidates[0][0].reasons
 
@@ -158,7 +158,7 @@ def test_a_tower_beside_those_that_are_asked_for() -> None:
     ids = torch.randint(50, (2, 60))
     ids[:, :36] = 98
     inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 24, 24)}
-    after = by_behaviour(detect(state, config=config, heads=6), state, model, inputs, config)
+    after = narrow_by_running(detect(state, config=config, heads=6), state, model, inputs, config)
     assert after.require().name == "llama"
     assert "behaviour: 2 of 2 modules compared, alike" in after.candidates[0][0].reasons
 
@@ -169,7 +169,7 @@ def test_scores_are_compared_before_what_is_added_by_distance() -> None:
     model = transformers.T5Model(config).eval()
     ids = torch.randint(99, (2, 40))
     found = detect(model.state_dict(), heads=6)
-    after = by_behaviour(
+    after = narrow_by_running(
         found,
         model.state_dict(),
         model,
@@ -189,7 +189,7 @@ def test_a_layer_that_cannot_be_made_decides_nothing() -> None:
     found = detect(model.state_dict(), heads=6)
     inputs = {"input_ids": torch.randint(99, (2, 40))}
     with pytest.raises(OptionError, match="chameleon, which could not be compared with the model"):
-        by_behaviour(found, model.state_dict(), model, inputs, config.to_dict())
+        narrow_by_running(found, model.state_dict(), model, inputs, config.to_dict())
 
 
 def test_places_in_a_picture_decide_nothing() -> None:
@@ -199,8 +199,8 @@ def test_places_in_a_picture_decide_nothing() -> None:
     found = detect(model.state_dict(), config=config.to_dict(), heads=6)
     inputs = {"pixel_values": torch.randn(2, 3, 24, 24)}
     with pytest.raises(OptionError, match="dinov3, which could not be compared") as refused:
-        by_behaviour(found, model.state_dict(), model, inputs, config.to_dict())
-    assert "other scores of a model that sees pictures" in refused.value.saw
+        narrow_by_running(found, model.state_dict(), model, inputs, config.to_dict())
+    assert "different scores of a vision model" in refused.value.saw
 
 
 def test_positions_of_which_nobody_says_anything_decide_nothing() -> None:
@@ -214,7 +214,7 @@ def test_positions_of_which_nobody_says_anything_decide_nothing() -> None:
         nn.init.normal_(parameter, std=0.3)
     found = detect(model.state_dict(), heads=6)
     with pytest.raises(OptionError, match="conformer, which could not be compared") as refused:
-        by_behaviour(
+        narrow_by_running(
             found,
             model.state_dict(),
             model,
@@ -230,11 +230,11 @@ def test_of_a_model_of_pictures_and_text_the_text_decides() -> None:
     config["rope_parameters"] |= {"mrope_section": [1, 1, 2]}
     ids = torch.randint(99, (2, 40))
     found = detect(model.state_dict(), heads=6, kv_heads=2)
-    after = by_behaviour(found, model.state_dict(), model, {"input_ids": ids}, config)
+    after = narrow_by_running(found, model.state_dict(), model, {"input_ids": ids}, config)
     assert "llama" in names_of(after)[0]
     places = {"input_ids": ids, "position_ids": torch.arange(40)[None] // 5}
-    with pytest.raises(OptionError, match="sees pictures, and rotates"):
-        by_behaviour(found, model.state_dict(), model, places, config)
+    with pytest.raises(OptionError, match="vision model that rotates"):
+        narrow_by_running(found, model.state_dict(), model, places, config)
 
 
 def test_the_heads_that_are_seen_are_those() -> None:
@@ -243,7 +243,7 @@ def test_the_heads_that_are_seen_are_those() -> None:
     found = detect(model.state_dict())
     assert len(found.candidates[0][0].fits) > 1
     inputs = {"input_ids": torch.randint(99, (1, 40))}
-    after = by_behaviour(found, model.state_dict(), model, inputs, config)
+    after = narrow_by_running(found, model.state_dict(), model, inputs, config)
     assert {fit["heads"] for group in after.candidates for one in group for fit in one.fits} == {6}
 
 
@@ -251,7 +251,7 @@ def test_heads_that_the_model_does_not_have() -> None:
     model, config = model_of("GPT2")
     found = detect(model.state_dict(), heads=4)
     inputs = {"input_ids": torch.randint(99, (1, 40))}
-    after = by_behaviour(found, model.state_dict(), model, inputs, config)
+    after = narrow_by_running(found, model.state_dict(), model, inputs, config)
     assert not after.candidates
     assert after.refuted["gpt2"] == "the model has 6 heads"
 
@@ -265,7 +265,7 @@ def test_another_model_is_not_compared() -> None:
     with pytest.raises(
         OptionError, match="none of its 2 modules is one of the 1 that attend to whole sequences"
     ):
-        by_behaviour(found, other.state_dict(), model, inputs, config)
+        narrow_by_running(found, other.state_dict(), model, inputs, config)
 
 
 def test_other_weights_leave_nothing() -> None:
@@ -273,7 +273,7 @@ def test_other_weights_leave_nothing() -> None:
     state = {name: x.roll(1, -1) for name, x in model.state_dict().items()}
     found = detect(state, **stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (1, 40))}
-    assert not by_behaviour(found, state, model, inputs, config).candidates
+    assert not narrow_by_running(found, state, model, inputs, config).candidates
 
 
 def test_a_transposed_output_projection_is_seen() -> None:
@@ -284,6 +284,6 @@ def test_a_transposed_output_projection_is_seen() -> None:
     state[name] = state[name].mT.contiguous()
     found = detect(state, **stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (1, 40))}
-    after = by_behaviour(found, state, model, inputs, config)
+    after = narrow_by_running(found, state, model, inputs, config)
     assert not after.candidates
-    assert after.refuted["gpt2"] == "h.1.attn.: output projections are others than the model's"
+    assert after.refuted["gpt2"] == "h.1.attn.: output projections differ from the model's"

@@ -101,7 +101,7 @@ def test_layouts_that_are_named(state: State) -> None:
 
 
 def test_what_holds_no_attention_is_undecided(state: State) -> None:
-    with pytest.raises(UndecidedError, match="the second state dict, which holds no attention"):
+    with pytest.raises(UndecidedError, match="the second state dict, which contains no attention"):
         headwise.verify(state, {"x": torch.zeros(3)}, config=CONFIG)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headwise.diagnosis.detect import weights_of
-from headwise.diagnosis.detect_by_running import by_behaviour
+from headwise.diagnosis.detect import open_weights
+from headwise.diagnosis.detect_by_running import narrow_by_running
 from headwise.diagnosis.detection_result import Detection
 from headwise.errors import HeadwiseError
 
@@ -24,12 +24,12 @@ def layout_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder)
-        asked = weights_of(folder, {})
+        asked = open_weights(folder, {})
         found = asked.detection()
         if not found.candidates:
             return "", ""
         try:
-            after = by_behaviour(found, asked.tensors, model, given, asked.config)
+            after = narrow_by_running(found, asked.tensors, model, given, asked.config)
         except HeadwiseError:  # no layer of it could be compared
             return _name(found), BY_CONFIG if found.layout else ""
     if found.layout and not after.candidates:

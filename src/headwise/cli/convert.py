@@ -100,13 +100,13 @@ def _convert(
         from headwise.checkpoints.source import CheckpointSource
         from headwise.checkpoints.staging import staging_path
         from headwise.checkpoints.stream_conversion import convert_checkpoint
-        from headwise.diagnosis.detect import weights_of
+        from headwise.diagnosis.detect import open_weights
         from headwise.layouts.registry import layout
         from headwise.support.axes import human_bytes
         from headwise.support.thread_count import one_thread
 
         written = layout(layouts[1])
-        weights = weights_of(source, counts)
+        weights = open_weights(source, counts)
         stored = weights.layout(layouts[0], "from")
         assert isinstance(weights.tensors, CheckpointSource)  # since ``source`` is a path
     console, made_folder = stderr_console(), missing_folder_note(target)

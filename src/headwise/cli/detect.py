@@ -52,7 +52,7 @@ def _detect(
         from rich.console import Console
 
         from headwise.diagnosis.detect import detect as detect_layout
-        from headwise.diagnosis.detection_result import lines_of
+        from headwise.diagnosis.detection_result import detection_lines
 
         detection = detect_layout(place, reference=reference, against=against, **counts)
     if as_json:
@@ -60,7 +60,7 @@ def _detect(
 
         typer.echo(json.dumps(detection.to_json(), ensure_ascii=False))
     else:
-        for line in lines_of(detection, title=str(place)):
+        for line in detection_lines(detection, title=str(place)):
             Console(highlight=False, soft_wrap=True).print(line, markup=False)
     if detection.layout:
         return YES

@@ -1,7 +1,7 @@
-"""`detect`: the layout that weights are in, by names, shapes, config, values or a run.
+"""`detect`: detection of the layout of weights by names, shapes, config, values or a run.
 
-Weights are a file, a folder or a state dict, with a config and counts. Values decide where the same
-weights lie elsewhere, in a layout that is known.
+Weights are a file, a folder or a state dict, with a config and counts. Values decide if the same
+weights are available in a known layout.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from headwise.checkpoints.description import (
     open_checkpoint,
 )
 from headwise.checkpoints.source import CheckpointSource
-from headwise.diagnosis.candidate_layouts import CandidateLayout, heads_of
-from headwise.diagnosis.detection_result import Detection, decided
-from headwise.diagnosis.detection_result import detect as by_names
+from headwise.diagnosis.candidate_layouts import CandidateLayout, LayoutGroup, head_counts
+from headwise.diagnosis.detection_result import Detection, narrow_detection
+from headwise.diagnosis.detection_result import detect as detect_by_names
 from headwise.errors import OptionError
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import State
@@ -38,14 +38,14 @@ Counts = Mapping[str, int | None]
 
 @dataclass(frozen=True, eq=False)
 class GivenWeights:
-    """Tensors by name, with what a config and a caller say of them.
+    """Tensors by name, with the config and the counts of their model.
 
     Attributes:
-        title: the path; "the state dict" where there is none.
-        tensors: of a file, mapped: read when it is asked for.
-        config: as in config.json; empty where there is none.
-        known: heads, kv_heads and so on.
-        description: what the files state of themselves; None where they state nothing.
+        title: the path, or "the state dict".
+        tensors: tensors by name; those of a file are memory-mapped.
+        config: as in config.json; empty if there is none.
+        known: counts that the config or the caller states: heads, kv_heads and others.
+        description: the metadata of the files; None if they have none.
     """
 
     title: str
@@ -56,88 +56,87 @@ class GivenWeights:
 
     @property
     def headers(self) -> Mapping[str, TensorHeader]:
-        """Names, shapes and dtypes, without reading a tensor of a file."""
+        """Names, shapes and dtypes; no tensor of a file is read."""
         return self.tensors.headers if isinstance(self.tensors, CheckpointSource) else self.tensors
 
-    def detection(self, **also: int) -> Detection:
-        """The layouts that the weights may be in; ``also`` is known of them, too."""
+    def detection(self, **counts: int) -> Detection:
+        """Detect the layout by names, shapes, config and counts; ``counts`` add to the known."""
         described = None if self.description is None else self.description.layout
-        known = {**also, **self.known}
-        return by_names(self.headers, described=described, config=self.config, **known)
+        counts = {**counts, **self.known}
+        return detect_by_names(self.headers, described=described, config=self.config, **counts)
 
-    def require_fit(self, found: Detection, **also: int) -> None:
-        """Refuse counts with which no layout fits, where layouts do without them.
+    def require_fit(self, detection: Detection, **counts: int) -> None:
+        """Check that the counts fit a layout.
 
         Raises:
-            OptionError: see above.
+            OptionError: no layout fits, but some would without the counts.
         """
-        counts = {**also, **self.known}
-        if found.candidates or found.damaged or found.refuted or not counts:
+        counts = {**counts, **self.known}
+        if detection.candidates or detection.damaged or detection.refuted or not counts:
             return
-        fitting = by_names(self.headers).candidates
+        fitting = detect_by_names(self.headers).candidates
         if fitting:
-            names = [one.layout.name for group in fitting for one in group]
+            names = [each.layout.name for group in fitting for each in group]
             raise OptionError(
                 saw=", ".join(f"{name} {count}" for name, count in counts.items()),
-                needed=f"counts that fit the shapes in {self.title}: by its names it is in "
+                needed=f"counts that fit the shapes in {self.title}: its names are those of "
                 f"{', '.join(names)}",
                 do="give the model's own counts, in its config.json or in the call",
             )
 
-    def named(self, name: str | Layout, parameter: str) -> Layout:
-        """The layout of a name that was given.
+    def require_layout(self, name: str | Layout, parameter: str) -> Layout:
+        """Return the layout of this name, unless the metadata or the config contradict it.
 
         Raises:
-            OptionError: there is none, or the metadata or the config says another one.
+            OptionError: no layout has this name, or the weights are in another layout.
         """
-        found, detection = described_layout(name, self.description), self.detection()
-        why = detection.refuted.get(found.name)
-        fitting = {one.layout.name for group in detection.candidates for one in group}
-        if self.description is not None and found.name not in fitting:
+        layout, detection = described_layout(name, self.description), self.detection()
+        why = detection.refuted.get(layout.name)
+        fitting = {each.layout.name for group in detection.candidates for each in group}
+        if self.description is not None and layout.name not in fitting:
             why = why or f"the metadata says {self.description.layout.name}"
         if why is not None:
-            place = (
-                self.tensors.folder if isinstance(self.tensors, CheckpointSource) else self.title
-            )
+            tensors = self.tensors
+            path = tensors.folder if isinstance(tensors, CheckpointSource) else self.title
             raise OptionError(
-                saw=f"{{{parameter}}} {found.name}, where in {place} {why}",
-                needed="one layout: read as another one, rows are moved to wrong places",
+                saw=f"{{{parameter}}} {layout.name}, where in {path} {why}",
+                needed="the layout of the file: another one moves rows to wrong positions",
                 do=f"leave out {{{parameter}}}" + (", or mend the config" if self.config else ""),
                 parameter=parameter,
             )
-        return found
+        return layout
 
     def layout(self, name: str | None, parameter: str) -> Layout:
-        """The layout that the weights are in: as ``parameter`` names it, or the only one possible.
+        """Return the layout of this name or, if ``name`` is None, the only possible one.
 
         Raises:
-            OptionError: there is none, or what is said contradicts itself.
-            UndecidedError: there are several.
+            OptionError: no layout has this name, or the config contradicts it or the counts.
+            UndecidedError: no layout fits, or several do.
         """
         if name is not None:
-            return self.named(name, parameter)
-        found = self.detection()
-        self.require_fit(found)
-        return found.require(file=self.title, parameter=parameter)
+            return self.require_layout(name, parameter)
+        detection = self.detection()
+        self.require_fit(detection)
+        return detection.require(file=self.title, parameter=parameter)
 
 
-def weights_of(
+def open_weights(
     given: Given, counts: Counts, *, config: Config | None = None, title: str = "the state dict"
 ) -> GivenWeights:
-    """Weights with their config and counts; of a file, no tensor is read.
+    """Return weights with their config and counts; no tensor of a file is read.
 
     Args:
         given: a file, an index, a folder, or name -> tensor.
-        counts: of ``COUNTS``; None where the config is to say it.
+        counts: of ``COUNTS``; None for those in the config.
         config: as in config.json; that beside the file if None.
-        title: what a state dict is called in messages.
+        title: the name of a state dict in messages.
 
     Raises:
         CheckpointError: the path leads to no weights.
         OptionError: ``given``, ``config`` or a count has another type, or the config contradicts
             ``counts``.
     """
-    counts = whole_numbers(counts)
+    counts = whole_counts(counts)
     if config is not None and not isinstance(config, Mapping):
         raise OptionError(
             saw=f"config of type {type(config).__name__}",
@@ -168,25 +167,25 @@ def weights_of(
             needed="names and tensors of a model",
             do="give model.state_dict(), or the path of a file or a folder",
         )
-    said = ConfigFields.of(config or {})
-    return GivenWeights(title, given, said, merge_counts(said, counts, origin=Path(title)))
+    fields = ConfigFields.of(config or {})
+    return GivenWeights(title, given, fields, merge_counts(fields, counts, origin=Path(title)))
 
 
-def whole_numbers(counts: Counts) -> Counts:
-    """The same as Python's integers: NumPy's are taken, too."""
+def whole_counts(counts: Counts) -> Counts:
+    """Return the counts as Python's integers; NumPy's are accepted."""
     whole = {name: None if n is None else as_count(n) for name, n in counts.items()}
     for name, count in counts.items():
         if count is not None and (isinstance(count, bool) or whole[name] is None):
             raise OptionError(
                 saw=f"{name}={count!r:.40}",
                 needed="a whole number",
-                do=f"give {{{name}}} as an int, or leave it out where the config says it",
+                do=f"give {{{name}}} as an int, or leave it out if the config has it",
                 parameter=name,
             )
     return whole
 
 
-def by_values(
+def narrow_by_values(
     detection: Detection,
     state: Mapping[str, Tensor],
     reference: Detection,
@@ -194,95 +193,91 @@ def by_values(
     *,
     called: str = "the reference",
 ) -> Detection:
-    """The candidates whose canonical tensors are the reference's, all rows of all modules.
+    """Return the detection with the candidates whose canonical tensors are the reference's.
 
-    The first head is often the same in several layouts; the others are not. Where nobody said how
-    many heads there are, or how much of them turns, every number that fits is tried.
+    All rows of all modules are compared: often only the first head is the same in two layouts. If
+    the number of heads or the rotary_width is open, every value that fits is tried.
 
-    Tensors are read module by module, so they may be memory-mapped. The reference is of the same
-    weights elsewhere, which reasons call ``called``; of several candidates any may agree.
+    Tensors are read module by module, so they may be memory-mapped. ``other`` holds the same
+    weights elsewhere; it may have several candidates, and reasons name it ``called``.
     """
-    kept, refuted = [], dict(detection.refuted)
-    known = [one for group in reference.candidates for one in _one_by_one(group[0])]
+    groups: list[LayoutGroup] = []
+    refuted = dict(detection.refuted)
+    references = [each for group in reference.candidates for each in _with_each_size(group[0])]
     for group in detection.candidates:
-        found = _agreeing(_one_by_one(group[0]), state, known, other, called)
-        if isinstance(found, CandidateLayout):
-            kept.append(tuple(one.narrowed(found.fits[0]) for one in group))
+        match = _first_match(_with_each_size(group[0]), state, references, other, called)
+        if isinstance(match, CandidateLayout):
+            groups.append(tuple(each.with_sizes(match.fits[0]) for each in group))
         else:
-            refuted |= {one.layout.name: found for one in group}
-    return decided(detection, kept, refuted, by="values")
+            refuted |= {each.layout.name: match for each in group}
+    return narrow_detection(detection, groups, refuted, by="values")
 
 
-def _agreeing(
-    read: list[CandidateLayout],
+def _first_match(
+    candidates: list[CandidateLayout],
     state: Mapping[str, Tensor],
-    known: list[CandidateLayout],
+    references: list[CandidateLayout],
     other: Mapping[str, Tensor],
     called: str,
 ) -> CandidateLayout | str:
-    """The first of the readings that one of the reference's agrees with; else why none does."""
-    if not known:
-        return f"{called} has no attention that is known"
-    why = f"no number of heads fits both it and {called}"
-    pairs = [
-        (one, two)
-        for one in read
-        for two in known
-        if heads_of(one.fits[0]) == heads_of(two.fits[0])
-    ]
-    for number, (one, two) in enumerate(pairs):
-        found = _disagreement(one, state, two, other, called)
-        if found is None:
-            return one
-        why = why if number else found
-    return why
+    """Return the first candidate that equals a reference; else the reason why none does."""
+    if not references:
+        return f"{called} has no attention layer of a known layout"
+    reasons = []
+    for mine in candidates:
+        for theirs in references:
+            if head_counts(mine.fits[0]) == head_counts(theirs.fits[0]):
+                reason = _first_difference(mine, state, theirs, other, called)
+                if reason is None:
+                    return mine
+                reasons.append(reason)
+    return reasons[0] if reasons else f"no number of heads fits both it and {called}"
 
 
-def _one_by_one(one: CandidateLayout) -> list[CandidateLayout]:
-    """A candidate for each of its sizes, and for every rotary_width that it may have.
+def _with_each_size(candidate: CandidateLayout) -> list[CandidateLayout]:
+    """Return a candidate for each of its sizes and for every rotary_width that it may have.
 
-    All of the head comes first. Of two channels both pairings are one, so two decide nothing.
+    The largest width comes first. Widths end at 4: the two pairings of two channels are the same.
     """
-    function, found = one.layout.function, []
+    function, candidates = candidate.layout.function, []
     is_open = function.rotary == "interleaved" and function.rotary_width is None
-    for sizes in one.fits:
+    for sizes in candidate.fits:
         widths: list[Sizes] = [{}]
         if is_open and "rotary_width" not in sizes:
             whole = sizes["head_dim"] - sizes["head_dim"] % 2
             widths = [{"rotary_width": width} for width in range(whole, 2, -2)]
-        found += [replace(one, fits=(sizes | width,)) for width in widths]
-    return found
+        candidates += [replace(candidate, fits=(sizes | width,)) for width in widths]
+    return candidates
 
 
-def _disagreement(
-    one: CandidateLayout,
+def _first_difference(
+    mine: CandidateLayout,
     state: Mapping[str, Tensor],
-    known: CandidateLayout,
+    theirs: CandidateLayout,
     other: Mapping[str, Tensor],
     called: str,
 ) -> str | None:
-    """What is the first to differ; None where nothing does."""
-    if len(one.modules) != len(known.modules):
-        return f"it has {len(one.modules)} modules, {called} {len(known.modules)}"
-    conflicts = one.layout.function.conflicts(known.layout.function)
-    for name, (mine, theirs) in conflicts.items():
-        return f"{name}: {mine}; {known.layout.name}, {called}'s layout, has {theirs}"
-    for number, module in enumerate(one.modules):
-        x, y = _canonical(one, number, state), _canonical(known, number, other)
-        if found := differing(x, y):
-            parts = "; ".join(differing_part(name, x.get(name), y.get(name)) for name in found)
-            before = f"; before it, {number} of {len(one.modules)} modules agree" if number else ""
-            place = f"`{module.prefix}`" if module.prefix else "the module"
-            return f"{place} differs from {called} in {parts}{before}"
+    if len(mine.modules) != len(theirs.modules):
+        return f"it has {len(mine.modules)} modules, {called} {len(theirs.modules)}"
+    conflicts = mine.layout.function.conflicts(theirs.layout.function)
+    for name, (a, b) in conflicts.items():
+        return f"{name}: {a}; {theirs.layout.name}, {called}'s layout, has {b}"
+    for number, module in enumerate(mine.modules):
+        x, y = _canonical(mine, number, state), _canonical(theirs, number, other)
+        if names := differing(x, y):
+            parts = "; ".join(differing_part(name, x.get(name), y.get(name)) for name in names)
+            before = f"; before it, {number} of {len(mine.modules)} modules agree" if number else ""
+            path = f"`{module.prefix}`" if module.prefix else "the module"
+            return f"{path} differs from {called} in {parts}{before}"
     return None
 
 
-def _canonical(one: CandidateLayout, number: int, state: Mapping[str, Tensor]) -> State:
-    reading = one.reading(one.fits[0], module=number)
+def _canonical(candidate: CandidateLayout, number: int, state: Mapping[str, Tensor]) -> State:
+    reading = candidate.reading(candidate.fits[0], module=number)
     return reading.read({name: state[name] for name in reading.names})
 
 
-LENGTH = 48  # tokens that a model is run with
+LENGTH = 48  # tokens of the input with which a model is run
 
 
 def detect(
@@ -296,19 +291,19 @@ def detect(
     head_dim: int | None = None,
     rotary_width: int | None = None,
 ) -> Detection:
-    """Find the layout that weights are in, or the layouts that they may be in.
+    """Detect the layout that weights are in, or the layouts that they may be in.
 
-    Names and shapes often leave several; then a reference or a model that runs decides. The answer
-    is never a guess: its `layout` is None where nothing decides, or where the config contradicts
-    the names and shapes. Printed, the answer is a list of sentences.
+    Names and shapes often leave several layouts; then a reference or a model that runs decides. The
+    result is never a guess: `layout` is None if nothing decides, or if the config contradicts the
+    names and shapes. The printed result is a list of sentences.
 
     Args:
         weights: a file of weights, a folder with them, or a state dict.
         config: as in config.json; that beside the file if None.
-        reference: the same weights elsewhere: their values decide.
-        against: a folder with a model of transformers that has the same weights: what it computes
+        reference: the same weights in a known layout; their values decide.
+        against: a folder with a transformers model that has the same weights; its computation
             decides.
-        heads: query heads, where no config says it.
+        heads: query heads, if no config has it.
         kv_heads: heads of keys and values.
         head_dim: channels of a head, in place of ``heads``.
         rotary_width: channels of a head that are rotated.
@@ -316,49 +311,51 @@ def detect(
     Raises:
         CheckpointError: a path leads to no weights.
         OptionError: counts that the config contradicts, or that fit no layout.
-        UndecidedError: no layout agrees with the model of ``against``, and one could not be
-            compared with it.
+        UndecidedError: no layout agrees with the model of ``against``, and at least one layout
+            could not be compared with it.
     """
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    given = weights_of(weights, counts, config=config)
-    other = None if reference is None else weights_of(reference, counts, title="the reference")
+    given = open_weights(weights, counts, config=config)
+    other = None if reference is None else open_weights(reference, counts, title="the reference")
     if against is None:
-        return _by_values(given, other, {})
-    return _by_run(given, other, against, counts)
+        return _detect_by_values(given, other, {})
+    return _detect_by_running(given, other, against, counts)
 
 
-def _by_run(
+def _detect_by_running(
     given: GivenWeights, other: GivenWeights | None, against: str | Path, counts: Counts
 ) -> Detection:
     if not isinstance(against, (str, Path)):
         raise OptionError(
             saw=f"against of type {type(against).__name__}",
-            needed="the path of a folder with a model of transformers",
+            needed="the path of a folder with a transformers model",
             do="save the model with save_pretrained, and give that folder",
         )
     import torch
 
     from headwise.checkpoints.stored_model import load
-    from headwise.diagnosis.detect_by_running import INSTEAD, by_behaviour
+    from headwise.diagnosis.detect_by_running import USE_REFERENCE, narrow_by_running
     from headwise.scanning.model_inputs import explain_token_failure
 
     stored = load(Path(against))
-    # The same weights have the same counts: what is known of one is known of all.
-    known = merge_counts(stored.config, whole_numbers(counts), origin=Path(against))
-    found = _by_values(given, other, known)
+    # The same weights have the same counts, so the counts of the model hold for both files.
+    known = merge_counts(stored.config, whole_counts(counts), origin=Path(against))
+    detection = _detect_by_values(given, other, known)
     length = min(LENGTH, stored.positions or LENGTH)
     ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     inputs = stored.inputs(ids)
-    with explain_token_failure(str(against), length, do=INSTEAD), torch.no_grad():
+    with explain_token_failure(str(against), length, do=USE_REFERENCE), torch.no_grad():
         stored.model(**inputs)
-    return by_behaviour(found, given.tensors, stored.model, inputs, stored.config)
+    return narrow_by_running(detection, given.tensors, stored.model, inputs, stored.config)
 
 
-def _by_values(given: GivenWeights, other: GivenWeights | None, known: dict[str, int]) -> Detection:
+def _detect_by_values(
+    given: GivenWeights, other: GivenWeights | None, known: dict[str, int]
+) -> Detection:
     shared = known if other is None else known | other.known
-    found = given.detection(**shared)
-    given.require_fit(found, **shared)
+    detection = given.detection(**shared)
+    given.require_fit(detection, **shared)
     if other is None:
-        return found
+        return detection
     theirs = other.detection(**{**shared, **given.known})
-    return by_values(found, given.tensors, theirs, other.tensors)
+    return narrow_by_values(detection, given.tensors, theirs, other.tensors)

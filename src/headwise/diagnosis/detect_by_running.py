@@ -1,8 +1,7 @@
 """Detection of a layout by running a model that has the same weights.
 
-What the model computes is watched, layer by layer: its scores, its values, and each head's part of
-the output projection. A layout is the right one if a layer made with it, from the model's own
-inputs, computes the same.
+The scores, the values and each head's part of the output projection are captured in every layer of
+the model. A layout fits if a layer made with it computes the same from the same inputs.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from headwise.attention_matrix import AttentionMatrix
 from headwise.checkpoints.config import rotary_config
 from headwise.checkpoints.config_check import attention_options, layout_in_layer
-from headwise.diagnosis.candidate_layouts import CandidateLayout, heads_of
-from headwise.diagnosis.detection_result import Detection, decided
+from headwise.diagnosis.candidate_layouts import CandidateLayout, LayoutGroup, head_counts
+from headwise.diagnosis.detection_result import Detection, narrow_detection
 from headwise.error_budget.budget import Budget
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.layers.native.attention import Attention
@@ -36,16 +35,16 @@ from headwise.support.module_modes import evaluating
 
 @dataclass(frozen=True, eq=False)
 class FirstCall:
-    """The first attention call of one module of a model.
+    """First attention call of one module of a model.
 
     Attributes:
-        module: which.
-        name: of it in the model.
-        x: what it was given.
+        module: the module.
+        name: its name in the model.
+        x: its input.
         scores: (batch, heads, queries, keys): scale * q.k in float64, before masks and softcaps.
-        values: what is attended to, in float64.
-        out_proj: each head's part of the output projection; None where it was not found.
-        is_capped: whether the scores have a softcap.
+        values: (batch, heads, keys, value_dim), in float64.
+        out_proj: each head's part of the output projection; None if it was not captured.
+        is_capped: True if the scores have a softcap.
     """
 
     module: nn.Module
@@ -57,236 +56,235 @@ class FirstCall:
     is_capped: bool
 
     @property
-    def is_of_sequences(self) -> bool:
-        """Whether it was given the (batch, length, embed_dim) that attends to itself.
+    def is_over_sequences(self) -> bool:
+        """True if ``x`` is (batch, length, embed_dim) and its tokens attend to each other.
 
-        Layers that cut pictures into windows, or join sequences, are given something else.
+        Layers that cut pictures into windows, or join sequences, have other inputs.
         """
         batch, _, queries, keys = self.scores.shape
         return self.x.dim() == 3 and self.x.shape[:2] == (batch, queries) and queries == keys
 
 
-def seen_in(model: nn.Module, inputs: Mapping[str, Any]) -> list[FirstCall]:
-    """The modules of a model that attend to what they are given, in the order in which they run."""
-    found: dict[nn.Module, FirstCall] = {}
+def first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[FirstCall]:
+    """Return the first call of each self-attention module of a model, in the order of the run."""
+    calls: dict[nn.Module, FirstCall] = {}
 
     def on_complete(call: CapturedCall) -> None:
-        if call.module is None or call.is_cross or call.module in found:
+        if call.module is None or call.is_cross or call.module in calls:
             return
         if call.state is None or call.values is None:
             return
-        found[call.module] = FirstCall(
+        calls[call.module] = FirstCall(
             module=call.module,
             name=call.layer,
             x=call.state,
-            scores=scores_of(call.matrix),
+            scores=raw_scores(call.matrix),
             values=call.values.double(),
             out_proj=call.out_proj,
             is_capped=call.matrix.softcap is not None,
         )
 
-    with (
-        torch.no_grad(),
-        evaluating(model),
-        capture_attention(model, on_complete=on_complete) as reach,
-    ):
-        reach.begin()
+    capturing = capture_attention(model, on_complete=on_complete)
+    with torch.no_grad(), evaluating(model), capturing as capture:
+        capture.begin()
         model(**inputs)
-    return list(found.values())
+    return list(calls.values())
 
 
-def scores_of(matrix: AttentionMatrix) -> Tensor:
-    """scale * q.k in float64."""
+def raw_scores(matrix: AttentionMatrix) -> Tensor:
+    """Return scale * q.k in float64."""
     q, k = matrix.q.double(), matrix.k.double()
     return matrix.scale * q @ share_heads(k, heads=q.shape[1]).mT
 
 
-def paired(
-    modules: Iterable[NamedModule], seen: Iterable[FirstCall], state: Mapping[str, Tensor]
+def pair_modules(
+    modules: Iterable[NamedModule], calls: Iterable[FirstCall], state: Mapping[str, Tensor]
 ) -> list[tuple[NamedModule, FirstCall]]:
-    """The modules of a checkpoint with those of the model that hold the same matrices.
+    """Pair the modules of a checkpoint with the calls of modules that hold the same matrices.
 
-    Where none does, the weights are others or in another layout: then the names tell, and else the
-    order, if there are as many of both. What attends to something else has no pair, and neither
-    have the parts of a model that did not run.
+    A module with no equal matrices (other weights, or another layout) is paired by name. If there
+    are no pairs at all, all are paired by order if there are as many modules as calls. Cross
+    attention and modules that did not run have no pair.
     """
-    left, waiting, pairs = list(seen), [], []
+    unpaired, waiting, pairs = list(calls), [], []
     for module in modules:
-        own = _that_holds([state[name] for name in module.tensors], left)
-        if own is None:
+        call = _most_similar_call([state[name] for name in module.tensors], unpaired)
+        if call is None:
             waiting.append(module)
         else:
-            left.remove(own)
-            pairs.append((module, own))
+            unpaired.remove(call)
+            pairs.append((module, call))
     for module in list(waiting):
-        own = next((one for one in left if _is_named(one, module)), None)
-        if own is not None:
-            left.remove(own)
+        call = next((each for each in unpaired if _has_similar_name(each, module)), None)
+        if call is not None:
+            unpaired.remove(call)
             waiting.remove(module)
-            pairs.append((module, own))
-    if not pairs and len(waiting) == len(left):
-        return list(zip(waiting, left, strict=True))
+            pairs.append((module, call))
+    if not pairs and len(waiting) == len(unpaired):
+        return list(zip(waiting, unpaired, strict=True))
     return pairs
 
 
-def _that_holds(tensors: Iterable[Tensor], among: Iterable[FirstCall]) -> FirstCall | None:
-    """The one that shares most matrices with these tensors: some may be the same everywhere."""
+def _most_similar_call(tensors: Iterable[Tensor], calls: Iterable[FirstCall]) -> FirstCall | None:
+    """Return the call whose module shares most matrices: some may be the same in all modules."""
     matrices = [x for x in tensors if x.dim() > 1]
     shared = {
-        one: sum(any(_is_equal(x, own) for own in one.module.parameters()) for x in matrices)
-        for one in among
+        call: sum(any(_is_equal(x, p) for p in call.module.parameters()) for x in matrices)
+        for call in calls
     }
     most = max(shared.values(), default=0)
-    return next((one for one, count in shared.items() if count == most), None) if most else None
+    return next((call for call, count in shared.items() if count == most), None) if most else None
 
 
 def _is_equal(x: Tensor, parameter: Tensor) -> bool:
     if x.shape != parameter.shape:
         return False
-    # Most differ in the first row; the whole of a large file is read once only.
+    # Most matrices differ in the first row, so a large file is read as a whole only once.
     return torch.equal(x[0].to(parameter.dtype), parameter[0]) and torch.equal(
         x.to(parameter.dtype), parameter
     )
 
 
-def _is_named(seen: FirstCall, module: NamedModule) -> bool:
-    """Whether one's name is within the other's: a base model's lack what stands in front."""
-    one, other = f".{seen.name}.", "." + module.prefix.rstrip("./") + "."
-    return module.prefix != "" and (one in other or other in one)
+def _has_similar_name(call: FirstCall, module: NamedModule) -> bool:
+    """True if one name is part of the other: base models omit a prefix."""
+    a, b = f".{call.name}.", "." + module.prefix.rstrip("./") + "."
+    return module.prefix != "" and (a in b or b in a)
 
 
 SCORES, VALUES = "scores", "values"
-INSTEAD = "compare values instead: --reference, the same weights in a layout that is known"
+USE_REFERENCE = "compare values instead: --reference, the same weights in a known layout"
 
 
 class NotComparedError(NamedTuple):
-    """Why a candidate and the model could not be compared: as in an error."""
+    """Reason why a candidate and the model cannot be compared, with the fields of an error."""
 
     saw: str
     needed: str
 
 
-def by_behaviour(
+def narrow_by_running(
     detection: Detection,
     state: Mapping[str, Tensor],
     model: nn.Module,
     inputs: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> Detection:
-    """The candidates whose layers compute what the model's do.
+    """Return the detection with the candidates whose layers compute the same as the model's.
 
     Args:
         detection: by names and shapes.
         state: the tensors of the checkpoint.
         model: with the same weights.
-        inputs: what it is called with; at least some tens of tokens.
+        inputs: keyword arguments of the model, with at least some tens of tokens.
         config: of the model: the numbers of rotations and norms.
 
     Raises:
-        OptionError: the model has no self-attention that could be seen.
-        UndecidedError: no candidate agrees, and one could not be compared: none of its modules was
-            seen, or there is no counterpart here of how the model rotates.
+        OptionError: no self-attention of the model could be captured.
+        UndecidedError: no candidate agrees, and at least one could not be compared: none of its
+            modules was captured, or headwise does not support the model's rotation.
     """
-    seen = seen_in(model, inputs)
-    if not seen:
+    calls = first_calls(model, inputs)
+    if not calls:
         raise OptionError(
             saw="a model in which no self-attention was seen",
-            needed="one that headwise scan can look into",
-            do=INSTEAD,
+            needed="a model whose attention headwise scan can capture",
+            do=USE_REFERENCE,
         )
-    kept, refuted = [], dict(detection.refuted)
-    uncompared: list[tuple[tuple[CandidateLayout, ...], NotComparedError]] = []
+    groups: list[LayoutGroup] = []
+    refuted = dict(detection.refuted)
+    uncompared: list[tuple[LayoutGroup, NotComparedError]] = []
     for group in detection.candidates:
-        trial = _Trial(group[0], state, seen, config)
-        found = trial.verdict()
-        if isinstance(found, NotComparedError):
-            uncompared.append((group, found))
-        elif isinstance(found, str):
-            refuted |= {one.layout.name: found for one in group}
+        trial = _Trial(group[0], state, calls, config)
+        verdict = trial.verdict()
+        if isinstance(verdict, NotComparedError):
+            uncompared.append((group, verdict))
+        elif isinstance(verdict, str):
+            refuted |= {each.layout.name: verdict for each in group}
         else:
-            kept.append(tuple(trial.confirmed(one.narrowed(found)) for one in group))
+            groups.append(tuple(trial.add_reason(each.with_sizes(verdict)) for each in group))
     for group, why in uncompared:
-        if not kept:
+        if not groups:
             raise UndecidedError(
-                saw=f"{' = '.join(one.layout.name for one in group)}, which could not be compared "
-                f"with the model: {why.saw}",
+                saw=f"{' = '.join(each.layout.name for each in group)}, which could not be "
+                f"compared with the model: {why.saw}",
                 needed=why.needed,
-                do=INSTEAD,
+                do=USE_REFERENCE,
             )
-        refuted |= {one.layout.name: f"not compared: {why.saw}" for one in group}
-    return decided(detection, kept, refuted, by="behaviour")
+        refuted |= {each.layout.name: f"not compared: {why.saw}" for each in group}
+    return narrow_detection(detection, groups, refuted, by="behaviour")
 
 
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """One candidate beside what was seen of the model."""
+    """Comparison of one candidate with the captured calls of the model."""
 
     candidate: CandidateLayout
     state: Mapping[str, Tensor]
-    seen: list[FirstCall]
+    calls: list[FirstCall]
     config: Mapping[str, Any]
 
     @cached_property
     def pairs(self) -> list[tuple[NamedModule, FirstCall]]:
-        modules = [one for one in self.candidate.modules if one.place.role != "cross"]
-        pairs = paired(modules, self.seen, self.state)
-        return [(module, own) for module, own in pairs if own.is_of_sequences]
+        modules = [each for each in self.candidate.modules if each.place.role != "cross"]
+        pairs = pair_modules(modules, self.calls, self.state)
+        return [(module, call) for module, call in pairs if call.is_over_sequences]
 
     def verdict(self) -> Sizes | str | NotComparedError:
-        """The sizes with which it agrees; else why it differs, or why it cannot be compared."""
+        """Return the first sizes that agree; else the first difference, or why none was sought."""
         first = self.candidate.modules[0]
-        heads = next((own.scores.shape[1] for module, own in self.pairs if module is first), None)
+        heads = next((call.scores.shape[1] for module, call in self.pairs if module is first), None)
         fits = [fit for fit in self.candidate.fits if heads in (None, fit["heads"])]
-        found = [(fit, self._outcome(fit)) for fit in fits]
-        agreeing = [fit for fit, outcome in found if outcome is None]
-        if agreeing:
-            return agreeing[0]
-        others = [outcome for _, outcome in found if outcome is not None]
-        uncompared = (outcome for outcome in others if isinstance(outcome, NotComparedError))
-        return next(uncompared, others[0] if others else f"the model has {heads} heads")
+        outcomes = [self._outcome(fit) for fit in fits]
+        if None in outcomes:
+            return fits[outcomes.index(None)]
+        differences = [outcome for outcome in outcomes if outcome is not None]
+        uncompared = (each for each in differences if isinstance(each, NotComparedError))
+        return next(uncompared, differences[0] if differences else f"the model has {heads} heads")
 
-    def confirmed(self, one: CandidateLayout) -> CandidateLayout:
-        """The candidate, or another one of the same map, with what speaks for it."""
-        compared = f"behaviour: {len(self.pairs)} of {len(one.modules)} modules compared, alike"
-        return replace(one, reasons=(*one.reasons, compared))
+    def add_reason(self, candidate: CandidateLayout) -> CandidateLayout:
+        """Return a candidate of the same map with the comparison as one more reason."""
+        compared, total = len(self.pairs), len(candidate.modules)
+        reason = f"behaviour: {compared} of {total} modules compared, alike"
+        return replace(candidate, reasons=(*candidate.reasons, reason))
 
     def _outcome(self, sizes: Sizes) -> str | NotComparedError | None:
-        """What the first layer that differs differs in, or why one cannot be compared."""
+        """Return the first difference, or why a layer cannot be compared; None if all agree."""
         if not self.pairs:
+            number = sum(call.is_over_sequences for call in self.calls)
             return NotComparedError(
-                saw=f"none of its {len(self.candidate.modules)} modules is one of the "
-                f"{sum(one.is_of_sequences for one in self.seen)} that attend to whole sequences",
-                needed="the same weights, in layers that are given (batch, length, embed_dim)",
+                saw=f"none of its {len(self.candidate.modules)} modules is one of the {number} "
+                "that attend to whole sequences",
+                needed="the same weights, in layers whose input is (batch, length, embed_dim)",
             )
         try:
-            found = (self._difference(module, seen, sizes) for module, seen in self.pairs)
-            return next((why for why in found if why is not None), None)
+            outcomes = (self._difference(module, call, sizes) for module, call in self.pairs)
+            return next((outcome for outcome in outcomes if outcome is not None), None)
         except HeadwiseError as error:
             return NotComparedError(error.saw, error.needed)
 
     def _difference(
-        self, module: NamedModule, seen: FirstCall, sizes: Sizes
+        self, module: NamedModule, call: FirstCall, sizes: Sizes
     ) -> str | NotComparedError | None:
-        layout = _asked(self.candidate.layout, self.config, module.layer)
-        layer = self._layer(layout, module, _heads(seen, sizes))
-        part = _part(layer, self.candidate.layout.function, seen)
-        why = self._unknown_places(layout, module) if part == SCORES else None
+        layout = _comparable_layout(self.candidate.layout, self.config, module.layer)
+        layer = self._layer(layout, module, _head_counts(call, sizes))
+        part = _differing_stage(layer, self.candidate.layout.function, call)
+        why = self._unknown_rotation(layout, module) if part == SCORES else None
         if part is None or why is not None:
             return why
-        return f"{module.prefix}: {part} are others than the model's"
+        return f"{module.prefix}: {part} differ from the model's"
 
-    def _unknown_places(self, layout: Layout, module: NamedModule) -> NotComparedError | None:
-        """Other scores say nothing where nobody says how places are told apart."""
-        rotary, said = layout.function.rotary, rotary_config(self.config, module.layer)
+    def _unknown_rotation(self, layout: Layout, module: NamedModule) -> NotComparedError | None:
+        """Return why different scores decide nothing, if the rotation of the model is unknown."""
+        rotary, rotation = layout.function.rotary, rotary_config(self.config, module.layer)
         if rotary is None:
             return NotComparedError(
-                saw="other scores, where neither the layout nor the config says whether it rotates",
-                needed="a layout that says it, or rope_parameters in the config",
+                saw="different scores: neither the layout nor the config says whether it rotates",
+                needed="a layout with a rotation, or rope_parameters in the config",
             )
-        if rotary != "none" and ("patch_size" in self.config or "mrope_section" in said):
+        if rotary != "none" and ("patch_size" in self.config or "mrope_section" in rotation):
             return NotComparedError(
-                saw="other scores of a model that sees pictures, and rotates",
-                needed="a rotation by the place in a sequence: this may go by row and column",
+                saw="different scores of a vision model that rotates",
+                needed="a rotation by token position: this model may rotate by row and column",
             )
         return None
 
@@ -295,7 +293,8 @@ class _Trial:
             {
                 local: self.state[name].double()
                 for name, local in module.tensors.items()
-                if layout.patterns[local].tensors != ("distances",)  # added to scores: see _asked
+                # A distance bias is added to the scores: see _comparable_layout.
+                if layout.patterns[local].tensors != ("distances",)
             },
             layout=layout,
             num_heads=heads["heads"],
@@ -304,44 +303,44 @@ class _Trial:
         )
 
 
-def _heads(seen: FirstCall, sizes: Sizes) -> Sizes:
-    """As many as were seen: another tower may have others than the first module."""
-    found, (heads, kv_heads) = seen.scores.shape[1], heads_of(sizes)
-    return {"heads": found, "kv_heads": max(1, kv_heads * found // heads)}
+def _head_counts(call: FirstCall, sizes: Sizes) -> Sizes:
+    """Return the head counts of a call: they may differ between towers of a model."""
+    call_heads, (heads, kv_heads) = call.scores.shape[1], head_counts(sizes)
+    return {"heads": call_heads, "kv_heads": max(1, kv_heads * call_heads // heads)}
 
 
-def _asked(layout: Layout, config: Mapping[str, Any], number: int) -> Layout:
-    """The layout as one layer has it, less what is done to scores that are there."""
+def _comparable_layout(layout: Layout, config: Mapping[str, Any], number: int) -> Layout:
+    """Return the layout of one layer, without the operations on finished scores."""
     layout = layout_in_layer(layout, config, number)
     bare = replace(layout.function, score_bias="none", softcap="none", window="none", clip="none")
     return replace(layout, function=bare)
 
 
 @torch.no_grad()
-def _part(layer: Attention, said: AttentionSpec, seen: FirstCall) -> str | None:
-    """Which part of a layer differs by more than rounding in the model's own dtype."""
-    if said.softcap is not None and (said.softcap != "none") != seen.is_capped:
+def _differing_stage(layer: Attention, spec: AttentionSpec, call: FirstCall) -> str | None:
+    """Return the stage of a layer that differs by more than rounding in the model's dtype."""
+    if spec.softcap is not None and (spec.softcap != "none") != call.is_capped:
         return "softcaps"
-    if seen.out_proj is not None:
+    if call.out_proj is not None:
         heads = layer.out_proj.weight.mT.unflatten(0, (layer.num_heads, layer.value_dim))
-        if not torch.equal(heads.to(seen.out_proj.dtype), seen.out_proj):
+        if not torch.equal(heads.to(call.out_proj.dtype), call.out_proj):
             return "output projections"
-    # transformers rotates and normalises in float32, also where all else is float64.
-    x = seen.x.float() if seen.x.dtype == torch.float64 else seen.x
+    # transformers rotates and normalises in float32, even if all else is float64.
+    x = call.x.float() if call.x.dtype == torch.float64 else call.x
     rounded = deepcopy(layer).to(x.dtype)
 
     def in_dtype_of(x: Tensor) -> Attention:
         return layer if x.dtype == torch.float64 else rounded
 
     def scores(x: Tensor) -> Tensor:
-        return scores_of(in_dtype_of(x).matrix(x))
+        return raw_scores(in_dtype_of(x).matrix(x))
 
     def values(x: Tensor) -> Tensor:
-        found = split_heads(in_dtype_of(x).v_proj(x), heads=layer.num_kv_heads)
-        return share_heads(found, heads=seen.values.shape[1])  # some models repeat theirs first
+        v = split_heads(in_dtype_of(x).v_proj(x), heads=layer.num_kv_heads)
+        return share_heads(v, heads=call.values.shape[1])  # some models repeat theirs first
 
-    for part, ours, theirs in ((SCORES, scores, seen.scores), (VALUES, values, seen.values)):
+    for stage, ours, theirs in ((SCORES, scores, call.scores), (VALUES, values, call.values)):
         budget = Budget.of(ours, x)
         if budget.exact.shape != theirs.shape or not budget.check(theirs):
-            return part
+            return stage
     return None

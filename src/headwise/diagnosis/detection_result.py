@@ -1,6 +1,6 @@
-"""`detect`: which layouts a file may be in, by names, shapes, config, and a reference.
+"""Result of `detect`: the layouts that a file may be in, and the evidence for them.
 
-An answer is one layout, or the list of those that cannot be told apart by what was given. It is
+A detection is one layout, or the list of those that the evidence cannot distinguish. The result is
 never a guess: names and shapes of two layouts often coincide, and so do the first rows.
 """
 
@@ -12,7 +12,12 @@ from typing import Any
 
 from headwise.checkpoints.config import Config, layout_name, text_config
 from headwise.checkpoints.config_check import config_contradiction
-from headwise.diagnosis.candidate_layouts import CandidateLayout, candidates, grouped
+from headwise.diagnosis.candidate_layouts import (
+    CandidateLayout,
+    LayoutGroup,
+    find_candidates,
+    group_equal_layouts,
+)
 from headwise.diagnosis.diagnosis_result import shortened
 from headwise.errors import CheckpointError, OptionError, UndecidedError
 from headwise.layouts.attention_spec import AttentionSpec
@@ -26,18 +31,18 @@ SHOWN = 8  # tensors at fault, before the rest is counted
 
 @dataclass(frozen=True)
 class Detection:
-    """What a file may be.
+    """Layouts that the weights of a file may be in.
 
     Attributes:
-        candidates: the layouts that it may be in, with the reasons for each; those that are the
-            same map for these sizes and the same function stand in one group.
-        refuted: name -> why, of layouts that were candidates by names and shapes.
-        unknown: a model_type in the config that the catalogue does not know: others use the names
-            of known ones for other functions, so that names and shapes decide nothing.
-        contradiction: what the config says against every candidate, in a sentence: it names a type
-            of another layout. Names and shapes decide nothing then, either.
-        damaged: where there is none, the layouts in which some modules are whole and others are
-            not: which tensors are at fault is in each.
+        candidates: the possible layouts, with reasons. Layouts that are the same map for these
+            sizes and the same function form one group.
+        refuted: layouts that fit the names and shapes, each with the reason why it is ruled out.
+        unknown: a model_type in the config that is not in the catalogue: such a model may use known
+            names for another function, so names and shapes decide nothing.
+        contradiction: a sentence: the config names a model type whose layout is no candidate. Names
+            and shapes then decide nothing either.
+        damaged: if there are no candidates, the layouts in which only some modules are whole; each
+            lists the tensors at fault.
         compared: the evidence: "names", "shapes", then "metadata", "config", "values" or
             "behaviour".
     """
@@ -51,28 +56,28 @@ class Detection:
 
     @property
     def layout(self) -> Layout | None:
-        """The one layout; None where there is none, several that differ, or a contradiction."""
-        is_one = len(self.candidates) == 1 and self.unknown is None
+        """The only layout; None for no layout, for several that differ or for a contradiction."""
+        is_single = len(self.candidates) == 1 and self.unknown is None
         if self.contradiction is not None and not self.has_seen_values:
             return None
-        return self.candidates[0][0].layout if is_one else None
+        return self.candidates[0][0].layout if is_single else None
 
     @property
     def has_seen_values(self) -> bool:
-        """Whether the numbers in the tensors were compared with anything."""
+        """True if the values of the tensors, or outputs computed from them, were compared."""
         return not {"values", "behaviour"}.isdisjoint(self.compared)
 
     def __str__(self) -> str:
-        return "\n".join(lines_of(self, title="the checkpoint"))
+        return "\n".join(detection_lines(self, title="the checkpoint"))
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as JSON holds it: layouts by their names, and sizes by theirs."""
+        """Return the detection for JSON; layouts and sizes are given by name."""
         return {
             "layout": self.layout.name if self.layout else None,
             "candidates": [
                 [
-                    {"layout": one.layout.name, "sizes": one.sizes, "reasons": one.reasons}
-                    for one in group
+                    {"layout": each.layout.name, "sizes": each.sizes, "reasons": each.reasons}
+                    for each in group
                 ]
                 for group in self.candidates
             ],
@@ -81,21 +86,21 @@ class Detection:
             "contradiction": self.contradiction,
             "compared": self.compared,
             "damaged": [
-                {"layouts": [one.layout.name for one in group], "faults": group[0].faults}
+                {"layouts": [each.layout.name for each in group], "faults": group[0].faults}
                 for group in self.damaged
             ],
         }
 
     def require(self, *, file: str = "the file", parameter: str = "layout") -> Layout:
-        """The one layout.
+        """Return the only layout, or raise.
 
         Args:
-            file: what it is called in an error.
+            file: the name of the weights in an error message.
             parameter: the argument by which a caller names a layout.
 
         Raises:
-            CheckpointError: some modules are whole, and others are not.
-            UndecidedError: there are none, or several, or the config contradicts the one.
+            CheckpointError: only some modules are whole.
+            UndecidedError: no layout fits, several fit, or the config contradicts the only one.
         """
         if self.layout is not None:
             return self.layout
@@ -105,25 +110,24 @@ class Detection:
             raise CheckpointError(
                 saw=f"{file}, which would be in the layout "
                 f"{' or '.join(_names(self.damaged))}, but {faults[0]}{more}",
-                needed="every tensor of attention in every layer, in the shape that fits",
-                do="get the whole file again; headwise verify says what differs from another copy",
+                needed="every attention tensor of every layer, in the shape of the layout",
+                do="download the file again; headwise verify lists differences from another copy",
             )
         names = ", ".join(_names(self.candidates))
         do = f"name the layout ({{{parameter}}}), or headwise detect with --against"
         if not self.candidates:
-            saw = "which holds no attention that the catalogue knows"
-            needed = "names and shapes of a layout that headwise layouts lists"
-            do = f"look for them there, and name the layout ({{{parameter}}}); or register your own"
+            saw = "which contains no attention layer of a known layout"
+            needed = "the names and shapes of a layout that headwise layouts lists"
+            do = f"name one of those layouts ({{{parameter}}}), or register your own"
         elif self.contradiction is not None:
             saw = f"with the names and shapes of {names}, where {self.contradiction}"
-            needed = "a config and tensors of one model: one of them is another model's"
+            needed = "a config and tensors of the same model"
         elif self.unknown is not None:
             saw = f"of a {self.unknown} model, with the names and shapes of {names}"
-            needed = "a model_type that the catalogue knows: others use the same names for another "
-            needed += "function"
+            needed = "a known model_type: others may use the same names for another function"
         else:
             saw = f"which may be in {len(self.candidates)} layouts: {names}"
-            needed = "one: they are undecidable without a reference or a forward check"
+            needed = "one layout: they are undecidable without a reference or a forward check"
             do = f"name it ({{{parameter}}}), or headwise detect with --reference or --against"
         raise UndecidedError(saw=f"{file}, {saw}", needed=needed, do=do, parameter=parameter)
 
@@ -133,153 +137,147 @@ def detect(
     *,
     described: str | Layout | None = None,
     config: Config | None = None,
-    **known: int,
+    **counts: int,
 ) -> Detection:
-    """Which layouts tensors of these names and shapes may be in.
+    """Detect the layouts that fit the names and shapes of tensors.
 
     Args:
         headers: name -> shape and dtype.
-        described: the layout that the files describe, or its name; it decides among those that
-            fit, and the config where it is None.
-        config: of the model; a layout that it says another function than is none.
-        known: heads, kv_heads and what else the config or the caller knows.
+        described: the layout that the files describe, or its name. It decides among the layouts
+            that fit; if None, the config does.
+        config: of the model; it rules out layouts of another function.
+        **counts: heads, kv_heads and others that the config or the caller states.
 
     Raises:
         OptionError: a rotary_width that no head can have.
     """
     described = None if described is None else layout(described)
-    found = candidates(headers, known, described)
-    width = known.get("rotary_width")
-    head_dims = sorted({fit["head_dim"] for one in found for fit in one.fits})
+    candidates = find_candidates(headers, counts, described)
+    width = counts.get("rotary_width")
+    head_dims = sorted({fit["head_dim"] for each in candidates for fit in each.fits})
     if width is not None and head_dims and (width % 2 or width > head_dims[-1]):
         shown = " or ".join(map(str, head_dims[-NAMED:]))
         raise OptionError(
             saw=f"rotary_width {width}, in a head_dim of {shown}",
-            needed="an even number of channels, at most all: two of them turn together",
+            needed="an even number of channels, at most head_dim: they rotate in pairs",
             do="give {rotary_width} as the model has it, or leave it out",
             parameter="rotary_width",
         )
-    answer = _among(found, described, config or {})
-    if any(one.faults for one in found):
-        return replace(answer, candidates=(), damaged=answer.candidates)
-    return answer
+    detection = _select_candidates(candidates, described, config or {})
+    if any(each.faults for each in candidates):
+        return replace(detection, candidates=(), damaged=detection.candidates)
+    return detection
 
 
-def _among(found: list[CandidateLayout], described: Layout | None, config: Config) -> Detection:
-    """The answer, once the metadata of the files and the config are heard."""
-    meant = None if described else layout_name(config)
-    said, by = (described.name, "metadata") if described else (meant, "config")
-    refuted = {one.layout.name: why for one in found if (why := _objection(one, found, config))}
-    groups = grouped(
-        ((one,) for one in found if one.layout.name not in refuted), AttentionSpec.is_same
+def _select_candidates(
+    candidates: list[CandidateLayout], described: Layout | None, config: Config
+) -> Detection:
+    """Return the detection that the metadata of the files and the config leave."""
+    by_config = None if described else layout_name(config)
+    stated, by = (described.name, "metadata") if described else (by_config, "config")
+    reasons = {each.layout.name: _refutation(each, candidates, config) for each in candidates}
+    refuted = {name: reason for name, reason in reasons.items() if reason}
+    groups = group_equal_layouts(
+        ((each,) for each in candidates if each.layout.name not in refuted), AttentionSpec.is_same
     )
-    named = [g for g in groups if any(one.layout.name == said for one in g)]
+    chosen = [g for g in groups if any(each.layout.name == stated for each in g)]
     more = {"metadata": described is not None, "config": bool(config)}
     compared = ("names", "shapes", *(name for name, is_there in more.items() if is_there))
-    if not named:
-        unknown = config.get("model_type") if said is None else None
+    if not chosen:
+        unknown = config.get("model_type") if stated is None else None
         against = None
-        if meant and groups:
+        if by_config and groups:
             kind = text_config(config).get("model_type", config.get("model_type"))
-            why = refuted.get(meant, f"the names or shapes are not those of {meant}")
-            against = f"the config says model_type {kind}, whose layout is {meant}, but {why}"
+            why = refuted.get(by_config, f"the names or shapes are not those of {by_config}")
+            against = f"the config says model_type {kind}, whose layout is {by_config}, but {why}"
         return Detection(groups, refuted, unknown, against, compared)
-    refuted |= {
-        one.layout.name: f"the {by} says {said}" for g in groups if g not in named for one in g
-    }
-    chosen = sorted(named[0], key=lambda one: one.layout.name != said)
-    return Detection((tuple(chosen),), refuted, compared=compared)
+    others = (each for group in groups if group not in chosen for each in group)
+    refuted |= {each.layout.name: f"the {by} says {stated}" for each in others}
+    group = sorted(chosen[0], key=lambda each: each.layout.name != stated)
+    return Detection((tuple(group),), refuted, compared=compared)
 
 
-def decided(
-    before: Detection,
-    kept: Iterable[tuple[CandidateLayout, ...]],
-    refuted: Mapping[str, str],
-    *,
-    by: str,
+def narrow_detection(
+    detection: Detection, groups: Iterable[LayoutGroup], refuted: Mapping[str, str], *, by: str
 ) -> Detection:
-    """Return the answer that more evidence leaves.
+    """Return the detection with only the groups that agree with more evidence.
 
-    Layouts that agree with the evidence are one answer where they are the same map, unless two say
-    differently how it is used; what one leaves open is no difference.
-
-    ``kept`` are the groups that agree with the evidence, which is ``by`` "values" or "behaviour".
+    ``by`` is the evidence: "values" or "behaviour". Groups of the same map are joined, unless their
+    functions conflict; what a function leaves open is no conflict.
     """
-    groups = grouped(kept, lambda one, two: not one.conflicts(two))
-    compared = (*before.compared, by)
-    return Detection(groups, refuted, None, before.contradiction, compared)
+    joined = group_equal_layouts(groups, lambda a, b: not a.conflicts(b))
+    compared = (*detection.compared, by)
+    return Detection(joined, refuted, None, detection.contradiction, compared)
 
 
-def _objection(
-    one: CandidateLayout, found: Iterable[CandidateLayout], config: Config
+def _refutation(
+    candidate: CandidateLayout, candidates: Iterable[CandidateLayout], config: Config
 ) -> str | None:
-    """Why a candidate is none: the config says otherwise, or another one knows more modules."""
-    mine = {module.prefix for module in one.modules}
-    for other in found:
+    """Return the contradiction in the config, or the candidate that covers more modules."""
+    mine = {module.prefix for module in candidate.modules}
+    for other in candidates:
         theirs = {module.prefix for module in other.modules}
         if mine < theirs:
             return f"{other.layout.name} has {len(theirs)} modules here, and it {len(mine)} of them"
-    reasons = [config_contradiction(config, one.layout.function, sizes) for sizes in one.fits]
+    reasons = [
+        config_contradiction(config, candidate.layout.function, sizes) for sizes in candidate.fits
+    ]
     return reasons[0] if all(reasons) else None
 
 
-def lines_of(found: Detection, *, title: str) -> list[str]:
-    """An answer in words; ``title`` is what the tensors are called."""
+def detection_lines(detection: Detection, *, title: str) -> list[str]:
+    """Return the detection as sentences; ``title`` is the name of the weights."""
     lines: list[str] = []
-    names = _names(found.candidates or found.damaged)
-    if found.layout is not None:
-        same = " (the same map and function here)" if len(found.candidates[0]) > 1 else ""
+    names = _names(detection.candidates or detection.damaged)
+    if detection.layout is not None:
+        same = " (the same map and function here)" if len(detection.candidates[0]) > 1 else ""
         lines.append(f"{title} is in the layout {names[0]}{same}")
-        lines += [f"  {reason}" for reason in found.candidates[0][0].reasons]
-    elif found.damaged:
+        lines += [f"  {reason}" for reason in detection.candidates[0][0].reasons]
+    elif detection.damaged:
         which = f"the layout {names[0]}" if len(names) == 1 else f"one of {len(names)} layouts"
         lines.append(f"{title} would be in {which}, if every layer were whole:")
-        for group, name in zip(found.damaged, names, strict=True):
+        for group, name in zip(detection.damaged, names, strict=True):
             indent = "  " if len(names) == 1 else "    "
             lines += [f"  {name}"] if len(names) > 1 else []
             lines += [f"{indent}{line}" for line in shortened(group[0].faults, SHOWN)]
-    elif found.candidates:
-        lines.append(_doubt(found, title))
-        for group, name in zip(found.candidates, names, strict=True):
+    elif detection.candidates:
+        lines.append(_undecided_line(detection, title))
+        for group, name in zip(detection.candidates, names, strict=True):
             lines += [f"  {name}", *(f"    {reason}" for reason in group[0].reasons)]
-    elif found.refuted:
-        lines.append(f"{title} is in none of the {len(found.refuted)} layouts that it looks like:")
+    elif detection.refuted:
+        lines.append(f"{title} is in none of the {len(detection.refuted)} layouts that fit it:")
     else:
-        lines.append(f"{title} holds no attention that the catalogue knows")
-    lines += [f"  not {name}: {why}" for name, why in found.refuted.items()]
-    return lines + _evidence(found)
+        lines.append(f"{title} contains no attention layer of a known layout")
+    lines += [f"  not {name}: {why}" for name, why in detection.refuted.items()]
+    return lines + _evidence_lines(detection)
 
 
-def _names(groups: Iterable[tuple[CandidateLayout, ...]]) -> list[str]:
-    return [" = ".join(one.layout.name for one in group) for group in groups]
+def _names(groups: Iterable[LayoutGroup]) -> list[str]:
+    return [" = ".join(each.layout.name for each in group) for group in groups]
 
 
-def _doubt(found: Detection, title: str) -> str:
-    """Why names and shapes do not decide."""
-    if found.contradiction is not None and not found.has_seen_values:
-        return f"{title} contradicts its config: {found.contradiction}. Its names and shapes fit:"
-    if found.unknown is not None:
-        return (
-            f"{title} may be in the layout of a {found.unknown} model, which is not known; its "
-            "names fit:"
-        )
-    by = "values" if found.has_seen_values else "names and shapes"
-    return f"{title} may be in {len(found.candidates)} layouts, which {by} cannot tell apart:"
+def _undecided_line(detection: Detection, title: str) -> str:
+    if (against := detection.contradiction) is not None and not detection.has_seen_values:
+        return f"{title} contradicts its config: {against}. Its names and shapes fit:"
+    if (kind := detection.unknown) is not None:
+        return f"{title} may be in the layout of a {kind} model, which is unknown; its names fit:"
+    by = "values" if detection.has_seen_values else "names and shapes"
+    return f"{title} may be in {len(detection.candidates)} layouts, which {by} cannot tell apart:"
 
 
-def _evidence(found: Detection) -> list[str]:
-    """What was compared, and what was not."""
-    if not found.candidates:
+def _evidence_lines(detection: Detection) -> list[str]:
+    """Return sentences on the evidence that was compared, and the evidence that is left."""
+    if not detection.candidates:
         return []
-    if found.has_seen_values:
-        against = found.contradiction
+    if detection.has_seen_values:
+        against = detection.contradiction
         return [f"The config contradicts this: {against}."] if against is not None else []
-    *most, last = found.compared
+    *most, last = detection.compared
     by = f"{', '.join(most)} and {last}"
-    asks = (
+    needed = (
         "a reference (--reference, the same weights elsewhere) or a forward check (--against, a "
         "model that runs)"
     )
-    if found.layout is not None:
-        return [f"Only {by} were compared, values were not checked: for that, give {asks}."]
-    return [f"Only {by} were compared. It is undecidable without {asks}."]
+    if detection.layout is not None:
+        return [f"Only {by} were compared, values were not checked: for that, give {needed}."]
+    return [f"Only {by} were compared. The layout is undecidable without {needed}."]

@@ -13,7 +13,7 @@ from headwise.checkpoints.config import Config
 from headwise.checkpoints.description import COUNTS
 from headwise.diagnosis.candidate_layouts import CandidateLayout
 from headwise.diagnosis.compare_tensors import UNREADABLE, compare_tensors, outputs_of_both
-from headwise.diagnosis.detect import Given, GivenWeights, by_values, weights_of
+from headwise.diagnosis.detect import Given, GivenWeights, narrow_by_values, open_weights
 from headwise.diagnosis.detection_result import Detection
 from headwise.diagnosis.diagnosis_result import Diagnosis, OutputComparison, Verdict
 from headwise.errors import OptionError
@@ -84,7 +84,7 @@ class _Side:
     def candidates_matching(self, other: _Side, *, called: str) -> Detection:
         """Return the candidates in which the tensors are those of ``other``."""
         mine, theirs = self.weights.tensors, other.weights.tensors
-        return by_values(self.detection, mine, other.detection, theirs, called=called)
+        return narrow_by_values(self.detection, mine, other.detection, theirs, called=called)
 
 
 Sides = tuple[_Side, _Side]
@@ -141,7 +141,7 @@ def _side(
         has_other_counts = not fits and bool(alone.candidates)
         detection = alone if has_other_counts else detection
         return _Side(weights, detection, detection.layout, has_other_counts)
-    layout = weights.named(name, parameter)
+    layout = weights.require_layout(name, parameter)
     candidates, damaged = (
         tuple((candidate,) for group in groups for candidate in group if candidate.layout == layout)
         for groups in (detection.candidates, detection.damaged)
@@ -280,8 +280,8 @@ def verify(
     """
     _require_types({"first_layout": first_layout, "second_layout": second_layout}, progress)
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    mine = weights_of(first, counts, config=config, title="the first state dict")
-    theirs = weights_of(second, counts, config=config, title="the second state dict")
+    mine = open_weights(first, counts, config=config, title="the first state dict")
+    theirs = open_weights(second, counts, config=config, title="the second state dict")
     pair = choose_layouts(mine, theirs, (first_layout, second_layout))
     return _diagnosis(mine, theirs, pair, outputs=outputs, progress=progress)
 
