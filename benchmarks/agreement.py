@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from headwise import Attention, Mask, reference
-from headwise.error_budget.rounding import Roundoff, growth
+from headwise.error_budget.rounding import Roundoff, sum_error_bound
 from headwise.testing import Budget
 
 COMPARED = 64  # number of last queries
@@ -46,7 +46,7 @@ def require_agreement(
 
     with torch.no_grad():
         terms = merged(x, *cached).abs() @ layer.out_proj.weight.abs().mT
-        floor = Roundoff.of(x.dtype).u * growth(layer.out_proj.in_features) * terms
+        floor = Roundoff.of(x.dtype).u * sum_error_bound(layer.out_proj.in_features) * terms
         budget = Budget.of(full_output, x, *cached, floor=floor, name="output")
     for output in outputs:
         budget.assert_holds(output[:, -COMPARED:])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import headwise
+from headwise.testing import Budget
 
 HEAVY = {"beartype", "jinja2", "matplotlib", "numpy", "onnx", "torch", "transformers"}
 
@@ -49,10 +50,9 @@ def test_the_exported_names() -> None:
     assert dir(headwise) == sorted([*headwise.__all__, "__version__"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", headwise.__all__)
-def test_each_name_arrives(name: str) -> None:
-    assert printed_by(f"import headwise; print(headwise.{name}.__name__)").strip() == name
+def test_each_name_arrives() -> None:
+    code = "import headwise; print(*(getattr(headwise, n).__name__ for n in headwise.__all__))"
+    assert printed_by(code).split() == headwise.__all__
 
 
 def test_no_name_hides_a_room() -> None:
@@ -70,7 +70,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_a_name_that_moved_says_where_it_is() -> None:
     with pytest.raises(AttributeError, match=r"from headwise\.testing import Budget$"):
         headwise.Budget  # noqa: B018
-    assert printed_by("from headwise.testing import Budget; print(Budget.__name__)") == "Budget\n"
+    assert Budget.__name__ == "Budget"
 
 
 def test_import_headwise_loads_nothing_heavy() -> None:

@@ -21,7 +21,7 @@ from headwise import (
 )
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, LinearScaling, T5Bias
-from headwise.support.axes import LONGEST_VALUE, describe_value
+from headwise.support.message_text import LONGEST_VALUE, describe_value
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 

@@ -78,7 +78,18 @@ def _named() -> dict[str, Any]:
         if inspect.ismodule(value):
             names = getattr(value, "__all__", [n for n in vars(value) if _is_defined_in(value, n)])
             named |= {f"{home}.{name}": getattr(value, name) for name in names}
+    _require_one_path(named)
     return named
+
+
+def _require_one_path(named: dict[str, Any]) -> None:
+    """Exit if a function, class or module is public at two paths."""
+    paths: dict[Any, str] = {}
+    for path, value in named.items():
+        if callable(value) or inspect.ismodule(value):
+            other = paths.setdefault(value, path)
+            if other != path:
+                sys.exit(f"{path} and {other} are the same: a public name has one import path.")
 
 
 def _is_defined_in(module: Any, name: str) -> bool:

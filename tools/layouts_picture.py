@@ -8,7 +8,13 @@ from html import escape
 from itertools import cycle
 
 from headwise.layouts.layout import Layout
-from headwise.layouts.layout_drawing import DrawnCell, pairs, short, sizes_for, strips
+from headwise.layouts.layout_drawing import (
+    DrawnCell,
+    axis_strips,
+    drawing_sizes,
+    rotary_pairs,
+    short_name,
+)
 
 ROW = 12  # pixels of a row, enough for its name
 BAND, GAP, LEFT, TOP = 128, 44, 40, 58
@@ -52,7 +58,7 @@ class Panel:
 
 def make_panel(layout: Layout, tensor: str, about: str, **sizes: int) -> Panel:
     """Return a panel of the axis of a stored tensor that is split into heads."""
-    axes = strips(layout, sizes_for(layout, sizes))[tensor]
+    axes = axis_strips(layout, drawing_sizes(layout, sizes))[tensor]
     return Panel(layout.name, about, next(strip.cells for strip in axes if strip.cells))
 
 
@@ -76,7 +82,7 @@ def draw_rotary_pairs(head_dim: int, *, alt: str) -> str:
     for at, rotary in enumerate(("half-split", "interleaved")):
         x = LEFT + at * (BAND + GAP)
         drawn += _titles(x, rotary, "rows of one head")
-        for kind, pair in zip(cycle("qkvo"), pairs(rotary, head_dim), strict=False):
+        for kind, pair in zip(cycle("qkvo"), rotary_pairs(rotary, head_dim), strict=False):
             for channel, other in (pair, pair[::-1]):
                 y = TOP + row * channel
                 drawn.append(_band(x, y, row, kind, odd=False))
@@ -90,7 +96,7 @@ def _panel(panel: Panel, x: int) -> Iterable[str]:
     for cell in panel.cells:
         y, height = TOP + ROW * cell.start, ROW * cell.length
         tensor, heads = cell.owners[0]
-        yield _band(x, y, height, short(tensor), odd=bool(heads[0] % 2))
+        yield _band(x, y, height, short_name(tensor), odd=bool(heads[0] % 2))
         middle = y + height / 2 + 4
         thin = ' class="thin"' if height == ROW else ""
         yield f'<text{thin} x="{x + 8}" y="{middle:g}">{escape(cell.name)}</text>'

@@ -10,7 +10,7 @@ from pathlib import Path
 from headwise.layouts.attention_spec import CALLING, AttentionSpec
 from headwise.layouts.canonical import BIASES
 from headwise.layouts.layout import Layout
-from headwise.layouts.registry import layout, published
+from headwise.layouts.registry import catalogue_by_family, layout
 from tools.layouts_picture import draw_panels, draw_rotary_pairs, make_panel
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -25,14 +25,14 @@ def table() -> str:
 
 
 def _rows() -> Iterator[str]:
-    layouts = [each for family in published().values() for each in family]
+    layouts = [each for family in catalogue_by_family().values() for each in family]
     checked = sum(not each.unchecked for each in layouts)
     yield f"{len(layouts)} layouts, {checked} of them checked:\n"
     yield "| | layouts |\n| --- | --- |"
     all_names = sorted(each.name for each in layouts)
     for initial, names in groupby(all_names, key=lambda name: name[0]):
         yield f"| {initial} | {', '.join(f'[{name}](#{_anchor(name)})' for name in names)} |"
-    for heading, family in published().items():
+    for heading, family in catalogue_by_family().items():
         yield f"\n### {heading.rstrip('.')}\n"
         yield "| name | its tensors; what is in none of them; source, and what else to know |"
         yield "| --- | --- |"

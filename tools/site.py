@@ -55,17 +55,13 @@ def on_post_build(config: MkDocsConfig, **_: object) -> None:
 
 
 def public_names() -> list[str]:
-    """Every public name at its shortest path, then the errors and warnings."""
-    paths: dict[Any, str] = {}
-    for name in sorted(API["names"], key=lambda name: (name.count("."), name)):
-        value = value_of(name)
-        has_identity = callable(value) or inspect.ismodule(value)
-        paths.setdefault(value if has_identity else name, name)
+    """Every public name, then the errors and warnings."""
+    names = dict.fromkeys(API["names"])
     # Those that are elsewhere join one of these with an error of torch's layer.
-    errors = [name for name in (*API["errors"], *API["warnings"]) if hasattr(headwise.errors, name)]
-    for name in sorted(errors):
-        paths.setdefault(getattr(headwise.errors, name), f"headwise.errors.{name}")
-    return [*paths.values()]
+    for name in sorted([*API["errors"], *API["warnings"]]):
+        if hasattr(headwise.errors, name) and f"headwise.{name}" not in names:
+            names[f"headwise.errors.{name}"] = None
+    return [*names]
 
 
 def value_of(name: str) -> Any:

@@ -26,7 +26,7 @@ RECORD = ROOT / "docs" / "study.json"
 PAGE = ROOT / "docs" / "study.md"
 PICTURES = ROOT / "docs" / "images" / "study"
 README = ROOT / "README.md"
-IN_README = ("split", "parameters", "same-function")
+IN_README = ("when-split", "parameters", "same-function")
 BLOCK = re.compile(r"(?<=<!-- the study -->\n).*?(?=<!-- end of the study -->)", re.DOTALL)
 
 HEAD = """# The study
@@ -89,7 +89,9 @@ def render_readme(text: str, record: dict[str, Any]) -> str:
 
 
 def write_documentation(record: dict[str, Any]) -> None:
-    """Write the page, the table and the pictures from the record."""
+    """Write the page, the table, the pictures and the words of the record from its numbers."""
+    record = record | {"questions": [answer.as_json() for answer in answers_of(record)]}
+    RECORD.write_text(record_as_text(record), "utf-8")
     PAGE.write_text(render_page(record), "utf-8")
     README.write_text(render_readme(README.read_text("utf-8"), record), "utf-8")
     PICTURES.mkdir(parents=True, exist_ok=True)

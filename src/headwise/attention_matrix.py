@@ -17,22 +17,22 @@ from torch import Tensor
 
 from headwise import reference
 from headwise.errors import OptionError
-from headwise.kernels import block_map, dense, sdpa
+from headwise.kernels import dense, pooled_weights, sdpa
 from headwise.kernels.bound_scores import BoundScores, accumulation_dtype
-from headwise.kernels.dispatch import run
+from headwise.kernels.dispatch import run_kernel
 from headwise.kernels.explain import Explanation, explain
 from headwise.kernels.kernel import Task, row_logsumexp, row_maximum
-from headwise.kernels.observe_tiles import ObservedTile, observe, seen_by
+from headwise.kernels.observe_tiles import ObservedTile, count_attending_queries, observe
 from headwise.kernels.tiled import Requested
 from headwise.kernels.weight_rows import diagonal_weights, largest_weights, weights_at
 from headwise.masks import operand_checks as checks
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
-from headwise.support.arguments import explains, require_tensors
-from headwise.support.axes import MATRIX_AXES, broadcasts, describe_value, human_bytes
+from headwise.support.arguments import explain_arguments, require_tensors
 from headwise.support.integers import as_count
 from headwise.support.matmul import LeftOperand
+from headwise.support.message_text import MATRIX_AXES, broadcasts, describe_value, human_bytes
 from headwise.support.tracing import is_traced, without_autocast
 
 SMALL_MAP = 64  # blocks of an axis: up to this many `pool` uses the fused kernel, above it tiles
@@ -69,7 +69,7 @@ class AttentionMatrix(LeftOperand):
         MaskError: a mask or a score bias for other sizes.
     """
 
-    @explains(checks.SDPA_ADVICE)
+    @explain_arguments(checks.SDPA_ADVICE)
     def __init__(
         self,
         q: Float[Tensor, "batch heads queries head_dim"],
@@ -141,7 +141,7 @@ class AttentionMatrix(LeftOperand):
             ShapeError, DTypeError, DeviceError: values that do not fit the matrix.
         """
         plain = sdpa.plain_outputs(self.q, self.k, v, scale=self.scale) if self._is_plain else None
-        return run(Task(*self._problem_for(v))).out if plain is None else plain
+        return run_kernel(Task(*self._problem_for(v))).out if plain is None else plain
 
     def dropped(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"], *, dropout_p: float
@@ -156,7 +156,7 @@ class AttentionMatrix(LeftOperand):
             ShapeError, DTypeError, DeviceError: values that do not fit the matrix.
         """
         checks.check_probability(dropout_p)
-        return run(Task(*self._problem_for(v), dropout_p=dropout_p)).out
+        return run_kernel(Task(*self._problem_for(v), dropout_p=dropout_p)).out
 
     def outputs_and_average(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
@@ -169,7 +169,7 @@ class AttentionMatrix(LeftOperand):
             return self @ v, self.head_average()
         if row := self._one_row(v):
             return row
-        result = run(Task(*self._problem_for(v), statistics=Requested(average=True)))
+        result = run_kernel(Task(*self._problem_for(v), statistics=Requested(average=True)))
         return result.out, result.average
 
     @property
@@ -210,7 +210,7 @@ class AttentionMatrix(LeftOperand):
         offset = checks.checked_offset(offset, *self.shape[2:])
         return diagonal_weights(self._problem(), offset)
 
-    @explains(checks.ROWS_ADVICE)
+    @explain_arguments(checks.ROWS_ADVICE)
     def topk(
         self, k: SupportsIndex, queries: Integer[Tensor, " rows"] | None = None
     ) -> tuple[Float[Tensor, "batch heads rows k"], Int[Tensor, "batch heads rows k"]]:
@@ -250,23 +250,23 @@ class AttentionMatrix(LeftOperand):
         keys = checks.checked_blocks("keys", keys, self.shape[3])
         if max(queries, keys) > SMALL_MAP:
             statistics = Requested(query_blocks=queries, key_blocks=keys)
-            sums = run(Task(self._problem(), statistics=statistics)).cells
+            sums = run_kernel(Task(self._problem(), statistics=statistics)).cells
         else:
-            by_key = self @ block_map.membership(self.shape[3], keys, self.q)[None, None]
+            by_key = self @ pooled_weights.membership(self.shape[3], keys, self.q)[None, None]
             # Counts of queries exceed the range of float16 and the precision of bfloat16.
             by_key = by_key.to(accumulation_dtype(self.q.dtype))
             with without_autocast(self.q):
-                members = block_map.membership(self.shape[2], queries, by_key)
+                members = pooled_weights.membership(self.shape[2], queries, by_key)
                 sums = members.transpose(-2, -1) @ by_key
-        return (sums / block_map.block_sizes(self.shape[2], queries, sums)[:, None]).to(
-            self.q.dtype
-        )
+        sizes = pooled_weights.block_sizes(self.shape[2], queries, sums)[:, None]
+        return (sums / sizes).to(self.q.dtype)
 
     # ---- reductions -------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
         """Return logsumexp, entropy, maximum and received from one pass over the matrix."""
-        result = run(Task(self._problem(), statistics=Requested(entropy=True, received=True)))
+        requested = Requested(entropy=True, received=True)
+        result = run_kernel(Task(self._problem(), statistics=requested))
         return Statistics(
             row_logsumexp(self.sink, result),
             result.entropy,
@@ -276,19 +276,19 @@ class AttentionMatrix(LeftOperand):
 
     def logsumexp(self) -> Float[Tensor, "batch heads queries"]:
         """Return log sum exp of each query's scores and sink; -inf in a row without either."""
-        return row_logsumexp(self.sink, run(Task(self._problem())))
+        return row_logsumexp(self.sink, run_kernel(Task(self._problem())))
 
     def entropy(self) -> Float[Tensor, "batch heads queries"]:
         """Return -sum p log p of each query's weights, in nats; a sink counts as an outcome."""
-        return run(Task(self._problem(), statistics=Requested(entropy=True))).entropy
+        return run_kernel(Task(self._problem(), statistics=Requested(entropy=True))).entropy
 
     def maximum(self) -> Float[Tensor, "batch heads queries"]:
         """Return the largest weight of each query; 0 for a query that may attend to nothing."""
-        return row_maximum(self.sink, run(Task(self._problem())))
+        return row_maximum(self.sink, run_kernel(Task(self._problem())))
 
     def received(self) -> Float[Tensor, "batch heads keys"]:
         """Return the weight that each key receives, summed over queries."""
-        return run(Task(self._problem(), statistics=Requested(received=True))).received
+        return run_kernel(Task(self._problem(), statistics=Requested(received=True))).received
 
     def seen_by(self, queries: Bool[Tensor, "batch queries"]) -> Int[Tensor, "batch _ keys"]:
         """Count the chosen queries (True) that may attend to each key.
@@ -299,11 +299,11 @@ class AttentionMatrix(LeftOperand):
             ShapeError: ``queries`` is no bool tensor of (batch, queries).
         """
         checks.check_seen_by(queries, batch=self.shape[0], length=self.shape[2])
-        return seen_by(self._problem(), queries)
+        return count_attending_queries(self._problem(), queries)
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
         """Return the mean of the weights over heads, without storing those of single heads."""
-        return run(Task(self._problem(), statistics=Requested(average=True))).average
+        return run_kernel(Task(self._problem(), statistics=Requested(average=True))).average
 
     def tiles(
         self, *, with_scores: bool = False, with_lowest: bool = False
@@ -394,7 +394,7 @@ class TransposedMatrix(LeftOperand):
             )
         checks.check_operand("y", y, self.mT.q)
         y = y.expand(batch, heads, *y.shape[2:])
-        return run(Task(self.mT._problem(), y=y)).transposed
+        return run_kernel(Task(self.mT._problem(), y=y)).transposed
 
     def __repr__(self) -> str:
         return f"{self.mT!r}.mT"

@@ -16,7 +16,7 @@ from headwise.errors import MissingExtraError
 from headwise.masks.mask import Mask
 
 try:
-    minilm.folder()
+    minilm.model_folder()
 except MissingExtraError as missing:
     here = pytest.mark.skip(reason=f"the trained encoder is not installed: {missing.do}")
 else:
@@ -25,6 +25,7 @@ else:
 TEXT, SHORTER = "Down, down, down. Would the fall never come to an end?", "Down, down."
 
 
+@pytest.mark.slow
 @here
 def test_the_folder_is_found_without_importing_the_package() -> None:
     code = (
@@ -86,7 +87,7 @@ def test_a_package_without_weights_is_no_package(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(minilm, "MODULE", "hollow")
     with pytest.raises(MissingExtraError, match="hollow is installed without its weights"):
-        minilm.folder()
+        minilm.model_folder()
 
 
 @here

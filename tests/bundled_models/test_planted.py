@@ -44,7 +44,7 @@ def where(name: str) -> tuple[int, int]:
 def test_each_rule_on_a_text_that_can_be_read() -> None:
     # Rows: queries. a b, a separator, a b again, a c that is new.
     ids = torch.tensor([[0, 5, 9, 1, 5, 9, 20]])
-    found = planted.truth(ids)
+    found = planted.true_weights(ids)
 
     def keys(name: str) -> list[list[int]]:
         layer, head = where(name)
@@ -75,7 +75,7 @@ def test_each_rule_on_a_text_that_can_be_read() -> None:
     ids=["text", "ties", "no begin", "separators", "one token"],
 )
 def test_weights_are_the_rules_bit_by_bit(model: planted.Planted, ids: Tensor) -> None:
-    for matrix, expected in zip(model.matrices(ids), planted.truth(ids), strict=True):
+    for matrix, expected in zip(model.matrices(ids), planted.true_weights(ids), strict=True):
         # 1 / n, rounded once.
         assert torch.equal(matrix.dense(), expected.float())
 
@@ -97,7 +97,7 @@ def test_contributions(dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     keys = torch.arange(1, ids.shape[1] + 1, dtype=torch.float64)[:, None]
     for found, expected in zip(
-        model.contributions(ids), planted.contributions_truth(ids), strict=True
+        model.contributions(ids), planted.true_contributions(ids), strict=True
     ):
         # A sum of n products below 1 / n, and the rounding of each weight.
         assert bool(((found.double() - expected).abs() <= (keys + 2) * eps).all())
@@ -131,7 +131,7 @@ def test_induction_foretells_what_is_repeated(model: planted.Planted) -> None:
 
 def test_logits(model: planted.Planted) -> None:
     ids = texts(tokens=5)
-    induced = planted.contributions_truth(ids)[1].sum(1)[..., SECTIONS["induced"]]
+    induced = planted.true_contributions(ids)[1].sum(1)[..., SECTIONS["induced"]]
     expected = SHARPNESS * induced @ binary_code(torch.arange(64), bits=TOKEN_BITS).double().mT
     assert error(model(ids), expected) <= of_logits(ids.shape[1])
 
@@ -139,13 +139,13 @@ def test_logits(model: planted.Planted) -> None:
 def test_padding_changes_nothing(model: planted.Planted) -> None:
     ids, lengths = texts(tokens=5), torch.tensor([83, 31, 1])
     logits = model(ids, lengths=lengths)
-    expected = planted.truth(ids, lengths=lengths)
+    expected = planted.true_weights(ids, lengths=lengths)
     for matrix, weights in zip(model.matrices(ids, lengths=lengths), expected, strict=True):
         assert torch.equal(matrix.dense(), weights.float())
     for row, length in enumerate(lengths.tolist()):
         alone = ids[row : row + 1, :length]
         assert error(logits[row : row + 1, :length], model(alone)) <= 2 * of_logits(length)
-        for whole, part in zip(expected, planted.truth(alone), strict=True):
+        for whole, part in zip(expected, planted.true_weights(alone), strict=True):
             assert torch.equal(whole[row, :, :length, :length], part[0])
         assert not any(whole[row, :, length:].any() for whole in expected)
 
@@ -154,7 +154,7 @@ def test_padding_changes_nothing(model: planted.Planted) -> None:
 def test_sixteen_thousand_tokens(model: planted.Planted) -> None:
     ids = texts(batch=1, length=16_000, tokens=60)
     rows = torch.tensor([0, 1, 2, 8_191, 8_192, 12_345, 15_998, 15_999])
-    expected = planted.truth(ids, rows=rows)
+    expected = planted.true_weights(ids, rows=rows)
     for matrix, weights in zip(model.matrices(ids), expected, strict=True):
         assert torch.equal(matrix.rows(rows), weights.float())
     # A separator in the last place but one, where scores are largest, and none elsewhere.

@@ -151,6 +151,7 @@ def test_a_disk_that_fails_when_all_is_written(
     assert "Input/output error" in refused(source, tmp_path / "b").saw
 
 
+@pytest.mark.slow
 def test_a_real_limit_on_the_size_of_files(source: Path, tmp_path: Path) -> None:
     # -B: an import under the limit would leave half of a compiled module behind.
     script = (

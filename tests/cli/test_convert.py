@@ -205,6 +205,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     assert "does not exist" in error.saw
 
 
+@pytest.mark.slow
 def test_the_command_ends_in_three_lines_and_status_2(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "headwise", "convert", str(tmp_path), "b", "--to", "llama"],

@@ -59,7 +59,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[RecordedRun], None]:
     def at_once(reading: RecordedRun) -> None:
         monkeypatch.setattr(trained_encoder, "run_minilm", lambda _progress: reading)
 
-    monkeypatch.setattr(minilm, "folder", lambda: Path("the model"))
+    monkeypatch.setattr(minilm, "model_folder", lambda: Path("the model"))
     at_once(small_reading())
     return at_once
 
@@ -174,7 +174,7 @@ def test_pages_that_are_refused(
 @pytest.mark.slow
 def test_the_command_itself(tmp_path: Path) -> None:
     try:
-        minilm.folder()
+        minilm.model_folder()
     except MissingExtraError as missing:
         pytest.skip(str(missing))
     command = [sys.executable, "-m", "headwise", "demo"]

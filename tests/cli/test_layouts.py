@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from headwise.cli.layouts import layouts
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.registry import published
+from headwise.layouts.registry import catalogue_by_family
 
 
 def run(*arguments: str, columns: int = 80) -> list[str]:
@@ -22,12 +22,12 @@ def test_every_layout_is_listed_with_its_standing_and_its_tensors() -> None:
     lines = run()
     assert max(map(len, lines)) <= 80
     rows = {words[0]: words for line in lines if (words := line.split())}
-    for family in published().values():
+    for family in catalogue_by_family().values():
         for one in family:
             assert rows[one.name][1] == ("described" if one.unchecked else "checked")
     assert rows["gpt2"][2:] == ["c_attn,", "c_proj"]
     assert not any("…" in line for line in lines)
-    headings = [heading for heading in published() if len(heading) < 80]
+    headings = [heading for heading in catalogue_by_family() if len(heading) < 80]
     assert set(headings) <= set(lines)
     assert lines[-1].endswith("headwise layouts show llama")
 

@@ -157,7 +157,7 @@ def test_the_model_that_ships(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_real_minilm() -> None:
     try:
-        folder = minilm.folder()
+        folder = minilm.model_folder()
     except HeadwiseError as missing:
         pytest.skip(str(missing))
     out, _ = run(folder, "--length", 64, "--stats", "previous_token,map")

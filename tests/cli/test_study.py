@@ -85,8 +85,8 @@ def test_the_list_has_every_question(tmp_path: Path) -> None:
 
 
 def test_the_list_of_some(tmp_path: Path) -> None:
-    out, _ = run("split", "--list")
-    assert out.split() == ["split", *studies.load_question("split").asks.split()]
+    out, _ = run("when-split", "--list")
+    assert out.split() == ["when-split", *studies.load_question("when-split").asks.split()]
 
 
 def test_the_fallback_is_announced(shown: Show, tmp_path: Path) -> None:
@@ -112,11 +112,7 @@ def test_the_command_itself(tmp_path: Path) -> None:
     assert [p.name for p in page.parent.iterdir()] == ["index.html"]
 
 
-def test_an_unknown_question_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "headwise", "study", "heads"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "headwise: " in done.stderr
-    assert "the question 'heads'" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_unknown_question_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "the question 'heads'" in str(STUDY.refused("heads"))
     assert list(tmp_path.iterdir()) == []

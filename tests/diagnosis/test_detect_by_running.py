@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from headwise.checkpoints.config import layout_name, stated_counts
-from headwise.diagnosis.detect_by_running import narrow_by_running
+from headwise.diagnosis.detect_layout_by_running import narrow_by_running
 from headwise.diagnosis.detection_result import Detection, detect
 from headwise.errors import OptionError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.detect_by_running import FirstCall, first_calls, pair_modules
+from headwise.diagnosis.detect_layout_by_running import FirstCall, first_calls, pair_modules
 from headwise.layouts.module_names import NamedModule, NamePlace
 from tests.scanning.models import BATCH, LENGTH, WIDTH, Caller
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise import reference
 from headwise.error_budget.budget import Budget
-from headwise.error_budget.rounding import growth
+from headwise.error_budget.rounding import sum_error_bound
 from headwise.errors import DTypeError, ShapeError
 from headwise.masks.mask import Mask
 from tests.honest import (
@@ -56,7 +56,7 @@ def test_a_key_alone_gives_its_value_back() -> None:
 
 
 def test_a_long_sum_is_granted_four_times_its_square_root() -> None:
-    assert [growth(terms) for terms in (1, 16, 100, 4096)] == [1, 16, 40, 256]
+    assert [sum_error_bound(terms) for terms in (1, 16, 100, 4096)] == [1, 16, 40, 256]
 
 
 def test_a_lucky_plain_error_of_zero_does_not_make_the_budget_zero() -> None:

@@ -21,7 +21,7 @@ from tests.huggingface.test_attention import SHAPES, Layer, hiding
 from tests.huggingface.test_generate import prompt, tokens
 from tests.huggingface.test_training import budget_of, gradients, padding
 
-CASES = [("llama", False), ("llama", True), ("gemma2", False), ("t5", True)]
+CASES = [("llama", True), ("gemma2", False), ("t5", True)]
 
 
 @pytest.fixture(autouse=True)
@@ -133,10 +133,9 @@ def test_a_causal_mask_is_not_written() -> None:
 
 
 @pytest.mark.parametrize("adds", [True, False], ids=["adds", "only hides"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_float_mask_hides_by_its_lowest_number(shape: tuple[int, ...], adds: bool) -> None:
+def test_a_float_mask_hides_by_its_lowest_number(adds: bool) -> None:
     q, k, v = ordinary(torch.float64)
-    mask, hidden = hiding(shape, torch.float64, adds=adds)
+    mask, hidden = hiding(SHAPES[-1], torch.float64, adds=adds)
     graphs = AotEagerAndRecordGraphs()
     out, _ = torch.compile(attend, fullgraph=True, backend=graphs)(Layer(), q, k, v, mask)
     empty = hidden.all(-1).expand(q.shape[:3])

@@ -122,7 +122,7 @@ TEXTS = [
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_a_trained_encoder_on_a_padded_batch(side: str) -> None:
     try:
-        place = minilm.folder()
+        place = minilm.model_folder()
     except MissingExtraError as missing:
         pytest.skip(f"the trained encoder is not installed: {missing.do}")
     register_huggingface()

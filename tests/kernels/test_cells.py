@@ -11,7 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from headwise import attention_matrix as module
 from headwise.attention_matrix import AttentionMatrix
 from headwise.error_budget.budget import Budget
-from headwise.kernels import block_map, tiles
+from headwise.kernels import pooled_weights, tiles
 from headwise.masks.mask import Mask
 from tests.memory import LargestTensor
 from tests.strategies import DTYPES, Problem, problems
@@ -94,10 +94,10 @@ def test_no_map_takes_a_product_as_wide_as_itself(size: tuple[int, int]) -> None
 def test_the_sizes_of_blocks(length: int, blocks: int) -> None:
     index = torch.arange(length) * blocks // length
     counts = torch.bincount(index, minlength=blocks)
-    assert torch.equal(block_map.block_sizes(length, blocks, index), counts)
-    whole = block_map.BlockMap(slice(0, length), length, blocks)
+    assert torch.equal(pooled_weights.block_sizes(length, blocks, index), counts)
+    whole = pooled_weights.BlockMap(slice(0, length), length, blocks)
     assert (whole.touched, whole.sizes()) == (slice(0, blocks), counts.tolist())
-    part = block_map.BlockMap(slice(2, length - 1), length, blocks)
+    part = pooled_weights.BlockMap(slice(2, length - 1), length, blocks)
     found = torch.arange(part.touched.start, part.touched.stop).repeat_interleave(
         torch.tensor(part.sizes())
     )

@@ -13,8 +13,8 @@ from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.error_budget.budget import Budget
 from headwise.kernels import dispatch, linear, sdpa, tiles
-from headwise.kernels.dispatch import KERNELS, choose
-from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
+from headwise.kernels.dispatch import KERNELS, choose_kernel
+from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
 from headwise.kernels.linear import project
 from headwise.kernels.tiled import KernelResult
 from headwise.masks.mask import Mask
@@ -73,7 +73,7 @@ def test_the_kernel_and_that_both_agree(
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 500)
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10)
     matrix = AttentionMatrix(q, k, **options)
-    assert choose(Task(matrix._problem(), k)).kernel.name == kernel
+    assert choose_kernel(Task(matrix._problem(), k)).kernel.name == kernel
     torch.testing.assert_close(matrix @ k, matrix.dense() @ k.repeat_interleave(3, 1))
 
 
@@ -85,7 +85,7 @@ def test_a_mask_no_larger_than_a_tile_is_written_for_the_fused_kernel() -> None:
         {"mask": Mask.window(3, 1), "score_bias": bias},
     ):
         matrix = AttentionMatrix(q, q, **options)
-        assert choose(Task(matrix._problem(), q)).kernel.name == "sdpa"
+        assert choose_kernel(Task(matrix._problem(), q)).kernel.name == "sdpa"
         torch.testing.assert_close(matrix @ q, matrix.dense() @ q)
 
 
@@ -167,7 +167,7 @@ def test_what_the_short_way_serves_is_the_fused_kernels(case: str) -> None:
     served = sdpa.plain_outputs(q, k, v, scale=scale) is not None
     assert served == (case == "usual")
     if served:
-        assert choose(Task(*matrix._problem_for(v))).kernel.name == "sdpa"
+        assert choose_kernel(Task(*matrix._problem_for(v))).kernel.name == "sdpa"
     Budget.for_head_outputs(q, k, v, scale=scale).assert_holds(matrix @ v)
 
 
@@ -235,8 +235,8 @@ def test_dropout_asks_for_what_can_drop() -> None:
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10)
     for options, name in (({}, "sdpa"), ({"softcap": 3.0}, "dense")):
         task = Task(*AttentionMatrix(q, k, **options)._problem_for(k), dropout_p=0.3)  # type: ignore[arg-type]
-        assert choose(task).kernel.name == name
-    assert "dropout needs the weights" in choose(task).why
+        assert choose_kernel(task).kernel.name == name
+    assert "dropout needs the weights" in choose_kernel(task).why
 
 
 def test_a_kernel_is_one_class_and_one_place_in_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_a_kernel_is_one_class_and_one_place_in_the_order(monkeypatch: pytest.Mo
 
         def run(self, task: Task) -> KernelResult:
             assert task.v is not None
-            return outputs_alone(reference.head_outputs(task.problem.q, task.problem.k, task.v))
+            return outputs_only(reference.head_outputs(task.problem.q, task.problem.k, task.v))
 
         def cost(self, task: Task) -> Cost:
             return Cost(task.operations, 7)

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from headwise.attention_matrix import AttentionMatrix
 from headwise.error_budget.budget import Budget
 from headwise.kernels import sdpa, varlen
-from headwise.kernels.dispatch import choose
+from headwise.kernels.dispatch import choose_kernel
 from headwise.kernels.kernel import Task
 from headwise.masks.clauses import segments
 from headwise.masks.mask import Mask
@@ -106,10 +106,12 @@ def test_the_kernel_by_the_number_of_queries() -> None:
         (9, 4, "sdpa"),
     ):
         problem = AttentionMatrix(torch.randn(1, heads, queries, HEAD_DIM), k)._problem()
-        assert choose(Task(problem, x["v"])).kernel.name == kernel
+        assert choose_kernel(Task(problem, x["v"])).kernel.name == kernel
     # Queries of their own are copied in any case: the copy is as large as the result.
     few = LAYOUTS["transposed"](x["q"][:, :, :3])
-    assert choose(Task(AttentionMatrix(few, x["k"])._problem(), x["v"])).kernel.name == "sdpa"
+    assert (
+        choose_kernel(Task(AttentionMatrix(few, x["k"])._problem(), x["v"])).kernel.name == "sdpa"
+    )
 
 
 def test_explain_says_what_is_copied() -> None:

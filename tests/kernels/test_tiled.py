@@ -126,7 +126,7 @@ def test_a_window_reads_only_keys_near_its_diagonal() -> None:
     q = torch.randn(1, 2, 4096, 8)
     problem = AttentionMatrix(q, q, mask=Mask.window(64, 0))._problem()
     cells = 0
-    for tile in tiles.plan(problem):
+    for tile in tiles.plan_tiles(problem):
         batches, kv_heads, group, rows, columns = tile.size(1)
         cells += batches * kv_heads * group * rows * columns
     assert cells < 4 * 2 * 4096 * 65

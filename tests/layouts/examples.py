@@ -9,7 +9,7 @@ import torch
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import AXES, BIASES, State
 from headwise.layouts.layout import Layout
-from headwise.layouts.layout_drawing import fitted
+from headwise.layouts.layout_drawing import merge_equal_sizes
 
 SIZES = {
     "heads": 12,
@@ -26,7 +26,7 @@ ROTARY_WIDTH = 6
 
 def sizes_of(layout: Layout, sizes: Mapping[str, int] = SIZES) -> Sizes:
     """``sizes``, with axes made equal that the layout cannot tell apart."""
-    return fitted(layout, sizes)
+    return merge_equal_sizes(layout, sizes)
 
 
 def known_of(layout: Layout) -> dict[str, int]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.axis_sizes import Shape, Sizes, solve, with_products
+from headwise.layouts.axis_sizes import Shape, Sizes, solve, solve_products
 from headwise.layouts.pattern import GROUPED, parse
 
 FUSED = "(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim]) embed_dim"
@@ -81,10 +81,10 @@ def test_shards_of_a_fixed_number() -> None:
 
 
 def test_products() -> None:
-    assert with_products({"heads": 6, "group": 3}, GROUPED)["kv_heads"] == 2
-    assert with_products({"kv_heads": 2, "group": 3}, GROUPED)["heads"] == 6
-    assert with_products({"heads": 6}, GROUPED) == {"heads": 6}
-    assert with_products({}, {"kv_heads": ()}) == {"kv_heads": 1}
+    assert solve_products({"heads": 6, "group": 3}, GROUPED)["kv_heads"] == 2
+    assert solve_products({"kv_heads": 2, "group": 3}, GROUPED)["heads"] == 6
+    assert solve_products({"heads": 6}, GROUPED) == {"heads": 6}
+    assert solve_products({}, {"kv_heads": ()}) == {"kv_heads": 1}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_counts_that_contradict_each_other(
     known: dict[str, int], splits: dict[str, tuple[str, ...]], words: tuple[str, str]
 ) -> None:
     with pytest.raises(ShapeError) as refused:
-        with_products(known, splits)
+        solve_products(known, splits)
     assert words[0] in refused.value.saw
     assert words[1] in refused.value.needed
 

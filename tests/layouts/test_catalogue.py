@@ -18,10 +18,10 @@ from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import AXES, BIASES, State
 from headwise.layouts.convert import convert
-from headwise.layouts.equality import differing, same_bytes
+from headwise.layouts.equality import differing_tensors, same_bytes
 from headwise.layouts.layout import Layout
+from headwise.layouts.registry import catalogue_by_family
 from headwise.layouts.registry import layout as by_name
-from headwise.layouts.registry import published
 from tests.layouts.examples import (
     ROTARY_WIDTH,
     SIZES,
@@ -34,7 +34,7 @@ from tests.layouts.examples import (
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ROLES = {"self", "encoder", "decoder", "cross"}
-PUBLISHED = {one.name: one for family in published().values() for one in family}
+PUBLISHED = {one.name: one for family in catalogue_by_family().values() for one in family}
 
 # Several names for one map and one function, and why there are several.
 SYNONYMS: dict[frozenset[str], str] = {
@@ -162,7 +162,7 @@ def test_fewer_kv_heads_are_refused_by_what_cannot_have_them(name: str) -> None:
 
 def test_names_are_those_of_the_registry() -> None:
     assert all(by_name(name) is one for name, one in PUBLISHED.items())
-    assert len(PUBLISHED) == sum(len(family) for family in published().values())
+    assert len(PUBLISHED) == sum(len(family) for family in catalogue_by_family().values())
 
 
 def test_what_is_called_checked_is_run_by_a_test() -> None:
@@ -245,7 +245,7 @@ def pass_as(one: Layout, other: Layout, regime: Sizes) -> bool:
             read = other.unpack(stored, **known)
         except (OptionError, ShapeError):
             continue  # refused, which is what should be
-        if not differing(one.unpack(stored, **known), read):
+        if not differing_tensors(one.unpack(stored, **known), read):
             return True
     return False
 

@@ -10,7 +10,7 @@ import torch
 
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.attention_spec import AttentionSpec
-from headwise.layouts.conversion_plan import plan
+from headwise.layouts.conversion_plan import plan_conversion
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import NameForm
 
@@ -73,7 +73,10 @@ def model(
 
 
 def made(headers: Mapping[str, Header], source: Layout, target: Layout, **known: int) -> object:
-    return {step.inputs: dict(step.outputs) for step in plan(headers, source, target, **known)}
+    return {
+        step.inputs: dict(step.outputs)
+        for step in plan_conversion(headers, source, target, **known)
+    }
 
 
 def test_what_becomes_what() -> None:
@@ -88,36 +91,44 @@ def test_what_becomes_what() -> None:
         ("model.layers.0.mlp.weight",): {"model.layers.0.mlp.weight": (80, 40)},
         (f"{attn}rotary.inv_freq",): {f"{attn}rotary.inv_freq": (5,)},
     }
-    copies = [step.inputs for step in plan(headers, APART, FUSED, heads=6) if step.is_copy]
+    copies = [
+        step.inputs for step in plan_conversion(headers, APART, FUSED, heads=6) if step.is_copy
+    ]
     assert ("model.emb.weight",) in copies
     assert ("head.weight",) not in copies
 
 
 def test_the_way_back_has_the_same_tensors() -> None:
     headers = model()
-    there = plan(headers, APART, FUSED, heads=6)
+    there = plan_conversion(headers, APART, FUSED, heads=6)
     stored = {name: Header(shape) for step in there for name, shape in step.outputs.items()}
     # What the other does not know has kept its name.
     assert "model.layers.1.mlp.weight" in stored
-    back = {n: s for step in plan(stored, FUSED, APART, heads=6) for n, s in step.outputs.items()}
+    back = {
+        n: s
+        for step in plan_conversion(stored, FUSED, APART, heads=6)
+        for n, s in step.outputs.items()
+    }
     assert back == {name: header.shape for name, header in headers.items()}
 
 
 def test_a_root_is_kept() -> None:
     headers = model(root="text.", layers=1)
-    outputs = {n for step in plan(headers, APART, FUSED, heads=6) for n in step.outputs}
+    outputs = {n for step in plan_conversion(headers, APART, FUSED, heads=6) for n in step.outputs}
     assert {"text.h.0.qkv.weight", "text.wte"} <= outputs
 
 
 def test_steps_are_as_small_as_the_layouts_allow() -> None:
     headers = model(layers=1)
-    steps = plan(headers, APART, APART, heads=6)
+    steps = plan_conversion(headers, APART, APART, heads=6)
     assert all(len(step.inputs) == 1 == len(step.outputs) for step in steps)
 
 
 def test_every_tensor_is_in_one_step() -> None:
     headers = model(layers=3)
-    inputs = [name for step in plan(headers, APART, FUSED, heads=6) for name in step.inputs]
+    inputs = [
+        name for step in plan_conversion(headers, APART, FUSED, heads=6) for name in step.inputs
+    ]
     assert sorted(inputs) == sorted(headers)
 
 
@@ -130,7 +141,9 @@ def test_a_module_alone_or_of_another_model_keeps_its_prefix() -> None:
     }
     for prefix in ("", "some.block.7."):
         headers = {prefix + name: Header(shape) for name, shape in shapes.items()}
-        outputs = {n for step in plan(headers, APART, FUSED, heads=6) for n in step.outputs}
+        outputs = {
+            n for step in plan_conversion(headers, APART, FUSED, heads=6) for n in step.outputs
+        }
         assert outputs == {f"{prefix}qkv.weight", f"{prefix}o.weight"}
 
 
@@ -143,7 +156,7 @@ def test_a_bias_that_must_be_zero_is_looked_at_first() -> None:
         name="without-biases",
         tensors={name: text for name, text in FUSED.tensors.items() if name != "qkv.bias"},
     )
-    steps = plan(headers, APART, without, heads=6)
+    steps = plan_conversion(headers, APART, without, heads=6)
     assert [step.inputs for step in steps if not step.outputs] == [
         (f"model.layers.{layer}.attn.q.bias",) for layer in (0, 1)
     ]
@@ -152,33 +165,33 @@ def test_a_bias_that_must_be_zero_is_looked_at_first() -> None:
 
 def test_heads_that_the_target_cannot_hold_are_refused_before_anything_is_read() -> None:
     with pytest.raises(ShapeError, match=r"wk of shape \(2, 10, 40\)\n  needed: \(6, 10, 40\)"):
-        plan(model(kv_heads=2), APART, FUSED, heads=6)
+        plan_conversion(model(kv_heads=2), APART, FUSED, heads=6)
     with pytest.raises(ShapeError, match=r"wv of shape \(6, 7, 40\)\n  needed: \(6, 10, 40\)"):
-        plan(model(value_dim=7), APART, FUSED, heads=6)
+        plan_conversion(model(value_dim=7), APART, FUSED, heads=6)
 
 
 def test_a_tensor_without_a_place_is_refused_before_anything_is_read() -> None:
     headers = model(layers=1) | {"model.layers.0.attn.sink": Header((6,))}
     with pytest.raises(OptionError, match="sink, which fused has no tensor for"):
-        plan(headers, APART, FUSED, heads=6)
+        plan_conversion(headers, APART, FUSED, heads=6)
 
 
 def test_a_source_of_nothing_is_refused() -> None:
     with pytest.raises(OptionError, match=r"1 tensors, among them \['conv.weight'\]"):
-        plan({"conv.weight": Header((3, 3))}, APART, FUSED, heads=6)
+        plan_conversion({"conv.weight": Header((3, 3))}, APART, FUSED, heads=6)
 
 
 def test_a_module_that_is_not_whole_is_refused() -> None:
     headers = model(layers=1)
     del headers["model.layers.0.attn.v.weight"]
     with pytest.raises(OptionError, match=r"missing are model.layers.0.attn.v.weight"):
-        plan(headers, APART, FUSED, heads=6)
+        plan_conversion(headers, APART, FUSED, heads=6)
 
 
 def test_a_stranger_in_a_module_is_refused() -> None:
     headers = model(layers=1) | {"model.layers.0.attn.q.lora_A": Header((8, 40))}
     with pytest.raises(OptionError, match=r"model.layers.0.attn.q.lora_A, within") as refused:
-        plan(headers, APART, FUSED, heads=6)
+        plan_conversion(headers, APART, FUSED, heads=6)
     assert "adapters" in refused.value.do
 
 
@@ -186,26 +199,26 @@ def test_a_stranger_in_a_module_is_refused() -> None:
 def test_quantised_weights_are_refused(dtype: torch.dtype) -> None:
     headers = model(layers=1) | {"model.layers.0.attn.q.weight": Header((60, 40), dtype)}
     with pytest.raises(DTypeError, match=rf"q.weight in {dtype}"):
-        plan(headers, APART, FUSED, heads=6)
+        plan_conversion(headers, APART, FUSED, heads=6)
 
 
 def test_dtypes_that_would_share_a_tensor_are_refused_before_anything_is_read() -> None:
     headers = model(layers=1)
     headers["model.layers.0.attn.q.weight"] = Header((60, 40), torch.float16)
     with pytest.raises(DTypeError, match=r"wq in torch.float16, wk in torch.float32"):
-        plan(headers, APART, FUSED, heads=6)
-    assert plan(headers, APART, APART, heads=6)
+        plan_conversion(headers, APART, FUSED, heads=6)
+    assert plan_conversion(headers, APART, APART, heads=6)
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
     headers = model(layers=1) | {"wte": Header((3, 3))}
     with pytest.raises(OptionError, match=r"wte, made of model.emb.weight and of wte"):
-        plan(headers, APART, FUSED, heads=6)
+        plan_conversion(headers, APART, FUSED, heads=6)
 
 
 def test_counts_that_are_none_of_the_layouts_are_refused() -> None:
     with pytest.raises(OptionError, match="a count of head"):
-        plan(model(), APART, FUSED, heads=6, head=6)
+        plan_conversion(model(), APART, FUSED, heads=6, head=6)
 
 
 @pytest.mark.parametrize(
@@ -221,13 +234,13 @@ def test_another_function_is_refused_unless_it_is_accepted(
 ) -> None:
     other = replace(FUSED, name="other", function=function)
     with pytest.raises(OptionError, match=name) as refused:
-        plan(model(), APART, other, heads=6)
-    assert plan(model(), APART, other, heads=6, accept=refused.value.parameter["accept"])
+        plan_conversion(model(), APART, other, heads=6)
+    assert plan_conversion(model(), APART, other, heads=6, accept=refused.value.parameter["accept"])
 
 
 def test_what_is_accepted_is_a_field() -> None:
     with pytest.raises(OptionError, match="accept scales"):
-        plan(model(), APART, FUSED, heads=6, accept=["scales"])
+        plan_conversion(model(), APART, FUSED, heads=6, accept=["scales"])
 
 
 def test_the_config_may_decide_and_pairings_are_no_conflict() -> None:
@@ -240,13 +253,13 @@ def test_a_role_that_the_target_has_no_place_for_is_refused() -> None:
     cross = replace(APART, name="cross", where={"cross": "model.layers.{layer}.attn."})
     headers = {n: h for n, h in model().items() if "attn" in n}
     with pytest.raises(OptionError, match=r"attn., which is cross attention") as refused:
-        plan(headers, cross, FUSED, heads=6)
+        plan_conversion(headers, cross, FUSED, heads=6)
     assert "which has self" in refused.value.needed
 
 
 def test_one_name_to_accept_may_stand_alone() -> None:
     other = replace(FUSED, name="other", function=AttentionSpec(rotary="half-split", scale="1"))
-    assert plan(model(), APART, other, heads=6, accept="scale")
+    assert plan_conversion(model(), APART, other, heads=6, accept="scale")
 
 
 def test_a_layer_in_names_that_are_not_known_is_not_left_behind() -> None:
@@ -254,21 +267,23 @@ def test_a_layer_in_names_that_are_not_known_is_not_left_behind() -> None:
     headers = {n: h for n, h in model().items() if "layers.1" not in n}
     headers["model.layers.1.attn.q.qweight"] = Header((5, 60), torch.int32)
     with pytest.raises(OptionError, match=r"layers.1.attn.q.qweight, within model.layers.1.attn."):
-        plan(headers, APART, FUSED, heads=6)
+        plan_conversion(headers, APART, FUSED, heads=6)
 
 
 def test_heads_of_two_towers_are_not_taken_for_one_another() -> None:
     headers = {n: h for n, h in model().items() if "attn" in n}
     wider = {f"tower.{n}": Header(tuple(2 * x for x in h.shape)) for n, h in headers.items()}
     with pytest.raises(ShapeError, match=r"heads 6, which gives a head_dim of 10 in .*, 20 in"):
-        plan(headers | wider, APART, FUSED, heads=6)
-    assert plan(headers | wider, APART, FUSED, head_dim=10)
+        plan_conversion(headers | wider, APART, FUSED, heads=6)
+    assert plan_conversion(headers | wider, APART, FUSED, head_dim=10)
 
 
 def test_scales_stay_with_their_matrix() -> None:
     """A matrix that something unknown belongs to keeps its name, beside it."""
     scaled = model() | {"model.emb.weight_scale": Header((1,))}
-    names = {name for step in plan(scaled, APART, FUSED, heads=6) for name in step.outputs}
+    names = {
+        name for step in plan_conversion(scaled, APART, FUSED, heads=6) for name in step.outputs
+    }
     assert {"model.emb.weight", "model.emb.weight_scale"} <= names
     assert "wte" not in names
 
@@ -279,10 +294,10 @@ def test_a_bias_stays_with_a_matrix_that_is_quantised() -> None:
     source, target = replace(APART, outside=linear), replace(FUSED, outside=renamed)
     known = {"up.0.weight": Header((8, 40)), "up.0.bias": Header((8,))}
     headers = {n: h for n, h in model().items() if "attn" in n} | known
-    names = {n for s in plan(headers, source, target, heads=6) for n in s.outputs}
+    names = {n for s in plan_conversion(headers, source, target, heads=6) for n in s.outputs}
     assert {"h.0.weight", "h.0.bias"} <= names
     headers["up.0.weight_scale"] = Header((1,))
-    names = {n for s in plan(headers, source, target, heads=6) for n in s.outputs}
+    names = {n for s in plan_conversion(headers, source, target, heads=6) for n in s.outputs}
     assert {"up.0.weight", "up.0.bias", "up.0.weight_scale"} <= names
 
 
@@ -290,7 +305,7 @@ def test_another_root_is_that_of_all_names() -> None:
     headers = model(root="old.") | {"old.mask": Header((1,)), "apart": Header((2,))}
     names = {
         n
-        for s in plan(headers, APART, FUSED, heads=6, form=NameForm(root="new."))
+        for s in plan_conversion(headers, APART, FUSED, heads=6, form=NameForm(root="new."))
         for n in s.outputs
     }
     assert {"new.mask", "new.wte", "apart"} <= names
@@ -301,18 +316,20 @@ def test_the_root_of_a_module_anywhere_is_all_that_stands_before_it() -> None:
     headers = {n.removeprefix("model.layers.0."): h for n, h in model(layers=1).items()}
     headers = {n: h for n, h in headers.items() if n.startswith("attn.")}
     names = {
-        n for s in plan(headers, APART, FUSED, heads=6, form=NameForm(root="x.")) for n in s.outputs
+        n
+        for s in plan_conversion(headers, APART, FUSED, heads=6, form=NameForm(root="x."))
+        for n in s.outputs
     }
     assert names == {"x.qkv.weight", "x.o.weight"}
 
 
 def test_a_layout_of_one_layer_holds_no_model() -> None:
     with pytest.raises(OptionError, match=r"model.layers.0.attn., one of the modules") as refused:
-        plan(model(), APART, replace(FUSED, where={}), heads=6)
+        plan_conversion(model(), APART, replace(FUSED, where={}), heads=6)
     assert "fused is that of one layer" in refused.value.needed
 
 
 def test_numbers_that_the_source_does_not_have_are_refused() -> None:
     staged = replace(FUSED, where={"self": "stages.{stage}.blocks.{block}."})
     with pytest.raises(OptionError, match=r"which is self attention"):
-        plan(model(), APART, staged, heads=6)
+        plan_conversion(model(), APART, staged, heads=6)

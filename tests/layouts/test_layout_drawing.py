@@ -13,16 +13,16 @@ from headwise.layouts.canonical import AXES
 from headwise.layouts.layout import Layout
 from headwise.layouts.layout_drawing import (
     DrawnCell,
+    axis_strips,
     draw,
+    drawing_sizes,
     function_lines,
-    pairs,
-    sizes_for,
-    strips,
+    rotary_pairs,
 )
-from headwise.layouts.registry import layout, published
+from headwise.layouts.registry import catalogue_by_family, layout
 from tools.layouts_picture import ROW, TOP, draw_panels, draw_rotary_pairs, make_panel
 
-NAMES = sorted(one.name for family in published().values() for one in family)
+NAMES = sorted(one.name for family in catalogue_by_family().values() for one in family)
 GROUPED = Layout(
     name="grouped",
     tensors={
@@ -54,14 +54,14 @@ def test_by_hand() -> None:
 
 
 def test_heads_side_by_side_are_as_wide_as_the_embedding() -> None:
-    assert sizes_for(GROUPED, {"heads": 6, "kv_heads": 2, "head_dim": 10})["embed_dim"] == 60
-    assert sizes_for(GROUPED, {"heads": 6})["embed_dim"] == 24
-    assert sizes_for(GROUPED, {"head_dim": 10, "embed_dim": 9})["embed_dim"] == 9
-    assert sizes_for(GROUPED, {})["embed_dim"] == 12
+    assert drawing_sizes(GROUPED, {"heads": 6, "kv_heads": 2, "head_dim": 10})["embed_dim"] == 60
+    assert drawing_sizes(GROUPED, {"heads": 6})["embed_dim"] == 24
+    assert drawing_sizes(GROUPED, {"head_dim": 10, "embed_dim": 9})["embed_dim"] == 9
+    assert drawing_sizes(GROUPED, {})["embed_dim"] == 12
 
 
 def test_channels_that_lie_apart() -> None:
-    cells = strips(layout("megatron-v1"), sizes_for(layout("megatron-v1"), {}))
+    cells = axis_strips(layout("megatron-v1"), drawing_sizes(layout("megatron-v1"), {}))
     rows = cells["query_key_value.weight"][0].cells
     assert [cell.name for cell in rows[:5]] == ["q0.0", "k0.0", "v0.0", "q0.1", "k0.1"]
     drawn = draw(layout("megatron-v1")).splitlines()
@@ -70,7 +70,7 @@ def test_channels_that_lie_apart() -> None:
 
 
 def test_heads_that_share_a_row_are_listed() -> None:
-    cells = strips(layout("flax"), sizes_for(layout("flax"), {}))["query.kernel"]
+    cells = axis_strips(layout("flax"), drawing_sizes(layout("flax"), {}))["query.kernel"]
     assert [len(strip.cells) for strip in cells] == [0, 4, 0]
     assert DrawnCell((("wq", (0, 1, 2, 3)),), 0, 4).name == "q0-3"
     assert DrawnCell((("wq", (0, 2)), ("wk", (1,))), 0, 4).name == "q0,2 k1"
@@ -81,11 +81,11 @@ def test_heads_that_share_a_row_are_listed() -> None:
 def test_a_row_that_is_changed_changes_the_head_that_is_drawn_there(name: str) -> None:
     """Behind the drawing: another number in a stored row shows in that tensor's head alone."""
     one = layout(name)
-    sizes = sizes_for(one, {})
+    sizes = drawing_sizes(one, {})
     canonical = {
         tensor: torch.zeros([sizes[axis] for axis in AXES[tensor]]) for tensor in one.holds
     }
-    for stored_name, found in strips(one, sizes).items():
+    for stored_name, found in axis_strips(one, sizes).items():
         for strip in found:
             for cell in {(at, cell) for at, cell in enumerate(strip.cells) if at in (0, 1, 4)}:
                 stored = one.pack(canonical, rotary_width=sizes["head_dim"])
@@ -129,7 +129,7 @@ def test_what_is_in_no_tensor() -> None:
         "rotated together in q and k: channels 0 and 1, 2 and 3, 4 and 5, ...",
         "left to the model's config: scale, softcap",
     ]
-    assert pairs("half-split", 6) == [(0, 3), (1, 4), (2, 5)]
+    assert rotary_pairs("half-split", 6) == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_a_picture_has_a_band_for_each_cell_at_its_place() -> None:

@@ -7,10 +7,17 @@ from dataclasses import replace
 import pytest
 
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NameForm, NamePlace, modules_of, outside, slots, strays
-from headwise.layouts.registry import published
+from headwise.layouts.module_names import (
+    NameForm,
+    NamePlace,
+    locate_other_weight,
+    modules_of,
+    template_fields,
+    unlisted_tensors,
+)
+from headwise.layouts.registry import catalogue_by_family
 
-PUBLISHED = {one.name: one for family in published().values() for one in family}
+PUBLISHED = {one.name: one for family in catalogue_by_family().values() for one in family}
 PLACED = sorted(name for name, one in PUBLISHED.items() if one.where)
 ONE = Layout(
     name="one",
@@ -78,7 +85,7 @@ def test_a_layer_is_counted_by_its_name_and_not_by_how_many_are_there() -> None:
 def test_what_is_attention_in_other_names_is_not_overlooked() -> None:
     one, other = modules_of(ONE, ["h.0.attn.q", "h.0.attn.o", "h.1.attn.qweight"])
     assert (one.prefix, other.prefix) == ("h.0.attn.", "h.1.attn.")
-    assert strays(other, ONE) == ["h.1.attn.qweight"]
+    assert unlisted_tensors(other, ONE) == ["h.1.attn.qweight"]
     half, whole = modules_of(ONE, ["x.0.q", "x.1.q", "x.1.o"])
     assert (half.prefix, whole.prefix) == ("x.0.", "x.1.")
     assert half.tensors.keys() == {"x.0.q"}
@@ -114,8 +121,11 @@ def test_a_base_model_is_stored_without_the_word_that_a_head_calls_it_by(root: s
         NamePlace(root, "self", (("layer", str(n)),), is_base=True) for n in range(2)
     ]
     place = NamePlace(root, "model.emb", is_base=True)
-    assert outside(BASED, f"{root}emb", [root]) == ("model.emb", place)
-    assert outside(BASED, "model.emb", [""]) == ("model.emb", NamePlace("", "model.emb"))
+    assert locate_other_weight(BASED, f"{root}emb", [root]) == ("model.emb", place)
+    assert locate_other_weight(BASED, "model.emb", [""]) == (
+        "model.emb",
+        NamePlace("", "model.emb"),
+    )
     assert place.within("model.emb") == f"{root}emb"
     assert place.within("emb") == f"{root}emb"
     assert place.formed(NameForm(base=False)).within("model.emb") == f"{root}model.emb"
@@ -129,16 +139,16 @@ def test_another_tower_of_a_base_model_is_not_taken_for_a_part_of_it() -> None:
 
 
 def test_an_unembedding_stands_under_no_root() -> None:
-    assert outside(BASED, "head", ["model."]) == ("head", NamePlace("", "head"))
+    assert locate_other_weight(BASED, "head", ["model."]) == ("head", NamePlace("", "head"))
 
 
 def test_outside() -> None:
-    assert outside(ONE, "a.h.7.norm", ["a."]) == (
+    assert locate_other_weight(ONE, "a.h.7.norm", ["a."]) == (
         "h.{layer}.norm",
         NamePlace("a.", "h.{layer}.norm", (("layer", "7"),)),
     )
-    assert outside(ONE, "b.h.7.norm", ["a."]) is None
-    assert outside(ONE, "a.h.7.norm.more", ["a."]) is None
+    assert locate_other_weight(ONE, "b.h.7.norm", ["a."]) is None
+    assert locate_other_weight(ONE, "a.h.7.norm.more", ["a."]) is None
 
 
 @pytest.mark.parametrize("root", ["", "some.model."])
@@ -147,7 +157,7 @@ def test_every_layout_finds_its_own_modules(name: str, root: str) -> None:
     one = PUBLISHED[name]
     numbers = {"layer": "11", "stage": "2"}
     for role, template in one.where.items():
-        assert slots(template) <= numbers.keys()
+        assert template_fields(template) <= numbers.keys()
         prefix = root + template.format(**numbers)
         (module,) = modules_of(one, [prefix + local for local in one.tensors])
         assert (module.prefix, module.place.role, module.place.root) == (prefix, role, root)
@@ -169,7 +179,7 @@ def test_every_layout_finds_a_module_elsewhere(name: str) -> None:
 def test_every_layout_finds_what_is_outside(name: str) -> None:
     one = PUBLISHED[name]
     for template in one.outside:
-        numbers = dict.fromkeys(slots(template), "3")
-        found = outside(one, "root." + template.format(**numbers), ["root."])
+        numbers = dict.fromkeys(template_fields(template), "3")
+        found = locate_other_weight(one, "root." + template.format(**numbers), ["root."])
         assert found is not None
         assert found[0] == template

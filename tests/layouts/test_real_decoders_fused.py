@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from headwise import ScoreBias
+from headwise import Rotary, ScoreBias
 from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import Alibi, Rotary, alibi_slopes
+from headwise.layers.positions import Alibi, alibi_slopes
 from headwise.masks.alignment import Align
 from tests.layouts.captured import DIVIDED, THETA, WHOLE, angles, captured, model_of
 from tests.layouts.real import Real, assert_same_function

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import Mask
+from headwise import Mask, Rotary
 from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import Rotary
 from tests.layouts.captured import (
     DIVIDED,
     GROUPED,

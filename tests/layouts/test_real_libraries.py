@@ -23,8 +23,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import Mask
-from headwise.layers.positions import Rotary
+from headwise import Mask, Rotary
 from tests.layouts.captured import DIVIDED, GROUPED, SINGLE, THETA, angles, captured, model_of
 from tests.layouts.real import BATCH, LENGTH, Real, assert_same_function, inputs, sharpen
 

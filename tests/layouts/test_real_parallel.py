@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import Mask
-from headwise.layers.positions import Rotary
+from headwise import Mask, Rotary
 from tests.layouts.captured import SINGLE, THETA
 from tests.layouts.real import LENGTH, Real, assert_same_function, inputs, sharpen
 

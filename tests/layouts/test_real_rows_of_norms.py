@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import Attention, Mask
+from headwise import Attention, Mask, Rotary
 from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import Rotary
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
 from tests.layouts.captured import DIVIDED, SINGLE, THETA, angles, captured, model_of

@@ -12,7 +12,7 @@ from headwise.errors import ShapeError
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.canonical import AXES, ROTATED
 from headwise.layouts.layout import Layout
-from headwise.layouts.pattern import halves, neighbours
+from headwise.layouts.pattern import to_half_split, to_interleaved
 
 TENSORS = {
     "q.weight": "wq: (heads head_dim) embed_dim",
@@ -42,9 +42,9 @@ def rotated(x: Tensor, *, pairing: str, width: int, place: float) -> Tensor:
 
 def test_by_hand() -> None:
     wq = torch.arange(10.0).view(1, 10, 1)
-    order = halves({"wq": wq}, width=10)["wq"].flatten().tolist()
+    order = to_half_split({"wq": wq}, width=10)["wq"].flatten().tolist()
     assert order == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
-    partly = halves({"wq": wq}, width=6)["wq"].flatten().tolist()
+    partly = to_half_split({"wq": wq}, width=6)["wq"].flatten().tolist()
     assert partly == [0, 2, 4, 1, 3, 5, 6, 7, 8, 9]
 
 
@@ -52,8 +52,8 @@ def test_by_hand() -> None:
 def test_the_two_undo_each_other_and_leave_what_is_not_rotated(width: int, name: str) -> None:
     sizes = dict(zip(AXES[name], (6, 10, 40), strict=False)) | {"head_dim": 10}
     x = torch.randn([sizes[axis] for axis in AXES[name]])
-    there = halves({name: x}, width=width)
-    assert torch.equal(neighbours(there, width=width)[name], x)
+    there = to_half_split({name: x}, width=width)
+    assert torch.equal(to_interleaved(there, width=width)[name], x)
     moves = name in ROTATED and width > 2
     assert torch.equal(there[name], x) != moves
 
@@ -75,7 +75,7 @@ def test_scores_after_the_rotation_stay_what_they_were(width: int) -> None:
         k = rotated(wk @ y, pairing=pairing, width=width, place=3)
         return (q * k).sum(-1)
 
-    moved = halves({"wq": wq, "wk": wk}, width=width)
+    moved = to_half_split({"wq": wq, "wk": wk}, width=width)
     before = scores(wq, wk, "interleaved")
     torch.testing.assert_close(scores(moved["wq"], moved["wk"], "half-split"), before)
     assert not torch.allclose(scores(wq, wk, "half-split"), before, rtol=0.01)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise import AttentionMatrix
 from headwise.errors import HeadwiseError, MaskError
-from headwise.masks.clauses import lifted, lowered
+from headwise.masks.clauses import lower_clauses, rebuild_clauses
 from headwise.masks.mask import Mask
 from tests.masks.test_mask import LENGTHS, SHAPE, WHOLE, bind, brute, tiles
 from tests.strategies import allowed
@@ -86,7 +86,7 @@ def test_a_lifted_clause_is_the_one_that_was_lowered(
 ) -> None:
     mask, shape, _ = drawn
     bound = bind(mask, shape)
-    again = replace(bound, clauses=lifted(*lowered(bound.clauses)))
+    again = replace(bound, clauses=rebuild_clauses(*lower_clauses(bound.clauses)))
     rows = torch.arange(shape[2])
     assert torch.equal(again.at(rows), bound.at(rows))
 

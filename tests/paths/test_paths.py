@@ -15,7 +15,7 @@ SLOW = pytest.mark.slow
 # The long ones first: two workers share them.
 ROWS = [pytest.param(path, marks=SLOW, id=path.key) for path in PATHS if path.traces]
 # Long ones that other tests look at too: half types, checkpoints and second derivatives.
-LONG = ("double", "float16", "autocast", "checkpoint")
+LONG = ("double", "float16", "bfloat16", "autocast", "checkpoint", "training", "vmap", "jvp")
 ROWS += [
     pytest.param(path, marks=SLOW if path.key in LONG else (), id=path.key)
     for path in PATHS

@@ -230,14 +230,16 @@ def test_everything_is_visible(text: str, seen: str) -> None:
 
 
 def test_what_has_nothing_to_show_has_no_picture_but_a_reason(scan: HeadScan) -> None:
-    assert wording.unpictured(scan) == {
+    assert wording.statistics_without_picture(scan) == {
         "no token is further away in 37 tokens": ["within_64", "within_256"]
     }
     at_most = with_values("within_16", [0.9, 0.5, 0.1], tokens=17)
-    assert wording.pictured(at_most) == []  # the first and the last are 16 apart
-    assert [one.name for one in wording.pictured(replace(at_most, tokens=18))] == ["within_16"]
+    assert wording.statistics_with_picture(at_most) == []  # the first and the last are 16 apart
+    assert [one.name for one in wording.statistics_with_picture(replace(at_most, tokens=18))] == [
+        "within_16"
+    ]
     same = with_values("first_token", [0.301, 0.3, 0.2999])
-    assert wording.unpictured(same) == {"every head has 30 %": ["first_token"]}
+    assert wording.statistics_without_picture(same) == {"every head has 30 %": ["first_token"]}
     root = Tree(render(report(same))).root
     assert root.all("table", class_="grid") == []
     assert "first_token (every head has 30 %)" in root.text

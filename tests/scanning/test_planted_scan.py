@@ -57,8 +57,8 @@ def truths() -> list[Seen]:
     place = torch.arange(ids.shape[1])
     allowed = (place <= place[:, None]) & real[:, None, None] & real[:, None, :, None]
     found = []
-    weights = planted.truth(ids, lengths=LENGTHS)
-    written = planted.contributions_truth(ids, lengths=LENGTHS)
+    weights = planted.true_weights(ids, lengths=LENGTHS)
+    written = planted.true_contributions(ids, lengths=LENGTHS)
     for own, outputs in zip(weights, written, strict=True):
         heads, width = own.shape[1], outputs.shape[-1]
         found.append(

@@ -326,23 +326,20 @@ def test_inputs_of_no_known_form(given: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gpt2, bert, own])
+@pytest.mark.parametrize("make", [gpt2, bert])
 def test_no_tensor_is_queries_by_keys(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 2**14)
     length, real = 1024, torch.tensor([1024, 700])
     ids, model = tokens(2, length), make().float()
-    if make is own:
-        given: Any = (ids, real)
-    else:
-        padding = (torch.arange(length) < real[:, None]).long()
-        given = {"input_ids": ids, "attention_mask": padding}
-        positions = model.transformer.wpe if make is gpt2 else model.embeddings.position_embeddings
-        positions.weight = nn.Parameter(torch.randn(length, WIDTH))
-        if make is bert:
-            model.embeddings.position_ids = torch.arange(length)[None]
-            model.embeddings.token_type_ids = torch.zeros(1, length, dtype=torch.long)
+    padding = (torch.arange(length) < real[:, None]).long()
+    given = {"input_ids": ids, "attention_mask": padding}
+    positions = model.transformer.wpe if make is gpt2 else model.embeddings.position_embeddings
+    positions.weight = nn.Parameter(torch.randn(length, WIDTH))
+    if make is bert:
+        model.embeddings.position_ids = torch.arange(length)[None]
+        model.embeddings.token_type_ids = torch.zeros(1, length, dtype=torch.long)
     kept = []
 
     def call(model: Any, *args: Any, **kwargs: Any) -> None:

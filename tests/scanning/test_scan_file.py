@@ -86,6 +86,7 @@ def test_the_same_scan_gives_the_same_bytes(scan: HeadScan, tmp_path: Path) -> N
     assert raw == again == turned.save(tmp_path / "c").read_bytes()
 
 
+@pytest.mark.slow
 def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
     raw = random_scan(7).save(tmp_path / "a").read_bytes()
     program = (

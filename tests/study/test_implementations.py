@@ -204,6 +204,7 @@ def test_the_values_of_a_mask(key: str, may: float, may_not: float) -> None:
 # ---- packages ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_before_it_is_needed() -> None:
     code = (
         "import sys, headwise.study.implementations;"

@@ -65,7 +65,15 @@ def apart(ours: Any, theirs: Any, where: str = "") -> list[str]:
 
 
 # Those that train or time for long.
-SLOW = ("learning", "axis-order", "must-divide", "implementations", "same-function")
+SLOW = (
+    "packing",
+    "weights-of-one",
+    "learning",
+    "axis-order",
+    "must-divide",
+    "implementations",
+    "same-function",
+)
 QUESTIONS = [
     pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in catalogue.IDS
 ]

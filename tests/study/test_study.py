@@ -30,13 +30,16 @@ def two(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_ids_come_in_the_order_of_the_catalogue_and_once() -> None:
     assert catalogue.select_ids() == catalogue.IDS
-    assert catalogue.select_ids(["parameters", "split", "parameters"]) == ("split", "parameters")
+    assert catalogue.select_ids(["parameters", "when-split", "parameters"]) == (
+        "when-split",
+        "parameters",
+    )
 
 
 def test_an_unknown_id_is_refused_with_those_there_are() -> None:
     with pytest.raises(OptionError, match="the question 'heads'") as refused:
         catalogue.select_ids(["parameters", "heads"])
-    assert "picture, split, parameters" in str(refused.value)
+    assert "diagram, when-split, parameters" in str(refused.value)
 
 
 def test_what_needs_an_extra_is_left_out_of_the_whole_study(two: SimpleNamespace) -> None:

@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from headwise.support.display import DRAWN_BY, Displayed, drawn
+from headwise.support.display import DRAWN_BY, Displayed, render
 from tests.scanning.scans import random_scan
 
 
@@ -42,4 +42,4 @@ def test_what_has_no_such_form_says_so() -> None:
         pass
 
     with pytest.raises(KeyError, match="Other"):
-        drawn(Other(), "text")
+        render(Other(), "text")

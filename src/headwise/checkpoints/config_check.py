@@ -20,18 +20,12 @@ from headwise.checkpoints.config import (
 )
 from headwise.errors import OptionError
 from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import (
-    LinearScaling,
-    Llama3Scaling,
-    Rotary,
-    Scaling,
-    T5Bias,
-    YarnScaling,
-)
+from headwise.layers.positions import LinearScaling, Llama3Scaling, Scaling, T5Bias, YarnScaling
+from headwise.layers.positions.rotary import Rotary
 from headwise.layouts.attention_spec import PAIRINGS, USUAL_SCALE, AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.layout import Layout
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 _MAX_LAYERS = 8  # layers that an error lists
 _EPS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "norm_eps")

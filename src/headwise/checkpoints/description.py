@@ -30,7 +30,7 @@ from headwise.checkpoints.source import CheckpointSource, open_source
 from headwise.errors import CheckpointError, DTypeError, OptionError, ShapeError
 from headwise.layouts.attention_spec import FIELDS, AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.conversion_plan import plan
+from headwise.layouts.conversion_plan import plan_conversion
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import AS_STORED, NamedModule, modules_of
@@ -89,7 +89,9 @@ class Description:
         """Raise CheckpointError unless the description fits these tensor names and shapes."""
         described = f"{self.origin} describes {self.modules} modules of {self.layout.name}"
         try:
-            plan(headers, self.layout, self.layout, accept=(), form=AS_STORED, **self.counts)
+            plan_conversion(
+                headers, self.layout, self.layout, accept=(), form=AS_STORED, **self.counts
+            )
         except _PLAN_ERRORS as error:
             raise self._disagreement(f"{described}, but: {error.saw}", error.needed) from error
         count = len(modules_of(self.layout, headers))

@@ -20,7 +20,7 @@ from torch import Tensor
 from headwise.checkpoints import safetensors_file, torch_file
 from headwise.checkpoints.safetensors_file import StoredTensor, TensorFile, is_utf8, unique_keys
 from headwise.errors import CheckpointError
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 SAFETENSORS, TORCH, INDEX = ".safetensors", (".bin", ".pt", ".pth"), ".index.json"
 # The first pattern with a match selects the checkpoint of a folder; other files are ignored.

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from headwise.checkpoints.output_plan import OutputFile, OutputPlan, reserve_space, write_all
 from headwise.errors import CheckpointError
-from headwise.support.axes import human_bytes
+from headwise.support.message_text import human_bytes
 
 # Errors of file systems without hard links.
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}

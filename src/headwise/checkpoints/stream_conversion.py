@@ -27,10 +27,10 @@ from headwise.checkpoints.source import SAFETENSORS, CheckpointSource
 from headwise.checkpoints.staging import StagingDir, require_unused_name
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts import convert
-from headwise.layouts.conversion_plan import conflicts_of, plan
+from headwise.layouts.conversion_plan import conflicts_of, plan_conversion
 from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NameForm, modules_of, outside
+from headwise.layouts.module_names import NameForm, locate_other_weight, modules_of
 from headwise.layouts.registry import layout
 from headwise.support.progress import Progress, no_progress
 
@@ -86,8 +86,7 @@ def convert_checkpoint(
     Args:
         source: the checkpoint, see `headwise.checkpoints.source.open_source`.
         target: a new path: a folder if the source is one or ``files`` is "meta", else a file.
-        source_layout: the layout of the source, or its name.
-        target_layout: the layout of the target, or its name.
+        source_layout, target_layout: the layouts, or their names.
         accept: fields of `AttentionSpec` that may differ between the layouts.
         root: the prefix of all names in the target; that of the source if None.
         files: "safetensors", or "meta": a folder for Meta's code.
@@ -97,12 +96,13 @@ def convert_checkpoint(
     Raises:
         CheckpointError: the target exists already or cannot be written, or the source changes.
         RoundTripError: a tensor does not convert back to the same bytes.
-        HeadwiseError: see `layouts.conversion_plan.plan`, and `meta_params` for Meta's files.
+        HeadwiseError: see `layouts.conversion_plan.plan_conversion`, and `meta_params` for Meta's files.
     """
     target, accept = _checked_target(source, target, files), tuple(accept)
     description = read_description(source)
     before, after = described_layout(source_layout, description), layout(target_layout)
-    steps = plan(source.headers, before, after, accept=accept, form=NameForm(root=root), **known)
+    form = NameForm(root=root)
+    steps = plan_conversion(source.headers, before, after, accept=accept, form=form, **known)
     config = stored_config(source, description)
     written = describe_target(source.headers, before, after, known, config)
     output = _plan_files(source, steps, written, files)
@@ -155,7 +155,9 @@ def _tensor_report(
         "tensors": len(names),
         "rewritten": sum(len(step.outputs) for step in steps if not step.is_copy),
         "roots": tuple(sorted(shown)),
-        "unchanged_names": tuple(n for n in unchanged if outside(target, n, roots) is None),
+        "unchanged_names": tuple(
+            n for n in unchanged if locate_other_weight(target, n, roots) is None
+        ),
     }
 
 

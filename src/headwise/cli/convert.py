@@ -102,7 +102,7 @@ def _convert(
         from headwise.checkpoints.stream_conversion import convert_checkpoint
         from headwise.diagnosis.detect import open_weights
         from headwise.layouts.registry import layout
-        from headwise.support.axes import human_bytes
+        from headwise.support.message_text import human_bytes
         from headwise.support.thread_count import one_thread
 
         written = layout(layouts[1])

@@ -101,7 +101,7 @@ def _scan_trained_encoder(page: Path) -> ScanReport:
     with progress_bar(stderr_console(), "loading the trained encoder") as progress:
         recorded = trained_encoder.run_minilm(progress)
         same = same_function(recorded)
-    report = scan_report(ScanOptions(model_dir=minilm.folder(), page=page))
+    report = scan_report(ScanOptions(model_dir=minilm.model_folder(), page=page))
     return replace(report, title=recorded.model, same_function=same)
 
 

@@ -68,11 +68,11 @@ def _list(word: str, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from headwise.layouts.registry import families, layout
+    from headwise.layouts.registry import layout, layouts_by_family
 
     listed = {
         heading: [entry for entry in family if word.lower() in entry.name]
-        for heading, family in families().items()
+        for heading, family in layouts_by_family().items()
     }
     entries = [entry for family in listed.values() for entry in family]
     if not entries:
@@ -104,9 +104,9 @@ def _show(layout: Layout, counts: dict[str, int], console: Console) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from headwise.layouts.layout_drawing import draw, function_lines, sizes_for
+    from headwise.layouts.layout_drawing import draw, drawing_sizes, function_lines
 
-    drawn, sizes = draw(layout, **counts), sizes_for(layout, counts)
+    drawn, sizes = draw(layout, **counts), drawing_sizes(layout, counts)
     is_checked = "yes: a test runs the real implementation"
     checked = f"no: {layout.unchecked}" if layout.unchecked else is_checked
     console.print(Text(layout.name, "bold"))

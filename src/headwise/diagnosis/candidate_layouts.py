@@ -13,7 +13,13 @@ from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.equality import LayoutReading, is_same_map
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NamedModule, kind_of, modules_of, outside, strays
+from headwise.layouts.module_names import (
+    NamedModule,
+    locate_other_weight,
+    modules_of,
+    prefix_template,
+    unlisted_tensors,
+)
 from headwise.layouts.pattern import PatternAxis
 from headwise.layouts.registry import layouts
 
@@ -89,7 +95,7 @@ def _match_layout(
     layout: Layout, headers: Mapping[str, TensorHeader], counts: Mapping[str, int]
 ) -> CandidateLayout | None:
     modules = modules_of(layout, headers)
-    if not modules or any(strays(module, layout) for module in modules):
+    if not modules or any(unlisted_tensors(module, layout) for module in modules):
         return None
     module_fits = list(_module_fits(modules, layout, headers, counts))
     fitting = [(module, fits) for module, fits in module_fits if fits]
@@ -104,7 +110,7 @@ def _match_layout(
     sound = tuple(module for module, faults in checked if not faults)
     # Among layouts that are the same map, names outside of attention identify the model.
     roots = {module.place.root for module in modules}
-    around = sum(outside(layout, name, roots) is not None for name in headers)
+    around = sum(locate_other_weight(layout, name, roots) is not None for name in headers)
     sentences = tuple(fault for _, faults in checked for fault in faults)
     return CandidateLayout(layout, sound, fits, _reasons(sound, fits), around, sentences)
 
@@ -117,12 +123,12 @@ def _module_fits(
 ) -> Iterator[ModuleFit]:
     """Yield each module with its possible sizes; ``counts`` are of the first module's kind."""
     sizes_by_shapes: dict[object, tuple[Sizes, ...]] = {}
-    kind = kind_of(modules[0].prefix)
+    kind = prefix_template(modules[0].prefix)
     for module in modules:
         if not layout.required <= {*module.tensors.values()}:
             yield module, ()
             continue
-        is_like = kind_of(module.prefix) == kind
+        is_like = prefix_template(module.prefix) == kind
         shapes = {local: tuple(headers[name].shape) for name, local in module.tensors.items()}
         key = is_like, tuple(sorted(shapes.items()))
         if key not in sizes_by_shapes:

@@ -18,9 +18,9 @@ from headwise.diagnosis.diagnosis_result import OutputComparison, TensorComparis
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layers.native.attention import Attention
 from headwise.layouts.canonical import BIASES
-from headwise.layouts.conversion_plan import conflicts_of, plan, renamed
+from headwise.layouts.conversion_plan import conflicts_of, plan_conversion, rename_steps
 from headwise.layouts.conversion_steps import ConversionStep
-from headwise.layouts.equality import differing, differing_part, same_bytes
+from headwise.layouts.equality import differing_part, differing_tensors, same_bytes
 from headwise.layouts.layout import Layout, is_positive_zero
 from headwise.layouts.module_names import AS_STORED, NamedModule, NameForm, modules_of
 from headwise.layouts.registry import layout
@@ -116,7 +116,7 @@ def compare_tensors(
 
     Raises:
         OptionError, ShapeError, DTypeError: a set cannot be read in its own layout; see
-            `headwise.layouts.conversion_plan.plan`.
+            `headwise.layouts.conversion_plan.plan_conversion`.
     """
     mine, theirs = layout(first_layout), layout(second_layout)
     is_damaged = _is_damaged(first, mine, counts)
@@ -134,7 +134,7 @@ def _fits(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
 
 
 def _require_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> None:
-    plan(state, of, of, accept=(), form=AS_STORED, **counts)
+    plan_conversion(state, of, of, accept=(), form=AS_STORED, **counts)
 
 
 def _is_damaged(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
@@ -162,11 +162,11 @@ def _compared(
     is_single = len(mine) == len(theirs) == 1 and len(are_listed) == 1
     form = NameForm.of(theirs) if are_listed == {True} or is_single else AS_STORED
     if is_damaged and source == target:  # stored tensors are compared without conversion
-        steps = renamed(first, source, form=form)
+        steps = rename_steps(first, source, form=form)
     else:
         try:
             conflicts |= conflicts_of(first, source, target, counts)
-            steps = plan(first, source, target, accept=conflicts, form=form, **counts)
+            steps = plan_conversion(first, source, target, accept=conflicts, form=form, **counts)
         except UNREADABLE as error:
             # Unreadable weights are an error; weights of other shapes are a difference.
             _require_fit(first, source, counts)
@@ -264,7 +264,7 @@ class _Evidence:
             local = module.tensors[name]
             pair = (tensor, self.second[name])
             mine, theirs = (self.target.read({local: x}, sizes=sizes) for x in pair)
-            names = differing(mine, theirs)
+            names = differing_tensors(mine, theirs)
             return "; ".join(differing_part(n, mine[n], theirs[n]) for n in names)
         return ""
 

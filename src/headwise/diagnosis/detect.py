@@ -28,7 +28,7 @@ from headwise.errors import OptionError
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import State
 from headwise.layouts.conversion_steps import TensorHeader
-from headwise.layouts.equality import differing, differing_part
+from headwise.layouts.equality import differing_part, differing_tensors
 from headwise.layouts.layout import Layout
 from headwise.support.integers import as_count
 
@@ -264,7 +264,7 @@ def _first_difference(
         return f"{name}: {a}; {theirs.layout.name}, {called}'s layout, has {b}"
     for number, module in enumerate(mine.modules):
         x, y = _canonical(mine, number, state), _canonical(theirs, number, other)
-        if names := differing(x, y):
+        if names := differing_tensors(x, y):
             parts = "; ".join(differing_part(name, x.get(name), y.get(name)) for name in names)
             before = f"; before it, {number} of {len(mine.modules)} modules agree" if number else ""
             path = f"`{module.prefix}`" if module.prefix else "the module"
@@ -334,7 +334,7 @@ def _detect_by_running(
     import torch
 
     from headwise.checkpoints.stored_model import load
-    from headwise.diagnosis.detect_by_running import USE_REFERENCE, narrow_by_running
+    from headwise.diagnosis.detect_layout_by_running import USE_REFERENCE, narrow_by_running
     from headwise.scanning.model_inputs import explain_token_failure
 
     stored = load(Path(against))

@@ -29,7 +29,7 @@ from headwise.error_budget.rounding import AttentionOptions, Read, Roundoff
 from headwise.error_budget.verdict import BudgetVerdict
 from headwise.errors import ShapeError
 from headwise.masks.score_bias import ScoreBias
-from headwise.support.axes import MATRIX_AXES
+from headwise.support.message_text import MATRIX_AXES
 
 FORWARD, BACKWARD = 2.0, 3.0
 DRAWS, REACH = 3, 4

@@ -106,7 +106,7 @@ class RowRounding:
         return self.weights * self.relative + self.r.eta * self.live
 
 
-def growth(terms: int) -> float:
+def sum_error_bound(terms: int) -> float:
     """Return the error bound of a sum in units of u, relative to the sum of magnitudes."""
     return min(float(terms), LAMBDA * math.sqrt(terms))
 
@@ -171,7 +171,7 @@ def _capped_scores(
     """
     raw = reference.scores(q, k, scale=scale)
     size = reference.scores(q.abs(), k.abs(), scale=None if scale is None else abs(scale))
-    error = r.u * (growth(q.shape[-1]) + 2) * size
+    error = r.u * (sum_error_bound(q.shape[-1]) + 2) * size
     if softcap is None:
         return raw, torch.ones_like(raw), torch.zeros_like(raw), error
     t = torch.tanh(raw / softcap)
@@ -186,13 +186,13 @@ def reading_floor(a: RowRounding, read: Read) -> Tensor:
     """Bound the error of a sum, a maximum or a selection of weights."""
     exact = read(a.weights)
     terms = a.weights.numel() // max(exact.numel(), 1)
-    return read(a.absolute) + growth(terms) * a.r.u * exact
+    return read(a.absolute) + sum_error_bound(terms) * a.r.u * exact
 
 
 def product_floor(a: RowRounding, v: Tensor, *, transposed: bool = False) -> Tensor:
     """Bound the error of weights @ v, or weights.mT @ v; ``v`` has all heads."""
     w, error = a.weights, a.absolute + a.r.U * a.weights
-    over = growth(w.shape[-2]) if transposed else a.over_keys
+    over = sum_error_bound(w.shape[-2]) if transposed else a.over_keys
     if transposed:
         w, error = w.mT, error.mT
     return error @ v.abs() + a.r.u * (over + 1) * (w @ v.abs())
@@ -242,12 +242,12 @@ def gradient_floors(
     # dS through the softcap; it is stored for the two products.
     dr = a.slope * ds
     dr_error = a.slope * ds_error + ds.abs() * a.slope_error + r.U * dr.abs() + r.eta * a.live
-    over_queries = growth(q.shape[2] * heads // min(k_heads, v_heads))
+    over_queries = sum_error_bound(q.shape[2] * heads // min(k_heads, v_heads))
     dq = abs(scale) * ((dr_error + r.u * (a.over_keys + 2) * dr.abs()) @ k.abs())
     dk = abs(scale) * ((dr_error + r.u * (over_queries + 2) * dr.abs()).mT @ q.abs())
     dv = (weight_error + (r.U + r.u * (over_queries + 1)) * a.weights).mT @ g.abs()
     relative = a.sink_error + a.mean_error + r.u * (2 * ELEMENTARY + 1 + a.over_keys)
-    over_rows = r.u * growth(q.shape[0] * q.shape[2])
+    over_rows = r.u * sum_error_bound(q.shape[0] * q.shape[2])
     dsink = a.share * ((relative + over_rows) * d.abs() + d_error)
     floors = {
         "q": dq,
@@ -257,7 +257,7 @@ def gradient_floors(
     }
     if bias_gradient is not None:
         exact = bias_gradient(ds).abs()
-        over = r.u * growth(ds.numel() // max(exact.numel(), 1))
+        over = r.u * sum_error_bound(ds.numel() // max(exact.numel(), 1))
         error = ds_error + r.eta * a.live + over * ds.abs()
         floors["score_bias"] = bias_gradient(error).abs()
     return floors
@@ -270,7 +270,7 @@ def _score_gradient(
 
     dP = dO v, and D = sum of dO * O is the weighted mean of dP over a row; O is read from storage.
     """
-    r, over_values = a.r, growth(v.shape[-1])
+    r, over_values = a.r, sum_error_bound(v.shape[-1])
     out = a.weights @ v
     dp, size = g @ v.mT, g.abs() @ v.abs().mT
     d = (g * out).sum(-1, keepdim=True)

@@ -27,7 +27,7 @@ from headwise.masks.bias_dtype import cast_bias
 from headwise.masks.clauses.segments import Segments
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.support.tracing import as_autocast_has_it
+from headwise.support.tracing import cast_like_autocast
 
 AXES = "batch heads queries keys"
 
@@ -162,7 +162,7 @@ def _match_dtype_and_batch(
     query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Convert to autocast's dtype, as torch's operator does, and expand to a common batch."""
-    query, key, value = as_autocast_has_it(query, key, value)
+    query, key, value = cast_like_autocast(query, key, value)
     batch = max(query.shape[0], key.shape[0])
     if query.shape[0] != key.shape[0]:  # the batch shares learned queries
         query, key, value = (

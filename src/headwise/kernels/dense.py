@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from headwise import reference
-from headwise.kernels import block_map
+from headwise.kernels import pooled_weights
 from headwise.kernels.bound_scores import BoundScores
-from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
+from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
 from headwise.kernels.tiled import KernelResult, Requested, empty_result, log_floor, softmax_shift
 from headwise.support.tracing import autocasts, is_recorded
 
@@ -32,7 +32,7 @@ class DenseKernel(Kernel):
             return dense_result(task.problem, task.v, task.y, task.requested)
         p = dropout(weights(task.problem), task.dropout_p)
         values = reference.share_heads(task.v.to(p.dtype), heads=p.shape[1])
-        return outputs_alone((p @ values).to(task.v.dtype))
+        return outputs_only((p @ values).to(task.v.dtype))
 
     def cost(self, task: Task) -> Cost:
         """Return the cost with scores, exponentials and weights in memory at the same time."""
@@ -87,11 +87,11 @@ def dense_result(
 
 
 def _cells(p: Tensor, requested: Requested) -> Tensor:
-    in_query_block = block_map.membership(p.shape[2], requested.query_blocks, p)
+    in_query_block = pooled_weights.membership(p.shape[2], requested.query_blocks, p)
     return (
         in_query_block.transpose(-2, -1)
         @ p
-        @ block_map.membership(p.shape[3], requested.key_blocks, p)
+        @ pooled_weights.membership(p.shape[3], requested.key_blocks, p)
     )
 
 

@@ -19,7 +19,7 @@ class KernelChoice(NamedTuple):
     why: str
 
 
-def choose(task: Task) -> KernelChoice:
+def choose_kernel(task: Task) -> KernelChoice:
     """Return the first kernel that accepts the task; the reason is its own or the last refusal."""
     refused = ""
     for kernel in KERNELS:
@@ -30,11 +30,16 @@ def choose(task: Task) -> KernelChoice:
     raise AssertionError(f"no kernel takes {task}")  # the last one takes every task
 
 
-def run(task: Task) -> KernelResult:
-    """Return the requested results, from the kernel that `choose` returns."""
-    return choose(task).kernel.run(task)
+def run_kernel(task: Task) -> KernelResult:
+    """Return the requested results, from the kernel that `choose_kernel` returns."""
+    return choose_kernel(task).kernel.run(task)
 
 
 # In order of preference. Add a new kernel here. If a kernel refuses a task, its refusal is the
 # reported reason for the next one.
-KERNELS: tuple[Kernel, ...] = (VarlenKernel(choose), FusedKernel(), TiledKernel(), DenseKernel())
+KERNELS: tuple[Kernel, ...] = (
+    VarlenKernel(choose_kernel),
+    FusedKernel(),
+    TiledKernel(),
+    DenseKernel(),
+)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.dense import DenseKernel
-from headwise.kernels.dispatch import choose
+from headwise.kernels.dispatch import choose_kernel
 from headwise.kernels.kernel import Task
 from headwise.kernels.tiled import Requested
-from headwise.support.axes import human_bytes
+from headwise.support.message_text import human_bytes
 
 
 @dataclass(frozen=True)
@@ -61,5 +61,5 @@ def explain(problem: BoundScores, v: Tensor) -> Explanation:
 
 
 def _line(reading: str, task: Task) -> ExplanationLine:
-    kernel, why = choose(task)
+    kernel, why = choose_kernel(task)
     return ExplanationLine(reading, kernel.name, why, *kernel.cost(task))

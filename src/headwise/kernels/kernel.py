@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.tiled import KernelResult, Requested, softmax_shift
-from headwise.kernels.tiles import plan
+from headwise.kernels.tiles import plan_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Task:
     def cells(self) -> int:
         """Number of matrix entries in all tiles: those inside the bands, rounded up to tiles."""
         total = 0
-        for tile in plan(self.problem):
+        for tile in plan_tiles(self.problem):
             batches, kv_heads, group, rows, columns = tile.size(self.problem.group)
             total += batches * kv_heads * group * rows * columns
         return total
@@ -93,7 +93,7 @@ class Kernel(ABC):
         return None
 
 
-def outputs_alone(out: Tensor) -> KernelResult:
+def outputs_only(out: Tensor) -> KernelResult:
     """Return a result with head outputs alone."""
     return KernelResult(out, *[out.new_empty(0)] * (len(KernelResult._fields) - 1))
 

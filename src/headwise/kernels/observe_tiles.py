@@ -19,8 +19,8 @@ from headwise.kernels.tiles import (
     KeysByColumn,
     Scratch,
     Tile,
-    edges,
-    plan,
+    parts_outside,
+    plan_tiles,
     tile_scores,
 )
 from headwise.masks.bound_mask import BoundMask
@@ -67,7 +67,7 @@ def observe(
     """Yield every tile with an allowed key, in one pass over the matrix."""
     scratch, second, third = Scratch(problem), Scratch(problem), Scratch(problem)
     keys, mask = KeysByColumn(problem), _sole_mask(problem)
-    for tile in plan(problem):
+    for tile in plan_tiles(problem):
         if tile.columns.start == tile.columns.stop:
             continue
         with without_autocast(problem.q):
@@ -96,7 +96,7 @@ def observe(
         )
 
 
-def seen_by(problem: BoundScores, queries: Tensor) -> Tensor:
+def count_attending_queries(problem: BoundScores, queries: Tensor) -> Tensor:
     """Count the queries of (batch, queries), bool, that may attend to each key.
 
     Returns (batch, heads, keys), or (batch, 1, keys) where the counts of all heads are equal.
@@ -146,7 +146,7 @@ def _lowest(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch) -> Te
     lowest = s.new_full(s.shape[:3], torch.inf)
     if opened.size:
         lowest = s[..., opened.first - start : opened.stop - start].amin(-1)
-    for edge in edges(tile.columns, opened):
+    for edge in parts_outside(tile.columns, opened):
         scores = s[..., edge.start - start : edge.stop - start]
         finite = spare.view(*scores.shape)
         torch.nan_to_num(scores, torch.nan, neginf=torch.inf, posinf=torch.inf, out=finite)

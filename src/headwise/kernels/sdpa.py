@@ -18,11 +18,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwise.kernels import tiles
 from headwise.kernels.bound_scores import BoundScores
-from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
+from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
 from headwise.kernels.tiled import KernelResult
 from headwise.masks.bias_dtype import cast_bias, cast_biases
 from headwise.masks.clause import WHOLE
-from headwise.support.kernel_calls import call_as_own
+from headwise.support.kernel_calls import call_for_kernel
 from headwise.support.tracing import is_recorded, may_check_values
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -51,7 +51,7 @@ class FusedKernel(Kernel):
     def run(self, task: Task) -> KernelResult:
         """See `Kernel.run`."""
         assert task.v is not None
-        return outputs_alone(head_outputs(task.problem, task.v, dropout_p=task.dropout_p))
+        return outputs_only(head_outputs(task.problem, task.v, dropout_p=task.dropout_p))
 
     def cost(self, task: Task) -> Cost:
         """See `Kernel.cost`; with dropout torch allocates the weights."""
@@ -184,7 +184,7 @@ def head_outputs(problem: BoundScores, v: Tensor, *, dropout_p: float = 0.0) -> 
     grouped = {"enable_gqa": True} if group > 1 and not in_groups else {}
     options: dict[str, object] = {**causal, **grouped}
     options |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "scale": problem.scale}
-    out = call_as_own(scaled_dot_product_attention, q, k, v, **options)
+    out = call_for_kernel(scaled_dot_product_attention, q, k, v, **options)
     out = out.flatten(1, 2).unsqueeze(2) if in_groups else out
     return out[..., :value_dim] if width != value_dim else out
 
@@ -192,8 +192,8 @@ def head_outputs(problem: BoundScores, v: Tensor, *, dropout_p: float = 0.0) -> 
 def plain_outputs(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor | None:
     """Return head outputs for scores without mask, bias, softcap or sink; None for other operands.
 
-    For one token `dispatch.choose` costs more than the kernel. This shortcut of eager mode serves
-    the common operands only: equal heads and widths, no copies, no empty axis.
+    For one token `dispatch.choose_kernel` costs more than the kernel. This shortcut of eager mode
+    serves the common operands only: equal heads and widths, no copies, no empty axis.
     """
     if is_recorded() or not isinstance(v, Tensor):
         return None
@@ -203,7 +203,7 @@ def plain_outputs(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor | 
         return None
     if q.dtype == torch.float64 or scale < SMALLEST_SCALE or v.device != q.device:
         return None
-    return call_as_own(scaled_dot_product_attention, q, k, v, scale=scale)
+    return call_for_kernel(scaled_dot_product_attention, q, k, v, scale=scale)
 
 
 def is_strided(tensor: Tensor) -> bool:

@@ -31,9 +31,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.kernels import block_map, tiles
+from headwise.kernels import pooled_weights, tiles
 from headwise.kernels.bound_scores import BoundScores, accumulation_dtype
-from headwise.kernels.tiles import KeysByColumn, Scratch, Tile, grouped, lanes, plan, tile_scores
+from headwise.kernels.tiles import KeysByColumn, Scratch, Tile, cut_tile, join_group, tile_scores
 
 
 class KernelResult(NamedTuple):
@@ -88,7 +88,7 @@ def forward(
     transposed = result.transposed.to(problem.accumulate)
     scratch, second = Scratch(problem), Scratch(problem)
     keys = KeysByColumn(problem)
-    for tile in plan(problem, all_heads=requested.average):
+    for tile in tiles.plan_tiles(problem, all_heads=requested.average):
         at = tile.batches, tile.heads, tile.rows
         if tile.columns.start == tile.columns.stop:
             continue
@@ -105,7 +105,7 @@ def forward(
         if requested.average or result.cells.numel():
             e.div_(total[..., None])
         if result.cells.numel():
-            block_map.add_tile(result.cells, problem, tile, e)
+            pooled_weights.add_tile(result.cells, problem, tile, e)
         if requested.average:
             mean = e.sum(1).div_(e.shape[1])
             result.average[tile.batches, tile.rows, tile.columns] = mean.to(result.average.dtype)
@@ -165,7 +165,7 @@ def exponentials(
 
 def _product(problem: BoundScores, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
     batches, kv_heads, group, rows, columns = tile.size(problem.group)
-    values = lanes(v, tile, tile.columns, tile.kv_heads, e.dtype)
+    values = cut_tile(v, tile, tile.columns, tile.kv_heads, e.dtype)
     out = torch.bmm(e.view(batches * kv_heads, group * rows, columns), values)
     return out.view(batches, kv_heads * group, rows, v.shape[-1])
 
@@ -229,7 +229,7 @@ def backward(
     scratch, second, slope = Scratch(problem), Scratch(problem), Scratch(problem)
     k = problem.k.to(problem.accumulate).contiguous()
     keys = KeysByColumn(problem)
-    for tile in plan(problem):
+    for tile in tiles.plan_tiles(problem):
         if tile.columns.start == tile.columns.stop and problem.sink is None:
             continue
         s, q, derivative = tile_scores(problem, tile, keys, scratch, slope)
@@ -289,14 +289,14 @@ def _gradient_of_weights(
     batches, heads, rows, columns = log_p.shape
     group, exact = problem.group, log_p.dtype
     if upstream.out is not None and v is not None:
-        values = lanes(v, tile, tile.columns, tile.kv_heads, exact)
-        dout = grouped(upstream.out, tile, group, exact)
+        values = cut_tile(v, tile, tile.columns, tile.kv_heads, exact)
+        dout = join_group(upstream.out, tile, group, exact)
         torch.bmm(dout, values.mT, out=dp.view(len(dout), group * rows, columns))
     else:
         dp.zero_()
     if upstream.transposed is not None and y is not None:
-        rows_of_y = lanes(y, tile, tile.rows, tile.heads, exact)
-        received = lanes(upstream.transposed, tile, tile.columns, tile.heads, exact)
+        rows_of_y = cut_tile(y, tile, tile.rows, tile.heads, exact)
+        received = cut_tile(upstream.transposed, tile, tile.columns, tile.heads, exact)
         dp.view(batches * heads, rows, columns).baddbmm_(rows_of_y, received.mT)
     if upstream.received is not None:
         dp.add_(upstream.received[tile.batches, tile.heads, None, tile.columns])
@@ -304,7 +304,7 @@ def _gradient_of_weights(
         share = upstream.average[tile.batches, None, tile.rows, tile.columns].to(exact)
         dp.add_(share, alpha=1.0 / problem.q.shape[1])
     if upstream.cells is not None:
-        dp.add_(block_map.expand_to_tile(upstream.cells, problem, tile))
+        dp.add_(pooled_weights.expand_to_tile(upstream.cells, problem, tile))
     if upstream.entropy is not None:
         log_p.clamp_(min=log_floor(exact))
         dentropy = upstream.entropy[tile.batches, tile.heads, tile.rows, None]
@@ -322,12 +322,12 @@ def _gradient_of_factors(
     batches, heads, rows, columns = p.shape
     group = problem.group
     if upstream.out is not None and gradients.v is not None:
-        dout = grouped(upstream.out, tile, group, p.dtype)
+        dout = join_group(upstream.out, tile, group, p.dtype)
         dv = torch.bmm(p.view(len(dout), group * rows, columns).mT, dout)
         at = tile.batches, tile.kv_heads, tile.columns
         gradients.v[at] += dv.unflatten(0, (batches, heads // group))
     if upstream.transposed is not None and gradients.y is not None:
-        received = lanes(upstream.transposed, tile, tile.columns, tile.heads, p.dtype)
+        received = cut_tile(upstream.transposed, tile, tile.columns, tile.heads, p.dtype)
         dy = torch.bmm(p.view(batches * heads, rows, columns), received)
         gradients.y[tile.batches, tile.heads, tile.rows] = dy.unflatten(0, (batches, heads))
 
@@ -371,7 +371,8 @@ def _add_query_key_gradients(
     batches, heads, rows, columns = ds.shape
     group = problem.group
     ds = ds.view(len(q), group * rows, columns)
-    dq = torch.bmm(ds, lanes(k, tile, tile.columns, tile.kv_heads, k.dtype)).mul_(problem.scale)
+    keys = cut_tile(k, tile, tile.columns, tile.kv_heads, k.dtype)
+    dq = torch.bmm(ds, keys).mul_(problem.scale)
     gradients.q[tile.batches, tile.heads, tile.rows] = dq.view(batches, heads, rows, q.shape[-1])
     dk = torch.bmm(ds.mT, q).unflatten(0, (batches, heads // group))
     gradients.k[tile.batches, tile.kv_heads, tile.columns] += dk

@@ -41,7 +41,7 @@ def pack(problem: BoundScores) -> Packed:
     bias = problem.bias
     return (
         *(problem.q, problem.k, problem.sink, bias.table, list(bias.tensors)),
-        *clauses.lowered(problem.mask.clauses),
+        *clauses.lower_clauses(problem.mask.clauses),
         *(problem.scale, problem.softcap),
     )
 
@@ -50,7 +50,7 @@ def unpack(packed: Packed) -> BoundScores:
     """Return the problem of packed arguments: the inverse of `pack`."""
     q, k, sink, table, biases, kinds, tensors, integers, scale, softcap = packed
     sizes = MatrixSizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    mask = BoundMask(sizes, q.device, clauses.lifted(kinds, tensors, integers))
+    mask = BoundMask(sizes, q.device, clauses.rebuild_clauses(kinds, tensors, integers))
     bias = BoundBias(queries=sizes.queries, keys=sizes.keys, table=table, tensors=tuple(biases))
     return BoundScores(q=q, k=k, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink)
 

@@ -40,7 +40,7 @@ class Tile:
         return batches, kv_heads, group, rows, columns
 
 
-def plan(problem: BoundScores, *, all_heads: bool = False) -> Iterator[Tile]:
+def plan_tiles(problem: BoundScores, *, all_heads: bool = False) -> Iterator[Tile]:
     """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile."""
     batch, heads, queries, _ = problem.q.shape
     kv_heads = problem.k.shape[1]
@@ -118,13 +118,13 @@ class KeysByColumn:
         return self._columns[:, :, tile.columns]
 
 
-def lanes(tensor: Tensor, tile: Tile, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor:
+def cut_tile(tensor: Tensor, tile: Tile, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor:
     """Cut (batch, heads, length, width) to a tile: (batches * heads, length, width)."""
     cut = tensor[tile.batches, heads, rows].to(dtype)
     return cut.flatten(0, 1)
 
 
-def grouped(tensor: Tensor, tile: Tile, group: int, dtype: torch.dtype) -> Tensor:
+def join_group(tensor: Tensor, tile: Tile, group: int, dtype: torch.dtype) -> Tensor:
     """Concatenate the rows of each kv head's query heads: (kv lanes, group * rows, width)."""
     cut = tensor[tile.batches, tile.heads, tile.rows].to(dtype)
     batches, kv_heads, _, rows, _ = tile.size(group)
@@ -145,7 +145,7 @@ def tile_scores(
         (batches * kv_heads, group * rows, head_dim); and with ``slope`` the softcap's derivative.
     """
     batches, kv_heads, group, rows, columns = tile.size(problem.group)
-    q = grouped(problem.q, tile, group, problem.accumulate) * problem.scale
+    q = join_group(problem.q, tile, group, problem.accumulate) * problem.scale
     out = scratch.view(batches * kv_heads, group * rows, columns)
     torch.bmm(q, keys.cut(tile), out=out)
     s = out.view(batches, kv_heads * group, rows, columns)
@@ -180,7 +180,7 @@ def _apply_mask(problem: BoundScores, tile: Tile, s: Tensor) -> None:
         if open_range is None:
             without_range.append(clause)
             continue
-        for columns in edges(whole, open_range):
+        for columns in parts_outside(whole, open_range):
             _hide(s, mask, tile, columns, (clause,))
     if without_range:
         _hide(s, mask, tile, whole, without_range)
@@ -196,7 +196,7 @@ def _hide(
     s[..., columns.start - first : columns.stop - first].masked_fill_(~allowed, -torch.inf)
 
 
-def edges(whole: slice, inside: Span) -> Iterator[slice]:
+def parts_outside(whole: slice, inside: Span) -> Iterator[slice]:
     """Yield the nonempty parts of a range before and after another range."""
     left = min(max(inside.first, whole.start), whole.stop)
     right = min(max(inside.stop, left), whole.stop)

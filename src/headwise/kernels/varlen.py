@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.bound_scores import BoundScores
-from headwise.kernels.kernel import Cost, Kernel, Task, outputs_alone
+from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
 from headwise.kernels.tiled import KernelResult
 from headwise.masks.bound_mask import BlockDiagonal
 from headwise.masks.clause import Rectangle, Span
@@ -24,7 +24,7 @@ from headwise.masks.clause import Rectangle, Span
 CALL, CALL_OF_ACCELERATOR = 2**21, 2**31
 
 
-def divide_mask(problem: BoundScores) -> BlockDiagonal | None:
+def split_into_rectangles(problem: BoundScores) -> BlockDiagonal | None:
     """Return the rectangles of a matrix, if computing them one by one is less work; else None."""
     mask, (batch, heads, queries, head_dim) = problem.mask, problem.q.shape
     if not mask.clauses or torch.compiler.is_compiling():
@@ -71,7 +71,7 @@ class VarlenKernel(Kernel):
             outputs = [self._choose(piece)[0].run(piece).out for piece in tasks]
             spans = [piece.queries for piece in division.rectangles if piece.batch == row]
             rows.append(_fill_gaps(outputs, spans, problem.q, _values(task).shape[-1]))
-        return outputs_alone(torch.cat(rows).transpose(1, 2))
+        return outputs_only(torch.cat(rows).transpose(1, 2))
 
     def cost(self, task: Task) -> Cost:
         """Return all operations, and the memory of the largest rectangle, as they run in turn."""
@@ -83,7 +83,9 @@ class VarlenKernel(Kernel):
 def _division(task: Task) -> BlockDiagonal | None:
     """Return the division of the task's matrix, computed once, since it reads the lengths."""
     if "division" not in task.cache:
-        task.cache["division"] = None if task.values is None else divide_mask(task.problem)
+        task.cache["division"] = (
+            None if task.values is None else split_into_rectangles(task.problem)
+        )
     division: BlockDiagonal | None = task.cache["division"]
     return division
 

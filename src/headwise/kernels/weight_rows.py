@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from headwise import reference
 from headwise.kernels import tiles
 from headwise.kernels.bound_scores import BoundScores
-from headwise.kernels.dispatch import run
+from headwise.kernels.dispatch import run_kernel
 from headwise.kernels.kernel import Task
 from headwise.kernels.tiled import softmax_shift
 from headwise.kernels.tiled_op import pack, unpack
@@ -50,7 +50,7 @@ def diagonal_weights(problem: BoundScores, offset: int) -> Tensor:
     for part in cast_biases(problem.bias.pairs(rows, rows + offset), exact):
         s = s + part
     s = s.masked_fill(~problem.mask.pairs(rows, rows + offset), -torch.inf)
-    result = run(Task(problem))
+    result = run_kernel(Task(problem))
     sink = None if problem.sink is None else problem.sink.detach()
     shift = softmax_shift(result.peak.detach(), sink)[..., first:stop]
     return torch.exp(s - shift - result.log_sum[..., first:stop]).to(problem.q.dtype)

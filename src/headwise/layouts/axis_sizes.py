@@ -34,7 +34,7 @@ def solve(
             needed="counts of at least 1",
             do="give the counts that the model has; leave out what it has not",
         )
-    sizes = with_products(dict(known), splits)
+    sizes = solve_products(dict(known), splits)
     equations = []
     for name, (pattern, shape) in shapes.items():
         if len(shape) != len(pattern.axes):
@@ -52,7 +52,7 @@ def solve(
             size = _solve_axis(name, axis, length, sizes, unknown[0]) if len(unknown) == 1 else None
             if size is not None:
                 sizes[unknown[0]] = size
-                sizes = with_products(sizes, splits)
+                sizes = solve_products(sizes, splits)
                 progress = True
     _check_equations(equations, sizes)
     return sizes
@@ -77,7 +77,7 @@ def _solve_axis(
     return size
 
 
-def with_products(sizes: Sizes, splits: Mapping[str, tuple[str, ...]]) -> Sizes:
+def solve_products(sizes: Sizes, splits: Mapping[str, tuple[str, ...]]) -> Sizes:
     """Return the sizes with those that follow from products in which one factor is unknown.
 
     Raises:

@@ -29,15 +29,15 @@ from headwise.layouts.module_names import (
     NamedModule,
     NameForm,
     modules_of,
-    slots,
-    strays,
+    template_fields,
+    unlisted_tensors,
 )
 from headwise.layouts.pattern import require_one_dtype
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def plan(
+def plan_conversion(
     headers: Mapping[str, TensorHeader],
     source: Layout,
     target: Layout,
@@ -83,7 +83,7 @@ def plan(
     return _with_other_weights(steps, modules, source, target, headers, form)
 
 
-def renamed(
+def rename_steps(
     headers: Mapping[str, TensorHeader], layout: Layout, *, form: NameForm
 ) -> list[ConversionStep]:
     """Return the steps that only rename tensors; modules may lack some of their tensors."""
@@ -151,7 +151,7 @@ def _conflicts(
 def _require_known_tensors(
     module: NamedModule, layout: Layout, headers: Mapping[str, TensorHeader]
 ) -> None:
-    stray = strays(module, layout)
+    stray = unlisted_tensors(module, layout)
     if stray:
         raise OptionError(
             saw=f"{', '.join(stray[:4])}{' ...' if len(stray) > 4 else ''}, within {module.prefix}",
@@ -268,7 +268,7 @@ def _prefix(module: NamedModule, target: Layout, form: NameForm) -> str:
             do="choose another one; or read one module by Attention.from_layout",
         )
     numbers = {name for name, _ in place.numbers}
-    if template is None or not slots(template) <= numbers:
+    if template is None or not template_fields(template) <= numbers:
         places = ", ".join(f"{role} ({at})" for role, at in target.where.items())
         raise OptionError(
             saw=f"{module.prefix}, which is {place.role} attention",

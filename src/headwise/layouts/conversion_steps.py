@@ -15,7 +15,7 @@ from torch import Tensor
 from headwise.layouts.axis_sizes import Sizes, solve
 from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NameForm, NamePlace, outside, slots
+from headwise.layouts.module_names import NameForm, NamePlace, locate_other_weight, template_fields
 from headwise.layouts.pattern import Pattern, pack, parse, require_one_dtype, unpack
 
 PARTS = ("weight", "kernel", "W", "w", "bias", "b")  # of a linear layer, or of a norm
@@ -143,7 +143,7 @@ def other_weight_steps(
     """
     kept, places = [], dict[NamePlace, dict[str, Pattern]]()
     for name in names:
-        match = outside(source, name, roots)
+        match = locate_other_weight(source, name, roots)
         if match is None:
             kept.append(name)
             continue
@@ -187,7 +187,7 @@ def _counterparts(
     patterns: dict[str, Pattern] = {}
     for template, text in target.outside.items():
         pattern = parse(text)
-        if held.issuperset(pattern.tensors) and slots(template) == numbered:
+        if held.issuperset(pattern.tensors) and template_fields(template) == numbered:
             held -= set(pattern.tensors)
             patterns[template] = pattern
     return patterns

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.layouts.conversion_plan import plan
+from headwise.layouts.conversion_plan import plan_conversion
 from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.equality import same_bytes
 from headwise.layouts.layout import Layout
@@ -45,12 +45,14 @@ def convert(
         known: heads, and other counts that follow from no shape: kv_heads, rotary_width.
 
     Raises:
-        OptionError, ShapeError, DTypeError: see `headwise.layouts.conversion_plan.plan`.
+        OptionError, ShapeError, DTypeError: see `headwise.layouts.conversion_plan.plan_conversion`.
         RoundTripError: the way back does not lead to the same bytes.
     """
     converted: dict[str, Tensor] = {}
     form = NameForm(root=root)
-    for step in plan(state, layout(source), layout(target), accept=accept, form=form, **known):
+    for step in plan_conversion(
+        state, layout(source), layout(target), accept=accept, form=form, **known
+    ):
         tensors = run(step, {name: state[name] for name in step.inputs})
         converted |= {name: x.clone() for name, x in tensors.items()} if step.is_copy else tensors
     return converted

@@ -43,7 +43,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(x, y)
 
 
-def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+def differing_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the canonical tensors that differ; a bias of +0 may be absent."""
     names = []
     for name in AXES:
@@ -119,4 +119,4 @@ def is_same_map(reading: LayoutReading, other: LayoutReading) -> bool:
     # Without a rotary_width, all channels of a head are rotated.
     whole = ({"rotary_width": x.sizes["head_dim"], **x.sizes} for x in (reading, other))
     pairs = zip((reading, other), whole, strict=True)
-    return not differing(*(replace(x, sizes=sizes).read(first) for x, sizes in pairs))
+    return not differing_tensors(*(replace(x, sizes=sizes).read(first) for x, sizes in pairs))

@@ -16,12 +16,12 @@ from headwise.layouts.pattern import (
     GROUPED,
     Pattern,
     Splits,
-    atoms,
     canonical_shape,
-    halves,
-    neighbours,
+    names_by_axis,
     pack,
     parse,
+    to_half_split,
+    to_interleaved,
     unpack,
 )
 
@@ -85,7 +85,7 @@ class Layout:
                         do="rewrite the pattern; Weight layouts in the docs lists the tensors",
                     )
                 pattern_names[tensor] = name
-                atoms(tensor, pattern.names_of(tensor), self.all_splits)
+                names_by_axis(tensor, pattern.names_of(tensor), self.all_splits)
         if missing := [name for name in MATRICES if name not in pattern_names]:
             raise OptionError(
                 saw=f"{self.name} without {', '.join(missing)}",
@@ -176,14 +176,14 @@ class Layout:
         for name, tensor in stored.items():
             canonical |= unpack(patterns[name], tensor, sizes, self.all_splits)
         if self.function.rotary == "interleaved":
-            return halves(canonical, width=self.rotary_width(sizes))
+            return to_half_split(canonical, width=self.rotary_width(sizes))
         return canonical
 
     def write(self, canonical: Mapping[str, Tensor], *, sizes: Sizes) -> State:
         """Return the stored tensors of some canonical ones."""
         state = dict(canonical)
         if self.function.rotary == "interleaved":
-            state = neighbours(state, width=self.rotary_width(sizes))
+            state = to_interleaved(state, width=self.rotary_width(sizes))
         self._require_places(
             name
             for name in state.keys() - self.holds

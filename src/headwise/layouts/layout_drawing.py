@@ -20,7 +20,7 @@ from headwise.layouts.attention_spec import CALLING, PAIRINGS
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import AXES, WIDER
 from headwise.layouts.layout import Layout
-from headwise.layouts.pattern import atoms
+from headwise.layouts.pattern import names_by_axis
 
 EXAMPLE: Sizes = {
     "heads": 4,
@@ -68,7 +68,7 @@ class DrawnCell:
         """Label such as "q0", "k0-3", or "q0.7" for a channel."""
         channel = "" if self.channel is None else f".{self.channel}"
         return (
-            " ".join(f"{short(tensor)}{_join_numbers(heads)}" for tensor, heads in self.owners)
+            " ".join(f"{short_name(tensor)}{_join_numbers(heads)}" for tensor, heads in self.owners)
             + channel
         )
 
@@ -82,17 +82,17 @@ class DrawnStrip:
     cells: tuple[DrawnCell, ...]
 
 
-def short(tensor: str) -> str:
+def short_name(tensor: str) -> str:
     """Return a canonical tensor's name in a drawing."""
     return _SHORT.get(tensor, tensor)
 
 
-def fitted(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
+def merge_equal_sizes(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
     """Return ``sizes`` with equal sizes for axes that the layout does not distinguish."""
     fitting = {**sizes, **layout.fixed}
     for pattern in layout.patterns.values():
         for tensor in pattern.tensors:
-            groups = atoms(tensor, pattern.names_of(tensor), layout.all_splits)
+            groups = names_by_axis(tensor, pattern.names_of(tensor), layout.all_splits)
             for axis, group in zip(AXES[tensor], groups, strict=True):
                 wider = WIDER.get(axis)
                 if wider and group in ((wider,), layout.splits.get(wider)):
@@ -102,7 +102,7 @@ def fitted(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
     return fitting
 
 
-def sizes_for(layout: Layout, given: Mapping[str, int]) -> Sizes:
+def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
     """Return the sizes of a drawing: those given, and `EXAMPLE` for the others.
 
     Raises:
@@ -119,7 +119,7 @@ def sizes_for(layout: Layout, given: Mapping[str, int]) -> Sizes:
         )
     base |= {axis: requested[wider] for axis, wider in WIDER.items() if wider in requested}
     base |= requested
-    fitting = fitted(layout, base)
+    fitting = merge_equal_sizes(layout, base)
     for name, size in given.items():
         if fitting.get(name, size) != size:
             raise ShapeError(
@@ -131,7 +131,7 @@ def sizes_for(layout: Layout, given: Mapping[str, int]) -> Sizes:
     return layout.canonical_sizes(_canonical_shapes(layout, fitting), _rotary_width(fitting))
 
 
-def strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
+def axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
     """Return every axis of every stored tensor."""
     patterns = layout.patterns
     shapes = {name: pattern.shape(sizes) for name, pattern in patterns.items()}
@@ -161,8 +161,8 @@ def draw(layout: Layout, **given: int) -> str:
     Raises:
         ShapeError, OptionError: the layout cannot have these sizes.
     """
-    sizes = sizes_for(layout, given)
-    strips_by_name = strips(layout, sizes)
+    sizes = drawing_sizes(layout, given)
+    strips_by_name = axis_strips(layout, sizes)
     lines: list[str] = []
     required = layout.required
     for name, pattern in layout.patterns.items():
@@ -188,14 +188,14 @@ def function_lines(layout: Layout, sizes: Sizes) -> list[str]:
     ]
     if layout.function.rotary in PAIRINGS:
         width = sizes.get("rotary_width", sizes["head_dim"])
-        shown = pairs(layout.function.rotary, width)
+        shown = rotary_pairs(layout.function.rotary, width)
         listed = ", ".join(f"{a} and {b}" for a, b in shown[:3]) + ", ..." * (len(shown) > 3)
         lines.append(f"rotated together in q and k: channels {listed}")
     left = [_WORDS.get(n, n) for n, value in values.items() if value is None and n not in CALLING]
     return lines + ([f"left to the model's config: {', '.join(left)}"] if left else [])
 
 
-def pairs(rotary: str, width: int) -> list[tuple[int, int]]:
+def rotary_pairs(rotary: str, width: int) -> list[tuple[int, int]]:
     """Return the channels of a stored head that are rotated together."""
     half = width // 2
     return [(2 * i, 2 * i + 1) if rotary == "interleaved" else (i, i + half) for i in range(half)]
@@ -278,7 +278,7 @@ def _describe_lengths(cells: Sequence[DrawnCell]) -> str:
     by_length: dict[int, list[str]] = {}
     for cell in cells:
         names = by_length.setdefault(cell.length, [])
-        names += [n for n in (short(tensor) for tensor, _ in cell.owners) if n not in names]
+        names += [n for n in (short_name(tensor) for tensor, _ in cell.owners) if n not in names]
     if len(by_length) == 1:
         return f"{cells[0].length} for each name"
     return ", ".join(f"{n} for each {' and '.join(names)}" for n, names in by_length.items())

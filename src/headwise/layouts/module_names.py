@@ -149,16 +149,16 @@ def _is_attention(module: NamedModule, layout: Layout) -> bool:
     False where a layout stores attention directly in the block, beside other tensors.
     """
     is_block = layout.where[module.place.role].endswith("{layer}.")
-    return not is_block and bool(strays(module, layout))
+    return not is_block and bool(unlisted_tensors(module, layout))
 
 
-def strays(module: NamedModule, layout: Layout) -> list[str]:
+def unlisted_tensors(module: NamedModule, layout: Layout) -> list[str]:
     """Return the tensors of a module that the layout does not list."""
     return [
         name
         for name in module.beside
         if not any(fnmatchcase(name.removeprefix(module.prefix), known) for known in layout.beside)
-        and outside(layout, name, [module.place.root]) is None
+        and locate_other_weight(layout, name, [module.place.root]) is None
     ]
 
 
@@ -169,7 +169,7 @@ def _modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModule]:
             if name == local or name.endswith((f".{local}", f"/{local}")):
                 modules.setdefault(name.removesuffix(local), {})[name] = local
     whole = {
-        kind_of(prefix)
+        prefix_template(prefix)
         for prefix, tensors in modules.items()
         if layout.required <= {*tensors.values()}
     }
@@ -181,16 +181,18 @@ def _modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModule]:
             tuple(name for name in names if name.startswith(prefix) and name not in tensors),
         )
         for prefix, tensors in modules.items()
-        if kind_of(prefix) in whole
+        if prefix_template(prefix) in whole
     ]
 
 
-def kind_of(prefix: str) -> str:
+def prefix_template(prefix: str) -> str:
     """Return a prefix with {layer} for each number, the same for the modules of all layers."""
     return re.sub(r"\d+", "{layer}", prefix)
 
 
-def outside(layout: Layout, name: str, roots: Iterable[str]) -> tuple[str, NamePlace] | None:
+def locate_other_weight(
+    layout: Layout, name: str, roots: Iterable[str]
+) -> tuple[str, NamePlace] | None:
     """Return the template and position of a tensor outside of attention; None if not listed."""
     for is_base in (False, True):
         for template in layout.outside:
@@ -205,7 +207,7 @@ def _slot_numbers(match: re.Match[str]) -> Numbers:
     return tuple((name, number) for name, number in match.groupdict().items() if name != "root")
 
 
-def slots(template: str) -> set[str]:
+def template_fields(template: str) -> set[str]:
     """Return the names of the numbers in a template."""
     return set(SLOT.findall(template))
 

@@ -45,7 +45,7 @@ def unpack(
     canonical = {}
     for tensor, part in zip(pattern.tensors, parts, strict=True):
         names = pattern.names_of(tensor)
-        groups = atoms(tensor, names, splits)
+        groups = names_by_axis(tensor, names, splits)
         opened = part.reshape([sizes[name] for name in names])
         order = [names.index(name) for group in groups for name in group]
         canonical[tensor] = opened.permute(order).reshape([product(x, sizes) for x in groups])
@@ -64,7 +64,7 @@ def pack(
     parts = []
     for tensor in pattern.tensors:
         names, whole = pattern.names_of(tensor), canonical[tensor]
-        groups = atoms(tensor, names, splits)
+        groups = names_by_axis(tensor, names, splits)
         fitting = tuple(product(group, sizes) for group in groups)
         if tuple(whole.shape) != fitting:
             raise ShapeError(
@@ -98,10 +98,12 @@ def canonical_shape(
 ) -> tuple[int, ...]:
     """Return the shape of a canonical tensor that a stored one holds."""
     names = pattern.names_of(tensor)
-    return tuple(product(group, sizes) for group in atoms(tensor, names, splits))
+    return tuple(product(group, sizes) for group in names_by_axis(tensor, names, splits))
 
 
-def atoms(tensor: str, names: tuple[str, ...], splits: Splits = GROUPED) -> list[tuple[str, ...]]:
+def names_by_axis(
+    tensor: str, names: tuple[str, ...], splits: Splits = GROUPED
+) -> list[tuple[str, ...]]:
     """Return, for each canonical axis of a tensor, its names in a pattern.
 
     A tensor outside of attention has its names as axes, in alphabetical order.
@@ -144,7 +146,7 @@ def require_one_dtype(dtypes: Mapping[str, torch.dtype]) -> None:
         )
 
 
-def halves(state: State, *, width: int) -> State:
+def to_half_split(state: State, *, width: int) -> State:
     """Reorder rotated channels from pairs (2i, 2i + 1) to the canonical (i, i + width / 2).
 
     The first ``width`` of head_dim are rotated; the rest stays where it is.
@@ -152,7 +154,7 @@ def halves(state: State, *, width: int) -> State:
     return {name: _reordered(name, x, width, (width // 2, 2)) for name, x in state.items()}
 
 
-def neighbours(state: State, *, width: int) -> State:
+def to_interleaved(state: State, *, width: int) -> State:
     """Reorder rotated channels from pairs (i, i + width / 2) to (2i, 2i + 1)."""
     return {name: _reordered(name, x, width, (2, width // 2)) for name, x in state.items()}
 

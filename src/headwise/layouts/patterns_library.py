@@ -29,7 +29,9 @@ _OUTSIDE = {
 }
 
 
-def separate(q: str, k: str, v: str, *, kv_heads: str = "kv_heads", biases: str = "qkv") -> Tensors:
+def separate_projections(
+    q: str, k: str, v: str, *, kv_heads: str = "kv_heads", biases: str = "qkv"
+) -> Tensors:
     """Return a linear layer each for queries, keys and values; rows head by head.
 
     ``kv_heads`` is "heads" where there are always as many of keys and values; ``biases`` are the
@@ -47,7 +49,7 @@ def separate(q: str, k: str, v: str, *, kv_heads: str = "kv_heads", biases: str 
     return {name: text for name, text in patterns.items() if text[0] == "w" or text[:2] in wanted}
 
 
-def out(name: str, *, bias: bool = True, columns: bool = False) -> Tensors:
+def output_projection(name: str, *, bias: bool = True, columns: bool = False) -> Tensors:
     """Return the output projection.
 
     With ``columns`` it is stored for ``x @ weight``: its inputs are rows.
@@ -56,7 +58,7 @@ def out(name: str, *, bias: bool = True, columns: bool = False) -> Tensors:
     return {f"{name}.weight": text} | ({f"{name}.bias": "bo: out_dim"} if bias else {})
 
 
-def stacked(
+def stacked_qkv(
     name: str, *, kv_heads: str = "heads", bias: bool = True, columns: bool = False
 ) -> Tensors:
     """Return one linear layer of all queries, then all keys, then all values.
@@ -64,20 +66,22 @@ def stacked(
     ``kv_heads`` is "kv_heads" where keys and values have heads of their own number.
     """
     axis = f"([wq: heads head_dim | wk: {kv_heads} head_dim | wv: {kv_heads} head_dim])"
-    return fused(name, axis, bias=bias, columns=columns)
+    return fused_projection(name, axis, bias=bias, columns=columns)
 
 
-def by_head(name: str, *, bias: bool = True) -> Tensors:
+def fused_by_head(name: str, *, bias: bool = True) -> Tensors:
     """Return one linear layer with query, key and value of each head side by side."""
-    return fused(name, "(heads [wq: head_dim | wk: head_dim | wv: head_dim])", bias=bias)
+    return fused_projection(name, "(heads [wq: head_dim | wk: head_dim | wv: head_dim])", bias=bias)
 
 
-def by_group(name: str, *, bias: bool = True) -> Tensors:
+def fused_by_group(name: str, *, bias: bool = True) -> Tensors:
     """Return one linear layer with, for each kv head, its query heads, its key and its value."""
-    return fused(name, "(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim])", bias=bias)
+    return fused_projection(
+        name, "(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim])", bias=bias
+    )
 
 
-def fused(name: str, axis: str, *, bias: bool = True, columns: bool = False) -> Tensors:
+def fused_projection(name: str, axis: str, *, bias: bool = True, columns: bool = False) -> Tensors:
     """Return one linear layer of several projections; its bias is in the order of its rows.
 
     ``axis`` is the pattern of its rows, such as "([wq: heads head_dim | wk: heads head_dim])"; with
@@ -97,7 +101,7 @@ def head_norms(q: str, k: str, *, bias: bool = False) -> Tensors:
     return patterns
 
 
-def outside(
+def other_weights(
     like: Mapping[str, str] | None = None, *, columns: bool = False, **names: str
 ) -> Tensors:
     """Return the tensors of a model outside of attention.

@@ -11,20 +11,20 @@ from pkgutil import iter_modules
 from headwise.errors import OptionError
 from headwise.layouts import catalogue
 from headwise.layouts.layout import Layout
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 _registered: dict[str, Layout] = {}
 
 
 def layouts() -> dict[str, Layout]:
     """Return all layouts by name; those of the catalogue first."""
-    return {member.name: member for family in families().values() for member in family}
+    return {member.name: member for family in layouts_by_family().values() for member in family}
 
 
-def families() -> dict[str, tuple[Layout, ...]]:
+def layouts_by_family() -> dict[str, tuple[Layout, ...]]:
     """Return all layouts by family: the first docstring line of each catalogue file."""
     registered = {"Registered here.": tuple(_registered.values())} if _registered else {}
-    return {**published(), **registered}
+    return {**catalogue_by_family(), **registered}
 
 
 def layout(name: str | Layout) -> Layout:
@@ -64,7 +64,7 @@ def register(new: Layout) -> Layout:
 
 
 @lru_cache(maxsize=1)
-def published() -> dict[str, tuple[Layout, ...]]:
+def catalogue_by_family() -> dict[str, tuple[Layout, ...]]:
     """Return the layouts of the catalogue by family."""
     by_family: dict[str, tuple[Layout, ...]] = {}
     names: set[str] = set()

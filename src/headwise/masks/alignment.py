@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from headwise.errors import MaskError, OptionError
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 Align = Literal["top-left", "bottom-right"]
 

@@ -157,7 +157,7 @@ class BlockDiagonal(NamedTuple):
     rest: BoundMask
 
 
-def bind(clauses: Iterable[Clause], sizes: MatrixSizes, device: torch.device) -> BoundMask:
+def bind_clauses(clauses: Iterable[Clause], sizes: MatrixSizes, device: torch.device) -> BoundMask:
     """Bind each clause, and merge those that are of one kind.
 
     Raises:

@@ -217,8 +217,8 @@ class IntervalClause(Clause):
 
     def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         """See `Clause.block`."""
-        rows = positions(block.rows, sizes.queries, block.device)
-        columns = positions(block.columns, sizes.keys, block.device)
+        rows = index_positions(block.rows, sizes.queries, block.device)
+        columns = index_positions(block.columns, sizes.keys, block.device)
         first, stop = self.interval(rows, block.batches, sizes)
         allowed = (columns >= first[:, :, None]) & (columns < stop[:, :, None])
         return allowed[:, None]
@@ -229,27 +229,27 @@ class IntervalClause(Clause):
         return ((columns >= first) & (columns < stop))[:, None]
 
 
-def positions(index: Index, size: int, device: torch.device) -> Tensor:
+def index_positions(index: Index, size: int, device: torch.device) -> Tensor:
     """The positions that an index of an axis of this size names."""
     return index if isinstance(index, Tensor) else torch.arange(size, device=device)[index]
 
 
-def take(tensor: Tensor, dim: int, index: Index) -> Tensor:
+def index_axis(tensor: Tensor, dim: int, index: Index) -> Tensor:
     """Index one axis."""
     if isinstance(index, Tensor):
         return tensor.index_select(dim, index)
     return tensor[(WHOLE,) * dim + (index,)]
 
 
-def cut(tensor: Tensor, *index: Index) -> Tensor:
+def index_axes(tensor: Tensor, *index: Index) -> Tensor:
     """Index each axis of a broadcastable tensor, leaving axes of size one as they are."""
     for dim, part in enumerate(index):
         if tensor.shape[dim] != 1:
-            tensor = take(tensor, dim, part)
+            tensor = index_axis(tensor, dim, part)
     return tensor
 
 
-def at_pairs(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def read_pairs(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """A tensor broadcastable to (batch, heads, queries, keys), read at (query, key) pairs."""
     row_index = rows if tensor.shape[2] != 1 else torch.zeros_like(rows)
     column_index = columns if tensor.shape[3] != 1 else torch.zeros_like(columns)

@@ -36,8 +36,8 @@ from headwise.masks.clauses.prefix import prefix_of
 from headwise.masks.clauses.segments import PackedRow, Segments, offsets_of, segment_ids_of
 from headwise.masks.clauses.where import Predicate, Where
 from headwise.masks.conventions import allowed_entries, allowed_matrix, require_bool
-from headwise.support.axes import describe_value
 from headwise.support.integers import as_count, as_int64
+from headwise.support.message_text import describe_value
 
 OneKind = TypeVar("OneKind", bound=Clause)
 
@@ -254,7 +254,9 @@ class Mask:
             MaskError: made for other sizes, or an alignment that is needed and not named.
             DeviceError: a tensor on another device than the queries and keys.
         """
-        return bound_mask.bind(self.clauses, MatrixSizes(batch, heads, queries, keys), device)
+        return bound_mask.bind_clauses(
+            self.clauses, MatrixSizes(batch, heads, queries, keys), device
+        )
 
     def draw(
         self,

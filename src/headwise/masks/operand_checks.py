@@ -11,8 +11,8 @@ from headwise.errors import DeviceError, DTypeError, LimitError, OptionError, Sh
 from headwise.masks.mask import Mask, require_mask_type
 from headwise.masks.score_bias import ScoreBias, require_score_bias_type
 from headwise.support.arguments import ArgumentAdvice, is_number, require_tensors
-from headwise.support.axes import describe_value, human_bytes, sizes
 from headwise.support.integers import as_count, as_int64, is_integer
+from headwise.support.message_text import describe_sizes, describe_value, human_bytes
 from headwise.support.tracing import may_check_values
 
 # Defaults of `AttentionMatrix`, recognized by identity.
@@ -59,8 +59,8 @@ def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
     (batch, heads, _, head_dim), (k_batch, kv_heads, _, k_head_dim) = q.shape, k.shape
     if batch != k_batch or head_dim != k_head_dim:
         raise ShapeError(
-            saw=f"q {sizes(q, ('batch', 'heads', 'queries', 'head_dim'))} "
-            f"and k {sizes(k, ('batch', 'kv_heads', 'keys', 'head_dim'))}",
+            saw=f"q {describe_sizes(q, ('batch', 'heads', 'queries', 'head_dim'))} "
+            f"and k {describe_sizes(k, ('batch', 'kv_heads', 'keys', 'head_dim'))}",
             needed="the same batch and the same head_dim",
             do="check the projections' widths and the order of the axes",
         )

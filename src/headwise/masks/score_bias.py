@@ -19,11 +19,11 @@ from torch import Tensor
 from headwise.errors import DeviceError, MaskError
 from headwise.masks.alignment import Align, require_align, resolve_align
 from headwise.masks.bias_dtype import cast_biases
-from headwise.masks.clause import WHOLE, MatrixSizes, Rectangle, at_pairs, cut
+from headwise.masks.clause import WHOLE, MatrixSizes, Rectangle, index_axes, read_pairs
 from headwise.masks.clauses.dense_mask import check_fits, with_matrix_axes
 from headwise.support.arguments import require_tensors
-from headwise.support.axes import broadcasts, describe_value
 from headwise.support.integers import as_int64
+from headwise.support.message_text import broadcasts, describe_value
 from headwise.support.tracing import may_check_values
 
 
@@ -289,7 +289,7 @@ class BoundBias:
         self, batches: slice, heads: slice, rows: slice | Tensor, columns: slice
     ) -> list[Tensor]:
         """Return the parts for one block; each broadcasts to (batches, heads, rows, columns)."""
-        parts = [cut(bias, batches, heads, rows, columns) for bias in self.tensors]
+        parts = [index_axes(bias, batches, heads, rows, columns) for bias in self.tensors]
         if self.table is not None:
             table = self.table if self.table.shape[0] == 1 else self.table[heads]
             parts.append(self._from_table(table, rows, columns)[None])
@@ -314,12 +314,12 @@ class BoundBias:
             first = place.keys.first - place.queries.stop + self.queries
             table = table[:, first : first + queries + keys - 1]
         index = (slice(place.batch, place.batch + 1), WHOLE, *(slice(*s) for s in place[1:]))
-        tensors = tuple(cut(bias, *index) for bias in self.tensors)
+        tensors = tuple(index_axes(bias, *index) for bias in self.tensors)
         return BoundBias(queries=queries, keys=keys, table=table, tensors=tensors)
 
     def pairs(self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]) -> list[Tensor]:
         """Return the parts at (query, key) pairs; they broadcast to (batch, heads, pairs)."""
-        parts = [at_pairs(bias, rows, columns) for bias in self.tensors]
+        parts = [read_pairs(bias, rows, columns) for bias in self.tensors]
         if self.table is not None:
             parts.append(self.table[None, :, columns - rows + self.queries - 1])
         return parts

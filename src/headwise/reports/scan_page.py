@@ -21,7 +21,7 @@ from headwise.scanning.scan_schema import fields_of_statistic
 from headwise.scanning.statistics.statistic import Summary
 from headwise.scanning.statistics.view_statistics import map_pyramid
 from headwise.support.atomic_write import write_whole
-from headwise.support.axes import many
+from headwise.support.message_text import describe_count
 
 if TYPE_CHECKING:
     from headwise.study.experiments.same_weights import SameFunction
@@ -69,8 +69,9 @@ class ScanReport:
         return cls(
             scan=scan,
             title=scan.model,
-            about=f"HeadScan of {many(len(scan.measured), 'statistic')}",
-            read=f"{many(scan.sequences, 'sequence')}, {many(scan.tokens, 'token')}",
+            about=f"HeadScan of {describe_count(len(scan.measured), 'statistic')}",
+            read=f"{describe_count(scan.sequences, 'sequence')}, "
+            f"{describe_count(scan.tokens, 'token')}",
         )
 
     @property
@@ -87,11 +88,11 @@ class ScanReport:
     def sizes(self) -> str:
         """``6 layers of 12 heads``."""
         counts = sorted({layer.num_heads for layer in self.scan.layer_scans})
-        layers = many(len(self.scan.layers), "layer")
+        layers = describe_count(len(self.scan.layers), "layer")
         if not counts:
             return layers
         fewest = f"{counts[0]} to " if len(counts) > 1 else ""
-        return f"{layers} of {fewest}{many(counts[-1], 'head')}"
+        return f"{layers} of {fewest}{describe_count(counts[-1], 'head')}"
 
     @property
     def missing(self) -> dict[str, list[str]]:
@@ -164,8 +165,8 @@ def render(report: ScanReport) -> str:
         report=report,
         version=report.versions["headwise"],
         scan=scan,
-        pictured=wording.pictured(scan),
-        unpictured=wording.unpictured(scan),
+        pictured=wording.statistics_with_picture(scan),
+        unpictured=wording.statistics_without_picture(scan),
         columns=wording.drawn_statistics(scan),
         rule=wording.RULE,
         cards=standout_cards(report),
@@ -175,7 +176,7 @@ def render(report: ScanReport) -> str:
         table=scan.table(),
         gradient=Markup(png_images.gradient()),
         ticks=[(weight, 100 * png_images.weight_position(weight)) for weight in TICKS],
-        many=many,
+        many=describe_count,
     )
 
 

@@ -23,7 +23,7 @@ from headwise.reports.wording import (
     standout_heads,
     terminal_statistics,
 )
-from headwise.support.axes import many
+from headwise.support.message_text import describe_count
 
 if TYPE_CHECKING:
     from headwise.scanning.head_scan import HeadScan
@@ -74,7 +74,9 @@ def show_scan(report: ScanReport, console: Console, *, has_page: bool = True) ->
             "Every head: a row is a layer, a column a head, both counted from 0. In per cent, "
             f"unless a unit is given. Layers: {_layer_names(layers)}.",
         )
-        drawn: list[RenderableType] = [picture(statistic, console.width) for statistic in pictures]
+        drawn: list[RenderableType] = [
+            draw_statistic(statistic, console.width) for statistic in pictures
+        ]
         console.print(Columns(drawn, padding=(0, GAP)))
     if rest := _left_out(report, len(pictures), has_page=has_page):
         _print_paragraph(console, rest)
@@ -101,15 +103,19 @@ def _left_out(report: ScanReport, pictures: int, *, has_page: bool) -> str:
     """Return a sentence on the numbers that are not drawn, and on the page that has them."""
     numbers = len(report.scan.scalars)
     rest, maps = numbers - pictures, MAP in report.scan.measured
-    chosen = f"Drawn here: {pictures} of {many(numbers, 'number')} of each head." if rest else ""
-    left_out = [many(rest, "more number")] if rest else []
+    chosen = (
+        f"Drawn here: {pictures} of {describe_count(numbers, 'number')} of each head."
+        if rest
+        else ""
+    )
+    left_out = [describe_count(rest, "more number")] if rest else []
     left_out += ["a map of every head"] if maps else []
     if not has_page or not left_out:
         return chosen
     return f"{chosen} The page also has {' and '.join(left_out)}."
 
 
-def picture(statistic: DrawnStatistic, width: int) -> Text:
+def draw_statistic(statistic: DrawnStatistic, width: int) -> Text:
     """Draw layers x heads, as numbers if they fit into the width, else as a bar for each head."""
     rows, scale = statistic.rows, statistic.scale
     heads = len(rows[0])
@@ -127,8 +133,8 @@ def picture(statistic: DrawnStatistic, width: int) -> Text:
         for value in row[:drawn_heads]:
             drawn.append_text(_cell(scale, value, cell))
     if len(rows) > MOST_ROWS or drawn_heads < heads:
-        layers = f"{min(len(rows), MOST_ROWS)} of {many(len(rows), 'layer')}"
-        drawn.append(f"\nDrawn: {layers}, {drawn_heads} of {many(heads, 'head')}", "dim")
+        layers = f"{min(len(rows), MOST_ROWS)} of {describe_count(len(rows), 'layer')}"
+        drawn.append(f"\nDrawn: {layers}, {drawn_heads} of {describe_count(heads, 'head')}", "dim")
     return drawn.append("\n")
 
 

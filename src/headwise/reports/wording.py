@@ -138,12 +138,12 @@ def drawn_statistics(scan: HeadScan) -> list[DrawnStatistic]:
     return [drawn_statistic(scan, name) for name in [*first, *others]]
 
 
-def pictured(scan: HeadScan) -> list[DrawnStatistic]:
-    """Return the statistics with a picture; `unpictured` returns the others."""
+def statistics_with_picture(scan: HeadScan) -> list[DrawnStatistic]:
+    """Return the statistics with a picture; `statistics_without_picture` returns the others."""
     return [s for s in drawn_statistics(scan) if _reason_without_picture(scan, s) is None]
 
 
-def unpictured(scan: HeadScan) -> dict[str, list[str]]:
+def statistics_without_picture(scan: HeadScan) -> dict[str, list[str]]:
     """Return the names of the statistics without a picture, by the reason."""
     reasons: dict[str, list[str]] = {}
     for statistic in drawn_statistics(scan):
@@ -164,7 +164,7 @@ def _reason_without_picture(scan: HeadScan, statistic: DrawnStatistic) -> str | 
 
 def terminal_statistics(scan: HeadScan) -> list[DrawnStatistic]:
     """Return the few statistics that a terminal shows, in which heads differ."""
-    varying = (statistic for statistic in pictured(scan) if statistic.varies_enough)
+    varying = (statistic for statistic in statistics_with_picture(scan) if statistic.varies_enough)
     return _without_duplicates(varying)[:MOST_PICTURES]
 
 

@@ -14,8 +14,8 @@ from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import ShapeError
 from headwise.kernels.bound_scores import accumulation_dtype
-from headwise.support.axes import sizes
 from headwise.support.integers import as_int64
+from headwise.support.message_text import describe_sizes
 
 CELLS = 64  # a map is this many blocks of queries by this many blocks of keys
 SAMPLES = 64  # sampled rows of each sequence, at most
@@ -151,7 +151,7 @@ class CapturedCall:
             tensor, axis = getattr(self, name), "queries" if name == "real_queries" else "keys"
             if tensor is not None and tensor.shape != (batch, length):
                 raise ShapeError(
-                    saw=f"{name} {sizes(tensor, ('batch', axis))}",
+                    saw=f"{name} {describe_sizes(tensor, ('batch', axis))}",
                     needed=f"(batch {batch}, {axis} {length})",
                     do=f"give one entry for each of the {axis} of each sequence",
                 )

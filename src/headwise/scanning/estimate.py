@@ -25,7 +25,7 @@ from headwise.masks.mask import Mask
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CELLS, CapturedCall
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
-from headwise.support.axes import human_bytes
+from headwise.support.message_text import human_bytes
 
 TILES_AT_ONCE = 8  # scores, weights, and temporary tensors of statistics
 STATES_AT_ONCE = 6  # tensors of the model's width: residuals, normalised ones, inputs of a product

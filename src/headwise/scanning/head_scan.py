@@ -12,8 +12,8 @@ from headwise.scanning import scan_file
 from headwise.scanning.layer_scan import LayerScan, ScanReadings
 from headwise.scanning.scan_diff import ScanDiff
 from headwise.scanning.statistics.statistic import Statistic
-from headwise.support.axes import describe_value
 from headwise.support.display import Displayed
+from headwise.support.message_text import describe_value
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)

@@ -13,8 +13,8 @@ from headwise.errors import OptionError
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic_error
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
-from headwise.support.axes import describe_value
 from headwise.support.integers import as_count
+from headwise.support.message_text import describe_value
 from headwise.support.optional_imports import require
 
 OTHER_HEAD = "other_head"  # the axis of a statistic that compares the heads of a layer

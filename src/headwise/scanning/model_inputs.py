@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, OptionError, ShapeError
 from headwise.scanning.module_calls import plain_tensors, unwrap_compiled
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 # A scan needs no cache of keys and values. It does not need logits of each token either, which can
 # take more memory than all the rest.
@@ -58,7 +58,7 @@ def not_a_model_error(model: object, needed: str) -> OptionError:
     return OptionError(saw=f"model={describe_value(model)}, which is {kind}", needed=needed, do=do)
 
 
-def parse_inputs(inputs: Any) -> list[ModelInput]:
+def list_inputs(inputs: Any) -> list[ModelInput]:
     """Return each input of a list, or of a tensor, a tuple or a mapping the only input.
 
     Raises:

@@ -16,8 +16,8 @@ from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.model_inputs import (
     ModelInput,
+    list_inputs,
     not_a_model_error,
-    parse_inputs,
     prepare_inputs,
     require_finite,
     run_model,
@@ -32,7 +32,7 @@ from headwise.scanning.selection import (
     select_tokens,
 )
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 from headwise.support.module_modes import evaluating
 from headwise.support.progress import Progress, no_progress
 
@@ -88,7 +88,7 @@ def scan(
         layers=SelectedLayers(layers, heads),
         progress=progress or no_progress,
     )
-    return _run_scan(model, parse_inputs(inputs), collector, call)
+    return _run_scan(model, list_inputs(inputs), collector, call)
 
 
 def _run_scan(

@@ -42,7 +42,7 @@ from headwise.scanning.statistics import importance_statistics
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Definition, Statistic
 from headwise.support.atomic_write import write_whole
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 from headwise.support.private_torch import is_wrapper
 
 VERSION = 2

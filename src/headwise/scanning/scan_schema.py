@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from headwise.scanning.layer_scan import LayerScan, ScanReadings
-from headwise.scanning.statistics.statistic import Definition, Statistic, Summary, fault_of_summary
+from headwise.scanning.statistics.statistic import (
+    Definition,
+    Statistic,
+    Summary,
+    find_summary_fault,
+)
 
 WORDS = ("name", "formula", "unit", "excluded", "source", "axes")
 WHOLE = range(2**63)
@@ -212,7 +217,7 @@ def _layer(
 
 def _check_summary(statistic: Statistic, summary: Summary, heads: int, where: str) -> None:
     if statistic.parts is not None:
-        if (fault := fault_of_summary(statistic.parts, summary, num_heads=heads)) is not None:
+        if (fault := find_summary_fault(statistic.parts, summary, num_heads=heads)) is not None:
             raise FieldError(f"{where}.{fault[0]} {fault[1]}")
         return
     # Without `parts`, only the shape of the result can be checked.

@@ -16,8 +16,8 @@ from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.importance_statistics import Importance
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.support.axes import describe_value
 from headwise.support.integers import is_integer
+from headwise.support.message_text import describe_value
 
 MOST_LAYERS = 12  # layers that a message names; the others are counted
 

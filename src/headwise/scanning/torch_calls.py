@@ -24,8 +24,8 @@ from headwise.layers.torch_api.functional_form import multi_head_attention_forwa
 from headwise.masks.additive_mask import split_additive_mask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.support.kernel_calls import is_own_call
-from headwise.support.tracing import as_autocast_has_it
+from headwise.support.kernel_calls import is_kernel_call
+from headwise.support.tracing import cast_like_autocast
 
 AXES = "batch heads queries keys"
 
@@ -44,7 +44,7 @@ class TorchCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             return multi_head_attention_forward(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and not is_own_call():
+        if func is F.scaled_dot_product_attention and not is_kernel_call():
             return _record_attention(func(*args, **kwargs), *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -64,7 +64,7 @@ def _record_attention(
     axes = _Axes(outputs.shape[:-2], is_grouped=enable_gqa)
     head_outputs = axes.with_four_axes(outputs)
     heads = head_outputs.shape[1]
-    query, key, value = as_autocast_has_it(query, key, value)
+    query, key, value = cast_like_autocast(query, key, value)
     q, k, v = (
         axes.with_four_axes(query, heads=heads),
         axes.with_four_axes(key),

@@ -19,8 +19,8 @@ from headwise.support.progress import Progress, no_progress
 
 # In the order in which they build on each other.
 IDS = (
-    "picture",
-    "split",
+    "diagram",
+    "when-split",
     "parameters",
     "packing",
     "must-divide",

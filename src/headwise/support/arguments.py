@@ -1,8 +1,8 @@
 """Arguments of the wrong type, and those that a function does not have.
 
-`explains` wraps a function whose callers come from other libraries. In place of Python's "got an
-unexpected keyword argument" it raises an `ArgumentError`, a TypeError whose message names the
-argument to pass instead.
+`explain_arguments` wraps a function whose callers come from other libraries. In place of Python's
+"got an unexpected keyword argument" it raises an `ArgumentError`, a TypeError whose message names
+the argument to pass instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 from torch import Tensor
 
 from headwise.errors import ArgumentError, DTypeError
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,7 +52,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, float | int) or hasattr(value, "__float__")
 
 
-def explains(
+def explain_arguments(
     answers: Mapping[str, ArgumentAdvice],
     *,
     beyond: Callable[[tuple[Any, ...]], ArgumentAdvice] | None = None,

@@ -21,13 +21,13 @@ class Displayed:
     """Base of results: ``print`` shows their text, and a notebook their page."""
 
     def __str__(self) -> str:
-        return drawn(self, "text")
+        return render(self, "text")
 
     def _repr_html_(self) -> str:
-        return drawn(self, "html")
+        return render(self, "html")
 
 
-def drawn(result: object, form: Form) -> str:
+def render(result: object, form: Form) -> str:
     """Return a result in one of its rich forms.
 
     Raises:

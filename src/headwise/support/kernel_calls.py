@@ -18,8 +18,8 @@ _is_own: ContextVar[bool | None] = ContextVar("headwise_own_call", default=None)
 
 
 @contextmanager
-def telling_own_calls() -> Iterator[None]:
-    """Let `is_own_call` answer while the block runs, in this thread."""
+def mark_kernel_calls() -> Iterator[None]:
+    """Let `is_kernel_call` answer while the block runs, in this thread."""
     token = _is_own.set(False)
     try:
         yield
@@ -27,12 +27,14 @@ def telling_own_calls() -> Iterator[None]:
         _is_own.reset(token)
 
 
-def is_own_call() -> bool:
+def is_kernel_call() -> bool:
     """True if a kernel of headwise is calling."""
     return bool(_is_own.get())
 
 
-def call_as_own(function: Callable[..., Tensor], *operands: Tensor, **options: object) -> Tensor:
+def call_for_kernel(
+    function: Callable[..., Tensor], *operands: Tensor, **options: object
+) -> Tensor:
     """Call one of torch's functions for a kernel of headwise.
 
     A compiled graph shows nothing, so nothing is set in one.

@@ -32,7 +32,7 @@ def may_check_values(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and may_read_values(tensor)
 
 
-def as_autocast_has_it(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_like_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return tensors in the dtype that autocast gives torch's own operator."""
     kind = tensors[0].device.type
     if not autocasts(kind):

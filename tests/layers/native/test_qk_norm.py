@@ -15,10 +15,10 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from headwise import Rotary
 from headwise.error_budget.budget import Budget
 from headwise.errors import OptionError
 from headwise.layers.native.qk_norm import Norm, QKNorm
-from headwise.layers.positions import Rotary
 from tests.honest import HALVES, accumulation, normal
 from tests.refusals import refusals
 

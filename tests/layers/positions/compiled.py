@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.layers.positions import Alibi, PositionBias, Rotary, T5Bias, YarnScaling
+from headwise import Rotary
+from headwise.layers.positions import Alibi, PositionBias, T5Bias, YarnScaling
 from tests.honest import normal
 
 LAYERS: dict[str, Rotary | PositionBias] = {

@@ -8,13 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.layers.positions import (
-    LinearScaling,
-    Llama3Scaling,
-    NTKScaling,
-    Rotary,
-    YarnScaling,
-)
+from headwise import Rotary
+from headwise.layers.positions import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 from headwise.layers.positions.rotary_scaling import Scaling
 
 SCALINGS: dict[str, Scaling | None] = {

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from headwise import Rotary
 from headwise.error_budget.budget import Budget
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
-from headwise.layers.positions import LinearScaling, Rotary, YarnScaling
+from headwise.layers.positions import LinearScaling, YarnScaling
 from tests.apart import assert_passed_apart
 from tests.honest import HALVES, accumulation, normal
 from tests.layers.positions.rotaries import pairs, rotaries, rounding

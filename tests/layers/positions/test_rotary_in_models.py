@@ -18,13 +18,8 @@ from transformers import (
 )
 from transformers.models.gptj import modeling_gptj
 
-from headwise.layers.positions import (
-    LinearScaling,
-    Llama3Scaling,
-    NTKScaling,
-    Rotary,
-    YarnScaling,
-)
+from headwise import Rotary
+from headwise.layers.positions import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 from tests.honest import normal
 
 SIZES = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2}

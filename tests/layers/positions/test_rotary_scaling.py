@@ -12,15 +12,9 @@ from torch import Tensor
 from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from headwise import Rotary
 from headwise.errors import OptionError
-from headwise.layers.positions import (
-    LinearScaling,
-    Llama3Scaling,
-    NTKScaling,
-    Rotary,
-    Scaling,
-    YarnScaling,
-)
+from headwise.layers.positions import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling
 from headwise.layers.positions.rotary_scaling import frequencies_of
 from tests.refusals import refusals
 

@@ -28,8 +28,15 @@ from tests.layers.torch_api.cases import (
 )
 
 
-def test_compiled() -> None:
-    assert_passed_apart(Path(__file__).with_name("compiled.py"), 13)
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        ("both or any_length", 3),
+        pytest.param("not (both or any_length)", 10, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled(chosen: str, count: int) -> None:
+    assert_passed_apart(Path(__file__).with_name("compiled.py"), count, chosen=chosen)
 
 
 @hides_a_whole_sequence

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
-from headwise.error_budget.rounding import ELEMENTARY, Roundoff, growth
+from headwise.error_budget.rounding import ELEMENTARY, Roundoff, sum_error_bound
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.scanning.captured_call import CapturedCall
@@ -219,7 +219,7 @@ KINDS: dict[str, Kind] = {
 
 def roundoff(terms: int, dtype: torch.dtype) -> float:
     """Relative error of a statistic of so many weights, beyond what errors of the scores do."""
-    return Roundoff.of(dtype).u * (2 * growth(terms) + 2 * ELEMENTARY + 2)
+    return Roundoff.of(dtype).u * (2 * sum_error_bound(terms) + 2 * ELEMENTARY + 2)
 
 
 def assert_is(found: Tensor, expected: Tensor | float, *, terms: int = 128) -> None:

@@ -96,6 +96,7 @@ def test_an_implementation_that_is_filled_wrongly(
     assert "random" in failed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [Annotated, XTransformers, Native])
 def test_an_implementation_of_another_scale(
     layer: type[Implementation], monkeypatch: pytest.MonkeyPatch
@@ -119,6 +120,7 @@ def test_a_mask_of_the_other_polarity(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not answer.facts[0][0]
 
 
+@pytest.mark.slow
 def test_biases_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def swapped(w: SharedWeights) -> SharedWeights:
         assert w.biases is not None
@@ -129,6 +131,7 @@ def test_biases_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed() == {"biased"}
 
 
+@pytest.mark.slow
 def test_an_encoder_that_gave_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = small_reading()
     call = replace(reading.calls[0], output=reading.calls[0].output * (1 + 1e-4))
@@ -136,6 +139,7 @@ def test_an_encoder_that_gave_something_else(monkeypatch: pytest.MonkeyPatch) ->
     assert failed() == {"biased"}
 
 
+@pytest.mark.slow
 def test_a_check_that_lets_anything_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     loose = same_weights.Budget.of
 
@@ -162,6 +166,7 @@ def made(key: str) -> Implementation:
     return IMPLEMENTATIONS[key](same_weights.EMBED_DIM, same_weights.NUM_HEADS).eval()
 
 
+@pytest.mark.slow
 def test_a_layer_that_rounds_what_is_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = TorchLayer.forward
 
@@ -185,6 +190,7 @@ def test_two_that_are_off_to_either_side() -> None:
 # ---- one convention for all --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_read_masks_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def agree(layer: type[Implementation]) -> None:
         forward, spell = layer.forward, layer.convert_mask
@@ -202,11 +208,13 @@ def test_all_read_masks_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None
     assert failed() == {"masks", "one class"}
 
 
+@pytest.mark.slow
 def test_nothing_is_dropped_but_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "dropout", lambda x, *_, **__: x)
     assert failed() == {"dropout"}
 
 
+@pytest.mark.slow
 def test_no_dropout_module_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in (Bert, GPT2):
         forward = layer.forward
@@ -222,11 +230,13 @@ def test_no_dropout_module_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed() == {"dropout"}
 
 
+@pytest.mark.slow
 def test_a_block_that_forgets_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EinopsPage, "block", lambda self, x: self.layer_norm(self(x)))
     assert failed() == {"blocks"}
 
 
+@pytest.mark.slow
 def test_weights_with_the_same_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_each_head(self: TorchLayer, x: Tensor) -> Tensor:
         weights: Tensor = self.inner(x, x, x, average_attn_weights=False)[1]
@@ -247,11 +257,13 @@ def _no_fast_path() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_fast_path")
 def test_torch_without_its_fast_path() -> None:
     assert failed() == {"one class"}
 
 
+@pytest.mark.slow
 def test_kernels_that_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     make = GPT2.__init__
     monkeypatch.setattr(
@@ -319,9 +331,9 @@ def test_what_is_odd_is_found() -> None:
 
 
 def test_how_weights_are_initialised() -> None:
-    start = measured_conventions.initial_output_projection(Annotated, embed_dim=96, num_heads=6)
+    start = measured_conventions.initial_output_std(Annotated, embed_dim=96, num_heads=6)
     assert start == {"out": pytest.approx(96**-0.5, rel=0.02), "copies": True}  # Xavier's
-    start = measured_conventions.initial_output_projection(GPT2, embed_dim=96, num_heads=6)
+    start = measured_conventions.initial_output_std(GPT2, embed_dim=96, num_heads=6)
     assert start == {"out": pytest.approx(0.02 / 24**0.5, rel=0.02), "copies": False}
 
 

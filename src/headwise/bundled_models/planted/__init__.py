@@ -38,7 +38,7 @@ from headwise.bundled_models.planted.network import (
     model,
 )
 from headwise.bundled_models.planted.plan import NAMES
-from headwise.bundled_models.planted.rules import contributions_truth, truth
+from headwise.bundled_models.planted.rules import true_contributions, true_weights
 
 __all__ = [
     "BEGIN",
@@ -47,7 +47,7 @@ __all__ = [
     "SEPARATOR",
     "VOCABULARY",
     "Planted",
-    "contributions_truth",
     "model",
-    "truth",
+    "true_contributions",
+    "true_weights",
 ]

@@ -18,7 +18,7 @@ from headwise.support.integers import as_int64
 Rule = Callable[[Tensor, Tensor], Tensor]
 
 
-def truth(
+def true_weights(
     ids: Int[Tensor, "batch length"],
     *,
     lengths: Integer[Tensor, " batch"] | None = None,
@@ -45,7 +45,7 @@ def truth(
     ]
 
 
-def contributions_truth(
+def true_contributions(
     ids: Int[Tensor, "batch length"],
     *,
     lengths: Integer[Tensor, " batch"] | None = None,
@@ -54,7 +54,7 @@ def contributions_truth(
     """Return each head's contribution to the state: the mean code of its attended tokens, or 0."""
     codes = binary_code(ids, bits=TOKEN_BITS).double()
     contributions = []
-    for layer, weights in zip(LAYERS, truth(ids, lengths=lengths, rows=rows), strict=True):
+    for layer, weights in zip(LAYERS, true_weights(ids, lengths=lengths, rows=rows), strict=True):
         added = weights.new_zeros(*weights.shape[:3], EMBED_DIM)
         for number, head in enumerate(layer):
             if head.writes is not None:

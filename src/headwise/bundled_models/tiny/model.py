@@ -12,7 +12,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.bundled_models.causal_mask import causal_padding_mask
 from headwise.bundled_models.tiny.symbols import VOCABULARY
 from headwise.layers.native.attention import Attention
-from headwise.layers.positions import Rotary
+from headwise.layers.positions.rotary import Rotary
 from headwise.masks.mask import Mask
 
 

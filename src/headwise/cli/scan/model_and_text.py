@@ -17,7 +17,7 @@ from headwise.errors import OptionError
 from headwise.reports.wording import escape_unprintable
 from headwise.scanning.estimate import require_memory
 from headwise.scanning.model_inputs import CHECK_TOKENIZER
-from headwise.support.axes import many
+from headwise.support.message_text import describe_count
 
 MOST_NAMES = 6  # special tokens that are named; some models have hundreds
 TEXT_LENGTH = 4096  # default number of tokens of a text
@@ -270,7 +270,7 @@ def stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> TextT
     whole = [] if words == [""] else [int(word) for word in words]
     if len(whole) < 2:
         raise OptionError(
-            saw=f"{file}, with {many(len(whole), 'token')}",
+            saw=f"{file}, with {describe_count(len(whole), 'token')}",
             needed=TWO,
             do="write more token ids into the file",
         )

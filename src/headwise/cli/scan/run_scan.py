@@ -23,12 +23,12 @@ from headwise.scanning.estimate import (
     require_memory,
 )
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.model_inputs import explain_token_failure, parse_inputs, run_model
+from headwise.scanning.model_inputs import explain_token_failure, list_inputs, run_model
 from headwise.scanning.scan import scan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.atomic_write import require_writable, write_whole
-from headwise.support.axes import many
+from headwise.support.message_text import describe_count
 from headwise.support.progress import Progress
 
 INSTEAD = "call headwise.scan(model, inputs) from Python, with all inputs of the model"
@@ -50,7 +50,7 @@ class PreparedScan:
     @property
     def opening_lines(self) -> str:
         """Lines on the model and its input, the estimate, and texts that are already done."""
-        texts = many(len(self.texts), "text")
+        texts = describe_count(len(self.texts), "text")
         begins = escape_unprintable(f"{self.subject.title} reads {self._reading}")
         begins += f": {self.estimate}, by estimate."
         if not self._num_done:
@@ -66,7 +66,7 @@ class PreparedScan:
         if self.options.out is None:
             return "Interrupted; nothing is saved without --out."
         return (
-            f"Interrupted; {self._num_done} of {many(len(self.texts), 'text')} are in "
+            f"Interrupted; {self._num_done} of {describe_count(len(self.texts), 'text')} are in "
             f"{self.options.out}. Run the same command again to resume."
         )
 
@@ -153,7 +153,7 @@ def prepare(options: ScanOptions) -> PreparedScan:
     trial = texts[0].ids[:, :TRIAL]
     with explain_token_failure(subject.title, trial.shape[1], do=INSTEAD):
         _scan(options, subject, trial)
-        (once,) = parse_inputs(subject.inputs(trial))
+        (once,) = list_inputs(subject.inputs(trial))
         calls = record_call_sizes(subject.model, lambda: run_model(subject.model, once))
     lengths = [text.ids.shape[1] for text in texts]
     expected = estimate(subject.model, calls, statistics, lengths, held_bytes=process_memory())

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from headwise.support.arguments import ArgumentAdvice
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 _DROP_IN = "headwise.MultiheadAttention has it"
 
@@ -115,7 +115,7 @@ CALL = {
 }
 
 
-def beyond_the_sizes(values: tuple[Any, ...]) -> ArgumentAdvice:
+def advise_extra_sizes(values: tuple[Any, ...]) -> ArgumentAdvice:
     """Return the advice for positional arguments as in torch, where the third is dropout."""
     dropout = describe_value(values[2])
     return ArgumentAdvice(
@@ -123,7 +123,7 @@ def beyond_the_sizes(values: tuple[Any, ...]) -> ArgumentAdvice:
     )
 
 
-def beyond_the_source(values: tuple[Any, ...]) -> ArgumentAdvice:
+def advise_extra_inputs(values: tuple[Any, ...]) -> ArgumentAdvice:
     """Return the advice for ``layer(query, key, value, ...)``."""
     query, key, value = values[:3]
     if len(values) > 3 or not isinstance(value, Tensor):

@@ -20,12 +20,13 @@ from headwise.layers.native.head_readings import HeadReadings
 from headwise.layers.native.initialization import Source, initialise
 from headwise.layers.native.padding import select_packing
 from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import PositionBias, Rotary
+from headwise.layers.positions import PositionBias
+from headwise.layers.positions.rotary import Rotary
 from headwise.layouts import registry
 from headwise.layouts.layout import Layout
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.support.arguments import explains
+from headwise.support.arguments import explain_arguments
 
 
 class Attention(HeadReadings):
@@ -58,7 +59,7 @@ class Attention(HeadReadings):
         OptionError: sizes or options that contradict each other, or lie outside their range.
     """
 
-    @explains(argument_aliases.CONSTRUCTOR, beyond=argument_aliases.beyond_the_sizes)
+    @explain_arguments(argument_aliases.CONSTRUCTOR, beyond=argument_aliases.advise_extra_sizes)
     def __init__(
         self,
         embed_dim: int,
@@ -119,7 +120,7 @@ class Attention(HeadReadings):
             if reset := getattr(module, "reset_parameters", None):  # ALiBi and None have none
                 reset()
 
-    @explains(argument_aliases.CALL, beyond=argument_aliases.beyond_the_source)
+    @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
     def forward(
         self,
         x: Float[Tensor, "batch queries embed_dim"],

@@ -10,7 +10,7 @@ from headwise.layers.native import call_checks
 from headwise.layers.native.cache import Cache
 from headwise.layers.native.padding import CallInputs, Unpacked
 from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import Rotary
+from headwise.layers.positions.rotary import Rotary
 from headwise.masks.mask import Mask
 from headwise.masks.operand_checks import require_mask, require_score_bias
 from headwise.masks.score_bias import ScoreBias

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
-from headwise.support.axes import human_bytes
 from headwise.support.integers import as_int64
+from headwise.support.message_text import human_bytes
 
 
 class CachedKeys(NamedTuple):

@@ -11,7 +11,7 @@ from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.layers.native.cache import Cache
 from headwise.layers.native.padding import CallInputs
 from headwise.masks.clauses.lengths import PaddingClause
-from headwise.support.axes import describe_value, sizes
+from headwise.support.message_text import describe_sizes, describe_value
 
 X_AXES = ("batch", "queries", "embed_dim")
 SOURCE_AXES = ("batch", "keys", "source_dim")
@@ -79,7 +79,7 @@ def check_source(x: Tensor, source: Tensor, width: int, projection: nn.Module) -
     check_tokens("source", source, width, SOURCE_AXES, projection)
     if source.shape[0] != x.shape[0]:
         raise ShapeError(
-            saw=f"x {sizes(x, X_AXES)} and source {sizes(source, SOURCE_AXES)}",
+            saw=f"x {describe_sizes(x, X_AXES)} and source {describe_sizes(source, SOURCE_AXES)}",
             needed="the same batch",
             do="source.expand(...), or one source for each sequence",
         )

@@ -13,13 +13,13 @@ from headwise.layers.native.base import AttentionBase
 from headwise.layers.native.padding import Packed, Unpacked, select_packing
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.support.arguments import explains
+from headwise.support.arguments import explain_arguments
 
 
 class HeadReadings(AttentionBase):
     """Methods for the results of single heads; arguments and errors as in the forward pass."""
 
-    @explains(argument_aliases.CALL, beyond=argument_aliases.beyond_the_source)
+    @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
     def matrix(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -32,7 +32,7 @@ class HeadReadings(AttentionBase):
         call = self._call(x, source, mask, score_bias)
         return self._matrix_and_values(Unpacked.of(call), call)[0]
 
-    @explains(argument_aliases.CALL, beyond=argument_aliases.beyond_the_source)
+    @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
     def head_outputs(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -46,7 +46,7 @@ class HeadReadings(AttentionBase):
         matrix, v = self._matrix_and_values(Unpacked.of(call), call)
         return matrix @ v
 
-    @explains(argument_aliases.CALL, beyond=argument_aliases.beyond_the_source)
+    @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
     def contributions(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -70,7 +70,7 @@ class HeadReadings(AttentionBase):
         ]
         return torch.stack(parts, dim=1)
 
-    @explains(argument_aliases.CALL, beyond=argument_aliases.beyond_the_source)
+    @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
     def explain(
         self,
         x: Float[Tensor, "batch queries embed_dim"],

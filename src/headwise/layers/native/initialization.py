@@ -15,7 +15,7 @@ from torch import nn
 
 from headwise.errors import OptionError
 from headwise.layers.native.base import AttentionBase
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 Source = Literal["torch-packed", "torch-separate", "einops", "gpt2", "t5"]
 

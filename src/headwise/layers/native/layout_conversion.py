@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.layers.native.base import AttentionBase
 from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import Alibi, Rotary, T5Bias
+from headwise.layers.positions import Alibi, T5Bias
 from headwise.layers.positions.distance_bias import BIAS_MAX, AlibiSlopes, T5BucketTable
+from headwise.layers.positions.rotary import Rotary
 from headwise.layouts import pattern
 from headwise.layouts.attention_spec import SCALES, USUAL_SCALE, AttentionSpec, require_same
 from headwise.layouts.canonical import State
@@ -122,7 +123,7 @@ def pack_state(canonical: State, layer: AttentionBase) -> dict[str, Tensor]:
     """Return the layer's state_dict from canonical tensors, head_dim in its rotation's order."""
     if layer.rotary is not None and layer.rotary.pairing != "half-split":
         width = layer.rotary.width_in(layer.head_dim)
-        canonical = pattern.neighbours(canonical, width=width)
+        canonical = pattern.to_interleaved(canonical, width=width)
     return _layout_of_layer(layer).pack(canonical)
 
 
@@ -132,7 +133,7 @@ def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
     canonical = source.unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
     if layer.rotary is None or layer.rotary.pairing == "half-split":
         return canonical
-    return pattern.halves(canonical, width=layer.rotary.width_in(layer.head_dim))
+    return pattern.to_half_split(canonical, width=layer.rotary.width_in(layer.head_dim))
 
 
 # ---- the function -------------------------------------------------------------------------------

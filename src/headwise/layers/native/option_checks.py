@@ -8,11 +8,12 @@ from headwise.errors import OptionError
 from headwise.layers.native.base import AttentionBase
 from headwise.layers.native.call_checks import refuse_in_cross_attention
 from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import PositionBias, Rotary
+from headwise.layers.positions import PositionBias
+from headwise.layers.positions.rotary import Rotary
 from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
 from headwise.masks.operand_checks import check_probability, check_score_numbers
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 
 def default_head_dim(embed_dim: int, num_heads: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.errors import OptionError
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 from headwise.support.tracing import is_traced
 
 Kind = Literal["rms", "layer"]

@@ -5,7 +5,6 @@ Each is an option of a layer: `Rotary` rotates queries and keys; a `PositionBias
 """
 
 from headwise.layers.positions.distance_bias import Alibi, PositionBias, T5Bias, alibi_slopes
-from headwise.layers.positions.rotary import Rotary
 from headwise.layers.positions.rotary_scaling import (
     LinearScaling,
     Llama3Scaling,
@@ -20,7 +19,6 @@ __all__ = [
     "Llama3Scaling",
     "NTKScaling",
     "PositionBias",
-    "Rotary",
     "Scaling",
     "T5Bias",
     "YarnScaling",

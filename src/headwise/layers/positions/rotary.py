@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.layers.positions.rotary_scaling import Scaling, frequencies_of, require_positive
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 from headwise.support.tracing import may_read_values
 
 Pairing = Literal["half-split", "interleaved"]

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 
 def require_positive(owner: object, *names: str) -> None:

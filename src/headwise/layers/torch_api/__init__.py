@@ -5,6 +5,5 @@
 """
 
 from headwise.layers.torch_api.functional_form import multi_head_attention_forward
-from headwise.layers.torch_api.layer import MultiheadAttention
 
-__all__ = ["MultiheadAttention", "multi_head_attention_forward"]
+__all__ = ["multi_head_attention_forward"]

@@ -24,7 +24,7 @@ from headwise.layers.torch_api.torch_errors import (
     RuntimeShapeError,
 )
 from headwise.support.arguments import is_number
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 from headwise.support.tracing import autocasts
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
-    by_group,
-    by_head,
-    fused,
+    fused_by_group,
+    fused_by_head,
+    fused_projection,
     head_norms,
-    out,
-    outside,
-    stacked,
+    other_weights,
+    output_projection,
+    stacked_qkv,
 )
 
 _HALVES = AttentionSpec(rotary="half-split")
@@ -34,7 +34,7 @@ GPT2 = {
     "final_norm": "ln_f.*",
     "unembedding": "lm_head.weight",
 }
-_NEOX_OUTSIDE = outside(
+_NEOX_OUTSIDE = other_weights(
     tokens="gpt_neox.embed_in.weight",
     norm_1="gpt_neox.layers.{layer}.input_layernorm.*",
     norm_2="gpt_neox.layers.{layer}.post_attention_layernorm.*",
@@ -47,9 +47,9 @@ _NEOX_OUTSIDE = outside(
 _GPT = (
     Layout(
         name="gpt2",
-        tensors=stacked("c_attn", columns=True) | out("c_proj", columns=True),
+        tensors=stacked_qkv("c_attn", columns=True) | output_projection("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
-        outside=outside(GPT2, columns=True),
+        outside=other_weights(GPT2, columns=True),
         beside=_MASKS,
         source=f"{_TRANSFORMERS}gpt2/modeling_gpt2.py",
         note="all matrices are stored for x @ weight; c_proj is square, so that a transpose left "
@@ -58,7 +58,7 @@ _GPT = (
     ),
     Layout(
         name="jais",
-        tensors=stacked("c_attn", columns=True) | out("c_proj", columns=True),
+        tensors=stacked_qkv("c_attn", columns=True) | output_projection("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         function=AttentionSpec(scale=None, score_bias=None),
@@ -69,13 +69,13 @@ _GPT = (
     ),
     Layout(
         name="codegen",
-        tensors=fused(
+        tensors=fused_projection(
             "qkv_proj",
             "(shard [wq: shard_heads head_dim | wv: shard_heads head_dim "
             "| wk: shard_heads head_dim])",
             bias=False,
         )
-        | out("out_proj", bias=False),
+        | output_projection("out_proj", bias=False),
         where={"self": "h.{layer}.attn."},
         beside=("causal_mask", *_MASKS),
         splits={"heads": ("shard", "shard_heads")},
@@ -87,7 +87,7 @@ _GPT = (
     ),
     Layout(
         name="gpt-bigcode-mqa",
-        tensors=stacked("c_attn", kv_heads="kv_heads") | out("c_proj"),
+        tensors=stacked_qkv("c_attn", kv_heads="kv_heads") | output_projection("c_proj"),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         fixed=_ONE_KV_HEAD,
@@ -97,7 +97,7 @@ _GPT = (
     ),
     Layout(
         name="gpt-bigcode-mha",
-        tensors=by_head("c_attn") | out("c_proj"),
+        tensors=fused_by_head("c_attn") | output_projection("c_proj"),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         source=f"{_TRANSFORMERS}gpt_bigcode/modeling_gpt_bigcode.py",
@@ -105,7 +105,7 @@ _GPT = (
     ),
     Layout(
         name="qwen1",
-        tensors=stacked("c_attn") | out("c_proj", bias=False),
+        tensors=stacked_qkv("c_attn") | output_projection("c_proj", bias=False),
         where={"self": "h.{layer}.attn."},
         beside=(*_MASKS, *_ANGLES),
         function=_HALVES,
@@ -118,7 +118,7 @@ _GPT = (
 _NEOX = (
     Layout(
         name="neox",
-        tensors=by_head("query_key_value") | out("dense"),
+        tensors=fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "gpt_neox.layers.{layer}.attention."},
         outside=_NEOX_OUTSIDE,
         beside=(*_MASKS, *_ANGLES),
@@ -136,7 +136,7 @@ _NEOX = (
             "key.bias": "bk: (heads head_dim)",
             "value.bias": "bv: (heads head_dim)",
         }
-        | out("dense"),
+        | output_projection("dense"),
         where={"self": "gpt_neox.layers.{layer}.attention."},
         outside=_NEOX_OUTSIDE,
         beside=(*_MASKS, *_ANGLES),
@@ -147,7 +147,7 @@ _NEOX = (
     ),
     Layout(
         name="bloom",
-        tensors=by_head("query_key_value") | out("dense"),
+        tensors=fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         function=AttentionSpec(score_bias="alibi"),
         source=f"{_TRANSFORMERS}bloom/modeling_bloom.py",
@@ -155,8 +155,8 @@ _NEOX = (
     ),
     Layout(
         name="persimmon",
-        tensors=by_head("query_key_value")
-        | out("dense")
+        tensors=fused_by_head("query_key_value")
+        | output_projection("dense")
         | head_norms("q_layernorm", "k_layernorm", bias=True),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
@@ -168,7 +168,7 @@ _NEOX = (
     ),
     Layout(
         name="chatglm-6b",
-        tensors=by_head("query_key_value") | out("dense"),
+        tensors=fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "layers.{layer}.attention."},
         beside=_ANGLES,
         function=AttentionSpec(
@@ -184,7 +184,7 @@ _NEOX = (
 _GROUPED = (
     Layout(
         name="falcon-rw",
-        tensors=by_head("query_key_value") | out("dense"),
+        tensors=fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         function=AttentionSpec(score_bias="alibi before the scale"),
         source=f"{_TRANSFORMERS}falcon/modeling_falcon.py",
@@ -193,7 +193,7 @@ _GROUPED = (
     ),
     Layout(
         name="falcon-7b",
-        tensors=stacked("query_key_value", kv_heads="kv_heads") | out("dense"),
+        tensors=stacked_qkv("query_key_value", kv_heads="kv_heads") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         fixed=_ONE_KV_HEAD,
@@ -203,7 +203,7 @@ _GROUPED = (
     ),
     Layout(
         name="falcon-40b",
-        tensors=by_group("query_key_value") | out("dense"),
+        tensors=fused_by_group("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         function=_HALVES,
@@ -212,7 +212,7 @@ _GROUPED = (
     ),
     Layout(
         name="internlm2",
-        tensors=by_group("wqkv") | out("wo"),
+        tensors=fused_by_group("wqkv") | output_projection("wo"),
         where={"self": "model.layers.{layer}.attention."},
         beside=_ANGLES,
         function=_HALVES,
@@ -221,7 +221,7 @@ _GROUPED = (
     ),
     Layout(
         name="mpt",
-        tensors=stacked("Wqkv", bias=False) | out("out_proj", bias=False),
+        tensors=stacked_qkv("Wqkv", bias=False) | output_projection("out_proj", bias=False),
         where={"self": "blocks.{layer}.attn."},
         function=AttentionSpec(score_bias="alibi", clip=None),
         source=f"{_TRANSFORMERS}mpt/modeling_mpt.py",
@@ -229,7 +229,8 @@ _GROUPED = (
     ),
     Layout(
         name="dbrx",
-        tensors=stacked("Wqkv", kv_heads="kv_heads", bias=False) | out("out_proj", bias=False),
+        tensors=stacked_qkv("Wqkv", kv_heads="kv_heads", bias=False)
+        | output_projection("out_proj", bias=False),
         where={"self": "blocks.{layer}.norm_attn_norm.attn."},
         function=AttentionSpec(rotary="half-split", clip=None),
         source=f"{_TRANSFORMERS}dbrx/modeling_dbrx.py",
@@ -237,7 +238,8 @@ _GROUPED = (
     ),
     Layout(
         name="phi3",
-        tensors=stacked("qkv_proj", kv_heads="kv_heads", bias=False) | out("o_proj", bias=False),
+        tensors=stacked_qkv("qkv_proj", kv_heads="kv_heads", bias=False)
+        | output_projection("o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
         function=AttentionSpec(rotary_width=None, rotary="half-split", window=None),
@@ -246,7 +248,7 @@ _GROUPED = (
     ),
     Layout(
         name="chatglm2",
-        tensors=stacked("query_key_value", kv_heads="kv_heads") | out("dense"),
+        tensors=stacked_qkv("query_key_value", kv_heads="kv_heads") | output_projection("dense"),
         where={"self": "encoder.layers.{layer}.self_attention."},
         function=AttentionSpec(rotary_width=None, rotary="interleaved"),
         source="vllm, vllm/model_executor/models/chatglm.py",
@@ -256,7 +258,7 @@ _GROUPED = (
     ),
     Layout(
         name="baichuan",
-        tensors=stacked("W_pack", bias=False) | out("o_proj", bias=False),
+        tensors=stacked_qkv("W_pack", bias=False) | output_projection("o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
         function=AttentionSpec(rotary=None, score_bias=None),
@@ -266,7 +268,7 @@ _GROUPED = (
     ),
     Layout(
         name="olmo-native",
-        tensors=stacked("att_proj", kv_heads="kv_heads") | out("attn_out"),
+        tensors=stacked_qkv("att_proj", kv_heads="kv_heads") | output_projection("attn_out"),
         where={"self": "blocks.{layer}."},
         beside=("attn_norm.*", "ff_norm.*", "ff_proj.*", "ff_out.*"),
         function=AttentionSpec(rotary="half-split", clip=None),

@@ -7,14 +7,19 @@ from typing import Any
 
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import head_norms, out, outside, separate
+from headwise.layouts.patterns_library import (
+    head_norms,
+    other_weights,
+    output_projection,
+    separate_projections,
+)
 
 _TRANSFORMERS = "transformers, models/"
 _WHERE = {"self": "model.layers.{layer}.self_attn."}
 _MASKS = ("bias", "masked_bias")
 _ANGLES = ("rotary_emb.inv_freq",)
 
-_LLAMA = separate("q_proj", "k_proj", "v_proj") | out("o_proj")
+_LLAMA = separate_projections("q_proj", "k_proj", "v_proj") | output_projection("o_proj")
 _ROTATED = AttentionSpec(rotary="half-split", window=None)
 _HEAD_NORMS = _LLAMA | head_norms("q_norm", "k_norm")
 
@@ -28,7 +33,7 @@ _ROWS_OF_BIASES = {
     "k_norm.bias": "k_norms_bias: kv_heads head_dim",
 }
 
-META = outside(
+META = other_weights(
     tokens="tok_embeddings.weight",
     norm_1="layers.{layer}.attention_norm.weight",
     norm_2="layers.{layer}.ffn_norm.weight",
@@ -56,8 +61,8 @@ def _llama(
 _GPT = (
     Layout(
         name="gptj",
-        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads", biases="")
-        | out("out_proj", bias=False),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads", biases="")
+        | output_projection("out_proj", bias=False),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         function=AttentionSpec(rotary_width=None, rotary="interleaved"),
@@ -66,8 +71,8 @@ _GPT = (
     ),
     Layout(
         name="gpt-neo",
-        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads", biases="")
-        | out("out_proj"),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads", biases="")
+        | output_projection("out_proj"),
         where={"self": "h.{layer}.attn.attention."},
         beside=_MASKS,
         function=AttentionSpec(scale="1", window=None),
@@ -76,7 +81,8 @@ _GPT = (
     ),
     Layout(
         name="opt",
-        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("out_proj"),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
+        | output_projection("out_proj"),
         where={"self": "decoder.layers.{layer}.self_attn."},
         source=f"{_TRANSFORMERS}opt/modeling_opt.py",
         note="XGLM has the same, as model.layers",
@@ -85,7 +91,7 @@ _GPT = (
         "phi",
         AttentionSpec(rotary_width=None, rotary="half-split"),
         "Phi-1 to Phi-2. A part of a head is rotated",
-        tensors=separate("q_proj", "k_proj", "v_proj") | out("dense"),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj") | output_projection("dense"),
     ),
 )
 
@@ -95,7 +101,7 @@ _LLAMAS = (
         _ROTATED,
         "Mistral, Mixtral, Yi, TinyLlama, Gemma and OLMo have the same attention; OLMo may "
         "clamp queries, keys and values",
-        outside=outside(
+        outside=other_weights(
             tokens="model.embed_tokens.weight",
             norm_1="model.layers.{layer}.input_layernorm.weight",
             norm_2="model.layers.{layer}.post_attention_layernorm.weight",
@@ -108,7 +114,8 @@ _LLAMAS = (
     ),
     Layout(
         name="llama-meta",
-        tensors=separate("wq", "wk", "wv", biases="") | out("wo", bias=False),
+        tensors=separate_projections("wq", "wk", "wv", biases="")
+        | output_projection("wo", bias=False),
         where={"self": "layers.{layer}.attention."},
         outside=META,
         beside=("inner_attention.rope.freqs",),
@@ -122,13 +129,14 @@ _LLAMAS = (
         "qwen2",
         _ROTATED,
         "StableLM without norms has the same, and rotates a part of a head",
-        tensors=separate("q_proj", "k_proj", "v_proj") | out("o_proj", bias=False),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj")
+        | output_projection("o_proj", bias=False),
     ),
     _llama(
         "starcoder2",
         _ROTATED,
         "Llama's attention, with all biases",
-        outside=outside(
+        outside=other_weights(
             tokens="model.embed_tokens.weight",
             norm_1="model.layers.{layer}.input_layernorm.*",
             norm_2="model.layers.{layer}.post_attention_layernorm.*",
@@ -184,7 +192,8 @@ _NEIGHBOURS = (
         "glm",
         AttentionSpec(rotary_width=None, rotary="interleaved"),
         "the names of Llama, another rotation, of half of a head",
-        tensors=separate("q_proj", "k_proj", "v_proj") | out("o_proj", bias=False),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj")
+        | output_projection("o_proj", bias=False),
     ),
 )
 
@@ -232,8 +241,8 @@ _NORMED = (
         "lfm2",
         AttentionSpec(rotary="half-split", qk_norm="rms over head, before rotary"),
         "only some of its layers are attention",
-        tensors=separate("q_proj", "k_proj", "v_proj", biases="")
-        | out("out_proj", bias=False)
+        tensors=separate_projections("q_proj", "k_proj", "v_proj", biases="")
+        | output_projection("out_proj", bias=False)
         | head_norms("q_layernorm", "k_layernorm"),
         beside=(),
     ),

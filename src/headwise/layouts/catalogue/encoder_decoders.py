@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import Tensors, out, separate
+from headwise.layouts.patterns_library import Tensors, output_projection, separate_projections
 
 _T5 = {
     "q.weight": "wq: (heads head_dim) embed_dim",
@@ -35,7 +35,7 @@ _AXES = {
 
 
 def _layers(side: str, prefix: str, places: dict[str, str]) -> Tensors:
-    """What the layers of one side hold beside attention.
+    """Tensors of the layers of one side beside attention.
 
     ``places`` are the parts of `_AXES` and their stored names.
     """
@@ -100,7 +100,8 @@ LAYOUTS = (
     ),
     Layout(
         name="bart",
-        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("out_proj"),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
+        | output_projection("out_proj"),
         where=_BART_WHERE,
         outside=_BART_LAYERS,
         function=AttentionSpec(mask="added"),
@@ -109,8 +110,8 @@ LAYOUTS = (
     ),
     Layout(
         name="whisper",
-        tensors=separate("q_proj", "k_proj", "v_proj", biases="qv", kv_heads="heads")
-        | out("out_proj"),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj", biases="qv", kv_heads="heads")
+        | output_projection("out_proj"),
         where=_BART_WHERE,
         outside=_BART_LAYERS
         | {theirs: text for text, (theirs, _) in _WHISPER_BESIDE_LAYERS.items()},
@@ -120,7 +121,8 @@ LAYOUTS = (
     ),
     Layout(
         name="whisper-openai",
-        tensors=separate("query", "key", "value", biases="qv", kv_heads="heads") | out("out"),
+        tensors=separate_projections("query", "key", "value", biases="qv", kv_heads="heads")
+        | output_projection("out"),
         where={
             "encoder": "encoder.blocks.{layer}.attn.",
             "decoder": "decoder.blocks.{layer}.attn.",

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import by_head, out, outside, separate, stacked
+from headwise.layouts.patterns_library import (
+    fused_by_head,
+    other_weights,
+    output_projection,
+    separate_projections,
+    stacked_qkv,
+)
 
-_BERT = outside(
+_BERT = other_weights(
     tokens="embeddings.word_embeddings.weight",
     positions="embeddings.position_embeddings.weight",
     token_types="embeddings.token_type_embeddings.weight",
@@ -17,7 +23,9 @@ _BERT = outside(
     down="encoder.layer.{layer}.output.dense.*",
     pooler="pooler.dense.*",
 )
-_SEPARATE = separate("self.query", "self.key", "self.value", kv_heads="heads") | out("output.dense")
+_SEPARATE = separate_projections(
+    "self.query", "self.key", "self.value", kv_heads="heads"
+) | output_projection("output.dense")
 _WHERE = {"self": "encoder.layer.{layer}.attention."}
 _NORM = ("output.LayerNorm.*",)  # behind the residual; in old files its parts are gamma and beta
 
@@ -35,9 +43,10 @@ LAYOUTS = (
     ),
     Layout(
         name="distilbert",
-        tensors=separate("q_lin", "k_lin", "v_lin", kv_heads="heads") | out("out_lin"),
+        tensors=separate_projections("q_lin", "k_lin", "v_lin", kv_heads="heads")
+        | output_projection("out_lin"),
         where={"self": "transformer.layer.{layer}.attention."},
-        outside=outside(
+        outside=other_weights(
             tokens="embeddings.word_embeddings.weight",
             positions="embeddings.position_embeddings.weight",
             embed_norm="embeddings.LayerNorm.*",
@@ -52,10 +61,11 @@ LAYOUTS = (
     ),
     Layout(
         name="mpnet",
-        tensors=separate("attn.q", "attn.k", "attn.v", kv_heads="heads") | out("attn.o"),
+        tensors=separate_projections("attn.q", "attn.k", "attn.v", kv_heads="heads")
+        | output_projection("attn.o"),
         where=_WHERE,
         outside={name: text for name, text in _BERT.items() if "attention.output" not in name}
-        | outside(
+        | other_weights(
             norm_1="encoder.layer.{layer}.attention.LayerNorm.*",
         ),
         beside=("LayerNorm.*",),
@@ -76,10 +86,10 @@ LAYOUTS = (
     Layout(
         name="deberta",
         tensors={
-            "self.in_proj.weight": by_head("")[".weight"],
+            "self.in_proj.weight": fused_by_head("")[".weight"],
             "self.q_bias": "bq: (heads head_dim)",
             "self.v_bias": "bv: (heads head_dim)",
-            **out("output.dense"),
+            **output_projection("output.dense"),
         },
         where=_WHERE,
         outside=_BERT,
@@ -91,8 +101,10 @@ LAYOUTS = (
     ),
     Layout(
         name="deberta-v2",
-        tensors=separate("self.query_proj", "self.key_proj", "self.value_proj", kv_heads="heads")
-        | out("output.dense"),
+        tensors=separate_projections(
+            "self.query_proj", "self.key_proj", "self.value_proj", kv_heads="heads"
+        )
+        | output_projection("output.dense"),
         where=_WHERE,
         outside=_BERT,
         beside=(*_NORM, "self.pos_key_proj.*", "self.pos_query_proj.*"),
@@ -102,9 +114,9 @@ LAYOUTS = (
     ),
     Layout(
         name="modernbert",
-        tensors=stacked("Wqkv") | out("Wo"),
+        tensors=stacked_qkv("Wqkv") | output_projection("Wo"),
         where={"self": "layers.{layer}.attn."},
-        outside=outside(
+        outside=other_weights(
             tokens="embeddings.tok_embeddings.weight",
             norm_1="layers.{layer}.attn_norm.weight",
             norm_2="layers.{layer}.mlp_norm.weight",
@@ -135,7 +147,8 @@ LAYOUTS = (
     ),
     Layout(
         name="conformer",
-        tensors=separate("linear_q", "linear_k", "linear_v", kv_heads="heads") | out("linear_out"),
+        tensors=separate_projections("linear_q", "linear_k", "linear_v", kv_heads="heads")
+        | output_projection("linear_out"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         beside=("linear_pos.weight", "pos_bias_u", "pos_bias_v", "distance_embedding.weight"),
         function=AttentionSpec(rotary=None, score_bias=None, mask="added"),
@@ -145,9 +158,10 @@ LAYOUTS = (
     ),
     Layout(
         name="wav2vec2",
-        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("out_proj"),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
+        | output_projection("out_proj"),
         where={"self": "encoder.layers.{layer}.attention."},
-        outside=outside(
+        outside=other_weights(
             norm_1="encoder.layers.{layer}.layer_norm.*",
             norm_2="encoder.layers.{layer}.final_layer_norm.*",
             up="encoder.layers.{layer}.feed_forward.intermediate_dense.*",

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import head_norms, out, outside, separate, stacked
+from headwise.layouts.patterns_library import (
+    head_norms,
+    other_weights,
+    output_projection,
+    separate_projections,
+    stacked_qkv,
+)
 
 _GATE_AND_UP = "([gate: hidden_dim | up: hidden_dim]) embed_dim"
 _BLOCK = "blk.{layer}."
-_GGUF = outside(
+_GGUF = other_weights(
     tokens="token_embd.weight",
     positions="position_embd.weight",
     norm_1=_BLOCK + "attn_norm.*",
@@ -21,7 +27,9 @@ _GGUF = outside(
 )
 # A block's tensors have one prefix: those of attention, and all others.
 _BESIDE = ("ffn_*", "attn_norm*", "post_*", "layer_output_norm*")
-_GGUF_SEPARATE = separate("attn_q", "attn_k", "attn_v") | out("attn_output")
+_GGUF_SEPARATE = separate_projections("attn_q", "attn_k", "attn_v") | output_projection(
+    "attn_output"
+)
 _READ = (
     "tensors in floating point, with their axes as numpy has them: a GGUF file lists them reversed"
 )
@@ -57,7 +65,7 @@ LAYOUTS = (
     ),
     Layout(
         name="gguf-fused",
-        tensors=stacked("attn_qkv", kv_heads="kv_heads") | out("attn_output"),
+        tensors=stacked_qkv("attn_qkv", kv_heads="kv_heads") | output_projection("attn_output"),
         where={"self": _BLOCK},
         outside=_GGUF,
         beside=_BESIDE,
@@ -71,7 +79,7 @@ LAYOUTS = (
         tensors={
             name.replace(".", "/"): pattern
             for name, pattern in (
-                stacked("linear_0", kv_heads="kv_heads") | out("linear_1")
+                stacked_qkv("linear_0", kv_heads="kv_heads") | output_projection("linear_1")
             ).items()
         },
         where={
@@ -87,11 +95,11 @@ LAYOUTS = (
     ),
     Layout(
         name="vllm",
-        tensors=stacked("qkv_proj", kv_heads="kv_heads")
-        | out("o_proj")
+        tensors=stacked_qkv("qkv_proj", kv_heads="kv_heads")
+        | output_projection("o_proj")
         | head_norms("q_norm", "k_norm"),
         where={"self": "model.layers.{layer}.self_attn."},
-        outside=outside(
+        outside=other_weights(
             tokens="model.embed_tokens.weight",
             norm_1="model.layers.{layer}.input_layernorm.weight",
             norm_2="model.layers.{layer}.post_attention_layernorm.weight",

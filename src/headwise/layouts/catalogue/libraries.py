@@ -5,7 +5,14 @@ from __future__ import annotations
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.catalogue.decoders_separate import META
 from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import by_group, head_norms, out, outside, separate, stacked
+from headwise.layouts.patterns_library import (
+    fused_by_group,
+    head_norms,
+    other_weights,
+    output_projection,
+    separate_projections,
+    stacked_qkv,
+)
 
 _ON_REQUEST = "tested on request: pip install headwise[libraries]"
 _IN_ITS_OWN = "tested on request, in an environment of its own"
@@ -32,7 +39,7 @@ def _lens(k: str = "") -> dict[str, str]:
 
 _LENS_BLOCK = "blocks.{layer}."
 _LENS_BESIDE = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
-_LENS_BLOCKS = outside(
+_LENS_BLOCKS = other_weights(
     norm_1=_LENS_BLOCK + "ln1.w",
     norm_1_bias=_LENS_BLOCK + "ln1.b",
     norm_2=_LENS_BLOCK + "ln2.w",
@@ -46,7 +53,7 @@ _LENS_BLOCKS = outside(
 )
 _LENS_DECODER = (
     _LENS_BLOCKS
-    | outside(
+    | other_weights(
         tokens="embed.W_E",
         positions="pos_embed.W_pos",
         final_norm="ln_final.w",
@@ -54,7 +61,7 @@ _LENS_DECODER = (
     )
     | {"unembed.W_U": "unembedding: embed_dim vocabulary"}
 )
-_LENS_ENCODER = _LENS_BLOCKS | outside(
+_LENS_ENCODER = _LENS_BLOCKS | other_weights(
     tokens="embed.embed.W_E",
     positions="embed.pos_embed.W_pos",
     token_types="embed.token_type_embed.W_token_type",
@@ -96,9 +103,9 @@ _FLASH_GPT = {"self": _FLASH_BLOCK + "mixer."}
 _FLASH_ATTN = (
     Layout(
         name="flash-attn",
-        tensors=stacked("Wqkv", kv_heads="kv_heads") | out("out_proj"),
+        tensors=stacked_qkv("Wqkv", kv_heads="kv_heads") | output_projection("out_proj"),
         where=_FLASH_GPT,
-        outside=outside(_FLASH_DECODER, up=_FLASH_BLOCK + "mlp.fc1.*"),
+        outside=other_weights(_FLASH_DECODER, up=_FLASH_BLOCK + "mlp.fc1.*"),
         beside=("rotary_emb.*",),
         function=AttentionSpec(rotary=None, score_bias=None, softcap=None, window=None),
         source=f"{_FLASH_SOURCE} and flash_attn/models/gpt.py",
@@ -107,9 +114,9 @@ _FLASH_ATTN = (
     ),
     Layout(
         name="flash-attn-llama",
-        tensors=stacked("Wqkv", kv_heads="kv_heads") | out("out_proj"),
+        tensors=stacked_qkv("Wqkv", kv_heads="kv_heads") | output_projection("out_proj"),
         where=_FLASH_GPT,
-        outside=outside(_FLASH_DECODER)
+        outside=other_weights(_FLASH_DECODER)
         | {
             _FLASH_BLOCK + "mlp.fc1.weight": "([up: hidden_dim | gate: hidden_dim]) embed_dim",
         },
@@ -121,9 +128,9 @@ _FLASH_ATTN = (
     ),
     Layout(
         name="flash-attn-bert",
-        tensors=stacked("Wqkv") | out("out_proj"),
+        tensors=stacked_qkv("Wqkv") | output_projection("out_proj"),
         where={"self": _FLASH_BERT_BLOCK + "mixer."},
-        outside=outside(
+        outside=other_weights(
             tokens="embeddings.word_embeddings.weight",
             positions="embeddings.position_embeddings.weight",
             token_types="embeddings.token_type_embeddings.weight",
@@ -139,7 +146,7 @@ _FLASH_ATTN = (
     ),
     Layout(
         name="flash-attn-cross",
-        tensors=_FLASH_CROSS | out("out_proj"),
+        tensors=_FLASH_CROSS | output_projection("out_proj"),
         beside=("rotary_emb.*",),
         function=AttentionSpec(rotary=None, score_bias=None, softcap=None, window=None),
         source=_FLASH_SOURCE,
@@ -177,11 +184,11 @@ def _x_transformers(*, rotary: str) -> Layout:
 def _torchtune(*, rotary: str) -> Layout:
     return Layout(
         name="torchtune" if rotary == "interleaved" else "torchtune-qwen2",
-        tensors=separate("q_proj", "k_proj", "v_proj")
-        | out("output_proj")
+        tensors=separate_projections("q_proj", "k_proj", "v_proj")
+        | output_projection("output_proj")
         | {"q_norm.scale": "q_norm: head_dim", "k_norm.scale": "k_norm: head_dim"},
         where={"self": "layers.{layer}.attn."},
-        outside=outside(
+        outside=other_weights(
             tokens="tok_embeddings.weight",
             norm_1="layers.{layer}.sa_norm.scale",
             norm_2="layers.{layer}.mlp_norm.scale",
@@ -207,12 +214,12 @@ def _torchtune(*, rotary: str) -> Layout:
 
 def _litgpt(*, legacy: bool) -> Layout:
     block = "transformer.h.{layer}."
-    fuse = by_group("attn") if legacy else stacked("qkv", kv_heads="kv_heads")
+    fuse = fused_by_group("attn") if legacy else stacked_qkv("qkv", kv_heads="kv_heads")
     return Layout(
         name="litgpt-legacy" if legacy else "litgpt",
-        tensors=fuse | out("proj") | head_norms("norm_q", "norm_k"),
+        tensors=fuse | output_projection("proj") | head_norms("norm_q", "norm_k"),
         where={"self": block + "attn."},
-        outside=outside(
+        outside=other_weights(
             tokens="transformer.wte.weight",
             norm_1=block + "norm_1.*",
             norm_2=block + "norm_2.*",
@@ -289,7 +296,7 @@ LAYOUTS = (
             "to_k.bias": "bk: (kv_heads head_dim)",
             "to_v.bias": "bv: (kv_heads head_dim)",
         }
-        | out("to_out.0")
+        | output_projection("to_out.0")
         | head_norms("norm_q", "norm_k", bias=True),
         where={
             "self": "transformer_blocks.{layer}.attn1.",
@@ -302,7 +309,7 @@ LAYOUTS = (
     *(
         Layout(
             name=f"curated-transformers{kind}",
-            tensors=tensors | out("output"),
+            tensors=tensors | output_projection("output"),
             where={"self": "layers.{layer}.mha."},
             beside=("rotary_embeds.*",),
             function=AttentionSpec(rotary=None, score_bias=None, mask="True attends"),
@@ -310,16 +317,21 @@ LAYOUTS = (
             note=f"SelfAttention with {spoken}; rotary is half-split. {_ON_REQUEST}",
         )
         for kind, tensors, spoken in (
-            ("", separate("query", "key", "value"), "QkvMode.SEPARATE"),
-            ("-stacked", stacked("input", kv_heads="kv_heads"), "QkvSplitGroupedByHead"),
-            ("-grouped", by_group("input"), "QkvSplitGroupedByKVHeads, or MERGED_SPLIT_BEFORE"),
+            ("", separate_projections("query", "key", "value"), "QkvMode.SEPARATE"),
+            ("-stacked", stacked_qkv("input", kv_heads="kv_heads"), "QkvSplitGroupedByHead"),
+            (
+                "-grouped",
+                fused_by_group("input"),
+                "QkvSplitGroupedByKVHeads, or MERGED_SPLIT_BEFORE",
+            ),
         )
     ),
     _torchtune(rotary="interleaved"),
     _torchtune(rotary="half-split"),
     Layout(
         name="torchtitan",
-        tensors=separate("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv") | out("wo"),
+        tensors=separate_projections("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv")
+        | output_projection("wo"),
         where={"self": "layers.{layer}.attention."},
         outside=META,
         function=AttentionSpec(rotary="interleaved"),
@@ -330,7 +342,8 @@ LAYOUTS = (
     ),
     Layout(
         name="gpt-fast",
-        tensors=stacked("wqkv", kv_heads="kv_heads", bias=False) | out("wo", bias=False),
+        tensors=stacked_qkv("wqkv", kv_heads="kv_heads", bias=False)
+        | output_projection("wo", bias=False),
         where={"self": "layers.{layer}.attention."},
         outside=META,
         beside=("kv_cache.*",),

@@ -9,14 +9,14 @@ from __future__ import annotations
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
-    by_group,
-    by_head,
-    fused,
+    fused_by_group,
+    fused_by_head,
+    fused_projection,
     head_norms,
-    out,
-    outside,
-    separate,
-    stacked,
+    other_weights,
+    output_projection,
+    separate_projections,
+    stacked_qkv,
 )
 
 _MEGATRON = AttentionSpec(
@@ -33,7 +33,7 @@ _NEEDS_A_GPU = "its modules run on a GPU of NVIDIA's only"
 _NEEDS_A_CLUSTER = "its layers are built only within its own parallel runtime"
 _MAY_TURN = "Rotary is half-split unless rotary_interleaved is set."
 _ON_REQUEST = "Tested on request: pip install headwise[libraries]"
-_OUTSIDE_OF_MEGATRON = outside(
+_OUTSIDE_OF_MEGATRON = other_weights(
     tokens="embedding.word_embeddings.weight",
     positions="embedding.position_embeddings.weight",
     norm_1="decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_*",
@@ -43,17 +43,17 @@ _OUTSIDE_OF_MEGATRON = outside(
     unembedding="output_layer.weight",
 )
 _GATED_MLP = {"decoder.layers.{layer}.mlp.linear_fc1.weight": _GATE_AND_UP}
-_PLAIN_MLP = outside(
+_PLAIN_MLP = other_weights(
     up="decoder.layers.{layer}.mlp.linear_fc1.*",
 )
-_MEGATRON_OUT = out("linear_proj")
+_MEGATRON_OUT = output_projection("linear_proj")
 _MEGATRON_NORMS = head_norms("q_layernorm", "k_layernorm", bias=True)
 _SELF = {"self": "decoder.layers.{layer}.self_attention."}
 _CORE = "NVIDIA/Megatron-LM, megatron/core/transformer/attention.py"
 _VERSIONS = "NVIDIA/Megatron-LM, megatron/checkpointing.py, fix_query_key_value_ordering"
 
 
-_GROUPED = by_group("linear_qkv") | _MEGATRON_OUT | _MEGATRON_NORMS
+_GROUPED = fused_by_group("linear_qkv") | _MEGATRON_OUT | _MEGATRON_NORMS
 _MEGATRON_CORE = (
     Layout(
         name="megatron",
@@ -79,7 +79,7 @@ _MEGATRON_CORE = (
     ),
     Layout(
         name="megatron-gated",
-        tensors=fused(
+        tensors=fused_projection(
             "linear_qkv",
             "(kv_heads [wq: group head_dim | wg: group head_dim | wk: head_dim | wv: head_dim])",
             bias=False,
@@ -115,18 +115,18 @@ _MEGATRON_CORE = (
 def _legacy() -> tuple[Layout, ...]:
     """The three orders that Megatron-LM fused in, by its checkpoint_version."""
     orders = {
-        "v0": ("transformer.layers.{layer}.attention.", stacked("query_key_value")),
+        "v0": ("transformer.layers.{layer}.attention.", stacked_qkv("query_key_value")),
         "v1": (
             "transformer.layers.{layer}.attention.",
-            fused("query_key_value", "(heads head_dim [wq: | wk: | wv: ])"),
+            fused_projection("query_key_value", "(heads head_dim [wq: | wk: | wv: ])"),
         ),
-        "v2": ("encoder.layers.{layer}.self_attention.", by_head("query_key_value")),
+        "v2": ("encoder.layers.{layer}.self_attention.", fused_by_head("query_key_value")),
     }
     spoken = {"v0": "0", "v1": "1.0", "v2": "2.0 and later"}
     return tuple(
         Layout(
             name=f"megatron-{version}",
-            tensors=tensors | out("dense"),
+            tensors=tensors | output_projection("dense"),
             where={"self": place},
             beside=_STATE,
             function=_LEGACY,
@@ -143,12 +143,12 @@ def _legacy() -> tuple[Layout, ...]:
 _TE_SOURCE = (
     "NVIDIA/TransformerEngine, transformer_engine/pytorch/attention/multi_head_attention.py"
 )
-_TE_REST = out("proj") | head_norms("q_norm", "k_norm", bias=True)
+_TE_REST = output_projection("proj") | head_norms("q_norm", "k_norm", bias=True)
 _TE_LAYER = "layers.{layer}."
 _ENGINE = (
     Layout(
         name="transformer-engine",
-        tensors=by_group("qkv") | _TE_REST,
+        tensors=fused_by_group("qkv") | _TE_REST,
         source=_TE_SOURCE,
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=True; "
         "rotary is half-split unless rotary_pos_interleaved is set",
@@ -158,7 +158,7 @@ _ENGINE = (
     ),
     Layout(
         name="transformer-engine-stacked",
-        tensors=stacked("qkv", kv_heads="kv_heads") | _TE_REST,
+        tensors=stacked_qkv("qkv", kv_heads="kv_heads") | _TE_REST,
         source=_TE_SOURCE,
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=False; "
         "same names and shapes as transformer-engine",
@@ -172,7 +172,7 @@ _ENGINE = (
             name.replace("qkv.q.", "qkv.query_")
             .replace("qkv.k.", "qkv.key_")
             .replace("qkv.v.", "qkv.value_"): pattern
-            for name, pattern in separate("qkv.q", "qkv.k", "qkv.v").items()
+            for name, pattern in separate_projections("qkv.q", "qkv.k", "qkv.v").items()
         }
         | _TE_REST,
         source=_TE_SOURCE,
@@ -183,9 +183,9 @@ _ENGINE = (
     ),
     Layout(
         name="transformer-engine-layer",
-        tensors=by_group("layernorm_qkv") | _TE_REST,
+        tensors=fused_by_group("layernorm_qkv") | _TE_REST,
         where={"self": _TE_LAYER + "self_attention."},
-        outside=outside(
+        outside=other_weights(
             norm_1=_TE_LAYER + "self_attention.layernorm_qkv.layer_norm_*",
             norm_2=_TE_LAYER + "layernorm_mlp.layer_norm_*",
             down=_TE_LAYER + "layernorm_mlp.fc2_*",
@@ -205,9 +205,10 @@ def _nanotron(pairing: str) -> Layout:
     interleaved = pairing == "interleaved"
     return Layout(
         name="nanotron-interleaved" if interleaved else "nanotron",
-        tensors=stacked("qkv_proj", kv_heads="kv_heads", bias=False) | out("o_proj", bias=False),
+        tensors=stacked_qkv("qkv_proj", kv_heads="kv_heads", bias=False)
+        | output_projection("o_proj", bias=False),
         where={"self": within + "attn."},
-        outside=outside(
+        outside=other_weights(
             tokens="model.token_position_embeddings.pp_block.token_embedding.weight",
             norm_1=within + "input_layernorm.weight",
             norm_2=within + "post_attention_layernorm.weight",
@@ -230,7 +231,7 @@ LAYOUTS = (
     *_ENGINE,
     Layout(
         name="neox-gqa",
-        tensors=stacked("query_key_value", kv_heads="kv_heads") | out("dense"),
+        tensors=stacked_qkv("query_key_value", kv_heads="kv_heads") | output_projection("dense"),
         beside=("*inv_freq",),
         function=AttentionSpec(
             rotary_width=None, rotary="half-split", axes="length batch width", mask="True hides"

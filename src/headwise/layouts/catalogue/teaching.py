@@ -5,7 +5,12 @@ from __future__ import annotations
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.catalogue.decoders_fused import GPT2
 from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import out, outside, separate, stacked
+from headwise.layouts.patterns_library import (
+    other_weights,
+    output_projection,
+    separate_projections,
+    stacked_qkv,
+)
 
 LAYOUTS = (
     Layout(
@@ -43,8 +48,8 @@ LAYOUTS = (
     ),
     Layout(
         name="annotated",
-        tensors=separate("linears.0", "linears.1", "linears.2", kv_heads="heads")
-        | out("linears.3"),
+        tensors=separate_projections("linears.0", "linears.1", "linears.2", kv_heads="heads")
+        | output_projection("linears.3"),
         where={
             "encoder": "encoder.layers.{layer}.self_attn.",
             "decoder": "decoder.layers.{layer}.self_attn.",
@@ -78,9 +83,9 @@ LAYOUTS = (
     ),
     Layout(
         name="nanogpt",
-        tensors=stacked("c_attn") | out("c_proj"),
+        tensors=stacked_qkv("c_attn") | output_projection("c_proj"),
         where={"self": "h.{layer}.attn."},
-        outside=outside(GPT2),
+        outside=other_weights(GPT2),
         beside=("bias",),
         source="karpathy/nanoGPT, model.py; karpathy/minGPT, mingpt/model.py",
         note="GPT-2's names for nn.Linear, whose matrices are the transposes of GPT-2's. Square "

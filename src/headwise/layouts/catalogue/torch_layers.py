@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import out, outside, separate, stacked
+from headwise.layouts.patterns_library import (
+    other_weights,
+    output_projection,
+    separate_projections,
+    stacked_qkv,
+)
 
-_OUT = out("out_proj")
+_OUT = output_projection("out_proj")
 _PACKED = {
-    "in_proj_weight": stacked("")[".weight"],
-    "in_proj_bias": stacked("")[".bias"],
+    "in_proj_weight": stacked_qkv("")[".weight"],
+    "in_proj_bias": stacked_qkv("")[".bias"],
     **_OUT,
 }
 # add_bias_kv=True: one more key and value, after the projection.
@@ -19,7 +24,7 @@ _EXTRA = {
 }
 _WHERE = {"self": "layers.{layer}.self_attn.", "cross": "layers.{layer}.multihead_attn."}
 # Those of a layer are torch's own. Around the layers torch has no class; the names are BERT's.
-_LAYER = outside(
+_LAYER = other_weights(
     tokens="embeddings.word_embeddings.weight",
     positions="embeddings.position_embeddings.weight",
     token_types="embeddings.token_type_embeddings.weight",
@@ -67,7 +72,9 @@ LAYOUTS = (
     ),
     Layout(
         name="torch-quantizable",
-        tensors=separate("linear_Q", "linear_K", "linear_V", kv_heads="heads") | _OUT | _EXTRA,
+        tensors=separate_projections("linear_Q", "linear_K", "linear_V", kv_heads="heads")
+        | _OUT
+        | _EXTRA,
         where=_WHERE,
         outside=_LAYER,
         beside=("in_proj_weight", "in_proj_bias"),
@@ -79,7 +86,9 @@ LAYOUTS = (
     ),
     Layout(
         name="fairseq",
-        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | _OUT | _EXTRA,
+        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
+        | _OUT
+        | _EXTRA,
         where={
             "encoder": "encoder.layers.{layer}.self_attn.",
             "decoder": "decoder.layers.{layer}.self_attn.",
@@ -95,7 +104,7 @@ LAYOUTS = (
         name="clip-openai",
         tensors=_PACKED,
         where={"self": "transformer.resblocks.{layer}.attn."},
-        outside=outside(
+        outside=other_weights(
             norm_1="transformer.resblocks.{layer}.ln_1.*",
             norm_2="transformer.resblocks.{layer}.ln_2.*",
             up="transformer.resblocks.{layer}.mlp.c_fc.*",
@@ -107,7 +116,8 @@ LAYOUTS = (
     ),
     Layout(
         name="clip-attnpool",
-        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("c_proj"),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
+        | output_projection("c_proj"),
         where={"self": "attnpool."},
         beside=("positional_embedding",),
         function=AttentionSpec(axes="length batch width"),

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import Tensors, out, outside, separate, stacked
+from headwise.layouts.patterns_library import (
+    Tensors,
+    other_weights,
+    output_projection,
+    separate_projections,
+    stacked_qkv,
+)
 
 
 def _layer(prefix: str, norms: tuple[str, str], up: str, down: str) -> Tensors:
     """The norms and the MLP of a layer."""
     names = {"norm_1": norms[0], "norm_2": norms[1], "up": up, "down": down}
-    return outside({name: f"{prefix}{place}.*" for name, place in names.items()})
+    return other_weights({name: f"{prefix}{place}.*" for name, place in names.items()})
 
 
 _TIMM = _layer("blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2")
@@ -26,8 +32,10 @@ _CLIP = _layer("encoder.layers.{layer}.", ("layer_norm1", "layer_norm2"), "mlp.f
 LAYOUTS = (
     Layout(
         name="vit",
-        tensors=separate("attention.query", "attention.key", "attention.value", kv_heads="heads")
-        | out("output.dense"),
+        tensors=separate_projections(
+            "attention.query", "attention.key", "attention.value", kv_heads="heads"
+        )
+        | output_projection("output.dense"),
         where=_VIT_WHERE,
         outside=_VIT,
         beside=("attention.relative_position_bias.*",),
@@ -38,7 +46,7 @@ LAYOUTS = (
     ),
     Layout(
         name="vit-timm",
-        tensors=stacked("qkv") | out("proj"),
+        tensors=stacked_qkv("qkv") | output_projection("proj"),
         where={"self": "blocks.{layer}.attn."},
         outside=_TIMM,
         beside=("rel_pos_h", "rel_pos_w"),
@@ -48,7 +56,7 @@ LAYOUTS = (
     ),
     Layout(
         name="vitdet",
-        tensors=stacked("qkv") | out("proj"),
+        tensors=stacked_qkv("qkv") | output_projection("proj"),
         where=_VIT_WHERE,
         outside=_layer("encoder.layer.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"),
         beside=("rel_pos_h", "rel_pos_w"),
@@ -58,10 +66,10 @@ LAYOUTS = (
     Layout(
         name="beit",
         tensors={
-            "qkv.weight": stacked("")[".weight"],
+            "qkv.weight": stacked_qkv("")[".weight"],
             "q_bias": "bq: (heads head_dim)",
             "v_bias": "bv: (heads head_dim)",
-            **out("proj"),
+            **output_projection("proj"),
         },
         where={"self": "blocks.{layer}.attn."},
         outside=_TIMM,
@@ -75,12 +83,12 @@ LAYOUTS = (
     Layout(
         name="videomae",
         tensors={
-            **separate(
+            **separate_projections(
                 "attention.query", "attention.key", "attention.value", biases="", kv_heads="heads"
             ),
             "attention.q_bias": "bq: (heads head_dim)",
             "attention.v_bias": "bv: (heads head_dim)",
-            **out("output.dense"),
+            **output_projection("output.dense"),
         },
         where=_VIT_WHERE,
         outside=_VIT,
@@ -88,8 +96,8 @@ LAYOUTS = (
     ),
     Layout(
         name="swin",
-        tensors=separate("self.query", "self.key", "self.value", kv_heads="heads")
-        | out("output.dense")
+        tensors=separate_projections("self.query", "self.key", "self.value", kv_heads="heads")
+        | output_projection("output.dense")
         | {"self.relative_position_bias_table": "distances: buckets heads"},
         where={"self": "encoder.layers.{stage}.blocks.{layer}.attention."},
         outside=_layer(
@@ -105,8 +113,8 @@ LAYOUTS = (
     ),
     Layout(
         name="swin-microsoft",
-        tensors=stacked("qkv")
-        | out("proj")
+        tensors=stacked_qkv("qkv")
+        | output_projection("proj")
         | {"relative_position_bias_table": "distances: buckets heads"},
         where={"self": "layers.{stage}.blocks.{layer}.attn."},
         outside=_layer("layers.{stage}.blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"),
@@ -118,7 +126,8 @@ LAYOUTS = (
     ),
     Layout(
         name="dinov3",
-        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("o_proj"),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
+        | output_projection("o_proj"),
         where={"self": "layer.{layer}.attention."},
         outside=_layer("layer.{layer}.", ("norm1", "norm2"), "mlp.up_proj", "mlp.down_proj"),
         function=AttentionSpec(rotary="half-split"),
@@ -128,7 +137,8 @@ LAYOUTS = (
     ),
     Layout(
         name="clip",
-        tensors=separate("q_proj", "k_proj", "v_proj", kv_heads="heads") | out("out_proj"),
+        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
+        | output_projection("out_proj"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         outside=_CLIP,
         function=AttentionSpec(mask="added"),
@@ -138,7 +148,7 @@ LAYOUTS = (
     ),
     Layout(
         name="blip",
-        tensors=stacked("qkv") | out("projection"),
+        tensors=stacked_qkv("qkv") | output_projection("projection"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         outside=_CLIP,
         source="transformers, models/blip/modeling_blip.py",

@@ -21,7 +21,7 @@ KINDS: dict[str, type[Clause]] = {
 }
 
 
-def lowered(clauses: Iterable[Clause]) -> tuple[str, list[Tensor], list[int]]:
+def lower_clauses(clauses: Iterable[Clause]) -> tuple[str, list[Tensor], list[int]]:
     """The kinds of bound clauses, in one string, with all their tensors and integers."""
     parts = [clause.lower() for clause in clauses]
     integers = [number for part in parts for number in part.integers]
@@ -33,8 +33,10 @@ def lowered(clauses: Iterable[Clause]) -> tuple[str, list[Tensor], list[int]]:
     )
 
 
-def lifted(kinds: str, tensors: Sequence[Tensor], integers: Sequence[int]) -> tuple[Clause, ...]:
-    """The inverse of `lowered`."""
+def rebuild_clauses(
+    kinds: str, tensors: Sequence[Tensor], integers: Sequence[int]
+) -> tuple[Clause, ...]:
+    """The inverse of `lower_clauses`."""
     rest, numbers = iter(tensors), iter(integers)
     return tuple(
         kind.lifted(

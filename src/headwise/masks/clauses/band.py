@@ -16,7 +16,7 @@ from headwise.masks.clause import (
     MatrixSizes,
     Rectangle,
     Span,
-    positions,
+    index_positions,
 )
 
 
@@ -75,8 +75,8 @@ class Band(IntervalClause):
         """See `Clause.block`; a side that bounds nothing is not compared."""
         if self.left != BOUNDLESS and self.right != BOUNDLESS:
             return super().block(block, sizes)
-        rows = positions(block.rows, sizes.queries, block.device)
-        distance = positions(block.columns, sizes.keys, block.device) - rows[:, None]
+        rows = index_positions(block.rows, sizes.queries, block.device)
+        distance = index_positions(block.columns, sizes.keys, block.device) - rows[:, None]
         allowed = distance <= self.right if self.left == BOUNDLESS else distance >= -self.left
         return allowed[None, None]
 

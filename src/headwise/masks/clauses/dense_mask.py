@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headwise.errors import MaskError
-from headwise.masks.clause import WHOLE, Clause, MaskBlock, MatrixSizes, Rectangle, at_pairs, cut
-from headwise.support.axes import MATRIX_AXES, broadcasts, describe_value, sizes
+from headwise.masks.clause import (
+    WHOLE,
+    Clause,
+    MaskBlock,
+    MatrixSizes,
+    Rectangle,
+    index_axes,
+    read_pairs,
+)
+from headwise.support.message_text import MATRIX_AXES, broadcasts, describe_sizes, describe_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,16 +37,18 @@ class Dense(Clause):
 
     def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
         """See `Clause.block`."""
-        return cut(self.allowed, block.batches, block.heads, block.rows, block.columns)
+        return index_axes(self.allowed, block.batches, block.heads, block.rows, block.columns)
 
     def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
         """See `Clause.pairs`."""
-        return at_pairs(self.allowed, rows, columns)
+        return read_pairs(self.allowed, rows, columns)
 
     def cut(self, place: Rectangle, sizes: MatrixSizes) -> Dense:  # noqa: ARG002
         """See `Clause.cut`."""
         sequence = slice(place.batch, place.batch + 1)
-        return Dense(cut(self.allowed, sequence, WHOLE, slice(*place.queries), slice(*place.keys)))
+        return Dense(
+            index_axes(self.allowed, sequence, WHOLE, slice(*place.queries), slice(*place.keys))
+        )
 
     def extent(self, sizes: MatrixSizes) -> MatrixSizes:  # noqa: ARG002
         """See `Clause.extent`."""
@@ -84,7 +94,7 @@ def check_fits(tensor: Tensor, wanted: MatrixSizes, what: str) -> None:
     """Raise MaskError unless ``tensor`` broadcasts to (batch, heads, queries, keys)."""
     if not all(broadcasts(n, want) for n, want in zip(tensor.shape, wanted, strict=True)):
         raise MaskError(
-            saw=f"{what} for {sizes(tensor, MATRIX_AXES)}",
+            saw=f"{what} for {describe_sizes(tensor, MATRIX_AXES)}",
             needed=f"sizes that broadcast to (batch {wanted.batch}, heads {wanted.heads}, "
             f"queries {wanted.queries}, keys {wanted.keys})",
             do="build it for these sizes, or leave out the axes it does not depend on",

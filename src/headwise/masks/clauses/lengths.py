@@ -18,10 +18,10 @@ from headwise.masks.clause import (
     MatrixSizes,
     Rectangle,
     Span,
-    positions,
+    index_positions,
 )
-from headwise.support.axes import MATRIX_AXES, describe_value
 from headwise.support.integers import as_int64, is_integer
+from headwise.support.message_text import MATRIX_AXES, describe_value
 from headwise.support.tracing import may_check_values, may_read_values
 
 QUERIES, KEYS = 2, 3  # of MATRIX_AXES
@@ -71,9 +71,9 @@ class PaddingClause(IntervalClause):
         """See `Clause.block`; only its own axis is written."""
         numbers = self.numbers[block.batches, None]
         if self.axis == KEYS:
-            position = positions(block.columns, sizes.keys, block.device)
+            position = index_positions(block.columns, sizes.keys, block.device)
             return self.is_real(position, numbers)[:, None, None, :]
-        position = positions(block.rows, sizes.queries, block.device)
+        position = index_positions(block.rows, sizes.queries, block.device)
         return self.is_real(position, numbers)[:, None, :, None]
 
     def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from headwise.errors import MaskError, OptionError
 from headwise.masks.alignment import Align, resolve_align
 from headwise.masks.clause import BOUNDLESS, IntervalClause, MatrixSizes, Rectangle, Span
-from headwise.support.axes import describe_value
 from headwise.support.integers import as_count, as_int64, is_integer
+from headwise.support.message_text import describe_value
 from headwise.support.tracing import may_check_values
 
 

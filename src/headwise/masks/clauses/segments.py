@@ -17,10 +17,10 @@ from headwise.masks.clause import (
     MatrixSizes,
     Rectangle,
     Span,
-    cut,
+    index_axes,
 )
-from headwise.support.axes import broadcasts
 from headwise.support.integers import as_int64, is_integer
+from headwise.support.message_text import broadcasts
 from headwise.support.tracing import may_check_values, may_read_values
 
 
@@ -51,8 +51,12 @@ class Segments(Clause):
     def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
         """See `Clause.block`."""
         # One row of ids serves every sequence; cut leaves such an axis as it is.
-        query_ids = cut(self.query_ids[:, None, :, None], block.batches, WHOLE, block.rows, WHOLE)
-        key_ids = cut(self.key_ids[:, None, None, :], block.batches, WHOLE, WHOLE, block.columns)
+        query_ids = index_axes(
+            self.query_ids[:, None, :, None], block.batches, WHOLE, block.rows, WHOLE
+        )
+        key_ids = index_axes(
+            self.key_ids[:, None, None, :], block.batches, WHOLE, WHOLE, block.columns
+        )
         return (query_ids == key_ids) & (key_ids >= 0)
 
     def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
@@ -64,8 +68,8 @@ class Segments(Clause):
         """See `Clause.cut`."""
         sequence = slice(place.batch, place.batch + 1)
         return Segments(
-            cut(self.query_ids, sequence, slice(*place.queries)),
-            cut(self.key_ids, sequence, slice(*place.keys)),
+            index_axes(self.query_ids, sequence, slice(*place.queries)),
+            index_axes(self.key_ids, sequence, slice(*place.keys)),
         )
 
     def extent(self, sizes: MatrixSizes) -> MatrixSizes:

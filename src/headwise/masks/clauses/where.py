@@ -16,7 +16,7 @@ from headwise.masks.clause import (
     MaskBlock,
     MatrixSizes,
     Rectangle,
-    positions,
+    index_positions,
 )
 from headwise.support import private_torch
 from headwise.support.tracing import is_traced
@@ -56,7 +56,7 @@ class Where(Clause):
     def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         """See `Clause.block`."""
         indices = (
-            self._heads(block, sizes) if axis == 1 else positions(index, size, block.device)
+            self._heads(block, sizes) if axis == 1 else index_positions(index, size, block.device)
             for axis, (index, size) in enumerate(zip(block[:4], sizes, strict=True))
         )
         shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
@@ -65,13 +65,13 @@ class Where(Clause):
     def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
         """See `Clause.pairs`."""
         block = MaskBlock(WHOLE, WHOLE, rows, WHOLE, rows.device)
-        batches = positions(WHOLE, sizes.batch, rows.device)
+        batches = index_positions(WHOLE, sizes.batch, rows.device)
         heads = self._heads(block, sizes)
         return self._ask(batches[:, None, None], heads[:, None], rows, columns)
 
     def _heads(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         if self.heads is None:
-            return positions(block.heads, sizes.heads, block.device)
+            return index_positions(block.heads, sizes.heads, block.device)
         return torch.tensor(self.heads[block.heads], device=block.device)
 
     def _ask(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from headwise.scanning.importance.losses import Loss
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.model_inputs import (
     ModelInput,
-    parse_inputs,
+    list_inputs,
     prepare_inputs,
     require_module,
     run_model,
@@ -32,7 +32,7 @@ from headwise.scanning.model_inputs import (
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance_statistics import ABLATIONS, Importance
 from headwise.scanning.statistics.statistic import Summary
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 from headwise.support.module_modes import evaluating
 from headwise.support.progress import Progress, no_progress
 
@@ -78,7 +78,7 @@ def ablations(
         ShapeError, DTypeError: a loss that is not one number for each sequence.
     """
     model = require_module(model)
-    model_inputs, before = prepare_inputs(model, parse_inputs(inputs), with_logits=True), 0
+    model_inputs, before = prepare_inputs(model, list_inputs(inputs), with_logits=True), 0
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(model_inputs)
     chosen = SelectedLayers(layers, heads)
@@ -122,7 +122,7 @@ def mean_outputs(
         counts[call.layer] += int(real.sum())
 
     with torch.no_grad(), evaluating(model), capture_attention(model, watch) as capture:
-        for model_input in prepare_inputs(model, parse_inputs(inputs), with_logits=True):
+        for model_input in prepare_inputs(model, list_inputs(inputs), with_logits=True):
             capture.begin()
             run_model(model, model_input)
     return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.chosen()}

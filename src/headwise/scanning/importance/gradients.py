@@ -22,7 +22,7 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.layer_scan import LayerScan
-from headwise.scanning.model_inputs import parse_inputs, prepare_inputs, require_module, run_model
+from headwise.scanning.model_inputs import list_inputs, prepare_inputs, require_module, run_model
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance_statistics import GRADIENTS
 from headwise.support.module_modes import evaluating
@@ -67,7 +67,7 @@ def gradients(
         evaluating(model),
         capture_attention(model, gates) as capture,
     ):
-        for model_input in prepare_inputs(model, parse_inputs(inputs), with_logits=True):
+        for model_input in prepare_inputs(model, list_inputs(inputs), with_logits=True):
             capture.begin()
             output, original = run_model(model, model_input), model_input.original
             gates.backward(losses.sequence_losses(model, capture, output, original, loss))

@@ -18,7 +18,7 @@ from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.scanning.capture import AttentionCapture
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.module_calls import unembedding_of
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 # (output of the model, its inputs) -> (batch,)
 Loss = Callable[[Any, Any], Tensor]

@@ -17,7 +17,7 @@ from headwise.scanning.statistics.output_statistics import (
 )
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.scanning.statistics.view_statistics import Map, MostReceived, OffsetProfile, TopKeys
-from headwise.support.axes import describe_value
+from headwise.support.message_text import describe_value
 
 STANDARD: tuple[TileStatistic, ...] = (
     *row_statistics.SPREAD,

@@ -151,7 +151,9 @@ def _rounding_noise(outer: Tensor, count: Tensor) -> Tensor:
 
     The bound covers sums of n terms for the outer product and each mean, and the eigenvalues.
     """
-    terms = torch.minimum(count, LAMBDA * count.sqrt())  # headwise.error_budget.rounding.growth
+    terms = torch.minimum(
+        count, LAMBDA * count.sqrt()
+    )  # headwise.error_budget.rounding.sum_error_bound
     u = Roundoff.of(torch.float64).u
     size: Tensor = outer.diagonal(dim1=1, dim2=2).sum(-1)
     return u * (3 * terms + outer.shape[-1]) * size

@@ -210,7 +210,7 @@ def mean_over(*axes: int | str) -> Parts:
 MEAN = mean_over()  # one number for each head
 
 
-def fault_of_summary(
+def find_summary_fault(
     parts: Parts, summary: Mapping[str, Tensor], *, num_heads: int
 ) -> tuple[str, str] | None:
     """Return the name and the fault of the first wrong tensor, or None."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headwise import reference
 from headwise.error_budget import rounding
-from headwise.error_budget.rounding import Roundoff, growth
+from headwise.error_budget.rounding import Roundoff, sum_error_bound
 from headwise.masks.mask import Mask
 
 
@@ -94,7 +94,8 @@ def rounding_bounds(forward: ForwardPass) -> WeightGradients:
     weights = rows.weights
     of_outputs = upstream[:, None] @ wo
     error = (
-        r.u * growth(wo.shape[1]) * (upstream.abs()[:, None] @ wo.abs()) + r.U * of_outputs.abs()
+        r.u * sum_error_bound(wo.shape[1]) * (upstream.abs()[:, None] @ wo.abs())
+        + r.U * of_outputs.abs()
     )
     floors = rounding.gradient_floors(rows, q, k, v, of_outputs, scale=scale, bias_gradient=None)
     of_weights, weights_error = of_outputs @ v.mT, error @ v.abs().mT
@@ -103,7 +104,9 @@ def rounding_bounds(forward: ForwardPass) -> WeightGradients:
     outputs_error = rounding.product_floor(rows, v)
 
     def summed(gradient: Tensor, error: Tensor, tokens: Tensor) -> Tensor:
-        over = r.u * growth(tokens.shape[0] * tokens.shape[1]) + 2 * r.U  # inputs and result
+        over = (
+            r.u * sum_error_bound(tokens.shape[0] * tokens.shape[1]) + 2 * r.U
+        )  # inputs and result
         return _over_tokens(error + over * gradient.abs(), tokens.abs())
 
     return WeightGradients(

@@ -237,7 +237,7 @@ def block_extras(implementation: Implementation) -> str:
     return "residual, norm" if norm.check(output).within else "something else"
 
 
-def initial_output_projection(
+def initial_output_std(
     constructor: Constructor, *, embed_dim: int, num_heads: int
 ) -> dict[str, float | bool]:
     """Return the initial standard deviation of the output projection.

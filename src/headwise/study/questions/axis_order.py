@@ -345,7 +345,7 @@ QUESTION = Question(
     "{times[headwise][train]:.2f}.",
     caption="The same tensor, {batch} sequences of {length} tokens stored as (batch, length, "
     "embed_dim), in two PyTorch layers. A cell is filled where an output token (row) depends on "
-    "an input token (column); the second colour marks one output token. Left: each output token "
+    "an input token (column). The second colour marks one output token. Left: each output token "
     "depends on all tokens of its own sequence. Right: each depends on the tokens at its own "
     "position in all sequences. The running time is not drawn: length first took "
     "{times[torch][infer]:.2f} of the time of batch first (inference, on the machine of this "

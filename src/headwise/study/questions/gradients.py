@@ -317,9 +317,9 @@ QUESTION = Question(
             ),
         ),
         Fact(
-            "for the same weights, input and gradient of the output, the gradients of one head and "
-            "of {many} are least alike in wq and wk: the cosines are {cosine[q]:.2f} and "
-            "{cosine[k]:.2f}, against {cosine[v]:.2f} in wv and {cosine[o]:.2f} in wo. Each "
+            "the gradients of one head and of {many} are least alike in wq and wk: the cosines are "
+            "{cosine[q]:.2f} and {cosine[k]:.2f}, against {cosine[v]:.2f} in wv and "
+            "{cosine[o]:.2f} in wo. Weights, input and gradient of the output are the same. Each "
             "difference is at least {roundings:sci} times the difference that rounding allows",
             lambda n: (
                 n["roundings"] > 1
@@ -361,8 +361,9 @@ QUESTION = Question(
     "gradient there; grey: the gradient is exactly zero. Below, left: the cosine between the "
     "gradients of the same loss in layers with one head and with {many} and equal weights. Right: "
     "the difference of both layers' weights after gradient descent from these weights towards the "
-    "same random targets, relative to the weights with {many} heads. wo differs most, and training "
-    "changes it most: by {moved[o]:percent} of its initial size, wq by {moved[q]:percent}.",
+    "same random targets, relative to the weights with {many} heads. The largest difference is in "
+    "wo, and training changes wo most: by {moved[o]:percent} of its initial size, wq by "
+    "{moved[q]:percent}.",
     draw=draw,
     table=FactTable(
         columns=("matrix", "gradient per head", "cosine", "difference, first step", "last step"),

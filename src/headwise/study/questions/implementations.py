@@ -43,7 +43,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     progress("conventions", 2, 3)
     each = {key: measured_conventions.measure_conventions(IMPLEMENTATIONS[key]) for key in CODE}
     sizes = {"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS}
-    initial = measured_conventions.initial_output_projection
+    initial = measured_conventions.initial_output_std
     starts = {key: initial(IMPLEMENTATIONS[key], **sizes) for key in CODE}
     out = {key: start["out"] for key, start in starts.items()}
     return {

@@ -355,13 +355,13 @@ QUESTION = Question(
     "the values, one average provably leaves at least half of the error, for any width of the "
     "head. A trained head's weights may depend on the values, but no trained head left clearly "
     "less than half, not even a head {wider} times as wide. Two heads return two averages. Four "
-    "and eight heads still have only two lookups: several heads learn the same lookup, each for a "
+    "and eight heads still have only two lookups. Several heads learn the same lookup, each for a "
     "narrower part of the value, and learn more slowly.",
     caption="The task: each of {length} tokens must predict two values, that of the token before "
     "it and that of a token it names. Above, left: the error on a logarithmic scale, as a share of "
-    "the error of predicting nothing; lines are the median and bands the range of {seeds} seeds. "
+    "the error of predicting nothing. Lines are the median and bands the range of {seeds} seeds. "
     "Right, in the same colours: each dot is a trained head, placed by its mean attention weight "
-    "on these two tokens. Most heads are near a corner, with one lookup; single heads are in "
+    "on these two tokens. Most heads are near a corner, with one lookup. Single heads are in "
     "between. Below: attention weights of one seed's layers on one text, a row for each query, "
     "with the head's mean over all texts; the line beside the diagonal is the token before.",
     draw=draw,

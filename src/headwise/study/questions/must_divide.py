@@ -182,7 +182,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     draw_grid(add_inset(figure, *GRID, frame=False), n)
     draw_key(axes, n)
     draw_rule(axes, WIDTHS - 0.4, 0.2, WIDTH - 0.2)
-    draw_widths(axes, n)
+    draw_input_widths(axes, n)
 
 
 def draw_grid(axes: Axes, n: Numbers) -> None:
@@ -235,7 +235,7 @@ def draw_key(axes: Axes, n: Numbers) -> None:
             axes.text(KEY + 0.2, y, text, color=colour, fontsize=9, va="center")
 
 
-def draw_widths(axes: Axes, n: Numbers) -> None:
+def draw_input_widths(axes: Axes, n: Numbers) -> None:
     """Draw the widths of the three inputs of PyTorch's layer, and of q, k and v."""
     heads, head_dim = n["torch_heads"], n["torch_head_dim"]
     write_heading(axes, INPUTS, WIDTHS - 0.17, "PyTorch's layer: widths of the inputs")
@@ -310,9 +310,9 @@ QUESTION = Question(
         ),
         Fact(
             "with kdim {key_width} and vdim {value_width} PyTorch's layer has weight matrices "
-            "{q_weight_of_torch:shape}, {k_weight_of_torch:shape} and {v_weight_of_torch:shape}, "
-            "still {torch_heads} heads of {torch_head_dim}, and gives the formula for keys and "
-            "values of these widths. headwise.Attention with source_dim {key_width} does too",
+            "{q_weight_of_torch:shape}, {k_weight_of_torch:shape} and {v_weight_of_torch:shape}. "
+            "It still has {torch_heads} heads of {torch_head_dim}, and gives the formula for keys "
+            "and values of these widths, as headwise.Attention with source_dim {key_width} does",
             lambda n: (
                 n["torch_crossed"]["within"]
                 and n["crossed"]["within"]
@@ -328,10 +328,10 @@ QUESTION = Question(
     "{sizes[embed_dim]}. And no: kdim and vdim are the widths of the inputs to k and v, by "
     "default embed_dim.",
     why="A head projects to its own head_dim, and the output projection maps heads × value_dim "
-    "to any width, so no size has to divide another. PyTorch's convention has an advantage: the "
+    "to any width. So no size has to divide another. PyTorch's convention has an advantage: the "
     "number of parameters is the same for every number of heads.",
     caption="Above: each dot is a layer that gives the formula of Attention Is All You Need (the "
-    "paper); the values of head_dim are not evenly spaced. Below: the widths of the three inputs "
+    "paper). The values of head_dim are not evenly spaced. Below: the widths of the three inputs "
     "of PyTorch's layer with kdim {key_width} and vdim {value_width}, to scale, and of q, k and v "
     "made from them.",
     draw=draw,

@@ -138,7 +138,7 @@ QUESTION = Question(
         ),
     ),
     verdict="No: PyTorch's layer of width {embed_dim} has {width_shared[8]:,} parameters with "
-    "every number of heads that divides {embed_dim}, because more heads are narrower heads. The "
+    "every number of heads that divides {embed_dim}. More heads are narrower heads. The "
     "number grows only if you choose head_dim yourself, as with Keras' key_dim.",
     why="Each head projects to head_dim = embed_dim / heads numbers, so the concatenated matrices "
     "of all heads always have embed_dim columns. This is not so if you choose head_dim yourself. "

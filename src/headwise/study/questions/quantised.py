@@ -301,16 +301,16 @@ QUESTION = Question(
     "{speed[most]:.1f} times as fast as float32, at {errors[once][output]:percent} error in the "
     "output (random weights). Pack the weights once: packing at every call gives the same bits but "
     "takes {times[one][every_call]:.1f} times float32's time for one token.",
-    why="Eight bits hold a few hundred evenly spaced numbers, so every weight and every input "
+    why="Eight bits hold a few hundred evenly spaced numbers. Every weight and every input "
     "changes by up to half a step. Packing rearranges the same integers into the order that the "
     "processor's kernel needs, once per call for one token as for many. The "
     "table shows which classes and functions torch {torch}, measured here, still has.",
-    caption="Static int8 fixes the steps of its inputs beforehand; dynamic int8 chooses the steps "
-    "from each input. Packed weights are stored in the order that the kernel needs; both forms "
+    caption="Static int8 fixes the steps of its inputs beforehand. Dynamic int8 chooses the steps "
+    "from each input. Packed weights are stored in the order that the kernel needs. Both forms "
     "pack once unless the label says otherwise. Left: the error after each stage of a layer "
     "(embed_dim {embed_dim}, {heads} heads, random weights, {batch} texts of {length} tokens), on "
-    "a logarithmic scale; only the projections are quantised. Right: the time of one projection as "
-    "a multiple of float32's; forms to the left of the line at one are faster.",
+    "a logarithmic scale. Only the projections are quantised. Right: the time of one projection as "
+    "a multiple of float32's. Forms to the left of the line at one are faster.",
     draw=draw,
     table=FactTable(
         columns=("int8", "class or function", "in the torch installed here"),

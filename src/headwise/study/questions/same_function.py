@@ -316,7 +316,7 @@ QUESTION = Question(
         Fact(
             "a shared output projection does not change this result: after it "
             "{said[published][projected]} of {said[published][seeds]} seeds from torch.rand are "
-            "equal, and with the default initialisation the mean relative difference is "
+            "equal. With the default initialisation the mean relative difference is "
             "{cases[own][apart_projected]:percent}, in every seed at least "
             "{beyond[projected]:,.0f} times the error budget",
             lambda n: (
@@ -332,24 +332,24 @@ QUESTION = Question(
             lambda n: n["beyond"]["encoder"] > 1,
         ),
     ),
-    verdict="No: one head of {shape[2]} adds up the {heads} heads' scores before its only softmax, "
-    "so with default initialisation the outputs differ by {cases[own][apart]:percent}. A test with "
+    verdict="No: one head of {shape[2]} adds up the {heads} heads' scores before its only softmax. "
+    "With default initialisation the outputs differ by {cases[own][apart]:percent}. A test with "
     "torch.rand finds them equal in {said[published][equal]} of {said[published][seeds]} seeds, "
     "but only because all heads pick the same single key there.",
-    why="Several heads can attend to different keys; one head has a single row of attention "
+    why="Several heads can attend to different keys. One head has a single row of attention "
     "weights for each query. A test with torch.rand hides this difference, because all its numbers "
     "are positive and the scores are about {cases[published][score]:,.0f}. Nearly every softmax "
     "then puts all its weight on the largest score. In {cases[published][same_key]:percent} of the "
     "rows the largest score belongs to the single head's key. If that is true of all rows, both "
     "layers return copies of the same values.",
-    caption="Above: the attention weights of one head and of {heads} for one sequence; rows are "
+    caption="Above: the attention weights of one head and of {heads} for one sequence. Rows are "
     "queries, columns are keys. Beside the maps: how often the outputs are equal by ==, and their "
     "mean relative difference. The first row repeats a published test with tokens and matrices "
-    "from torch.rand and no output projection; its maps are of a seed with equal outputs. All its "
+    "from torch.rand and no output projection. Its maps are of a seed with equal outputs. All its "
     "numbers are positive, so scores are huge and the softmax picks a single key. A seed is "
-    "{shape[0]} sequences of {shape[1]} tokens. Below: the heads of a trained encoder over a text; "
-    "a dot is a head, in order from left to right within its layer. Relative differences are "
-    "relative to the norm of the several heads' output.",
+    "{shape[0]} sequences of {shape[1]} tokens. Below: the heads of a trained encoder over a "
+    "text. A dot is a head, in order from left to right within its layer. Relative differences "
+    "are relative to the norm of the several heads' output.",
     draw=draw,
     table=FactTable(
         columns=(

@@ -236,7 +236,7 @@ QUESTION = Question(
         ),
     ),
     verdict="It does matter. With all weights one the {heads} heads are identical, and only their "
-    "scores are smaller than a single head's, by the root of {heads}; a softmax that picks one "
+    "scores are smaller than a single head's, by the root of {heads}. A softmax that picks one "
     "key, or is even, hides this. With default initialisation, and tokens from torch.randn, the "
     "outputs of one head and {heads} differ by {own_apart:percent}.",
     why="With all weights one, every number of a query, key or value is the sum of its token's "
@@ -247,9 +247,9 @@ QUESTION = Question(
     caption="Two layers torch.nn.MultiheadAttention with the same parameters, of one head and of "
     "{heads}. Above: the relative difference of the single head's output from that of {heads} "
     "heads, the median of {sequences} sequences of {length} tokens. Below: the mean entropy of "
-    "the softmax over the largest possible, from all weight on one key to even; for {heads} heads "
-    "and, dashed, for one head. Across: the factor of the tokens, which come from torch.randn. The "
-    "dots are the differences quoted in the text.",
+    "the softmax over the largest possible, from all weight on one key to even. It is drawn for "
+    "{heads} heads and, dashed, for one head. Across: the factor of the tokens, which come from "
+    "torch.randn. The dots are the differences quoted in the text.",
     draw=draw,
     table=FactTable(
         columns=(

@@ -28,12 +28,12 @@ MATRIX_AXES = ("batch", "heads", "queries", "keys")
 LONGEST_VALUE = 80  # characters of a value in a message
 
 
-def sizes(tensor: Tensor, axes: Sequence[str]) -> str:
+def describe_sizes(tensor: Tensor, axes: Sequence[str]) -> str:
     """``(batch 3, heads 6, queries 24)`` for a tensor of shape (3, 6, 24)."""
     return "(" + ", ".join(f"{a} {n}" for a, n in zip(axes, tensor.shape, strict=True)) + ")"
 
 
-def many(count: int, what: str) -> str:
+def describe_count(count: int, what: str) -> str:
     """``1 layer``, ``1,024 tokens``."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
@@ -87,6 +87,6 @@ def describe_value(value: object) -> str:
 def _container(value: Collection[Any]) -> str:
     """Return the repr of a container of a few plain values, else its type and length."""
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
-    plain = all(item is None or isinstance(item, str | int | float) for item in items)
-    short = len(items) <= 8 and plain and all(len(describe_value(item)) <= 20 for item in items)
+    plain = all(value is None or isinstance(value, str | int | float) for value in items)
+    short = len(items) <= 8 and plain and all(len(describe_value(value)) <= 20 for value in items)
     return repr(value) if short else f"a {type(value).__name__} of length {len(value)}"

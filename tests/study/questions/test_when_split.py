@@ -24,21 +24,21 @@ from headwise.study.experiments.operation_trace import (
     trace,
 )
 from headwise.study.implementations import TorchLayer
-from headwise.study.questions import split
+from headwise.study.questions import when_split
 from headwise.study.run import answer_question
 from tests.study.asking import failing
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "SIZES", {"batch": 1, "length": 6, "embed_dim": 32, "heads": 2})
+    monkeypatch.setattr(when_split, "SIZES", {"batch": 1, "length": 6, "embed_dim": 32, "heads": 2})
 
 
 def operands_split_first(self: Attention, frame: Any, call: Any) -> tuple[AttentionMatrix, Tensor]:
     """x is cut into heads, and each part is projected by a block of the weights."""
     cut = frame.x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
     q, k, v = (
-        cut @ split.diagonal_blocks(projection.weight, self.num_heads).mT
+        cut @ when_split.diagonal_blocks(projection.weight, self.num_heads).mT
         for projection in (self.q_proj, self.k_proj, self.v_proj)
     )
     return AttentionMatrix(q, k), v
@@ -46,7 +46,7 @@ def operands_split_first(self: Attention, frame: Any, call: Any) -> tuple[Attent
 
 def test_a_layer_that_splits_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Attention, "_matrix_and_values", operands_split_first)
-    said = failing(answer_question(split.QUESTION))
+    said = failing(answer_question(when_split.QUESTION))
     assert any("splits into heads" in words and "3 come after" in words for words in said)
     assert any("depend on 16 of 32 inputs" in words for words in said)
     assert any("the paper's formula" in words for words in said)
@@ -60,7 +60,7 @@ def test_a_cut_that_copies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert head_splits(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
     monkeypatch.setattr(base, "split_heads", copied)
     assert not head_splits(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
-    (said,) = failing(answer_question(split.QUESTION))
+    (said,) = failing(answer_question(when_split.QUESTION))
     assert "splits into heads" in said
 
 
@@ -72,7 +72,8 @@ def test_other_axes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(TorchLayer, "layer", Turned)
     assert any(
-        "for 3 sequences of 5 tokens" in words for words in failing(answer_question(split.QUESTION))
+        "for 3 sequences of 5 tokens" in words
+        for words in failing(answer_question(when_split.QUESTION))
     )
 
 
@@ -112,7 +113,7 @@ class Written(nn.MultiheadAttention):
 
 def test_torchs_layer_written_out_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchLayer, "layer", Written)
-    assert answer_question(split.QUESTION).holds
+    assert answer_question(when_split.QUESTION).holds
 
 
 @pytest.mark.parametrize(("axis", "order"), [("rows", "heads batch"), ("tokens", "batch length")])
@@ -122,7 +123,7 @@ def test_another_order_inside_an_axis_is_noticed(
     """Every shape is the same, and so is the output."""
     monkeypatch.setattr(Written, axis, order)
     monkeypatch.setattr(TorchLayer, "layer", Written)
-    (said,) = failing(answer_question(split.QUESTION))
+    (said,) = failing(answer_question(when_split.QUESTION))
     assert "the order inside each axis" in said
 
 
@@ -134,7 +135,7 @@ def test_heads_of_interleaved_channels_are_noticed(monkeypatch: pytest.MonkeyPat
         return torch.stack([x.index_select(-1, own) for own in index], dim=1)
 
     monkeypatch.setattr(base, "split_heads", interleaved)
-    said = " ".join(failing(answer_question(split.QUESTION)))
+    said = " ".join(failing(answer_question(when_split.QUESTION)))
     assert "the order inside each axis" in said
     assert "the paper's formula" in said
     assert "equals attention with block-diagonal projections" in said
@@ -143,7 +144,7 @@ def test_heads_of_interleaved_channels_are_noticed(monkeypatch: pytest.MonkeyPat
 def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
-    merged, formula, blocks = failing(answer_question(split.QUESTION))
+    merged, formula, blocks = failing(answer_question(when_split.QUESTION))
     assert "the order inside each axis" in merged
     assert "the paper's formula" in formula
     assert "equals attention with block-diagonal projections" in blocks
@@ -151,7 +152,7 @@ def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.M
 
 def test_a_layer_that_writes_its_weights_down_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: a.dense() @ v)
-    answer = answer_question(split.QUESTION)
+    answer = answer_question(when_split.QUESTION)
     assert answer.numbers["fused"] == []
     assert "returns no attention weights" in failing(answer)[0]
 
@@ -159,7 +160,7 @@ def test_a_layer_that_writes_its_weights_down_is_noticed(monkeypatch: pytest.Mon
 def test_parameters_off_the_diagonal_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     block_diag = torch.block_diag
     monkeypatch.setattr(torch, "block_diag", lambda *blocks: block_diag(*blocks).clamp(min=1e-9))
-    said = failing(answer_question(split.QUESTION))
+    said = failing(answer_question(when_split.QUESTION))
     assert any("leaves 3,072 of the 3,072 parameters" in words for words in said)
 
 
@@ -176,7 +177,7 @@ def test_weights_that_are_zero_off_the_diagonal_are_noticed(
                 projection.weight.data.mul_(kept)
 
     monkeypatch.setattr(implementations, "Attention", Blocks)
-    said = failing(answer_question(split.QUESTION))
+    said = failing(answer_question(when_split.QUESTION))
     assert any("depend on 16 of 32 inputs" in words for words in said)
     assert any("does not equal attention" in words for words in said)
 
@@ -184,12 +185,12 @@ def test_weights_that_are_zero_off_the_diagonal_are_noticed(
 def test_blocks_on_the_diagonal() -> None:
     weight = torch.arange(16.0).reshape(4, 4)
     expected = torch.tensor([[[0.0, 1.0], [4.0, 5.0]], [[10.0, 11.0], [14.0, 15.0]]])
-    assert split.diagonal_blocks(weight, 2).equal(expected)
+    assert when_split.diagonal_blocks(weight, 2).equal(expected)
 
 
 def test_shares_of_blocks() -> None:
     reach = torch.block_diag(torch.ones(2, 2), torch.eye(2)).bool()
-    assert split.shares_by_block(reach, 2) == [[1, 0], [0, 0.5]]
+    assert when_split.shares_by_block(reach, 2) == [[1, 0], [0, 0.5]]
 
 
 def trace_of(layer: Attention) -> tuple[Any, ...]:

@@ -280,7 +280,7 @@ def draw_square(
 
 
 QUESTION = Question(
-    id="split",
+    id="when-split",
     asks="When does the split into heads happen: is x cut into pieces before the projection, or "
     "are q, k and v cut after it?",
     claim="After the projection: every entry of q uses all of x, and q, k and v are split into "
@@ -343,18 +343,18 @@ QUESTION = Question(
         ),
     ),
     verdict="After the projection: every entry of q, k and v uses all {asked[embed_dim]} numbers "
-    "of a token, and q, k and v are then split into {asked[heads]} heads of {asked[head_dim]}. "
+    "of a token. Then q, k and v are split into {asked[heads]} heads of {asked[head_dim]}. "
     "Splitting x first is another function.",
     why="The projection mixes all of x, so no head is tied to a part of the embedding. The split "
     "itself computes nothing: it only assigns columns to heads. If x were split first, each head "
-    "would use only its own part of x, as if the projections kept only the blocks on their "
-    "diagonals.",
+    "would use only its own part of x. That is as if the projections kept only the blocks on "
+    "their diagonals.",
     caption="Above: the shapes in a real forward pass, from x to the output. A colour is a head; "
-    "grey belongs to no head. q is computed as one piece, and the next line splits it. "
-    "headwise.Attention attends in one fused step, which does not return the attention weights; "
-    "matrix(x) computes them on request, and their shape is from there. Below: a cell is coloured "
+    "grey belongs to no head. The line of q is one piece, and the next line splits it. In "
+    "headwise.Attention the fused kernel does not return the attention weights. There matrix(x) "
+    "computes them on request, and their shape is from there. Below: a cell is coloured "
     "where an entry of q (row) depends on an input (column): the derivative is not zero there. In "
-    "attention every cell is coloured; if x is split first, each head depends only on its own part "
+    "attention every cell is coloured. If x is split first, each head depends only on its own part "
     "of x.",
     draw=draw,
     table=FactTable(

@@ -16,7 +16,7 @@ from headwise.study import implementations
 from headwise.study.experiments.measures import layer_output
 from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import Native
-from headwise.study.questions import picture
+from headwise.study.questions import diagram
 from headwise.study.run import answer_question
 from tests.study.asking import failing
 
@@ -51,11 +51,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_small_model_would_do() -> None:
-    answer = answer_question(picture.QUESTION)
+    answer = answer_question(diagram.QUESTION)
     assert answer.holds, answer.verdict
     assert answer.numbers["length"] == LENGTH
     assert answer.numbers["layers"] == 2
-    assert answer.numbers["strips"]["x"] == picture.percent_rows(call(0).x)  # the first layer's
+    assert answer.numbers["strips"]["x"] == diagram.percent_rows(call(0).x)  # the first layer's
 
 
 def test_another_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,13 +64,13 @@ def test_another_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*sizes, scale=1.0, **options)
 
     monkeypatch.setattr(implementations, "Attention", Loud)
-    assert "own output" in failing(answer_question(picture.QUESTION))[0]
+    assert "own output" in failing(answer_question(diagram.QUESTION))[0]
 
 
 def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
-    said = failing(answer_question(picture.QUESTION))
+    said = failing(answer_question(diagram.QUESTION))
     assert "own output" in said[0]
     assert "add up to the output" in said[1]
 
@@ -81,7 +81,7 @@ def test_a_layer_that_reads_a_part_of_x_is_noticed(monkeypatch: pytest.MonkeyPat
 
     forward = Attention.forward
     monkeypatch.setattr(Attention, "forward", in_part)
-    said = failing(answer_question(picture.QUESTION))
+    said = failing(answer_question(diagram.QUESTION))
     assert any(words.startswith("all of x") for words in said)
 
 
@@ -91,7 +91,7 @@ def test_rows_that_do_not_sum_to_one_are_noticed(monkeypatch: pytest.MonkeyPatch
 
     dense = AttentionMatrix.dense
     monkeypatch.setattr(AttentionMatrix, "dense", more)
-    (said,) = failing(answer_question(picture.QUESTION))
+    (said,) = failing(answer_question(diagram.QUESTION))
     assert "rows of the maps" in said
 
 
@@ -101,7 +101,7 @@ def test_heads_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
     head_outputs = Attention.head_outputs
     monkeypatch.setattr(Attention, "head_outputs", turned)
-    assert any("bit for bit" in words for words in failing(answer_question(picture.QUESTION)))
+    assert any("bit for bit" in words for words in failing(answer_question(diagram.QUESTION)))
 
 
 def test_a_head_that_does_not_add_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_a_head_that_does_not_add_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
     contributions = Attention.contributions
     monkeypatch.setattr(Attention, "contributions", without_one)
-    (said,) = failing(answer_question(picture.QUESTION))
+    (said,) = failing(answer_question(diagram.QUESTION))
     assert "add up to the output" in said
 
 
@@ -121,7 +121,7 @@ def test_an_order_that_does_not_matter_is_noticed(monkeypatch: pytest.MonkeyPatc
 
     fill = Native.load_weights
     monkeypatch.setattr(Native, "load_weights", alike)
-    assert any("reverse order" in words for words in failing(answer_question(picture.QUESTION)))
+    assert any("reverse order" in words for words in failing(answer_question(diagram.QUESTION)))
 
 
 def test_places_of_the_most_weight() -> None:
@@ -130,7 +130,7 @@ def test_places_of_the_most_weight() -> None:
     third = torch.zeros(4, 4)
     third[:, 2] = 1
     blurred = before / 2 + 1 / 8
-    found = picture.distinct_heads(torch.stack([after, blurred, third, before]), tuple("abcd"))
+    found = diagram.distinct_heads(torch.stack([after, blurred, third, before]), tuple("abcd"))
     assert {at["place"]: at["head"] for at in found} == {
         "c": 2,
         "the token before": 3,
@@ -143,5 +143,5 @@ def test_places_of_the_most_weight() -> None:
 def test_a_head_is_named_by_its_largest_share() -> None:
     one = torch.full((1, 3, 3), 0.25)
     one[0, :, 1] = 0.5
-    (found,) = picture.distinct_heads(one, tuple("abc"))
+    (found,) = diagram.distinct_heads(one, tuple("abc"))
     assert found == {"head": 0, "place": "b", "share": 0.5}

@@ -257,7 +257,7 @@ def write_tokens(axes: Axes, tokens: list[str], right: float, top: float, pitch:
 
 
 QUESTION = Question(
-    id="picture",
+    id="diagram",
     asks="What does the picture everybody draws look like with real numbers: embedding, heads, "
     "concatenation, output?",
     claim="Every head projects all of x with its own matrices and has its own attention map; the "
@@ -306,15 +306,15 @@ QUESTION = Question(
     verdict="In the trained encoder {model}, x {shapes[x]:shape} is projected to {heads} heads of "
     "{head_dim}. Each head has its own {length} × {length} attention map. The head outputs are "
     "concatenated to {shapes[merged]:shape} and multiplied by the output projection wo.",
-    why="Concatenating and multiplying by wo is a sum: each head has its own columns of wo and "
+    why="Concatenating and multiplying by wo is a sum. Each head has its own columns of wo and "
     "adds its contribution to the output. The order of the heads has no meaning, but it must be "
     "the same in the concatenation and in wo.",
     caption="One forward pass from top to bottom, in layer {layer} of the {layers} layers of "
-    "{model}: the embeddings x, q, k and v, an attention map for each head, the head outputs, "
-    "their concatenation, the output. Rows are the {length} tokens; in a map, rows are queries and "
-    "columns keys. Stronger colours are larger numbers, on a square-root scale; one number in "
-    "{every} is drawn. At the bottom are three enlarged maps, each with the target of the largest "
-    "share of the head's attention weights.",
+    "{model}. From the embeddings x follow q, k and v, an attention map for each head, the head "
+    "outputs, their concatenation, and the output. Rows are the {length} tokens; in a map, rows "
+    "are queries and columns keys. Stronger colours are larger numbers, on a square-root scale; "
+    "one number in {every} is drawn. At the bottom are three enlarged maps, each with the target "
+    "of the largest share of the head's attention weights.",
     draw=draw,
     table=FactTable(
         columns=("tensor", "shape", "axes"),
