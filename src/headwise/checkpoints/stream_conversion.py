@@ -86,7 +86,8 @@ def convert_checkpoint(
     Args:
         source: the checkpoint, see `headwise.checkpoints.source.open_source`.
         target: a new path: a folder if the source is one or ``files`` is "meta", else a file.
-        source_layout, target_layout: the layouts, or their names.
+        source_layout: the layout of the source, or its name.
+        target_layout: the layout of the target, or its name.
         accept: fields of `AttentionSpec` that may differ between the layouts.
         root: the prefix of all names in the target; that of the source if None.
         files: "safetensors", or "meta": a folder for Meta's code.
@@ -96,7 +97,7 @@ def convert_checkpoint(
     Raises:
         CheckpointError: the target exists already or cannot be written, or the source changes.
         RoundTripError: a tensor does not convert back to the same bytes.
-        HeadwiseError: see `layouts.conversion_plan.plan_conversion`, and `meta_params` for Meta's files.
+        HeadwiseError: see `plan_conversion`, and `meta_params` for Meta's files.
     """
     target, accept = _checked_target(source, target, files), tuple(accept)
     description = read_description(source)
@@ -107,10 +108,9 @@ def convert_checkpoint(
     written = describe_target(source.headers, before, after, known, config)
     output = _plan_files(source, steps, written, files)
     options = (before, after, accept, root, files, sorted(known.items()))
-    identity = _identity(source, output, options)
     return ConversionReport(
         target=target,
-        earlier_run=_write(source, target, steps, output, identity, progress),
+        earlier_run=_write(source, target, steps, output, options, progress),
         **_tensor_report(source, steps, output, after),
         **_file_report(source, target),
         accepted=conflicts_of(source.headers, before, after, known),
@@ -166,7 +166,7 @@ def _write(
     target: Path,
     steps: Sequence[ConversionStep],
     output: OutputPlan,
-    identity: str,
+    options: object,
     progress: Progress,
 ) -> str:
     """Write the target, and return the state of an earlier run, see `StagingDir`."""
@@ -175,7 +175,7 @@ def _write(
             if not step.outputs:  # checks that biases without a place in the target are +0
                 convert.run(step, {name: source[name] for name in step.inputs})
         with StagingDir(target, output) as staging:
-            staging.begin(identity)
+            staging.begin(_identity(source, output, options))
             ConversionStream(source, output, staging).run(steps, progress)
             source.require_unchanged()
             if output.params is not None:
