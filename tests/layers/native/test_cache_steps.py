@@ -180,6 +180,26 @@ def test_a_mask_over_the_caches_keys() -> None:
     assert_same(layer, found, layer(x[:, :12], mask=mask)[:, 9:])
 
 
+def test_a_mask_that_hid_padding_is_needed_in_every_call() -> None:
+    """The cache stores lengths, and no boolean mask: without one a step would attend to padding."""
+    layer, x = made(OPTIONS["plain"])
+    real = torch.ones(BATCH, 11, dtype=torch.bool)
+    real[1, :4] = False
+    cache = layer.cache(batch=BATCH, length=LENGTH)
+    mask = CAUSAL & Mask.may_attend(real[:, :9], axes="batch keys")
+    layer(x[:, :9], mask=mask, cache=cache)
+    for step in (cache, cache.select(torch.tensor([1, 0]))):
+        with pytest.raises(MaskError, match=r"a boolean mask over all 10 keys"):
+            layer(x[: step._k.shape[0], 9:10], mask=CAUSAL, cache=step)
+    assert cache.seen == 9
+    mask = CAUSAL & Mask.may_attend(real, axes="batch keys")
+    found = layer(x[:, 9:11], mask=mask, cache=cache)
+    assert_same(layer, found, layer(x[:, :11], mask=mask)[:, 9:])
+    cache.clear()
+    layer(x[:, :9], mask=CAUSAL & Mask.may_attend(real[0, :9], axes="keys"), cache=cache)
+    layer(x[:, 9:10], mask=CAUSAL, cache=cache)  # nothing was hidden
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cache_has_the_dtype_of_its_layer(dtype: torch.dtype) -> None:
     layer, x = made(OPTIONS["grouped rotary"])

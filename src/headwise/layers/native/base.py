@@ -8,7 +8,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.kernels.linear import project
 from headwise.layers.native import call_checks
 from headwise.layers.native.cache import Cache
-from headwise.layers.native.padding import CallInputs, Unpacked
+from headwise.layers.native.padding import CallInputs, Unpacked, hides_keys
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions.rotary import Rotary
 from headwise.masks.mask import Mask
@@ -105,6 +105,7 @@ class AttentionBase(nn.Module):
             keys = call.cache.keys_with(k.shape[2])
             call_checks.check_mask_and_bias(call, heads=self.num_heads, keys=keys)
             k, v, starts = call.cache.append(k, v, lengths=tokens.lengths)
+            call.cache.needs_mask |= hides_keys(call)
             mask = tokens.mask_with_cache(starts)
         matrix = AttentionMatrix(
             q,

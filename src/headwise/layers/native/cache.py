@@ -39,6 +39,8 @@ class Cache:
         length: slots in use.
         dropped: tokens that were dropped, since they are older than the window.
         padding: (batch,), padding tokens before each sequence's first token; None for none.
+        needs_mask: True if a boolean mask hid cached keys from every query. The cache stores no
+            such mask, so each later call needs one.
     """
 
     def __init__(self, k: Tensor, v: Tensor, *, window: int | None = None, owner: str = "") -> None:
@@ -46,6 +48,7 @@ class Cache:
         self.length = 0
         self.dropped = 0
         self.padding: Tensor | None = None
+        self.needs_mask = False
 
     @property
     def seen(self) -> int:
@@ -119,6 +122,7 @@ class Cache:
             owner=self.owner,
         )
         cache.length, cache.dropped = self.length, self.dropped
+        cache.needs_mask = self.needs_mask
         if self.padding is not None:
             cache.padding = self.padding.index_select(0, sequences)
         return cache
@@ -132,7 +136,7 @@ class Cache:
 
     def clear(self) -> None:
         """Remove all tokens; the buffers are reused."""
-        self.length, self.dropped, self.padding = 0, 0, None
+        self.length, self.dropped, self.padding, self.needs_mask = 0, 0, None, False
 
     # ---- internals --------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from headwise.kernels import varlen
 from headwise.layers.hooks import has_attention_hook
 from headwise.layers.native.cache import Cache
 from headwise.masks.clause import Clause, Rectangle, Span
+from headwise.masks.clauses.dense_mask import Dense
 from headwise.masks.clauses.lengths import KEYS, QUERIES, PaddingClause, Starts
 from headwise.masks.clauses.segments import PackedRow
 from headwise.masks.mask import Mask
@@ -221,10 +222,11 @@ def left_pad(call: CallInputs, cache: Cache) -> Unpacked:
 
     Raises:
         MaskError: lengths that are not those of the new tokens, or beside clauses by position; a
-            top-left alignment after the first step.
+            top-left alignment after the first step; no mask for keys that an earlier one hid.
     """
     x, mask = call.x, call.mask
     _check_alignment(call, cache)
+    _check_hidden_keys(call, cache)
     if not mask.of_kind(PaddingClause):
         return Unpacked(x, x, mask, cache.seen, cache.padding)
     lengths, end_together = _lengths_of_call(call)
@@ -252,6 +254,25 @@ def _check_alignment(call: CallInputs, cache: Cache) -> None:
             needed="a mask that depends on distances alone, or one bool for each cached key",
             do="use Mask.may_attend, or a layer without a window",
         )
+
+
+def _check_hidden_keys(call: CallInputs, cache: Cache) -> None:
+    if cache.needs_mask and not call.mask.of_kind(Dense):
+        keys = cache.keys_with(call.x.shape[1])
+        raise MaskError(
+            saw=f"a cache with {call.mask}, after a mask that hid cached keys from every query",
+            needed=f"a boolean mask over all {keys} keys in each call: a cache stores lengths only",
+            do='Mask.lengths(queries=n, keys=n, side="left") in the first call, and none after it; '
+            'or Mask.may_attend(m, axes="batch keys") in every call',
+        )
+
+
+def hides_keys(call: CallInputs) -> bool:
+    """True if a boolean mask hides a key from all of several queries, as padding is hidden."""
+    if call.x.shape[1] == 1 or not may_read_values(call.x):
+        return False
+    masks = [clause for clause in call.mask.clauses if isinstance(clause, Dense)]
+    return any(not bool(mask.allowed.amax((1, 2)).all()) for mask in masks)
 
 
 def _is_by_position(clause: Clause) -> bool:
