@@ -37,6 +37,9 @@ def test_a_word_of_the_name_lists_fewer() -> None:
     assert {"falcon-40b", "falcon-7b", "falcon-rw"} <= rows
     assert "gpt2" not in rows
     assert run("list", "falcon") == run("Falcon")
+    text = " ".join(run("list", "falcon"))
+    assert "All are checked" in text
+    assert "described" not in text
     done = CliRunner().invoke(layouts, ["falcom"])
     assert isinstance(done.exception, OptionError)
     assert "falcon" in done.exception.needed
@@ -72,6 +75,12 @@ def test_a_name_that_is_none_gets_near_ones(name: str, near: str) -> None:
     assert isinstance(done.exception, OptionError)
     assert repr(name) in done.exception.saw
     assert near in done.exception.needed.rpartition("near are ")[2].split(", ")
+
+
+def test_names_that_contain_the_word_come_first() -> None:
+    done = CliRunner().invoke(layouts, ["show", "meta"])
+    assert isinstance(done.exception, OptionError)
+    assert "near are llama-meta, " in done.exception.needed
 
 
 def test_a_name_that_is_near_to_none() -> None:

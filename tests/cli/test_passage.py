@@ -59,6 +59,11 @@ def test_repeats_without_a_begin_and_with_few_tokens() -> None:
     assert {*ids} == {0, 2}
 
 
+def test_a_begin_outside_of_the_vocabulary_is_left_out() -> None:
+    ids = passage.repeats(letters(begin=50256), 12).ids[0].tolist()
+    assert ids[:6] == ids[6:]
+
+
 def test_repeats_are_the_same_every_time() -> None:
     once, again = (passage.repeats(letters(), 30).ids for _ in range(2))
     assert torch.equal(once, again)

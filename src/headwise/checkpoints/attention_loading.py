@@ -187,8 +187,12 @@ def _module(
     names = ", ".join(repr(module.prefix) for module in shown[:MAX_NAMES]) or "none"
     more = f" and {len(shown) - MAX_NAMES} more" if len(shown) > MAX_NAMES else ""
     selection = f"layer {layer}" if prefix is None else f"prefix {prefix!r}"
+    fault = f"where {layout.name} has {len(matches)} modules"
+    numbers = {module.layer for module in modules if module.layer is not None}
+    if prefix is None and not matches and numbers:
+        fault = f"which has the layers {min(numbers)} to {max(numbers)}"
     raise OptionError(
-        saw=f"{selection} of {source.path}, where {layout.name} has {len(matches)} modules",
+        saw=f"{selection} of {source.path}, {fault}",
         needed=f"one module, among {names}{more}",
         do="pass prefix=... with one of these names" if matches else "change layer or prefix",
     )

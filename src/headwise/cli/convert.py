@@ -61,7 +61,10 @@ def convert(
     ],
     target: Annotated[
         Path,
-        typer.Argument(show_default=False, help="A new file or folder; nothing is overwritten."),
+        typer.Argument(
+            show_default=False,
+            help="A new file; a new folder if the source is a folder. Nothing is overwritten.",
+        ),
     ],
     *,
     to: To,

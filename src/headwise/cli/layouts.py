@@ -69,6 +69,7 @@ def _list(word: str, console: Console) -> None:
     from rich.text import Text
 
     from headwise.layouts.registry import layout, layouts_by_family
+    from headwise.support.message_text import describe_count
 
     listed = {
         heading: [entry for entry in family if word.lower() in entry.name]
@@ -93,10 +94,12 @@ def _list(word: str, console: Console) -> None:
         console.print(Text(heading))
         console.print(table)
     checked = sum(not entry.unchecked for entry in entries)
+    count = "All" if checked == len(entries) else str(checked)
+    others = "" if count == "All" else " The others are described from the source and were not run."
     console.print(
-        f"{len(entries)} layouts. {checked} are checked: a test runs the real implementation, and "
-        "a layer with its weights gives the same outputs. The others are described from the source "
-        "and were not run. To draw a layout: headwise layouts show llama"
+        f"{describe_count(len(entries), 'layout')}. {count} are checked: a test runs the real "
+        f"implementation, and a layer with its weights gives the same outputs.{others} "
+        "To draw a layout: headwise layouts show llama"
     )
 
 

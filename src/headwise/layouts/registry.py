@@ -37,8 +37,9 @@ def layout(name: str | Layout) -> Layout:
         return name
     known = layouts()
     if name not in known:
-        near = get_close_matches(name.lower(), known, n=4, cutoff=0.5)
-        near += [other for other in known if name.lower() in other and other not in near]
+        near = [other for other in known if name.lower() in other]
+        similar = get_close_matches(name.lower(), known, n=4, cutoff=0.5)
+        near += [other for other in similar if other not in near]
         raise OptionError(
             saw=f"a layout named {describe_value(name)}",
             needed=f"one of {len(known)}" + (f"; near are {', '.join(near)}" if near else ""),

@@ -169,7 +169,7 @@ CALLS: dict[str, tuple[Call, type[HeadwiseError], tuple[str, ...]]] = {
     "cache and lengths so far": (
         lambda: LAYER(X, mask=Mask.lengths(keys=LENGTHS + 24, queries=LENGTHS), cache=fresh()),
         MaskError,
-        ("between 24 and 48", "24 keys"),
+        ("lengths up to 48", "24 new tokens", "Mask.causal() in later calls"),
     ),
     "cache and negative lengths": (
         lambda: LAYER(X, mask=Mask.lengths(keys=LENGTHS - 1, queries=LENGTHS), cache=fresh()),

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -272,6 +273,23 @@ def test_a_model_without_attention() -> None:
     assert report.change.largest == 0
     assert str(report).startswith("Upgrade: 0 layers swapped, 0 kept")
     assert "The model has no torch.nn.MultiheadAttention" in str(report)
+    assert "register_huggingface" not in str(report)
+
+
+def test_a_model_of_transformers_is_pointed_to_its_own_function() -> None:
+    model = nn.Linear(3, 4)
+    model.config = SimpleNamespace(model_type="llama")
+    assert "headwise.register_huggingface()" in str(upgrade(model))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_output_of_padded_positions_is_explained_in_the_same_line() -> None:
+    padding = torch.zeros(BATCH, QUERIES, dtype=torch.bool)
+    padding[0, -2:] = True
+    lines = str(upgrade(encoder(), X, src_key_padding_mask=padding)).splitlines()
+    (line,) = [line for line in lines if "output of the model" in line]
+    assert "padded positions" in line
+    assert sum("padded positions" in line for line in lines) == 1
 
 
 def test_a_layer_that_cannot_be_measured_does_not_stop_the_others() -> None:

@@ -288,7 +288,9 @@ def repeats(subject: ModelToScan, length: int | None) -> TextToRead:
         OptionError: a length that the model cannot take, or that is too short for a repeat.
     """
     most = tokens_to_read(subject, length, default=REPEATS_LENGTH)
-    begin = [] if subject.begin is None else [subject.begin]
+    # The default ids of transformers' configs can lie outside of a small vocabulary.
+    has_begin = subject.begin is not None and subject.begin < subject.vocabulary
+    begin = [subject.begin] if has_begin else []
     half = (most - len(begin)) // 2
     if half < 2:
         raise OptionError(

@@ -22,10 +22,11 @@ from headwise.layers.hooks import has_attention_hook
 from headwise.layers.native.cache import Cache
 from headwise.masks.clause import Clause, Rectangle, Span
 from headwise.masks.clauses.dense_mask import Dense
-from headwise.masks.clauses.lengths import KEYS, QUERIES, PaddingClause, Starts
+from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, PaddingClause, Starts
 from headwise.masks.clauses.segments import PackedRow
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
+from headwise.support.message_text import describe_count
 from headwise.support.tracing import may_check_values, may_read_values
 
 
@@ -286,6 +287,7 @@ def _lengths_of_call(call: CallInputs) -> tuple[Tensor, bool]:
     Lengths move the sequences of a cache, so clauses by position are refused beside them.
     """
     mask, (batch, new, _) = call.mask, call.x.shape
+    _check_lengths(mask, new)
     padding = Mask(mask.of_kind(PaddingClause)).bind(
         batch=batch, heads=1, queries=new, keys=new, device=call.x.device
     )
@@ -308,6 +310,18 @@ def _lengths_of_call(call: CallInputs) -> tuple[Tensor, bool]:
         )
     is_left = kind == Starts.kind
     return (new - queries if is_left else queries), is_left
+
+
+def _check_lengths(mask: Mask, new: int) -> None:
+    for clause in mask.of_kind(Lengths):
+        numbers = clause.numbers
+        if may_check_values(numbers) and numbers.numel() and int(numbers.max()) > new:
+            raise MaskError(
+                saw=f"{clause} with lengths up to {int(numbers.max())}, and a cache, in a call of "
+                f"{describe_count(new, 'new token')}",
+                needed="lengths that count the tokens of this call, without the cached ones",
+                do="Mask.lengths in the first call alone, and Mask.causal() in later calls",
+            )
 
 
 def _left_padding(call: CallInputs) -> Tensor | None:

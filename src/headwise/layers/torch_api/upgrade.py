@@ -118,17 +118,21 @@ class Upgrade:
         kept: name -> reason, for the attention layers that were not swapped.
         switched_off: name -> attribute, for the modules whose fused path was switched off.
         change: the measured change of the output.
+        is_transformers_model: True for a model of transformers, by its ``config.model_type``.
     """
 
     swapped: tuple[str, ...]
     kept: dict[str, str]
     switched_off: dict[str, str]
     change: UpgradeChange
+    is_transformers_model: bool = False
 
     def __str__(self) -> str:
         head = f"Upgrade: {_count(len(self.swapped), 'layer')} swapped, {len(self.kept)} kept"
         if not self.swapped and not self.kept:
-            return f"{head}\n  The model has no torch.nn.MultiheadAttention; nothing was changed."
+            text = f"{head}\n  The model has no torch.nn.MultiheadAttention; nothing was changed."
+            advice = "\n  For a model of transformers, call headwise.register_huggingface()."
+            return text + advice if self.is_transformers_model else text
         sections = {
             "swapped": [_display_name(name) for name in self.swapped],
             "kept": [f"{_display_name(name)}: {why}" for name, why in self.kept.items()],
@@ -138,9 +142,11 @@ class Upgrade:
             "change": str(self.change).splitlines() if self.swapped else [],
         }
         if any(a.startswith("use_nested_tensor") for a in self.switched_off.values()):
-            sections["change"].append(
-                "padded positions are now computed; torch's nested path returned zeros there"
-            )
+            cause = "padded positions are now computed; torch's nested path returned zeros there"
+            if self.change.output is None:
+                sections["change"].append(cause)
+            else:
+                sections["change"][0] += f" ({cause})"
         lines = (line for label, entries in sections.items() for line in _lines(label, entries))
         return "\n".join([head, *lines])
 
@@ -178,7 +184,8 @@ def upgrade(model: nn.Module, *inputs: Any, **options: Any) -> Upgrade:
         undo.pop_all()  # nothing failed: keep the changes
     output = None if before is None or after is None else _largest_difference(before, after)
     swapped = tuple(name for group in names.values() for name in group)
-    return Upgrade(swapped, kept, switched_off, UpgradeChange(layers, output))
+    is_known = hasattr(getattr(model, "config", None), "model_type")
+    return Upgrade(swapped, kept, switched_off, UpgradeChange(layers, output), is_known)
 
 
 def _find_layers(model: nn.Module) -> tuple[dict[nn.MultiheadAttention, list[str]], dict[str, str]]:
