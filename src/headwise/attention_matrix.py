@@ -39,7 +39,10 @@ SMALL_MAP = 64  # blocks of an axis: up to this many `pool` uses the fused kerne
 
 
 class Statistics(NamedTuple):
-    """Statistics of rows and columns from one pass, defined by the methods of the same name."""
+    """Named tuple of statistics from one pass, defined by the methods of the same name.
+
+    The first three fields are (batch, heads, queries); `received` is (batch, heads, keys).
+    """
 
     logsumexp: Float[Tensor, "batch heads queries"]
     entropy: Float[Tensor, "batch heads queries"]
@@ -93,8 +96,6 @@ class AttentionMatrix(LeftOperand):
         if is_shaped:
             self.score_bias.check(**self._sizes, device=q.device)
 
-    # ---- description ------------------------------------------------------------------------
-
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, heads, queries, keys)."""
@@ -128,12 +129,10 @@ class AttentionMatrix(LeftOperand):
         """
         return explain(*self._problem_for(self.k if v is None else v))
 
-    # ---- products ---------------------------------------------------------------------------
-
     def __matmul__(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Compute head outputs: for each query the weighted sum of the values.
+        """Compute (batch, heads, queries, value_dim): each query's weighted sum of the values.
 
         ``value_heads`` is kv_heads, heads, or 1 for values that all heads share.
 
@@ -176,8 +175,6 @@ class AttentionMatrix(LeftOperand):
     def mT(self) -> TransposedMatrix:  # noqa: N802 (torch's name for it)
         """The transposed matrix, for ``A.mT @ y``."""
         return TransposedMatrix(self)
-
-    # ---- parts ------------------------------------------------------------------------------
 
     def rows(self, index: Integer[Tensor, " rows"]) -> Float[Tensor, "batch heads rows keys"]:
         """Return the weights of the queries in ``index`` as a dense tensor.
@@ -287,7 +284,10 @@ class AttentionMatrix(LeftOperand):
         return row_maximum(self.sink, run_kernel(Task(self._problem())))
 
     def received(self) -> Float[Tensor, "batch heads keys"]:
-        """Return the weight that each key receives, summed over queries."""
+        """Return the weight that each key receives, in queries: from 0 to their number.
+
+        2.0 is all the weight of two queries. A row gives less than 1 with a sink, 0 without keys.
+        """
         return run_kernel(Task(self._problem(), statistics=Requested(received=True))).received
 
     def seen_by(self, queries: Bool[Tensor, "batch queries"]) -> Int[Tensor, "batch _ keys"]:
@@ -380,7 +380,7 @@ class TransposedMatrix(LeftOperand):
     def __matmul__(
         self, y: Float[Tensor, "#batch #heads queries y_dim"]
     ) -> Float[Tensor, "batch heads keys y_dim"]:
-        """Compute for each key the sum over queries of weight times ``y``.
+        """Compute (batch, heads, keys, y_dim): for each key the sum over queries of weight * y.
 
         Raises:
             ShapeError, DTypeError, DeviceError: ``y`` does not fit the matrix.

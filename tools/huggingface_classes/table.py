@@ -20,8 +20,13 @@ Rows = dict[str, dict[str, Any]]
 
 HEAD = """# Hugging Face classes, one by one
 
-Every model type of transformers {version} was tried: {types} of them, each by one class, built
-small with random weights and scanned by `headwise.scan`. This page was written from
+To use headwise's attention in transformers, call
+[`register_huggingface()`](reference/huggingface.md). The tutorial
+[Generate with a cache and unequal prompts](tutorials/generate.md) does it for GPT-2.
+
+This page is a record. Every model type of transformers {version} was tried:
+{types} of them, each by one class, built small with random weights and scanned
+by `headwise.scan`. This page was written from
 [the record](huggingface.json) by `python -m tools.huggingface_classes`.
 
 **{all} classes are seen in all layers, with the outputs of the model's own attention.**

@@ -310,7 +310,8 @@ def detect(
 
     Raises:
         CheckpointError: a path leads to no weights.
-        OptionError: counts that the config contradicts, or that fit no layout.
+        OptionError: no weights, such as an empty state dict or another type; counts that the
+            config contradicts, or that fit no layout.
         UndecidedError: no layout agrees with the model of ``against``, and at least one layout
             could not be compared with it.
     """

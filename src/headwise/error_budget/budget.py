@@ -128,8 +128,14 @@ class Budget:
     ) -> Budget:
         """Make the budget of the weights, or of ``read(weights)``.
 
-        ``read`` sums or selects weights, or takes a maximum: rows, a diagonal, a pooled map, the
-        weight that a key receives, the average over heads.
+        Args:
+            q: queries.
+            k: keys.
+            read: sums or selects weights, or takes their maximum, such as one row, a diagonal or
+                the average over heads. It takes (batch, heads, queries, keys); None for all
+                weights.
+            factor: the allowed error, in errors of plain torch; 2 by default.
+            **options: as in `headwise.AttentionMatrix`.
         """
         read_weights = read or (lambda w: w)
         floor = rounding.reading_floor(_rows(q, k, options), read_weights)

@@ -37,7 +37,7 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One layout. Both directions follow from it; see docs/layouts.md for how to write one.
+    """One layout. Both directions follow from it; "Weight layouts" in the docs shows an example.
 
     Attributes:
         name: in kebab case.
@@ -47,7 +47,7 @@ class Layout:
             are "self", "encoder", "decoder" and "cross".
         outside: stored name -> pattern of tensors outside of attention, for layouts that hold
             whole models; {layer} as in ``where``.
-        beside: names within the module, or patterns such as "*.inv_freq", of tensors that hold no
+        beside: names within the module, or patterns such as `"*.inv_freq"`, of tensors that hold no
             weights of attention: a mask, a table of angles, a norm after it. They are passed on.
         optional: canonical tensors that a module may lack, beside biases and distances, and norms
             where the function does not say that there are any.

@@ -49,7 +49,9 @@ def layout(name: str | Layout) -> Layout:
 
 
 def register(new: Layout) -> Layout:
-    """Add a layout under its name.
+    """Add a layout under its name, for this process, and return it.
+
+    `convert`, `detect` and `Attention.from_layout` then take the name.
 
     Raises:
         OptionError: the name is taken, or not in kebab case.

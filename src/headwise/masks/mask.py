@@ -199,7 +199,11 @@ class Mask:
 
     @classmethod
     def may_attend(cls, allowed: Bool[Tensor, "..."], *, axes: str) -> Mask:
-        """A boolean tensor, True = may attend, whose axes are named: ``"batch keys"`` and so on."""
+        """A boolean tensor, True = may attend, whose axes are named: ``"batch keys"`` and so on.
+
+        Raises:
+            MaskError: ``allowed`` is not boolean, or ``axes`` does not name its axes.
+        """
         require_bool(allowed, "Mask.may_attend")
         return cls((Dense(with_matrix_axes(allowed, axes)),))
 
@@ -209,12 +213,19 @@ class Mask:
 
         2-D is (queries, keys); 3-D is (batch*heads, queries, keys), heads fastest, and needs
         ``num_heads``. A float mask with other values is a `ScoreBias`.
+
+        Raises:
+            MaskError: another dtype, shape or float value.
         """
         return cls((Dense(allowed_matrix(attn_mask, num_heads, true_attends=False)),))
 
     @classmethod
     def from_torch_padding(cls, key_padding_mask: Tensor) -> Mask:
-        """`torch.nn.MultiheadAttention`'s ``key_padding_mask`` (batch, keys): True = ignored."""
+        """`torch.nn.MultiheadAttention`'s ``key_padding_mask`` (batch, keys): True = ignored.
+
+        Raises:
+            MaskError: another dtype, shape or float value.
+        """
         allowed = allowed_entries(key_padding_mask, true_attends=False)
         return cls((Dense(with_matrix_axes(allowed, "batch keys")),))
 
@@ -223,6 +234,9 @@ class Mask:
         """The ``attn_mask`` of `scaled_dot_product_attention`: bool True = may attend.
 
         2-D is (queries, keys), 4-D is (batch, heads, queries, keys), broadcastable.
+
+        Raises:
+            MaskError: another dtype, shape or float value.
         """
         return cls((Dense(allowed_matrix(attn_mask, None, true_attends=True)),))
 

@@ -114,7 +114,11 @@ class ScoreBias:
 
     @classmethod
     def dense(cls, bias: Float[Tensor, "..."], *, axes: str) -> ScoreBias:
-        """A float tensor whose axes are named, e.g. ``axes="heads queries keys"``."""
+        """A float tensor whose axes are named, e.g. ``axes="heads queries keys"``.
+
+        Raises:
+            MaskError: ``bias`` is a tensor of no float dtype, or ``axes`` does not name its axes.
+        """
         require_tensors(bias=bias)
         if not bias.is_floating_point():
             raise MaskError(

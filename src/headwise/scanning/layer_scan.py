@@ -22,7 +22,14 @@ Row = dict[str, str | int | float]
 
 
 class HeadValue(NamedTuple):
-    """The value of a statistic for one head."""
+    """Named tuple: the value of a statistic for one head.
+
+    Attributes:
+        layer: name of the layer.
+        layer_index: row of the layer in the scan, from 0.
+        head: number of the head in its layer, from 0.
+        value: in the unit of the statistic.
+    """
 
     layer: str
     layer_index: int

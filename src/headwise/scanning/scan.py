@@ -65,7 +65,7 @@ def scan(
             of several such inputs, which are merged. Token ids are (batch, length).
         statistics: names of the standard set, or your own objects; the standard set if None.
             This argument and the next four also take a single value.
-        layers: names of layers, or patterns such as "*layer.3.*"; all if None.
+        layers: names of layers, or patterns such as `"*layer.3.*"`; all if None.
         heads: numbers of heads; all if None.
         separators: token ids that separate, such as that of "." or "[SEP]".
         specials: the tokenizer's special token ids.

@@ -115,7 +115,7 @@ class SelectedLayers:
     """The layers of a running model, and which of them are selected.
 
     Args:
-        layers: names of layers, or patterns such as "*layer.3.*"; all if None.
+        layers: names of layers, or patterns such as `"*layer.3.*"`; all if None.
         heads: numbers; all if None.
     """
 

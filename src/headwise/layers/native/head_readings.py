@@ -28,7 +28,12 @@ class HeadReadings(AttentionBase):
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
     ) -> AttentionMatrix:
-        """Return the attention matrix (batch, heads, queries, keys) as an operator."""
+        """Return the attention matrix (batch, heads, queries, keys) as an operator.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
+            MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
+        """
         call = self._call(x, source, mask, score_bias)
         return self._matrix_and_values(Unpacked.of(call), call)[0]
 
@@ -41,7 +46,12 @@ class HeadReadings(AttentionBase):
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return weights @ v for each head, the input of the output projection."""
+        """Return weights @ v for each head, the input of the output projection.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
+            MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
+        """
         call = self._call(x, source, mask, score_bias)
         matrix, v = self._matrix_and_values(Unpacked.of(call), call)
         return matrix @ v
@@ -59,6 +69,10 @@ class HeadReadings(AttentionBase):
 
         The output projection is called once for each head, so that adapters, quantisation and
         sharding apply.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
+            MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
         """
         outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
         bias = self.out_proj(torch.zeros_like(outputs[:1, :, :1]).transpose(1, 2).flatten(2))

@@ -66,7 +66,7 @@ def ablations(
             "resample": its output for another sequence of the same input.
         loss: (output, input) -> (batch,): one number for each sequence. By default `next_token`:
             the mean cross-entropy of each next token.
-        layers: names of layers, or patterns such as "*layer.3.*"; all if None.
+        layers: names of layers, or patterns such as `"*layer.3.*"`; all if None.
         heads: numbers of heads; all if None.
         seed: the seed of the draw for "resample".
         progress: called with (layer and head, forward passes done, total). The total is known

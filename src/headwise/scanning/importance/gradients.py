@@ -52,7 +52,7 @@ def gradients(
             several such inputs, which are merged.
         loss: (output, input) -> (batch,): one number for each sequence, which depends on this
             sequence alone. By default `next_token`: the mean cross-entropy of each next token.
-        layers: names of layers, or patterns such as "*layer.3.*"; all if None.
+        layers: names of layers, or patterns such as `"*layer.3.*"`; all if None.
 
     Raises:
         OptionError: a loss without a gradient, no loss for a model that is not causal, layers that

@@ -265,7 +265,10 @@ class TileStatistic(Statistic):
             cls.parts = None
 
     def missing(self, call: CapturedCall) -> str | None:
-        """Return why the statistic cannot be computed for a call, or None if it can."""
+        """Return why the statistic cannot be computed for a call, or None if it can.
+
+        The reason names the first attribute of ``needs`` that the call does not have.
+        """
         for need in self.needs:
             if getattr(call.matrix if need == "sink" else call, need) is None:
                 return MISSING[need]
@@ -308,7 +311,10 @@ class RowMean(TileStatistic, ABC):
         """Return (batches, heads, rows): the value of each row of the tile."""
 
     def counts(self, tile: WeightTile) -> Tensor:
-        """Return (batches, heads, rows): True for rows that count, by default all real queries."""
+        """Return a bool tensor (batches, heads, rows): True for rows that count in the mean.
+
+        By default all real queries count; padded ones never reach the mean.
+        """
         return tile.counted
 
     def start(self, call: CapturedCall) -> tuple[Tensor, Tensor]:
