@@ -180,8 +180,11 @@ def test_unchanged_names_are_listed(folder: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_fit_the_result_as_well(folder: Path, tmp_path: Path) -> None:
+    (folder / "generation_config.json").write_text("{}")
     out, _ = run(folder, tmp_path / "b", "--to", "llama", "--root", "text.")
-    assert "Not copied, though they fit as well: config.json." in out.splitlines()
+    assert "Not copied, though they fit as well: generation_config.json." in out.splitlines()
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert written == json.loads((folder / "config.json").read_text())
 
 
 def test_a_function_that_differs_and_is_accepted(folder: Path, tmp_path: Path) -> None:

@@ -68,6 +68,10 @@ class Description:
         sections = {"counts": dict(self.counts), "function": function, "config": config}
         return json.dumps(fields | sections)
 
+    def config_json(self) -> str:
+        """Return the text of a config.json, for transformers."""
+        return json.dumps(_public(self.config), indent=2) + "\n"
+
     def with_counts(self, known: Mapping[str, int | None]) -> dict[str, int]:
         """Return the known counts, where None means unknown, together with the description's.
 

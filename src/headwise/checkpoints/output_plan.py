@@ -48,11 +48,13 @@ class OutputPlan:
         files: the files with tensors.
         index: name and content of the index file; None without an index.
         params: the content of params.json, if the target is for Meta's code.
+        config: the content of config.json, if the target is a folder that transformers loads.
     """
 
     files: tuple[OutputFile, ...]
     index: tuple[str, bytes] | None
     params: Mapping[str, Any] | None = None
+    config: str | None = None
 
     @property
     def size(self) -> int:

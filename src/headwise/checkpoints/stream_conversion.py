@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from headwise.checkpoints import output_plan
+from headwise.checkpoints.config import layout_name
 from headwise.checkpoints.description import (
     KEY,
     Description,
@@ -32,6 +33,7 @@ from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import NameForm, locate_other_weight, modules_of
 from headwise.layouts.registry import layout
+from headwise.support.atomic_write import write_whole
 from headwise.support.progress import Progress, no_progress
 
 Files = Literal["safetensors", "meta"]
@@ -128,7 +130,9 @@ def _plan_files(
         )
     output = output_plan.plan_output(source, steps, {KEY: description.encode()})
     if files == "safetensors":
-        return output
+        is_its_own = layout_name(description.config) == description.layout.name
+        config = description.config_json() if source.is_folder and is_its_own else None
+        return replace(output, config=config)
     shapes = {name: shape for step in steps for name, shape in step.outputs.items()}
     return replace(output, index=None, params=meta_params(description, shapes))
 
@@ -138,7 +142,8 @@ def _file_report(source: CheckpointSource, target: Path) -> dict[str, Any]:
     written = target.iterdir() if target.is_dir() else [target]
     beside = sorted(source.folder.iterdir()) if source.is_folder else []
     others = (file.name for file in beside if file.is_file() and file not in source.states)
-    return {"nbytes": sum(file.stat().st_size for file in written), "not_copied": tuple(others)}
+    not_copied = tuple(name for name in others if not (target / name).exists())
+    return {"nbytes": sum(file.stat().st_size for file in written), "not_copied": not_copied}
 
 
 def _tensor_report(
@@ -181,6 +186,8 @@ def _write(
             if output.params is not None:
                 names = [file.name for file in output.files]
                 write_meta_files(staging.files_path, names, output.params)
+            if output.config is not None:
+                write_whole(staging.files_path / "config.json", output.config)
             staging.finish(is_folder=source.is_folder or output.params is not None)
         return staging.earlier_run
     except OSError as error:
