@@ -61,7 +61,7 @@ BertModel: HeadScan of 1 statistic; 2 layers of 6 heads.
 Input: 3 sequences, 72 tokens.
 
 Every head: a row is a layer, a column a head, both counted from 0. In per cent,
-unless a unit is given. Layers: encoder.layer.0.attention.self,
+unless a unit is given. Layers: 0 is encoder.layer.0.attention.self, 1 is
 encoder.layer.1.attention.self.
 
 Entropy, nats
@@ -100,7 +100,7 @@ def test_layers_and_heads_that_are_left_out_are_counted() -> None:
 
 def test_layers_are_named_and_a_page_is_not() -> None:
     text = " ".join(str(many_layers(9, "h.{}")).split())
-    assert "Layers: h.0, h.1, h.2, ..., h.8." in text
+    assert "Layers: 0 is h.0, 1 is h.1, 2 is h.2, ..., 8 is h.8." in text
     assert "page" not in text
 
 

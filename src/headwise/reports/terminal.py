@@ -94,9 +94,10 @@ def show_scan(report: ScanReport, console: Console, *, has_page: bool = True) ->
 
 
 def _layer_names(layers: tuple[str, ...]) -> str:
-    """Return the names of the first layers and of the last."""
-    skipped = ["..."] if len(layers) > MOST_NAMES + 1 else []
-    return ", ".join([*layers[:MOST_NAMES], *skipped, *layers[MOST_NAMES:][-1:]])
+    """Return the rows and names of the first layers and of the last."""
+    names = [f"{row} is {name}" for row, name in enumerate(layers)]
+    skipped = ["..."] if len(names) > MOST_NAMES + 1 else []
+    return ", ".join([*names[:MOST_NAMES], *skipped, *names[MOST_NAMES:][-1:]])
 
 
 def _left_out(report: ScanReport, pictures: int, *, has_page: bool) -> str:
