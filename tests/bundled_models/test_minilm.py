@@ -29,7 +29,7 @@ TEXT, SHORTER = "Down, down, down. Would the fall never come to an end?", "Down,
 @here
 def test_the_folder_is_found_without_importing_the_package() -> None:
     code = (
-        "import sys; from headwise.bundled_models import minilm; print(minilm.folder());"
+        "import sys; from headwise.bundled_models import minilm; print(minilm.model_folder());"
         "print(minilm.MODULE in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
