@@ -354,7 +354,7 @@ class AttentionMatrix(LeftOperand):
         return replace(self._problem(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
 
     def _one_row(self, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        return dense.one_row(self.q, self.k, v, self.scale) if self._is_plain else None
+        return dense.attend_one_query(self.q, self.k, v, self.scale) if self._is_plain else None
 
     def _needs_gradient(self, v: Tensor) -> bool:
         """True if autograd records a product with these values."""

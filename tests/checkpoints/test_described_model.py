@@ -73,6 +73,9 @@ def test_metas_files_are_the_model_that_they_were_made_of(tmp_path: Path) -> Non
     llama(tmp_path / "a")
     target = moved(tmp_path / "a", tmp_path / "b", "llama-meta", "--as", "meta")
     assert torch.equal(logits(target), logits(tmp_path / "a"))
+    # transformers would not find weights of this name, so no config.json lies beside them.
+    back = moved(target, tmp_path / "c", "llama")
+    assert [path.name for path in back.iterdir()] == ["consolidated.00.safetensors"]
 
 
 def forward(model: GPT, ids: torch.Tensor) -> torch.Tensor:

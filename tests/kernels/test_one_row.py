@@ -22,7 +22,7 @@ def operands(
 def test_it_is_within_the_budget(size: float) -> None:
     q, k, v = operands()
     q = q * size
-    row = dense.one_row(q, k, v, 0.3)
+    row = dense.attend_one_query(q, k, v, 0.3)
     assert row is not None
     Budget.for_head_outputs(q, k, v, scale=0.3).assert_holds(row[0])
     Budget.for_weights(q, k, read=lambda w: w.mean(1), scale=0.3).assert_holds(row[1])
@@ -36,7 +36,7 @@ def test_it_is_within_the_budget(size: float) -> None:
 )
 def test_whatever_it_does_not_serve_goes_to_a_kernel(other: dict[str, object]) -> None:
     q, k, v = operands(**other)  # type: ignore[arg-type]
-    assert dense.one_row(q, k, v, 0.3) is None
+    assert dense.attend_one_query(q, k, v, 0.3) is None
 
 
 def test_a_mask_goes_to_a_kernel() -> None:
@@ -49,7 +49,7 @@ def test_a_mask_goes_to_a_kernel() -> None:
 def test_autocast_goes_to_a_kernel() -> None:
     q, k, v = operands()
     with torch.autocast("cpu", torch.bfloat16):
-        assert dense.one_row(q, k, v, 0.3) is None
+        assert dense.attend_one_query(q, k, v, 0.3) is None
 
 
 def test_the_explanation_says_so() -> None:

@@ -22,6 +22,8 @@ CHUNK = 8 * 2**20  # bytes
 _NO_COPY_RANGE = {errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
+MODEL_FILE = "model.safetensors"  # the name that transformers looks for
+
 
 @dataclass(frozen=True)
 class OutputFile:
@@ -60,6 +62,12 @@ class OutputPlan:
     def size(self) -> int:
         """Bytes of the finished target."""
         return sum(file.size for file in self.files) + len(self.index[1] if self.index else b"")
+
+    @property
+    def is_found_by_transformers(self) -> bool:
+        """True if the weights have the file names that transformers looks for."""
+        name = self.index[0].removesuffix(INDEX) if self.index else self.files[0].name
+        return name == MODEL_FILE
 
     @property
     def peak_size(self) -> int:
@@ -109,7 +117,7 @@ def _index(source: CheckpointSource, files: Sequence[OutputFile]) -> tuple[str, 
     metadata = dict(source.index.metadata) if source.index else {}
     metadata["total_size"] = sum(file.size - len(file.head) for file in files)
     metadata.pop("total_parameters", None)  # conversion may add or remove biases
-    name = "model.safetensors"
+    name = MODEL_FILE
     if source.index:
         name = _target_name(Path(source.index.path.name.removesuffix(INDEX)))
     weight_map = {tensor: file.name for file in files for tensor in file.offsets}

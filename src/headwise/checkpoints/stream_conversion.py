@@ -131,8 +131,8 @@ def _plan_files(
     output = output_plan.plan_output(source, steps, {KEY: description.encode()})
     if files == "safetensors":
         is_its_own = layout_name(description.config) == description.layout.name
-        config = description.config_json() if source.is_folder and is_its_own else None
-        return replace(output, config=config)
+        loads = source.is_folder and is_its_own and output.is_found_by_transformers
+        return replace(output, config=description.config_json() if loads else None)
     shapes = {name: shape for step in steps for name, shape in step.outputs.items()}
     return replace(output, index=None, params=meta_params(description, shapes))
 

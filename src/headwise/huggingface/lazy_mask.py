@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.errors import MaskError
 from headwise.masks.mask import Mask
 from headwise.support import private_torch
-from headwise.support.nested_tensors import map_leaves
+from headwise.support.tensor_containers import map_leaves
 
 MEANING = "headwise_mask"  # attribute of a dense mask that holds its `Mask`
 

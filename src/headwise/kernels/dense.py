@@ -41,7 +41,7 @@ class DenseKernel(Kernel):
         return Cost(task.operations, 3 * q.shape[:3].numel() * k.shape[2] * width)
 
 
-def one_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+def attend_one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
     """Return head outputs and the mean weights over heads for one query, or None.
 
     Like `sdpa.plain_outputs` this is a shortcut for single tokens, whose row costs less than the

@@ -22,7 +22,7 @@ from headwise.masks import clauses
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import MatrixSizes
 from headwise.masks.score_bias import BoundBias
-from headwise.support.nested_tensors import leaves, map_leaves
+from headwise.support.tensor_containers import leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch
 
 # The fields of BoundScores as operator arguments, in the order of pack and unpack.

@@ -16,7 +16,7 @@ from headwise.kernels.kernel import Task
 from headwise.kernels.tiled import softmax_shift
 from headwise.kernels.tiled_op import pack, unpack
 from headwise.masks.bias_dtype import cast_biases
-from headwise.support.nested_tensors import leaves, map_leaves
+from headwise.support.tensor_containers import leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch, without_autocast
 
 

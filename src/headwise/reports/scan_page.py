@@ -176,7 +176,7 @@ def render(report: ScanReport) -> str:
         table=scan.table(),
         gradient=Markup(png_images.gradient()),
         ticks=[(weight, 100 * png_images.weight_position(weight)) for weight in TICKS],
-        many=describe_count,
+        describe_count=describe_count,
     )
 
 

@@ -27,7 +27,7 @@ from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.band import Band
 from headwise.scanning.call_context import KeyTokens, PendingProjection, TokenStreams, split_by_head
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.module_calls import ModuleCall, ModuleCalls, change_count, tensors_equal
+from headwise.scanning.module_calls import ModuleCall, ModuleCalls, tensors_equal, version_counter
 from headwise.scanning.torch_calls import TorchCalls
 from headwise.support.kernel_calls import mark_kernel_calls
 
@@ -131,7 +131,7 @@ class AttentionCapture:
         self.layers.setdefault(call.layer, type(call.module).__name__)
         changed = None if self._watch is None else self._watch(call)
         if self._on_complete is not None:
-            self._pending = PendingProjection(call, block, version=change_count(outputs))
+            self._pending = PendingProjection(call, block, version=version_counter(outputs))
             if isinstance(call.module, nn.MultiheadAttention):
                 # Its projection is applied by a function.
                 call.out_proj = split_by_head(call.module.out_proj, outputs)
@@ -147,9 +147,9 @@ class AttentionCapture:
             self._forget_projected()  # the input of the output projection is no query and no key
         call, block = pending.call, pending.block
         # A model may have changed its head outputs in place since the call.
-        if not change_count(call.outputs) == pending.version >= 0:
+        if not version_counter(call.outputs) == pending.version >= 0:
             call.outputs = None
-        if block is not None and change_count(block.state) == block.version >= 0:
+        if block is not None and version_counter(block.state) == block.version >= 0:
             assert block.state is not None
             width = None if call.out_proj is None else call.out_proj.shape[-1]
             call.residual = block.state if block.state.shape[-1] == width else None

@@ -126,7 +126,7 @@ class ModuleCalls:
             name=name if again == 1 else f"{name} ({again})",
             is_block=id(module) in self._blocks,
             state=state,
-            version=change_count(state),
+            version=version_counter(state),
             tokens=_token_tensors(args, kwargs),
             has_source=_has_source(module, args, kwargs),
         )
@@ -163,7 +163,7 @@ def _token_count(state: Tensor | None, tokens: list[Tensor]) -> int:
     return 0 if state.is_nested or state.dim() > 3 else state.shape[:-1].numel()
 
 
-def change_count(state: Tensor | None) -> int:
+def version_counter(state: Tensor | None) -> int:
     """Return how often a tensor was changed in place; −1 where torch does not count."""
     return -1 if state is None or state.is_inference() else state._version
 

@@ -272,8 +272,7 @@ def hides_keys(call: CallInputs) -> bool:
     """True if a boolean mask hides a key from all of several queries, as padding is hidden."""
     if call.x.shape[1] == 1 or not may_read_values(call.x):
         return False
-    masks = [clause for clause in call.mask.clauses if isinstance(clause, Dense)]
-    return any(not bool(mask.allowed.amax((1, 2)).all()) for mask in masks)
+    return any(not bool(mask.allowed.amax((1, 2)).all()) for mask in call.mask.of_kind(Dense))
 
 
 def _is_by_position(clause: Clause) -> bool:

@@ -25,7 +25,7 @@ from headwise.error_budget.budget import Budget
 from headwise.error_budget.verdict import BudgetVerdict
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.support.module_modes import evaluating
-from headwise.support.nested_tensors import leaves
+from headwise.support.tensor_containers import leaves
 
 PRINTED = 4  # entries of each printed list
 BATCH, LENGTH, SEED = 3, 17, 0  # of the input on which a layer is measured

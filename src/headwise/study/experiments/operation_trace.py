@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.support.nested_tensors import leaves
 from headwise.support.private_torch import DispatchMode
+from headwise.support.tensor_containers import leaves
 
 INPUT, PROJECTED, ATTENDED, OUTPUT = range(4)
 

@@ -55,7 +55,7 @@ def measure(progress: Progress) -> dict[str, Any]:
             for heads in COUNTS
         ),
         "reach": {
-            str(heads): score_dependencies(layers[heads], x, blocks=many) for heads in (1, many)
+            str(heads): score_gradient_pattern(layers[heads], x, blocks=many) for heads in (1, many)
         },
         "ranks": score_ranks(layers, x),
         # Similarity of the gradients, and the least difference over its rounding.
@@ -129,7 +129,7 @@ def layer_scores(layer: Attention, x: Tensor) -> Tensor:
     return reference.scores(matrix.q, matrix.k, scale=matrix.scale)
 
 
-def score_dependencies(layer: Attention, x: Tensor, *, blocks: int) -> list[list[int]]:
+def score_gradient_pattern(layer: Attention, x: Tensor, *, blocks: int) -> list[list[int]]:
     """Return 1 if the scores of a head (rows) have a gradient in a part of the weights, else 0.
 
     The parts are blocks of the rows of Wq, Wk and Wv, and of the columns of Wo, in this order.

@@ -163,7 +163,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         "kept": check_packing(layers),
         "self_attention": largest_budget_share(layers, x, x),
         "cross_attention": largest_budget_share(layers, x, source),
-        "wrong_order": misread_by_head(layers, x),
+        "wrong_order": misread_packed_weights(layers, x),
         **compare_shared_objects(layers),
         "times": projection_times(layers),
     }
@@ -216,7 +216,7 @@ def largest_budget_share(layers: PackedLayers, x: Tensor, source: Tensor) -> flo
     return max(budget.check(output).ratio for output in outputs)
 
 
-def misread_by_head(layers: PackedLayers, x: Tensor) -> dict[str, bool | float]:
+def misread_packed_weights(layers: PackedLayers, x: Tensor) -> dict[str, bool | float]:
     """Misread the packed matrix as q, k, v of the first head, then of the second head."""
     form = packing_forms(HEADS)["packed"]
     products = form.products(x, x, form.pack(layers.small), (layers.biases,))
