@@ -60,8 +60,7 @@ def test_format_1_is_the_same_scan_today() -> None:
 
 
 def test_every_statistic_has_a_stable_id() -> None:
-    # Words that changed: a row in headwise.scanning.statistics.definition_digests says whether it is
-    # the same.
+    # Words that changed: a row in definition_digests.py says whether the statistic is the same.
     shipped = (*STANDARD, *importance_statistics.STATISTICS)
     for statistic in shipped:
         words, name = statistic.definition.id_of_words, statistic.definition.name
