@@ -1,0 +1,152 @@
+"""Rotary embeddings computed at other positions, axes, channels or heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.faults.draw import Draw
+from benchmarks.faults.fault_case import FaultCase
+from benchmarks.faults.geometry import Geometry
+from benchmarks.faults.injectors.injector import Injector
+from benchmarks.faults.injectors.rotary import FIRST, settings_of
+from benchmarks.faults.reference_layer import ReferenceLayer
+from benchmarks.faults.rotary_math import frequencies, pairs, turn
+
+
+class _Rotary(Injector):
+    family = "rotary"
+
+    def applies(self, geometry: Geometry) -> bool:
+        """Return True for a rotary embedding."""
+        return geometry.rotary is not None
+
+
+class RotaryMissing(_Rotary):
+    """No channel rotates; the limit of a smaller width (mlx-lm #1698, TransformerLens #1621)."""
+
+    name = "rotary missing"
+    equals = frozenset({"rotary partial width", "rotary axis"})
+
+    def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
+        """Leave the rotary embedding out, but not its attention factor."""
+        rotary = replace(settings_of(layer), width=0)
+        faulty = layer.with_geometry(rotary=rotary)
+        return self.case(layer, faulty, draw, stage=FIRST, parameters={"width": 0})
+
+
+class RotaryAcrossHead(_Rotary):
+    """Pairs are (i, i + head_dim / 2) for (i, i + width / 2) (coreai-models #66, pie #603)."""
+
+    name = "rotary pairs across the whole head"
+
+    def applies(self, geometry: Geometry) -> bool:
+        """Return True for a partial half-split rotary embedding."""
+        rotary = geometry.rotary
+        partial = rotary is not None and rotary.width < geometry.head_dim
+        return partial and rotary is not None and rotary.pairing == "half-split"
+
+    def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
+        """Pair the channels across the head."""
+        span = layer.geometry.head_dim // 2
+
+        def turned(layer: ReferenceLayer, x: Tensor, positions: Tensor, role: str) -> Tensor:
+            del role
+            rotary = settings_of(layer)
+            angles = positions[..., None, None].double() * frequencies(rotary)
+            return turn(x, angles, pairs(rotary, span), rotary.attention_factor)
+
+        faulty = layer.with_stages(turned=turned)
+        return self.case(layer, faulty, draw, stage=FIRST, parameters={"span": span})
+
+
+class RotaryOffset(_Rotary):
+    """Queries or keys rotate as if they stood elsewhere (airllm #368).
+
+    An offset of both would cancel.
+    """
+
+    name = "rotary position offset"
+
+    def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
+        """Move the positions of q or of k."""
+        role, offset = draw.choice("qk"), draw.choice((-2, -1, 1, 2, 5))
+
+        def turned(layer: ReferenceLayer, x: Tensor, positions: Tensor, this: str) -> Tensor:
+            return layer.turned(x, positions + offset * (this == role), this)
+
+        return self.case(
+            layer,
+            layer.with_stages(turned=turned),
+            draw,
+            stage=f"{role} after rotary",
+            parameters={"role": role, "offset": offset},
+        )
+
+
+class RotaryAxis(_Rotary):
+    """The index of the head or of the sequence is taken for the position (emlx #121).
+
+    Where a query and its keys get the same angle, the function is that without a rotary
+    embedding: for the batch axis, and for heads in multi-head attention.
+    """
+
+    name = "rotary axis"
+
+    def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
+        """Take the angle from another axis."""
+        axis = draw.choice(("heads", "batch"))
+
+        def turned(layer: ReferenceLayer, x: Tensor, positions: Tensor, role: str) -> Tensor:
+            del positions, role
+            rotary = settings_of(layer)
+            index = torch.arange(x.shape[2])[:, None]
+            if axis == "batch":
+                index = torch.arange(x.shape[0])[:, None, None, None]
+            angles = index.double() * frequencies(rotary)
+            return turn(x, angles, pairs(rotary), rotary.attention_factor)
+
+        cancels = axis == "batch" or layer.geometry.group == 1
+        return self.case(
+            layer,
+            layer.with_stages(turned=turned),
+            draw,
+            stage=FIRST,
+            parameters={"axis": axis},
+            equals=frozenset({"rotary missing", "rotary partial width"} if cancels else ()),
+        )
+
+
+class RotarySomeHeads(_Rotary):
+    """Only some heads rotate (transformers #47403)."""
+
+    name = "rotary on some heads only"
+
+    def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
+        """Rotate the first query heads, and the first kv heads if there are several."""
+        g = layer.geometry
+        kept = draw.integer(1, g.num_heads)
+
+        def turned(layer: ReferenceLayer, x: Tensor, positions: Tensor, role: str) -> Tensor:
+            result = layer.turned(x, positions, role)
+            return torch.cat([result[:, :, :kept], x[:, :, kept:]], 2)
+
+        return self.case(
+            layer,
+            layer.with_stages(turned=turned),
+            draw,
+            stage=FIRST,
+            parameters={"rotated": kept},
+            heads=tuple(range(kept, g.num_heads)),
+        )
+
+
+INJECTORS = (
+    RotaryMissing(),
+    RotaryAcrossHead(),
+    RotaryOffset(),
+    RotaryAxis(),
+    RotarySomeHeads(),
+)
