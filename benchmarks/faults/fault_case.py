@@ -34,9 +34,9 @@ class LayerStack(nn.Module):
         """Return the stages of every layer, under names such as "layer 2 scores"."""
         stages: Stages = {}
         for index, layer in enumerate(self.layers):
-            own = layer.stages(x, **arguments)
-            stages |= {f"layer {index} {name}": own[name] for name in STAGES}
-            x = x + own["output"]
+            values = layer.stages(x, **arguments)
+            stages |= {f"layer {index} {name}": values[name] for name in STAGES}
+            x = x + values["output"]
         return stages
 
 
@@ -45,7 +45,7 @@ Subject = ReferenceLayer | LayerStack
 
 @dataclass(frozen=True)
 class Probe:
-    """Inputs of a case. With ``steps``, the sequence comes in chunks of these lengths, with a cache.
+    """Inputs of a case. With ``steps``, chunks of these lengths are called with a cache.
 
     The mask broadcasts to (batch, heads, queries, keys); True lets a query see a key.
     """
@@ -60,7 +60,7 @@ class Probe:
         """Return the stages of each call."""
         with torch.no_grad():
             if not self.steps:
-                arguments = {"mask": self.mask, "positions": self.positions}
+                arguments: dict[str, Any] = {"mask": self.mask, "positions": self.positions}
                 if self.source is not None:
                     arguments["source"] = self.source
                 return [subject.stages(self.x, **arguments)]

@@ -172,5 +172,5 @@ def tiny_layer(index: int) -> ReferenceLayer:
 
 def _read(path: Path, names: dict[str, str]) -> dict[str, Tensor]:
     """Return stored tensors in float64, under new names."""
-    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, framework="pt") as file:
         return {new: file.get_tensor(old).double() for new, old in names.items()}

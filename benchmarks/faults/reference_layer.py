@@ -217,7 +217,8 @@ class ReferenceLayer(nn.Module):
         assert settings is not None
         flat = x if settings.over == "head" else x.flatten(-2)
         result = normalise(flat, settings) * (settings.weight_offset + self.weight(name))
-        return result.reshape(x.shape)
+        normed: Tensor = result.reshape(x.shape)
+        return normed
 
     def rotate(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return q and k after the rotary embedding, and after a norm that follows it."""
@@ -229,7 +230,7 @@ class ReferenceLayer(nn.Module):
         return self.run("normed", q, "q_norm"), self.run("normed", k, "k_norm")
 
     def turned(self, x: Tensor, positions: Tensor, role: str) -> Tensor:
-        """Return x after the rotary embedding; ``role`` is "q" or "k", for faults in one of them."""
+        """Return x after the rotary embedding; faults read the role, "q" or "k"."""
         rotary = self.geometry.rotary
         if rotary is None:
             return x
@@ -248,7 +249,8 @@ class ReferenceLayer(nn.Module):
         cap = self.geometry.softcap
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
-        return self.run("masked", self.run("biased", scores, call), call)
+        masked: Tensor = self.run("masked", self.run("biased", scores, call), call)
+        return masked
 
     def products(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the products of queries and keys."""

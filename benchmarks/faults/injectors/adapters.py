@@ -39,22 +39,19 @@ class ProjectionNeverCalled(Injector):
     family = "adapters"
     equals = frozenset({"factor"})
 
-    def applies(self, geometry: Geometry) -> bool:
-        """Return True for every geometry."""
-        return True
-
     def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
         """Call the module in the good layer, and use only its weight in the faulty one."""
         role, gain = draw.choice(usable_roles(layer.geometry)), draw.uniform(1.3, 2.5)
-        layers = []
+        layers: list[ReferenceLayer] = []
         for called in (True, False):
             module = projection_of(layer, role)
             module.register_forward_hook(lambda *call: call[2] * gain)
             replaced = layer.with_stages(linear=_linear(module, role, called))
             replaced.add_module(f"{role}_proj", module)
             layers.append(replaced)
+        good, faulty = layers
         parameters = {"role": role, "factor": 1 / gain}
-        return self.case(*layers, draw, stage=STAGE_OF_ROLE[role], parameters=parameters)
+        return self.case(good, faulty, draw, stage=STAGE_OF_ROLE[role], parameters=parameters)
 
 
 def _linear(module: nn.Linear, role: str, called: bool) -> Any:
@@ -74,10 +71,6 @@ class AdapterMerged(Injector):
 
     name = "adapters merged or not"
     family = "adapters"
-
-    def applies(self, geometry: Geometry) -> bool:
-        """Return True for every geometry."""
-        return True
 
     def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
         """Add the adapter once to the good layer, and never or twice to the faulty one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ class _Alibi(Injector):
         return geometry.alibi
 
     def with_slopes(
-        self, layer: ReferenceLayer, slopes: Tensor, draw: Draw, **truth: object
+        self, layer: ReferenceLayer, slopes: Tensor, draw: Draw, **truth: Any
     ) -> FaultCase:
         """Return the case of other slopes; heads with equal slopes are not concerned."""
         differs = slopes != layer.weight("slopes")

@@ -20,7 +20,7 @@ def rows_of(geometry: Geometry, role: str) -> torch.Tensor:
     """Return the row numbers of a role as (heads, channels)."""
     channels = geometry.head_dim if role in "qk" else geometry.value_dim
     heads = heads_of(geometry, role)
-    return torch.arange(heads * channels).unflatten(0, (heads, channels))
+    return torch.arange(heads * channels).view(heads, channels)
 
 
 def roles_with_heads(geometry: Geometry) -> list[str]:

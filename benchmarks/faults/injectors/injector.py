@@ -26,9 +26,9 @@ class Injector(ABC):
     family: ClassVar[str]
     equals: ClassVar[frozenset[str]] = frozenset()
 
-    @abstractmethod
     def applies(self, geometry: Geometry) -> bool:
         """Return True if the fault changes the function of layers of this geometry."""
+        return True
 
     @abstractmethod
     def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:

@@ -6,7 +6,6 @@ import torch
 
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import FaultCase, LayerStack, Truth, default_probe
-from benchmarks.faults.geometry import Geometry
 from benchmarks.faults.injectors.injector import Injector
 from benchmarks.faults.reference_layer import ReferenceLayer
 
@@ -32,10 +31,6 @@ def stack_of(layer: ReferenceLayer, draw: Draw, count: int = LAYERS) -> list[Ref
 
 class _Moved(Injector):
     family = "layers"
-
-    def applies(self, geometry: Geometry) -> bool:
-        """Return True for every geometry."""
-        return True
 
     def order(self, draw: Draw) -> list[int]:
         """Return the layer whose weights each layer has."""

@@ -20,10 +20,6 @@ class _Padded(Injector):
 
     family = "masks"
 
-    def applies(self, geometry: Geometry) -> bool:
-        """Return True for every geometry."""
-        return True
-
     def stages(self) -> dict[str, Any]:
         """Return the functions that replace stages."""
         raise NotImplementedError

@@ -19,10 +19,6 @@ from benchmarks.faults.reference_layer import Call, ReferenceLayer
 class _Module(Injector):
     family = "modules"
 
-    def applies(self, geometry: Geometry) -> bool:
-        """Return True for every geometry."""
-        return True
-
 
 class BatchFirst(_Module):
     """Batch and sequence are exchanged (pytorch #63560, opacus #774).

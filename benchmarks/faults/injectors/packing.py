@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from benchmarks.faults.injectors.injector import Injector, is_mha
 from benchmarks.faults.reference_layer import ReferenceLayer
 
 Fused = dict[str, Tensor]  # rows by role "q", "k", "v"
+Join = Callable[[Fused, Geometry], Tensor]
+Split = Callable[[Tensor, Geometry], Fused]
 
 
 def by_role(rows: Fused, geometry: Geometry) -> Tensor:
@@ -43,11 +46,11 @@ def from_groups(fused: Tensor, geometry: Geometry) -> Fused:
 
 def reread(
     layer: ReferenceLayer,
-    join: Callable[[Fused, Geometry], Tensor],
-    split: Callable[[Tensor, Geometry], Fused],
+    join: Join,
+    split: Split,
 ) -> ReferenceLayer:
     """Return a layer whose weights and biases are joined and split in two ways."""
-    changed = {}
+    changed: dict[str, Tensor] = {}
     for kind in ("w", "b"):
         if f"{kind}q" in layer.names:
             rows = {role: layer.weight(f"{kind}{role}").detach() for role in "qkv"}
@@ -67,7 +70,7 @@ class _Nesting(Injector):
     """Rows are joined in one nesting and split in another."""
 
     family = "fused rows"
-    readings = {
+    readings: ClassVar[dict[str, tuple[Join, Split]]] = {
         "by role": (by_group, from_roles),
         "by head": (by_role, from_groups),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import FaultCase
 from benchmarks.faults.geometry import Geometry
@@ -12,7 +14,7 @@ from benchmarks.faults.reference_layer import ReferenceLayer
 def exchanged(layer: ReferenceLayer, first: str, second: str) -> ReferenceLayer:
     """Return a layer whose weights of two roles are exchanged, biases included."""
     weights = layer.all_weights()
-    changed = {}
+    changed: dict[str, Tensor] = {}
     for role, other in ((first, second), (second, first)):
         changed |= {name: weights[name[0] + other] for name in weights_of(layer, role)}
     return layer.with_weights(**changed)

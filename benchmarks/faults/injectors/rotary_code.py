@@ -53,7 +53,6 @@ class RotaryAcrossHead(_Rotary):
         span = layer.geometry.head_dim // 2
 
         def turned(layer: ReferenceLayer, x: Tensor, positions: Tensor, role: str) -> Tensor:
-            del role
             rotary = settings_of(layer)
             angles = positions[..., None, None].double() * frequencies(rotary)
             return turn(x, angles, pairs(rotary, span), rotary.attention_factor)
@@ -100,7 +99,6 @@ class RotaryAxis(_Rotary):
         axis = draw.choice(("heads", "batch"))
 
         def turned(layer: ReferenceLayer, x: Tensor, positions: Tensor, role: str) -> Tensor:
-            del positions, role
             rotary = settings_of(layer)
             index = torch.arange(x.shape[2])[:, None]
             if axis == "batch":

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import FaultCase
-from benchmarks.faults.geometry import Geometry
 from benchmarks.faults.injectors.injector import Injector
 from benchmarks.faults.reference_layer import ReferenceLayer
 
 
 class _Scores(Injector):
     family = "scores"
-
-    def applies(self, geometry: Geometry) -> bool:
-        """Return True for every geometry."""
-        return True
 
 
 class Scale(_Scores):
@@ -38,7 +33,7 @@ class Scale(_Scores):
             draw,
             stage="scores",
             parameters={"scale": forms[form], "form": form},
-            equals=frozenset({"factor"}),
+            equals=frozenset(() if g.qk_norm else {"factor"}),
         )
 
 
@@ -46,13 +41,15 @@ class ScaleTwice(_Scores):
     """The scale is applied to q and again to the scores (GRPO-Zero #10)."""
 
     name = "scale twice"
-    equals = frozenset({"scale", "factor"})
 
     def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
         """Square the scale."""
         scale = layer.geometry.plain_scale**2
         faulty = layer.with_geometry(scale=scale)
-        return self.case(layer, faulty, draw, stage="scores", parameters={"scale": scale})
+        equals = frozenset({"scale"} if layer.geometry.qk_norm else {"scale", "factor"})
+        return self.case(
+            layer, faulty, draw, stage="scores", parameters={"scale": scale}, equals=equals
+        )
 
 
 class Softcap(_Scores):

@@ -6,7 +6,6 @@ import torch
 
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import FaultCase
-from benchmarks.faults.geometry import Geometry
 from benchmarks.faults.injectors.head_order import rows_of
 from benchmarks.faults.injectors.injector import STAGE_OF_ROLE, Injector, reordered
 from benchmarks.faults.reference_layer import ReferenceLayer
@@ -21,10 +20,6 @@ class ShardsReordered(Injector):
 
     name = "shards joined in the wrong order"
     family = "shards"
-
-    def applies(self, geometry: Geometry) -> bool:
-        """Return True for every geometry."""
-        return True
 
     def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
         """Join two or four shards in another order."""

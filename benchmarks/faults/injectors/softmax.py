@@ -39,10 +39,6 @@ class SoftmaxDtype(Injector):
     name = "softmax dtype"
     family = "softmax"
 
-    def applies(self, geometry: Geometry) -> bool:
-        """Return True for every geometry."""
-        return True
-
     def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
         """Round the scores and the weights."""
         dtype = draw.choice((torch.float32, torch.bfloat16, torch.float16))

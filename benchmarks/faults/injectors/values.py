@@ -20,10 +20,6 @@ from benchmarks.faults.reference_layer import ReferenceLayer
 class _EveryGeometry(Injector):
     family = "values"
 
-    def applies(self, geometry: Geometry) -> bool:
-        """Return True for every geometry."""
-        return True
-
 
 class SignFlipped(_EveryGeometry):
     """The weight and bias of one role are negated; no report, from issue 16."""
@@ -67,14 +63,13 @@ class FactorOnWeights(_EveryGeometry):
         scaled = {
             name: layer.weight(name).detach() * forms[form] for name in weights_of(layer, role)
         }
-        same_as_scale = role in "qk" and g.softcap is None
         return self.case(
             layer,
             layer.with_weights(**scaled),
             draw,
             stage=STAGE_OF_ROLE[role],
             parameters={"role": role, "factor": forms[form], "form": form},
-            equals=frozenset({"scale"} if same_as_scale else ()),
+            equals=frozenset({"scale"} if role in "qk" else ()),
         )
 
 
@@ -129,9 +124,11 @@ class WeightRounded(_EveryGeometry):
 
     def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
         """Round one role, or all roles, to float16 or bfloat16."""
-        dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32))
         roles = draw.choice(("qkvo", "q", "k", "v", "o"))
         names = [name for role in roles for name in weights_of(layer, role)]
+        first = layer.weight(f"w{roles[0]}").detach()
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)
+        dtype = draw.choice([t for t in dtypes if bool((first.to(t) != first).any())])
         rounded = {name: layer.weight(name).detach().to(dtype).double() for name in names}
         return self.case(
             layer,

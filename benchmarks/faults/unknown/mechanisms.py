@@ -29,10 +29,6 @@ class Mechanism(Injector):
     stage: ClassVar[str]
     one_head: ClassVar[bool] = False
 
-    def applies(self, geometry: Geometry) -> bool:
-        """Return True for every geometry."""
-        return True
-
     def change(self, value: Tensor, draw: Draw) -> Tensor:
         """Return the faulty value of the stage, with the heads in axis 2 for projections."""
         raise NotImplementedError
@@ -125,7 +121,6 @@ class SquaredWeights(Mechanism):
 
     def change(self, value: Tensor, draw: Draw) -> Tensor:
         """Square the weights."""
-        del draw
         return value.square()
 
 
@@ -138,7 +133,6 @@ class RolledHead(Mechanism):
 
     def change(self, value: Tensor, draw: Draw) -> Tensor:
         """Roll along the queries."""
-        del draw
         return value.roll(1, dims=1)
 
 
@@ -192,7 +186,6 @@ class GatedValues(Mechanism):
 
     def change(self, value: Tensor, draw: Draw) -> Tensor:
         """Multiply by the sigmoid of the value."""
-        del draw
         return value * torch.sigmoid(3 * value)
 
 
