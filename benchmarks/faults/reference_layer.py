@@ -202,7 +202,7 @@ class ReferenceLayer(nn.Module):
 
     def split(self, rows: Tensor, heads: int) -> Tensor:
         """Split the channels into heads."""
-        return rows.unflatten(-1, (heads, -1))
+        return rows.reshape(*rows.shape[:-1], heads, -1)
 
     def norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q and k after a norm that comes before the rotary embedding."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.faults.draw import Draw
-from benchmarks.faults.geometry import Geometry
+from benchmarks.faults.geometry import Geometry, Pairing
 from benchmarks.faults.injectors.head_order import rows_of
 from benchmarks.faults.injectors.injector import heads_of, reordered
 from benchmarks.faults.injectors.rotary import settings_of
@@ -104,7 +104,7 @@ def other_pairing(layer: ReferenceLayer, draw: Draw) -> ReferenceLayer:
         changed |= reordered(layer, role, order)
         if g.qk_norm is not None:
             changed[f"{role}_norm"] = layer.weight(f"{role}_norm").detach()[order[: g.head_dim]]
-    other = "interleaved" if rotary.pairing == "half-split" else "half-split"
+    other: Pairing = "interleaved" if rotary.pairing == "half-split" else "half-split"
     moved = layer.with_weights(**changed)
     return moved.with_geometry(rotary=replace(rotary, pairing=other))
 
@@ -114,7 +114,7 @@ def turned_planes(layer: ReferenceLayer, draw: Draw) -> ReferenceLayer:
     g, rotary = layer.geometry, settings_of(layer)
     planes = pairs(rotary)
     angles = draw.spread(g.num_kv_heads, rotary.width // 2, low=-3.0, high=3.0)
-    identity = torch.eye(g.head_dim, dtype=torch.float64)
+    identity = torch.eye(g.head_dim, dtype=torch.float64).expand(g.num_kv_heads, -1, -1)
     bases = turn(identity, angles[:, None], planes).transpose(1, 2)
     queries = bases.repeat_interleave(g.group, 0)
     return layer.with_weights(**_in_basis(layer, "k", bases), **_in_basis(layer, "q", queries))

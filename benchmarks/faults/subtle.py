@@ -43,12 +43,14 @@ def _settings(good: dict[str, Any], faulty: dict[str, Any]) -> Callable[..., Pai
     return make
 
 
-def theta(layer: ReferenceLayer, draw: Draw) -> Pair:
-    """Return theta 10,000 and 500,000."""
-    rotary = settings_of(layer)
-    thetas = (10_000.0, 500_000.0)
-    first, second = (layer.with_geometry(rotary=replace(rotary, theta=t)) for t in thetas)
-    return first, second
+def thetas(good: float, faulty: float) -> Callable[[ReferenceLayer, Draw], Pair]:
+    """Return a maker of two layers with these thetas."""
+
+    def make(layer: ReferenceLayer, draw: Draw) -> Pair:
+        first, second = (_rotary(theta=theta)(layer, draw)[1] for theta in (good, faulty))
+        return first, second
+
+    return make
 
 
 def scale(layer: ReferenceLayer, draw: Draw) -> Pair:
@@ -101,8 +103,8 @@ def self_attention(g: Geometry) -> bool:
 
 
 SUBTLE = (
-    SubtlePair("theta 1e4 for 5e5", has_rotary, theta),
-    SubtlePair("theta 10,001", has_rotary, _rotary(theta=10_001.0)),
+    SubtlePair("theta 1e4 for 5e5", has_rotary, thetas(5e5, 1e4)),
+    SubtlePair("theta 1e4 for 10,001", has_rotary, thetas(10_001.0, 1e4)),
     SubtlePair("attention factor 1.01", has_rotary, _rotary(attention_factor=1.01)),
     SubtlePair("linear scaling by 1.05", has_rotary, _rotary(scaling="linear", factor=1.05)),
     SubtlePair(

@@ -117,6 +117,7 @@ class DtypeOnly(_Module):
     """The whole layer runs in a narrower dtype (TransformerLens #683, llava #34467)."""
 
     name = "dtype only"
+    family = "dtype"
 
     def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
         """Compute in float32 or bfloat16."""
