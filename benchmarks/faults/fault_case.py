@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -140,12 +141,12 @@ def distance(good: Tensor, faulty: Tensor) -> float:
     """
     if good.shape != faulty.shape:
         return float("inf")
-    good, faulty = good.double(), faulty.double()
+    good, faulty = good.detach().double(), faulty.detach().double()
     same = good == faulty
     gap = torch.where(same, 0.0, faulty - good).norm()
     size = torch.where(good.isfinite(), good, 0.0).norm().clamp_min(1e-300)
     relative = float(gap / size)
-    return relative if relative == relative else float("inf")
+    return float("inf") if math.isnan(relative) else relative
 
 
 def first_parting(
@@ -157,3 +158,15 @@ def first_parting(
             if distance(left[stage], right[stage]) > tolerance:
                 return step, stage
     return None
+
+
+def parted_heads(good: Tensor, faulty: Tensor, stage: str, tolerance: float) -> set[int] | None:
+    """Return the heads whose values of a stage part; None if the shapes differ."""
+    if good.shape != faulty.shape:
+        return None
+    axis = 1 if stage in ("scores", "weights") else 2
+    return {
+        head
+        for head in range(good.shape[axis])
+        if distance(good.select(axis, head), faulty.select(axis, head)) > tolerance
+    }

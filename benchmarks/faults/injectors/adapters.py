@@ -30,7 +30,7 @@ def projection_of(layer: ReferenceLayer, role: str) -> nn.Linear:
 
 
 class ProjectionNeverCalled(Injector):
-    """The weight of a projection is used, and its module is not called (Megatron-Bridge #1818).
+    """The weight of a projection is used, and its module is not called; no report, from issue 16.
 
     A forward hook of the module multiplies its result, which the faulty layer passes by.
     """
@@ -67,7 +67,7 @@ def _linear(module: nn.Linear, role: str, called: bool) -> Any:
 
 
 class AdapterMerged(Injector):
-    """A low-rank adapter is left out or merged twice (slowllama #16, litgpt #891)."""
+    """A low-rank adapter is left out or merged twice (slowllama #16)."""
 
     name = "adapters merged or not"
     family = "adapters"

@@ -26,7 +26,7 @@ def first_stage(geometry: Geometry) -> str:
 
 
 class DecodingOffset(Injector):
-    """Positions of decoded tokens start at another number (airllm #369, MLX #2967)."""
+    """Positions of decoded tokens start at another number; no report, from issue 16."""
 
     name = "position offset in decoding"
     family = "decoding"
@@ -68,7 +68,7 @@ def left_padded_probe(geometry: Geometry, draw: Draw) -> Probe:
 
 
 class DecodingLeftPadding(Injector):
-    """Left padding counts as tokens in decoding (flash-attention #517, vLLM #3385).
+    """Left padding counts as tokens in decoding; no report, from issue 16.
 
     Either decoded positions start at the length of the cache, or hidden keys are seen. A window
     may hide the padding from decoded tokens anyway.
@@ -117,7 +117,7 @@ class DecodingLeftPadding(Injector):
 
 
 class DecodingWindow(Injector):
-    """The window holds in the prefill only (transformers #29623)."""
+    """The window holds in the prefill only; no report, from issue 16."""
 
     name = "window in decoding"
     family = "decoding"

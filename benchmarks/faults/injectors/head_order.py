@@ -29,7 +29,7 @@ def roles_with_heads(geometry: Geometry) -> list[str]:
 
 
 class HeadsInterleaved(Injector):
-    """Rows (heads, channels) are read as (channels, heads) (litgpt neox.py, nntile #347)."""
+    """Rows (heads, channels) are read as (channels, heads) (nntile #347)."""
 
     name = "heads interleaved"
     family = "head order"
@@ -47,7 +47,7 @@ class HeadsInterleaved(Injector):
 
 
 class HeadsPermuted(Injector):
-    """The heads of one role are permuted, those of the others not (nntile #347)."""
+    """The heads of one role are permuted, those of the others not; no report, from issue 16."""
 
     name = "heads permuted"
     family = "head order"

@@ -89,7 +89,7 @@ class ResidualInside(_Module):
 
 
 class NormInside(_Module):
-    """The layer normalises its input or its output (MaxText #3112, gpt-neox #1367)."""
+    """The layer normalises its input or its output; no report, from issue 16."""
 
     name = "norm inside"
 

@@ -53,7 +53,7 @@ class KeyValueExchanged(Injector):
 
 
 class QueryValueExchanged(Injector):
-    """The weights of q and v are exchanged (jsbaan/transformer-from-scratch #1)."""
+    """The weights of q and v are exchanged; no report, from issue 16."""
 
     name = "q and v exchanged"
     family = "roles"

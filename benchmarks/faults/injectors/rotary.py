@@ -111,7 +111,7 @@ class RotaryTheta(RotaryFault):
 
 
 class RotaryScalingKind(RotaryFault):
-    """Another kind of scaling, or none (vLLM #48351)."""
+    """Another kind of scaling, or none (DeepSpeed #8345)."""
 
     name = "rotary scaling kind"
 

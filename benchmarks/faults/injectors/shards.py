@@ -30,6 +30,7 @@ class ShardsReordered(Injector):
         order = draw.moved(count)
         joined = torch.arange(rows.numel()).unflatten(0, (count, -1))[order].flatten()
         faulty = layer.with_weights(**reordered(layer, role, joined))
+        moved = (joined != torch.arange(rows.numel())).view_as(rows).any(1).nonzero().flatten()
         whole = (rows.numel() // count) % rows.shape[1] == 0
         return self.case(
             layer,
@@ -37,6 +38,7 @@ class ShardsReordered(Injector):
             draw,
             stage=STAGE_OF_ROLE[role],
             parameters={"role": role, "order": tuple(order.tolist())},
+            heads=None if role == "o" else tuple(moved.tolist()),
             equals=frozenset({"heads permuted"} if whole else ()),
         )
 

@@ -13,7 +13,7 @@ from benchmarks.faults.reference_layer import Call, ReferenceLayer
 
 
 class SoftmaxAxis(Injector):
-    """The softmax runs over queries or heads (hyunwoongko/transformer #15, ajhalthor #1)."""
+    """The softmax runs over queries or heads; no report, from issue 16."""
 
     name = "softmax axis"
     family = "softmax"
@@ -34,7 +34,7 @@ class SoftmaxAxis(Injector):
 
 
 class SoftmaxDtype(Injector):
-    """The softmax runs in a narrower dtype (pytorch #106668)."""
+    """The softmax runs in a narrower dtype (Hugging Face's eager code takes float32)."""
 
     name = "softmax dtype"
     family = "softmax"

@@ -118,7 +118,7 @@ class InitialValues(_EveryGeometry):
 
 
 class WeightRounded(_EveryGeometry):
-    """Weights went through a narrower dtype (vLLM #40312, OLMo #716)."""
+    """Weights went through a narrower dtype (OLMo #716, TransformerLens #683)."""
 
     name = "dtype's rounding of weights"
 
@@ -183,7 +183,7 @@ class BiasMissing(_BiasFault):
 
 
 class BiasZero(_BiasFault):
-    """A bias is zero (TransformerLens #1620)."""
+    """A bias is zero; no report, from issue 16."""
 
     name = "bias zero"
     equals = frozenset({"bias missing"})
