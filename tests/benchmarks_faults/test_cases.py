@@ -8,12 +8,21 @@ import pytest
 import torch
 
 from benchmarks.faults import freeze
-from benchmarks.faults.cases import CaseKey, case_of, enough_keys, keys, layer_for, real_keys
+from benchmarks.faults.cases import (
+    CaseKey,
+    case_of,
+    enough_keys,
+    injector_of,
+    keys,
+    layer_for,
+    real_keys,
+)
 from benchmarks.faults.composed import models, pairs
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import (
     FaultCase,
     LayerStack,
+    Subject,
     default_probe,
     distance,
     first_parting,
@@ -167,3 +176,32 @@ def test_the_hash_sees_every_letter_and_name(tmp_path, monkeypatch) -> None:
         path.write_text(text, "utf-8")
         digests.append(freeze.digest([path]))
     assert len(set(digests)) == 3
+
+
+ONE_FUNCTION = [
+    ("rotary pairing", "rotary permutation doubled", {}),
+    ("rotary missing", "rotary axis", {"axis": "batch"}),
+    ("bias missing", "bias zero", {"role": "v"}),
+    ("scale twice", "factor", {"role": "q", "form": "head_dim ** -0.5"}),
+]
+
+
+def faulty_layers(fault: str, wanted: dict[str, str], geometry: str) -> Iterator[Subject]:
+    """Faults on one good layer, whose parameters hold those that are wanted."""
+    layer = layer_for(CaseKey(fault, geometry, "trained-like", 0))
+    for seed in range(60):
+        case = injector_of(fault).inject(layer, Draw(fault, seed))
+        found = {name: case.truth.parameters.get(name) for name in wanted}
+        if found == wanted:
+            yield case.faulty
+
+
+@pytest.mark.parametrize(("first", "second", "wanted"), ONE_FUNCTION)
+def test_equal_names_can_be_one_function(first: str, second: str, wanted: dict[str, str]) -> None:
+    geometry = "partial-rotary"
+    probe = default_probe(layer_for(CaseKey("", geometry, "trained-like", 0)).geometry, Draw("x"))
+    role = {name: value for name, value in wanted.items() if name == "role" and value == "v"}
+    one = next(faulty_layers(first, role, geometry))
+    other = next(faulty_layers(second, wanted, geometry))
+    (a,), (b,) = probe.run(one), probe.run(other)
+    assert distance(a["output"], b["output"]) < 1e-12

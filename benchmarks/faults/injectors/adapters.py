@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import FaultCase
 from benchmarks.faults.geometry import Geometry
-from benchmarks.faults.injectors.injector import STAGE_OF_ROLE, Injector
+from benchmarks.faults.injectors.injector import STAGE_OF_ROLE, Injector, names_of_a_scale
 from benchmarks.faults.reference_layer import ReferenceLayer
 
 
@@ -37,7 +37,6 @@ class ProjectionNeverCalled(Injector):
 
     name = "projection never called"
     family = "adapters"
-    equals = frozenset({"factor"})
 
     def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
         """Call the module in the good layer, and use only its weight in the faulty one."""
@@ -50,8 +49,10 @@ class ProjectionNeverCalled(Injector):
             replaced.add_module(f"{role}_proj", module)
             layers.append(replaced)
         good, faulty = layers
+        equals = names_of_a_scale(layer.geometry) if role in "qk" else frozenset({"factor"})
         parameters = {"role": role, "factor": 1 / gain}
-        return self.case(good, faulty, draw, stage=STAGE_OF_ROLE[role], parameters=parameters)
+        stage = STAGE_OF_ROLE[role]
+        return self.case(good, faulty, draw, stage=stage, parameters=parameters, equals=equals)
 
 
 def _linear(module: nn.Linear, role: str, called: bool) -> Any:

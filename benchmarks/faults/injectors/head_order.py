@@ -47,7 +47,10 @@ class HeadsInterleaved(Injector):
 
 
 class HeadsPermuted(Injector):
-    """The heads of one role are permuted, those of the others not; no report, from issue 16."""
+    """The heads of one role are permuted, those of the others not; no report, from issue 16.
+
+    Head i of the faulty layer is head order[i] of the good one.
+    """
 
     name = "heads permuted"
     family = "head order"

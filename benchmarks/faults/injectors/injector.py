@@ -77,3 +77,16 @@ def reordered(layer: ReferenceLayer, role: str, order: Tensor) -> dict[str, Tens
     if role == "o":
         return {"wo": layer.weight("wo").detach()[:, order]}
     return {name: layer.weight(name).detach()[order] for name in weights_of(layer, role)}
+
+
+def names_of_a_scale(geometry: Geometry) -> frozenset[str]:
+    """Return the causes that can multiply the products of q and k by any number.
+
+    A norm undoes a factor of the weights. The attention factor needs a full rotary embedding.
+    """
+    names = {"scale"}
+    if geometry.qk_norm is None:
+        names.add("factor")
+    if geometry.rotary is not None and geometry.rotary.width == geometry.head_dim:
+        names.add("rotary attention factor")
+    return frozenset(names)

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import FaultCase
 from benchmarks.faults.geometry import Geometry, RotarySettings, Scaling
-from benchmarks.faults.injectors.injector import Injector
+from benchmarks.faults.injectors.injector import Injector, names_of_a_scale
 from benchmarks.faults.reference_layer import ReferenceLayer
 
 FIRST = "q after rotary"
@@ -60,7 +60,7 @@ class RotaryPairing(RotaryFault):
 
     def equal_causes(self, rotary: RotarySettings, geometry: Geometry) -> frozenset[str]:
         """Without a norm, rows in the other order give the same function."""
-        return frozenset() if geometry.qk_norm else frozenset({"rotary permutation missing"})
+        return frozenset() if geometry.qk_norm else frozenset({"rotary permutation doubled"})
 
     def changes(self, geometry: Geometry, rotary: RotarySettings, draw: Draw) -> dict[str, Any]:
         """Take the other pairing."""
@@ -150,7 +150,8 @@ class RotaryAttentionFactor(RotaryFault):
 
     def equal_causes(self, rotary: RotarySettings, geometry: Geometry) -> frozenset[str]:
         """A factor on all channels is the same as another scale."""
-        return frozenset({"scale"} if rotary.width == geometry.head_dim else ())
+        full = rotary.width == geometry.head_dim
+        return names_of_a_scale(geometry) - {self.name} if full else frozenset()
 
     def changes(self, geometry: Geometry, rotary: RotarySettings, draw: Draw) -> dict[str, Any]:
         """Drop the factor, or apply that of YaRN to a layer that has none."""

@@ -34,11 +34,13 @@ def has_planes(geometry: Geometry) -> bool:
 
 
 class RotaryRowsMissing(Injector):
-    """Rows of q and k are not converted (llama.cpp #22611, nanotron #241)."""
+    """Rows of q and k are not converted (llama.cpp #22611, nanotron #241).
+
+    The other pairing in the faulty layer would repair it.
+    """
 
     name = "rotary permutation missing"
     family = "rotary rows"
-    equals = frozenset({"rotary pairing"})
 
     def applies(self, geometry: Geometry) -> bool:
         """Return True for a rotary embedding."""
@@ -51,12 +53,14 @@ class RotaryRowsMissing(Injector):
         for role in "qk":
             order = conversion(g, heads_of(g, role), g.head_dim).argsort()
             changed |= reordered(layer, role, order)
-        equals = frozenset() if g.qk_norm else self.equals
-        return self.case(layer, layer.with_weights(**changed), draw, stage="q", equals=equals)
+        return self.case(layer, layer.with_weights(**changed), draw, stage="q")
 
 
 class RotaryRowsDoubled(Injector):
-    """Rows of q and k are converted twice (onnxruntime/mobius #396)."""
+    """Rows of q and k are converted twice (onnxruntime/mobius #396).
+
+    Without a norm, the other pairing on the right rows gives the same function.
+    """
 
     name = "rotary permutation doubled"
     family = "rotary rows"
@@ -71,7 +75,8 @@ class RotaryRowsDoubled(Injector):
         changed: dict[str, Tensor] = {}
         for role in "qk":
             changed |= reordered(layer, role, conversion(g, heads_of(g, role), g.head_dim))
-        return self.case(layer, layer.with_weights(**changed), draw, stage="q")
+        equals = frozenset(() if g.qk_norm else {"rotary pairing"})
+        return self.case(layer, layer.with_weights(**changed), draw, stage="q", equals=equals)
 
 
 class RotaryRowsWrongHeads(Injector):

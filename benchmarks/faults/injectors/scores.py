@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import FaultCase
-from benchmarks.faults.injectors.injector import Injector
+from benchmarks.faults.injectors.injector import Injector, names_of_a_scale
 from benchmarks.faults.reference_layer import ReferenceLayer
 
 
@@ -33,7 +33,7 @@ class Scale(_Scores):
             draw,
             stage="scores",
             parameters={"scale": forms[form], "form": form},
-            equals=frozenset(() if g.qk_norm else {"factor"}),
+            equals=names_of_a_scale(g) - {self.name},
         )
 
 
@@ -46,7 +46,7 @@ class ScaleTwice(_Scores):
         """Square the scale."""
         scale = layer.geometry.plain_scale**2
         faulty = layer.with_geometry(scale=scale)
-        equals = frozenset({"scale"} if layer.geometry.qk_norm else {"scale", "factor"})
+        equals = names_of_a_scale(layer.geometry)
         return self.case(
             layer, faulty, draw, stage="scores", parameters={"scale": scale}, equals=equals
         )

@@ -14,7 +14,8 @@ from benchmarks.faults.reference_layer import ReferenceLayer
 class ShardsReordered(Injector):
     """Shards of one role are joined in another order (vLLM #42803, slowllama #16).
 
-    Shards are rows of q, k and v, and columns of wo. Shards that hold whole heads give the
+    Shard i of the faulty layer is shard order[i] of the good one. Shards are rows of q, k and v,
+    and columns of wo. Shards that hold whole heads give the
     same weights as permuted heads.
     """
 

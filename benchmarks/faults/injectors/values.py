@@ -12,6 +12,7 @@ from benchmarks.faults.injectors.head_order import rows_of
 from benchmarks.faults.injectors.injector import (
     STAGE_OF_ROLE,
     Injector,
+    names_of_a_scale,
     weights_of,
 )
 from benchmarks.faults.reference_layer import ReferenceLayer
@@ -69,7 +70,7 @@ class FactorOnWeights(_EveryGeometry):
             draw,
             stage=STAGE_OF_ROLE[role],
             parameters={"role": role, "factor": forms[form], "form": form},
-            equals=frozenset({"scale"} if role in "qk" else ()),
+            equals=names_of_a_scale(g) - {self.name} if role in "qk" else frozenset(),
         )
 
 
