@@ -1,0 +1,143 @@
+"""Orders of whole blocks of rows, heads or shards, that are read off the labels."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.moves.projection_rows import RowSizes
+from headwise.diagnosis.moves.row_labels import hash_weights, mix, sequence_hashes
+from headwise.diagnosis.moves.row_map import MapName, RowMap
+
+SHARDS = (2, 4, 8)
+HEADS_ORDER, ROLLED_ORDER, SHARDS_ORDER = 1000, 990, 1010
+
+
+def block_hashes(labels: Tensor, blocks: int) -> Tensor:
+    """Return a hash for each block of rows.
+
+    Args:
+        labels: (sequences, rows).
+        blocks: a number that divides the rows.
+
+    Returns:
+        (sequences, blocks), int64.
+    """
+    rows = labels.unflatten(-1, (blocks, -1))
+    return mix(sequence_hashes(rows, hash_weights(rows.shape[-1], seed=1)))
+
+
+def candidates(
+    sequences: Tensor, labels: Tensor, sizes: RowSizes, roles: tuple[str, ...]
+) -> Tensor:
+    """Return which sequences may be the labels with whole blocks in another order.
+
+    Args:
+        sequences: (sequences, rows of all roles).
+        labels: (rows of all roles).
+        sizes: of the rows.
+        roles: that have to fit.
+
+    Returns:
+        (sequences), bool.
+    """
+    fitting = torch.ones(len(sequences), dtype=torch.bool)
+    for role, span in sizes.spans().items():
+        if role not in roles:
+            continue
+        some = (sequences[:, span] == labels[span]).all(1)
+        for blocks in block_counts(role, sizes):
+            ours = block_hashes(sequences[:, span], blocks).sort(dim=1).values
+            theirs = block_hashes(labels[None, span], blocks).sort(dim=1).values
+            some |= (ours == theirs).all(1)
+        fitting &= some
+    return fitting
+
+
+def block_counts(role: str, sizes: RowSizes) -> list[int]:
+    """Return the numbers of blocks to try, the fewest first."""
+    counts = {*SHARDS, sizes.heads_of(role)} - {1}
+    return sorted(n for n in counts if sizes.count(role) % n == 0)
+
+
+def block_order(a: Tensor, b: Tensor, blocks: int) -> list[int] | None:
+    """Return the order of b's blocks that makes a, or None.
+
+    Args:
+        a: (rows), labels.
+        b: (rows), likewise.
+        blocks: a number that divides the rows.
+    """
+    ours, theirs = block_hashes(a[None], blocks)[0], block_hashes(b[None], blocks)[0]
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, label in reversed(list(enumerate(theirs.tolist()))):
+        places[label].append(place)
+    order = []
+    for place, label in enumerate(ours.tolist()):
+        left = places.get(label)
+        if not left:
+            return None
+        # Equal blocks stay at their place where they can.
+        order.append(place if place in left else left[-1])
+        left.remove(order[-1])
+    return order
+
+
+def block_maps(
+    a: Tensor, b: Tensor, sizes: RowSizes, roles: tuple[str, ...]
+) -> list[RowMap] | None:
+    """Return maps of whole blocks that make a's labels of b's, or None.
+
+    Roles whose blocks have the same order make one map.
+
+    Args:
+        a: (rows of all roles), labels.
+        b: (rows of all roles), likewise.
+        sizes: of the rows.
+        roles: that have to come out right.
+    """
+    orders: dict[tuple[int, ...], list[str]] = {}
+    spans = sizes.spans()
+    for role in roles:
+        span = spans[role]
+        if torch.equal(a[span], b[span]):
+            continue
+        for blocks in block_counts(role, sizes):
+            order = block_order(a[span], b[span], blocks)
+            if order is not None:
+                orders.setdefault(tuple(order), []).append(role)
+                break
+        else:
+            return None
+    return [_block_map(order, tuple(moved), sizes) for order, moved in orders.items()]
+
+
+def _block_map(order: tuple[int, ...], roles: tuple[str, ...], sizes: RowSizes) -> RowMap:
+    index, spans = torch.arange(sizes.rows), sizes.spans()
+    for role in roles:
+        rows = index[spans[role]].view(len(order), -1)
+        index[spans[role]] = rows[list(order)].flatten()
+    names = _names(order, roles, sizes)
+    return RowMap(names, index, is_permutation=True)
+
+
+def _names(order: tuple[int, ...], roles: tuple[str, ...], sizes: RowSizes) -> tuple[MapName, ...]:
+    count, names = len(order), []
+    parameters = (("order", order),)
+    listed = " ".join(map(str, order))
+    if all(count == sizes.heads_of(role) for role in roles):
+        step = order[0]
+        if order == tuple((i + step) % count for i in range(count)) and step in (1, count - 1):
+            text = f"rows rolled by {'one head' if step == count - 1 else 'one head backwards'}"
+            names.append(MapName("heads permuted", text, roles, ROLLED_ORDER, parameters))
+        else:
+            text = f"heads in the order {listed}"
+            place = HEADS_ORDER if len(roles) > 1 else SHARDS_ORDER + 5
+            names.append(MapName("heads permuted", text, roles, place, parameters))
+    if count in SHARDS:
+        text = f"{count} shards in the order {listed}"
+        cause = "shards joined in the wrong order"
+        names.append(MapName(cause, text, roles, SHARDS_ORDER, parameters))
+    return tuple(sorted(names, key=lambda name: name.order))

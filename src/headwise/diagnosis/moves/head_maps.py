@@ -1,0 +1,101 @@
+"""Maps of heads: interleaved, in another group order, tiled, or copied from one shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
+
+from headwise.diagnosis.moves.fused_maps import RANKS
+from headwise.diagnosis.moves.projection_rows import ROLES, RowSizes
+from headwise.diagnosis.moves.row_map import Draft, MapName, full_sizes, role_indices
+
+SCOPES = (
+    ("q", "k", "v", "o"),
+    ("q", "k", "v"),
+    ("q",),
+    ("k",),
+    ("v",),
+    ("o",),
+    ("q", "k"),
+    ("k", "v"),
+    ("q", "o"),
+    ("v", "o"),
+)
+INTERLEAVED, OUTPUT_GROUPS, TILED, QUERY_GROUPS, FIRST_SHARD = 110, 120, 130, 140, 800
+
+
+def interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
+    """Yield rows stored channel by channel and read head by head, and the reverse."""
+    indices = role_indices(sizes)
+    for place, scope in enumerate(SCOPES):
+        text = "head_dim heads read as heads head_dim"
+        name = MapName("heads interleaved", text, (), INTERLEAVED + place // 6)
+        yield name, {role: _stored_by_channel(indices[role]) for role in scope}
+        text = "heads head_dim read as head_dim heads"
+        name = MapName("heads interleaved", text, (), INTERLEAVED + 2 + place // 6)
+        yield name, {role: _read_by_channel(indices[role]) for role in scope}
+
+
+def head_orders(sizes: RowSizes) -> Iterator[Draft]:
+    """Yield heads in another order of groups."""
+    indices = role_indices(sizes)
+    for number in _divisors(sizes.heads):
+        group = sizes.heads // number
+        known = number == sizes.kv_heads or sizes.kv_heads == sizes.heads
+        far = 0 if number == sizes.kv_heads else 20 if known else 600
+        for groups, first in ((number, "(kv_heads group)"), (group, "(group kv_heads)")):
+            second = "(group kv_heads)" if groups == number else "(kv_heads group)"
+            regroup = partial(_regrouped, groups=groups)
+            text, parameters = f"{first} read as {second}", (("kv_heads", number),)
+            back = far + (groups != number)
+            name = MapName(
+                "output heads in another group order", text, (), OUTPUT_GROUPS + back, parameters
+            )
+            yield name, {"o": regroup(indices["o"])}
+            tiled = "kv heads tiled instead of repeated"
+            name = MapName(tiled, text, (), TILED + back, parameters)
+            yield name, {role: regroup(indices[role]) for role in "qo"}
+            name = MapName(
+                "heads permuted", f"queries: {text}", (), QUERY_GROUPS + back, parameters
+            )
+            yield name, {"q": regroup(indices["q"])}
+            for scope in ("kv", "k", "v") if sizes.kv_heads == sizes.heads else ():
+                text = f"{number} heads in {sizes.heads} places"
+                name = MapName(tiled, text, (), TILED + back + (scope != "kv"), parameters)
+                yield name, {role: regroup(indices[role]) for role in scope}
+
+
+def first_shards(sizes: RowSizes) -> Iterator[Draft]:
+    """Yield roles that hold the first shard or the first head at every place."""
+    indices = role_indices(sizes)
+    for role in ROLES:
+        rows = indices[role].flatten()
+        for shards in sorted({*RANKS, full_sizes(sizes).heads_of(role)}):
+            if len(rows) % shards:
+                continue
+            text = f"every of {shards} shards is the first"
+            name = MapName(
+                "shards joined in the wrong order", text, (), FIRST_SHARD, (("shards", shards),)
+            )
+            yield name, {role: rows[: len(rows) // shards].repeat(shards)}
+
+
+def _stored_by_channel(rows: Tensor) -> Tensor:
+    return rows.transpose(0, 1).flatten()
+
+
+def _read_by_channel(rows: Tensor) -> Tensor:
+    heads, channels, _ = rows.shape
+    return rows.reshape(channels, heads).T.flatten()
+
+
+def _regrouped(rows: Tensor, groups: int) -> Tensor:
+    """Return heads of ``groups`` groups in the order of their place in the group."""
+    heads, channels, _ = rows.shape
+    return rows.reshape(groups, heads // groups, channels).transpose(0, 1).flatten()
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(2, count) if count % n == 0]

@@ -1,0 +1,77 @@
+"""Labels of two sets of rows, as they are and with matrices transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.moves.matrix_map import MatrixMap, reread_matrix
+from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
+from headwise.diagnosis.moves.row_labels import column_labels, row_labels
+
+
+@dataclass
+class Labelled:
+    """Labels of the rows of each role, and of the rows of its matrix read with exchanged axes.
+
+    Attributes:
+        sizes: of the rows.
+        plain: (rows of all roles), int64.
+        matrix_maps: the maps of matrices that can be asked about.
+        by_map: role, and whether the map is reversed -> the labels of the role after it.
+    """
+
+    sizes: RowSizes
+    plain: Tensor
+    by_map: Mapping[tuple[str, bool], Tensor] = field(default_factory=dict)
+
+    def after(self, matrix_map: MatrixMap, *, undone: bool = False) -> Tensor:
+        """Return the labels of all rows after a map of matrices, or before it.
+
+        Returns:
+            (rows of all roles), int64.
+        """
+        labels, spans = self.plain.clone(), self.sizes.spans()
+        for role in matrix_map.roles:
+            labels[spans[role]] = self.by_map[role, matrix_map.is_reversed != undone]
+        return labels
+
+
+def exact_labels(rows: Rows, sizes: RowSizes, *, matrices: bool) -> Labelled:
+    """Return labels of the bits of the weights.
+
+    Args:
+        rows: the projections.
+        sizes: of them.
+        matrices: True to label matrices that are read with exchanged axes as well.
+    """
+    plain = torch.cat([row_labels(rows.flat(role)) for role in sizes.roles])
+    by_map = {}
+    for role in sizes.roles if matrices else ():
+        matrix = rows.flat(role)
+        for is_reversed in (False, True):
+            if matrix.shape[0] == matrix.shape[1]:
+                by_map[role, is_reversed] = column_labels(matrix)
+            else:
+                by_map[role, is_reversed] = row_labels(
+                    reread_matrix(matrix, is_reversed=is_reversed)
+                )
+    return Labelled(sizes, plain, by_map)
+
+
+def matrix_maps(rows: Rows, sizes: RowSizes) -> list[MatrixMap]:
+    """Return the maps of matrices for these rows, those of the fewest roles first."""
+    square = [r for r in sizes.roles if rows.flat(r).shape[0] == rows.flat(r).shape[1]]
+    maps = [
+        MatrixMap(roles, is_square=True)
+        for count in range(1, len(square) + 1)
+        for roles in combinations(square, count)
+    ]
+    for role in sizes.roles:
+        if role not in square and min(rows.flat(role).shape) > 1:
+            maps += [MatrixMap((role,), is_square=False, is_reversed=x) for x in (False, True)]
+    return maps

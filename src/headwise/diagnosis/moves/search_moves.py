@@ -1,0 +1,148 @@
+"""Search of named maps that make one sequence of labels of another.
+
+Depth 2 meets in the middle: maps applied to b on one side, inverse maps applied to a on the other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.moves.block_orders import block_maps, candidates
+from headwise.diagnosis.moves.labelled_rows import Labelled
+from headwise.diagnosis.moves.map_catalogue import MapCatalogue
+from headwise.diagnosis.moves.matrix_map import MatrixMap
+from headwise.diagnosis.moves.projection_rows import RowSizes
+from headwise.diagnosis.moves.row_labels import hash_weights, sequence_hashes
+from headwise.diagnosis.moves.row_map import RowMap
+
+Step: TypeAlias = RowMap | MatrixMap
+Steps: TypeAlias = tuple[Step, ...]  # applied to b in this order
+
+
+@dataclass(frozen=True)
+class Side:
+    """Sequences of labels, each after a step; the first is after none.
+
+    Attributes:
+        steps: None for no step.
+        labels: (steps, rows of all roles).
+    """
+
+    steps: Sequence[Step | None]
+    labels: Tensor
+
+
+def search_steps(
+    a: Labelled,
+    b: Labelled,
+    catalogue: MapCatalogue,
+    matrix_maps: Sequence[MatrixMap],
+    roles: tuple[str, ...],
+) -> list[Steps]:
+    """Return the shortest sequences of steps that make a's labels of b's, the most usual first.
+
+    Args:
+        a: labels to explain.
+        b: labels of the right rows.
+        catalogue: the maps of rows.
+        matrix_maps: those that both sides have labels of.
+        roles: the roles of a that must come out right.
+
+    Returns:
+        Sequences of equal effect on these labels; empty where none was found.
+    """
+    forward = Side(
+        [None, *catalogue.maps, *matrix_maps],
+        torch.stack([b.plain, *b.plain[catalogue.indices], *(b.after(m) for m in matrix_maps)]),
+    )
+    weights = _weights(a.sizes, roles)
+    wanted = int(sequence_hashes(a.plain, weights))
+    hashes = sequence_hashes(forward.labels, weights).tolist()
+    if hashes[0] == wanted:
+        return [()]
+    single: list[Steps] = [
+        (step,)
+        for step, value in zip(forward.steps, hashes, strict=True)
+        if value == wanted and step is not None
+    ]
+    blocks = block_maps(a.plain, b.plain, a.sizes, roles)
+    if blocks is not None and len(blocks) == 1:
+        single.append(tuple(blocks))
+    if single:
+        return _sorted(single)
+    backward = _backward(a, catalogue, matrix_maps, roles)
+    double = list(_meeting(forward, hashes, backward, weights))
+    double += _with_blocks(forward, backward, a.plain, b.plain, a.sizes, roles)
+    if blocks is not None:
+        double.append(tuple(blocks))
+    return _sorted(double)
+
+
+def _weights(sizes: RowSizes, roles: tuple[str, ...]) -> Tensor:
+    """Return random numbers for the rows of these roles, and 0 for the others."""
+    weights = hash_weights(sizes.rows, seed=2)
+    for role, span in sizes.spans().items():
+        if role not in roles:
+            weights[span] = 0
+    return weights
+
+
+def _backward(
+    a: Labelled,
+    catalogue: MapCatalogue,
+    matrix_maps: Sequence[MatrixMap],
+    roles: tuple[str, ...],
+) -> Side:
+    """Return a's labels before each step that takes nothing from other roles."""
+    counted = torch.zeros(a.sizes.rows, dtype=torch.bool)
+    for role, span in a.sizes.spans().items():
+        counted[span] = role in roles
+    closed = (counted[catalogue.inverses] == counted).all(1)
+    maps = [m for m, kept in zip(catalogue.permutations, closed.tolist(), strict=True) if kept]
+    whole = [m for m in matrix_maps if set(m.roles) <= set(roles)]
+    labels = [*a.plain[catalogue.inverses[closed]], *(a.after(m, undone=True) for m in whole)]
+    return Side([None, *maps, *whole], torch.stack([a.plain, *labels]))
+
+
+def _meeting(
+    forward: Side, hashes: Sequence[int], backward: Side, weights: Tensor
+) -> Iterator[Steps]:
+    before: dict[int, list[Step]] = defaultdict(list)
+    for step, value in zip(forward.steps, hashes, strict=True):
+        if step is not None:
+            before[value].append(step)
+    values = sequence_hashes(backward.labels, weights).tolist()
+    for second, value in zip(backward.steps, values, strict=True):
+        if second is not None:
+            yield from ((first, second) for first in before.get(value, ()))
+
+
+def _with_blocks(
+    forward: Side, backward: Side, a: Tensor, b: Tensor, sizes: RowSizes, roles: tuple[str, ...]
+) -> Iterator[Steps]:
+    """Yield a step and an order of blocks, in either order."""
+    for place in candidates(forward.labels[1:], a, sizes, roles).nonzero().flatten().tolist():
+        blocks = block_maps(a, forward.labels[place + 1], sizes, roles)
+        step = forward.steps[place + 1]
+        if blocks is not None and step is not None:
+            yield (step, *blocks)
+    for place in candidates(backward.labels[1:], b, sizes, roles).nonzero().flatten().tolist():
+        blocks = block_maps(backward.labels[place + 1], b, sizes, roles)
+        step = backward.steps[place + 1]
+        if blocks is not None and step is not None:
+            yield (*blocks, step)
+
+
+def _sorted(sequences: Sequence[Steps]) -> list[Steps]:
+    """Return the sequences of the fewest steps, the most usual first."""
+    if not sequences:
+        return []
+    fewest = min(map(len, sequences))
+    shortest = [steps for steps in sequences if len(steps) == fewest]
+    return sorted(shortest, key=lambda steps: sum(step.names[0].order for step in steps))

@@ -1,0 +1,176 @@
+"""The moves that are found for classical mistakes, which reshapes alone make here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headwise.diagnosis.moves.find_moves import find_moves
+from headwise.diagnosis.moves.projection_rows import Rows
+from headwise.errors import ShapeError
+from tests.diagnosis.moves.projections import (
+    GEOMETRIES,
+    assert_same_rows,
+    by_channel,
+    edited,
+    halves,
+    pairs,
+    projections,
+    refused,
+)
+
+Mistake = Callable[[Rows], Rows]
+
+
+def exchanged(first: str, second: str) -> Mistake:
+    def exchange(rows: Rows) -> Rows:
+        names = {first: second, second: first}
+        return Rows(
+            {role: rows.matrices[names.get(role, role)] for role in rows.roles},
+            {role: rows.biases[names.get(role, role)] for role in rows.biases},
+        )
+
+    return exchange
+
+
+def on(edit: Callable[..., torch.Tensor], *roles: str) -> Mistake:
+    return lambda rows: edited(rows, edit, *roles)
+
+
+def nested(rows: Rows) -> Rows:
+    """Stored (3, heads, d), read (heads, 3, d)."""
+    heads, head_dim, _ = rows.matrices["q"].shape
+    return refused(rows, lambda x: x.view(heads, 3, head_dim, -1).unbind(1))
+
+
+def in_groups(rows: Rows) -> Rows:
+    """Stored [q; k; v], read (kv_heads, group + 1 + 1, d)."""
+    (heads, d, _), kv_heads = rows.matrices["q"].shape, rows.matrices["k"].shape[0]
+    group = heads // kv_heads
+    return refused(rows, lambda x: x.view(kv_heads, group + 2, d, -1).split([group, 1, 1], dim=1))
+
+
+def reordered(rows: Rows) -> Rows:
+    """Stored [q; k; v], read [k; q; v]."""
+    q, k, v = (rows.flat(role).shape[0] for role in "qkv")
+    return refused(rows, lambda x: [x.split([k, q, v])[i] for i in (1, 0, 2)])
+
+
+def output_groups(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(0, (2, -1)).transpose(0, 1)
+
+
+def transposed(rows: Rows, *roles: str) -> Rows:
+    matrices = dict(rows.matrices)
+    for role in roles:
+        matrices[role] = rows.flat(role).T.reshape(matrices[role].shape)
+    return replace(rows, matrices=matrices)
+
+
+CASES: list[tuple[str, str, Mistake, str]] = [
+    ("mha", "q and k exchanged", exchanged("q", "k"), "qk"),
+    ("mha", "k and v exchanged", exchanged("k", "v"), "kv"),
+    ("mha", "q and v exchanged", exchanged("q", "v"), "qv"),
+    ("gqa-of-4", "k and v exchanged", exchanged("k", "v"), "kv"),
+    ("mha", "nesting of fused rows", nested, "qkv"),
+    ("gqa-of-2", "kv groups of fused rows", in_groups, "qkv"),
+    ("gqa-of-4", "kv groups of fused rows", in_groups, "qkv"),
+    ("gqa-of-4", "order of fused rows", reordered, "qk"),
+    ("mha", "heads interleaved", on(by_channel, "q"), "q"),
+    ("gqa-of-4", "heads interleaved", on(by_channel, "o"), "o"),
+    ("gqa-of-2", "heads interleaved", on(by_channel, "q", "k", "v"), "qkv"),
+    ("mha", "rotary permutation missing", on(pairs, "q", "k"), "qk"),
+    ("gqa-of-4", "rotary permutation missing", on(pairs, "k"), "k"),
+    ("gqa-of-2", "rotary permutation doubled", on(halves, "q"), "q"),
+    ("gqa-of-4", "rotary permutation doubled", on(halves, "q", "k"), "qk"),
+    ("gqa-of-4", "output heads in another group order", on(output_groups, "o"), "o"),
+    ("gqa-of-4", "kv heads tiled instead of repeated", on(output_groups, "q", "o"), "qo"),
+    ("square", "square matrix transposed", lambda rows: transposed(rows, "o"), "o"),
+    ("mha", "square matrix transposed", lambda rows: transposed(rows, "q", "k", "v"), "qkv"),
+]
+
+
+@pytest.mark.parametrize(("geometry", "cause", "mistake", "roles"), CASES)
+def test_a_mistake_is_named_and_predicted(
+    geometry: str, cause: str, mistake: Mistake, roles: str
+) -> None:
+    b = projections(geometry)
+    a = mistake(b)
+    report = find_moves(a, b)
+    assert [move.cause for move in report.moves] == [cause]
+    assert report.moves[0].roles == tuple(roles)
+    assert report.is_exact
+    assert_same_rows(report.apply(b), a)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_the_number_of_heads_that_was_used_is_named(heads: int) -> None:
+    """k is permuted as if it had another number of heads, as llama.cpp once did."""
+    b = projections("gqa-of-2")
+    a = edited(b, lambda x: halves(pairs(x).reshape(-1, 1, x.shape[2]), heads=heads), "k")
+    [move] = find_moves(a, b).moves
+    assert move.cause == "rotary permutation with a wrong number of heads"
+    assert (move.roles, move.names["heads"]) == (("k",), heads)
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_only_the_rotated_channels_are_permuted(width: int) -> None:
+    b = projections("mha")
+    a = edited(b, lambda x: torch.cat([pairs(x[:, :width]).flatten(1, 2), x[:, width:]], 1), "q")
+    [move] = find_moves(a, b, rotary_width=width).moves
+    assert (move.cause, move.names["width"]) == ("rotary permutation missing", width)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_heads_in_any_order_are_found(geometry: str) -> None:
+    b = projections(geometry)
+    heads = b.matrices["q"].shape[0]
+    order = torch.randperm(heads, generator=torch.Generator().manual_seed(3))
+    a = edited(b, lambda x: x[order], "q", "o")
+    [move] = find_moves(a, b).moves
+    assert (move.cause, move.roles) == ("heads permuted", ("q", "o"))
+    assert move.names["order"] == tuple(order.tolist())
+
+
+def test_shards_that_cut_heads_are_joined_in_the_wrong_order() -> None:
+    b = projections("gqa-of-2")
+    a = edited(b, lambda x: x.reshape(4, -1, x.shape[2])[[1, 0, 3, 2]], "v")
+    [move] = find_moves(a, b).moves
+    assert (move.cause, move.roles) == ("shards joined in the wrong order", ("v",))
+    assert move.names["order"] == (1, 0, 3, 2)
+
+
+def test_equal_rows_need_no_move() -> None:
+    b = projections("mha")
+    report = find_moves(b, b)
+    assert (report.moves, report.unexplained, report.is_exact) == ((), (), True)
+
+
+def test_a_changed_entry_is_not_explained() -> None:
+    """Every entry is compared, also where the map of all other rows is known."""
+    b = projections("mha")
+    a = exchanged("q", "k")(b)
+    a = edited(a, torch.clone, "v")
+    a.matrices["v"][3, 2, 1] += 1
+    report = find_moves(a, b)
+    assert not report.is_exact
+    assert "v" in report.unexplained
+
+
+def test_rows_that_are_equal_do_no_harm() -> None:
+    """Repeated kv heads, zero rows and rows of ones leave the name as it is."""
+    b = projections("mha")
+    b.matrices["k"][1::2] = b.matrices["k"][::2]
+    b.matrices["q"][2] = 0
+    b.matrices["v"][4, 3:] = 1
+    b.matrices["o"][:, 5] = b.matrices["o"][0, 5]
+    [move] = find_moves(nested(b), b).moves
+    assert move.cause == "nesting of fused rows"
+
+
+def test_other_shapes_are_refused() -> None:
+    with pytest.raises(ShapeError, match="rows of the shapes"):
+        find_moves(projections("mha"), projections("square"))
