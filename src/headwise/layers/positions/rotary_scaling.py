@@ -162,13 +162,13 @@ class YarnScaling:
         Raises:
             OptionError: theta up to 1, or an original_length in which no pair is on the ramp.
         """
-        first, last = self._ramp(theta, width)
+        first, last = self.ramp(theta, width)
         pairs = torch.arange(width // 2, dtype=torch.float32, device=device)
         unscaled = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
         periods = _periods(theta, width, device)
         return 1.0 / (self.factor * periods) * (1 - unscaled) + 1.0 / periods * unscaled
 
-    def _ramp(self, theta: float, width: int) -> tuple[float, float]:
+    def ramp(self, theta: float, width: int) -> tuple[float, float]:
         """Return the last unchanged pair and the first divided one, as floats."""
         if theta <= 1:
             raise OptionError(

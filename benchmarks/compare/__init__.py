@@ -1,0 +1,1 @@
+"""Scores of `headwise.compare` on the fault bench."""

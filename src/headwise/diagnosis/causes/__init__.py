@@ -1,0 +1,1 @@
+"""Causes of a difference, one a file."""

@@ -1,0 +1,81 @@
+"""Base class of the causes of a difference."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.gaps import Cell, Gaps
+from headwise.diagnosis.simulation.stages import RecordedCall
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Recorded calls of the layer in doubt, and the model that it should equal.
+
+    Attributes:
+        model: the model that is believed so far.
+        calls: recorded calls of the layer in doubt.
+        gaps: where the two part.
+    """
+
+    model: AttentionModel
+    calls: Sequence[RecordedCall]
+    gaps: Gaps
+
+    def parted(self, *stages: str) -> list[Cell]:
+        """Return the parted cells of these stages."""
+        return [cell for cell in self.gaps.parted if cell[0] in stages]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way in which a cause could have changed the model.
+
+    Attributes:
+        model: the model with the fault, which predicts the layer in doubt.
+        parameters: name -> value in the layer in doubt, for the report.
+        repair: what makes the layer in doubt equal again.
+    """
+
+    model: AttentionModel
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    repair: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Variants by one real number, which is fitted.
+
+    Attributes:
+        make: number -> variant.
+        starts: numbers from which the fit starts.
+        is_log: True to fit the logarithm, for positive numbers.
+    """
+
+    make: Callable[[float], Variant]
+    starts: tuple[float, ...]
+    is_log: bool = False
+
+
+class Cause(ABC):
+    """A reason why two attentions differ.
+
+    Attributes:
+        name: in a few words, as reports print it.
+        symptom: what people see and search for; the title of the page about it.
+        stages: the stages that it can change when those before them are given.
+        cost: rank among causes that explain the same; a lower one is named first.
+    """
+
+    name: ClassVar[str]
+    symptom: ClassVar[str]
+    stages: ClassVar[tuple[str, ...]]
+    cost: ClassVar[float] = 1.0
+
+    @abstractmethod
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the models that the layer in doubt would be, if this were the cause."""

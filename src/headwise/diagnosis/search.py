@@ -1,0 +1,195 @@
+"""Search for the causes that explain where a layer and a model part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Variant
+from headwise.diagnosis.causes.fit import fit
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.gaps import WHOLE, Cell, Gaps, gaps_of, restricted
+from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
+
+MOST_CAUSES = 4
+BEAM = 5
+# A variant that holds for some heads, stages or calls alone must explain more than a whole one.
+RESTRICTION = 0.5
+PARAMETER = 0.1
+
+
+@dataclass(frozen=True)
+class NamedCause:
+    """A cause that explains some parted cells.
+
+    Attributes:
+        cause: the cause.
+        variant: how it changed the model.
+        model: the model with the fault in the cells that it explains.
+        cells: the cells that it explains, to rounding.
+        is_partial: True if cells of the same stages did not part, and keep their usual function.
+        equals: other causes that explain the same cells.
+        with_next: True if neither this cause nor the next one explains the cells alone.
+    """
+
+    cause: Cause
+    variant: Variant
+    model: AttentionModel
+    cells: tuple[Cell, ...]
+    is_partial: bool = False
+    equals: tuple[str, ...] = ()
+    with_next: bool = False
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages that it explains."""
+        return list(dict.fromkeys(stage for stage, _, _ in self.cells))
+
+    @property
+    def heads(self) -> list[int] | None:
+        """The heads that it explains in its first stage; None for all."""
+        first = self.cells[0][0]
+        heads = sorted({head for stage, _, head in self.cells if stage == first})
+        return heads if self.is_partial and WHOLE not in heads else None
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Sort key: more stages first, then simpler causes."""
+        cost = self.cause.cost + PARAMETER * len(self.variant.parameters)
+        return (-len(self.stages), cost + RESTRICTION * self.is_partial)
+
+
+@dataclass(frozen=True)
+class Search:
+    """Causes that were named, and what they leave unexplained."""
+
+    gaps: Gaps
+    causes: tuple[NamedCause, ...]
+    left: Gaps
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the causes explain every difference."""
+        return not self.left.parted
+
+
+def search(model: AttentionModel, calls: Sequence[RecordedCall], causes: Sequence[Cause]) -> Search:
+    """Name the causes why recorded calls part from a model.
+
+    One cause after the other is put into the model, that which explains most stages first. Where
+    no cause makes a stage exact, pairs are tried.
+    """
+    first = gaps = gaps_of(model, calls)
+    named: list[NamedCause] = []
+    while gaps.parted and len(named) < MOST_CAUSES:
+        evidence = Evidence(model, calls, gaps)
+        chosen = _best(evidence, causes) or _best_pair(evidence, causes)
+        if not chosen:
+            break
+        named += chosen
+        model = chosen[-1].model
+        gaps = gaps_of(model, calls)
+    return Search(first, tuple(named), gaps)
+
+
+def _best(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
+    exact = sorted(
+        (each for cause in causes for each in _exact(cause, evidence)), key=lambda each: each.rank
+    )
+    if not exact:
+        return []
+    best = exact[0]
+    others = dict.fromkeys(each.cause.name for each in exact if {*each.cells} == {*best.cells})
+    others.pop(best.cause.name)
+    return [replace(best, equals=tuple(others))]
+
+
+def _exact(cause: Cause, evidence: Evidence) -> Iterator[NamedCause]:
+    """Return the variants of a cause that explain whole stages."""
+    for variant in _fitted(cause, evidence):
+        if explained := _explained(cause, variant, evidence):
+            yield explained
+
+
+def _fitted(cause: Cause, evidence: Evidence) -> Iterator[Variant]:
+    cells = evidence.parted(*visible_stages(cause, evidence))
+    if not cells:
+        return
+    for variant in cause.variants(evidence):
+        if isinstance(variant, Variant):
+            yield variant
+        elif (nearest := fit(variant, evidence, cells)) is not None:
+            yield nearest
+
+
+def visible_stages(cause: Cause, evidence: Evidence) -> list[str]:
+    """Return the recorded stages in which a cause shows: its own, or else the next after it."""
+    recorded = [stage for stage in STAGES if any(stage in call.stages for call in evidence.calls)]
+    shown = []
+    for stage in cause.stages:
+        later = [each for each in recorded if STAGES.index(each) >= STAGES.index(stage)]
+        shown += [stage] if stage in recorded else later[:1]
+    return list(dict.fromkeys(shown))
+
+
+def _explained(cause: Cause, variant: Variant, evidence: Evidence) -> NamedCause | None:
+    """Return what a variant explains: all parted cells of at least one stage."""
+    stages = visible_stages(cause, evidence)
+    after = gaps_of(variant.model, evidence.calls, stages)
+    cells: list[Cell] = []
+    for stage in stages:
+        parted = evidence.parted(stage)
+        if all(_is_explained(cell, after) for cell in parted):
+            cells += parted
+    if not cells:
+        return None
+    model, is_partial = _merged(variant, evidence, after, cells)
+    return NamedCause(cause, variant, model, tuple(cells), is_partial)
+
+
+def _is_explained(cell: Cell, after: Gaps) -> bool:
+    stage, number, _ = cell
+    if cell in after.cells:
+        return after.cells[cell].is_rounding
+    # The heads of a stage that had another shape.
+    gaps = [gap for (s, n, _), gap in after.cells.items() if (s, n) == (stage, number)]
+    return bool(gaps) and all(gap.is_rounding for gap in gaps)
+
+
+def _merged(
+    variant: Variant, evidence: Evidence, after: Gaps, cells: Sequence[Cell]
+) -> tuple[AttentionModel, bool]:
+    """Return the model with the fault where it explains, and whether that is in part only."""
+    explained = {stage for stage, _, _ in cells}
+    broken = after.parted
+    if not broken:
+        return variant.model, False
+    model = evidence.model
+    for stage in explained:
+        heads = sorted({head for s, _, head in cells if s == stage})
+        some = any(cell[0] == stage for cell in broken)
+        model = restricted(model, variant.model, stage, heads if some else None)
+    return model, True
+
+
+def _best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
+    """Return two causes that explain a stage together, or nothing."""
+    stage = evidence.gaps.stages[0]
+    concerned = [cause for cause in causes if stage in visible_stages(cause, evidence)]
+    before = evidence.gaps.size([stage])
+    nearest: list[tuple[float, int, Cause, Variant]] = []
+    for cause in concerned:
+        for variant in _fitted(cause, evidence):
+            size = gaps_of(variant.model, evidence.calls, [stage]).size([stage])
+            if size < before:
+                nearest.append((size, len(nearest), cause, variant))
+    pairs: list[tuple[tuple[float, float], int, list[NamedCause]]] = []
+    for _, _, cause, variant in sorted(nearest)[:BEAM]:
+        first = NamedCause(
+            cause, variant, variant.model, tuple(evidence.parted(stage)), with_next=True
+        )
+        gaps = gaps_of(variant.model, evidence.calls)
+        for second in _best(Evidence(variant.model, evidence.calls, gaps), concerned):
+            if stage in second.stages:
+                pairs.append((second.rank, len(pairs), [first, second]))
+    return min(pairs)[2] if pairs else []

@@ -1,0 +1,1 @@
+"""Attention computed stage by stage in float64, in which any stage can be replaced."""

@@ -1,0 +1,131 @@
+"""Gaps between a model and recorded calls, stage by stage and head by head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.simulation.attention_model import BEFORE, AttentionModel, Forced
+from headwise.diagnosis.simulation.stage_rounding import allowed
+from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
+
+# (stage, number of the call, head); the head is -1 for the output, and where shapes differ.
+Cell = tuple[str, int, int]
+WHOLE = -1
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Difference of one head's stage in one call.
+
+    Attributes:
+        size: norm of the difference over the norm of the recorded entries; infinite where shapes
+            or hidden keys differ.
+        share: the largest difference as a share of what rounding explains.
+    """
+
+    size: float
+    share: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """True if rounding explains the difference."""
+        return self.share <= 1
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Gaps of every cell that was compared."""
+
+    cells: dict[Cell, Gap] = field(default_factory=dict)
+
+    @property
+    def parted(self) -> list[Cell]:
+        """The cells that rounding does not explain, in the order of the stages."""
+        return [cell for cell, gap in self.cells.items() if not gap.is_rounding]
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages with parted cells, in order."""
+        return list(dict.fromkeys(stage for stage, _, _ in self.parted))
+
+    def size(self, stages: Sequence[str]) -> float:
+        """Return the sum of the sizes in these stages, each at most 1."""
+        return sum(min(gap.size, 1.0) for cell, gap in self.cells.items() if cell[0] in stages)
+
+
+def gaps_of(
+    model: AttentionModel, calls: Sequence[RecordedCall], stages: Sequence[str] = STAGES
+) -> Gaps:
+    """Compare recorded stages with those that the model computes from the stages before them.
+
+    Stages that follow one of another shape are not compared.
+    """
+    cells: dict[Cell, Gap] = {}
+    misshapen: set[str] = set()  # stages that cannot be computed from recorded ones of other shapes
+    for stage in STAGES:
+        if not misshapen.isdisjoint(BEFORE[stage]):
+            misshapen.add(stage)
+        if stage not in stages or stage in misshapen:
+            continue
+        for number, call in enumerate(calls):
+            if stage in call.stages:
+                predicted = model.predict(stage, call)
+                if predicted.shape != call.stages[stage].shape:
+                    misshapen.add(stage)
+                bound = allowed(model, call, stage)
+                for head, gap in _by_head(stage, predicted, call.stages[stage], bound).items():
+                    cells[stage, number, head] = gap
+    return Gaps(cells)
+
+
+def _by_head(stage: str, predicted: Tensor, actual: Tensor, bound: Tensor) -> dict[int, Gap]:
+    if predicted.shape != actual.shape:
+        return {WHOLE: Gap(math.inf, math.inf)}
+    if bound.shape != actual.shape:
+        bound = bound.max().expand_as(actual)
+    if stage == "output":
+        return {WHOLE: _gap(predicted, actual, bound)}
+    return {
+        head: _gap(predicted[:, head], actual[:, head], bound[:, head])
+        for head in range(actual.shape[1])
+    }
+
+
+def _gap(predicted: Tensor, actual: Tensor, bound: Tensor) -> Gap:
+    apart = difference(predicted, actual)
+    if not bool(apart.isfinite().all()):
+        return Gap(math.inf, math.inf)
+    norm = actual.masked_fill(~actual.isfinite(), 0.0).norm()
+    share = (apart / bound).masked_fill(apart == 0, 0.0)
+    return Gap(
+        size=float(apart.norm() / norm) if norm else float(apart.norm() > 0),
+        share=float(share.max()) if share.numel() else 0.0,
+    )
+
+
+def difference(predicted: Tensor, actual: Tensor) -> Tensor:
+    """Return the absolute difference; 0 for equal infinities and two NaNs, else infinite."""
+    equal = (predicted == actual) | (predicted.isnan() & actual.isnan())
+    return (predicted - actual).abs().nan_to_num(math.inf).masked_fill(equal, 0.0)
+
+
+def restricted(
+    base: AttentionModel, changed: AttentionModel, stage: str, heads: Sequence[int] | None
+) -> AttentionModel:
+    """Return ``base`` with a stage of ``changed``, in some heads alone (all for None)."""
+
+    def stage_function(forced: Forced) -> Tensor:
+        other = Forced(changed, forced.call, stage).result()
+        if heads is None:
+            return other
+        usual = Forced(base, forced.call, stage).result()
+        chosen = torch.zeros(usual.shape[1], dtype=torch.bool)
+        chosen[list(heads)] = True
+        return torch.where(chosen[:, None, None], other, usual)
+
+    return AttentionModel(base.settings, base.weights, {**base.replaced, stage: stage_function})

@@ -1,0 +1,104 @@
+"""Rounding of each stage: the a-priori bounds of the sums and products that make it.
+
+A sum of n products is off by at most n u times the sum of their absolute values, where u is half
+the distance of neighbouring numbers near 1 (Higham 2002, Accuracy and Stability of Numerical
+Algorithms, section 3.1). Frequencies of a rotation are float32 in most libraries, so an angle is
+off by its size times the u of float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced, distances
+from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.reference import share_heads
+
+# Both sides round, and the frequencies and slopes of both may be float32.
+SIDES = 2
+FLOAT32 = torch.finfo(torch.float32).eps / 2
+
+
+def allowed(model: AttentionModel, call: RecordedCall, stage: str) -> Tensor:
+    """Return the difference that rounding explains, of the shape of the stage."""
+    unit = torch.finfo(call.dtype).eps / 2
+    recorded = {name: x for name, x in call.stages.items() if name != stage}
+    forced = Forced(model, call.with_stages(recorded), stage)
+    return SIDES * _BOUNDS[stage](forced, unit)
+
+
+def _projected(forced: Forced, unit: float) -> Tensor:
+    role, inputs = forced.stage, forced.call.inputs
+    x = inputs.x if role == "q" else inputs.key_source
+    weight, bias = forced.model.weights[f"w{role}"], forced.weight(f"b{role}")
+    sizes = torch.einsum("ble,hde->bhld", x.double().abs(), weight.abs())
+    sizes = sizes if bias is None else sizes + bias.abs()[:, None]
+    return (x.shape[-1] + 1) * unit * sizes
+
+
+def _normed(forced: Forced, unit: float) -> Tensor:
+    x = forced.result()
+    count = x.shape[1] * x.shape[3]
+    # a mean that is subtracted cancels digits of the largest entry
+    return (count + 8) * unit * x.abs().amax((1, 3), keepdim=True).expand_as(x)
+
+
+def _rotated(forced: Forced, unit: float) -> Tensor:
+    bound = _normed(forced, unit)
+    form = forced.settings.rotary
+    if form is None:
+        return bound
+    role = forced.stage[0]
+    call, x = forced.call, forced.result()
+    positions = call.query_positions if role == "q" else call.new_key_positions
+    largest = positions.abs().max() * form.frequencies().max()
+    size = forced[f"{role} after norm"].abs().amax(3, keepdim=True)
+    return bound + (8 * unit + FLOAT32 * largest) * form.amplitude * size.expand_as(x)
+
+
+def _scored(forced: Forced, unit: float) -> Tensor:
+    q, keys, settings = forced["q after rotary"], forced.keys, forced.settings
+    sizes = q.abs() @ share_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.scale)
+    bound = (q.shape[-1] + 8) * unit * sizes
+    if settings.slopes is not None:
+        bias = settings.slopes.abs()[:, None, None] * distances(forced.call).abs()
+        bound = bound + (8 * unit + FLOAT32) * bias
+    return bound
+
+
+def _softmaxed(forced: Forced, unit: float) -> Tensor:
+    s, weights = forced["scores"], forced.result()
+    seen = s.masked_fill(~s.isfinite(), 0.0)
+    largest = seen.abs().amax(-1, keepdim=True)
+    tiny = torch.finfo(forced.call.dtype).tiny
+    return (s.shape[-1] + 8 + 4 * largest) * unit * weights + tiny
+
+
+def _mixed(forced: Forced, unit: float) -> Tensor:
+    weights = forced["weights"]
+    values = share_heads(forced.values, heads=weights.shape[1])
+    return (weights.shape[-1] + 2) * unit * (weights.abs() @ values.abs())
+
+
+def _output(forced: Forced, unit: float) -> Tensor:
+    heads, bias = forced["head outputs"], forced.weight("bo")
+    joined = heads.abs().transpose(1, 2).flatten(2)
+    sizes = joined @ forced.model.weights["wo"].abs().flatten(0, 1)
+    sizes = sizes if bias is None else sizes + bias.abs()
+    return (heads.shape[1] * heads.shape[3] + 2) * unit * sizes
+
+
+_BOUNDS = {
+    "q": _projected,
+    "k": _projected,
+    "v": _projected,
+    "q after norm": _normed,
+    "k after norm": _normed,
+    "q after rotary": _rotated,
+    "k after rotary": _rotated,
+    "scores": _scored,
+    "weights": _softmaxed,
+    "head outputs": _mixed,
+    "output": _output,
+}

@@ -1,0 +1,107 @@
+"""Stages of attention, and the recording of them in the calls of a layer.
+
+    q, k, v                           projections, split into heads
+    q after norm, k after norm        as they enter the rotation
+    q after rotary, k after rotary    as they enter the scores; without keys of earlier calls
+    scores                            logits of the softmax, with mask, bias and softcap
+    weights                           after the softmax
+    head outputs                      weights @ v
+    output                            after the output projection
+
+q, k, v and head outputs are (batch, heads, length, channels), keys and values with their own number
+of heads; scores and weights are (batch, heads, queries, keys); the output is (batch, queries,
+out_dim). A hidden key has a score of -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+STAGES = (
+    "q",
+    "k",
+    "v",
+    "q after norm",
+    "k after norm",
+    "q after rotary",
+    "k after rotary",
+    "scores",
+    "weights",
+    "head outputs",
+    "output",
+)
+Stages = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one call of a layer.
+
+    Attributes:
+        x: (batch, queries, embed_dim).
+        source: (batch, keys, source_dim) in cross attention; None where keys come from ``x``.
+        mask: broadcasts to (batch, heads, queries, keys); True attends.
+        positions: of the queries, (batch, queries); None to count from the keys of earlier calls.
+    """
+
+    x: Tensor
+    source: Tensor | None = None
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+
+    @property
+    def key_source(self) -> Tensor:
+        """The input of keys and values."""
+        return self.x if self.source is None else self.source
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """Stages of one call, as far as they were recorded, in float64.
+
+    Attributes:
+        inputs: the arguments.
+        stages: stage name -> tensor.
+        dtype: of the arithmetic that was recorded.
+        earlier: calls with the same cache before this one; their keys are keys of this call.
+    """
+
+    inputs: Inputs
+    stages: Stages
+    dtype: torch.dtype = torch.float64
+    earlier: tuple[RecordedCall, ...] = field(default=(), repr=False)
+
+    @property
+    def past(self) -> int:
+        """Number of keys of earlier calls."""
+        return sum(call.inputs.x.shape[1] for call in self.earlier)
+
+    @property
+    def query_positions(self) -> Tensor:
+        """Positions of the queries, (batch, queries)."""
+        if self.inputs.positions is not None:
+            return self.inputs.positions
+        batch, queries = self.inputs.x.shape[:2]
+        return torch.arange(self.past, self.past + queries).expand(batch, queries)
+
+    @property
+    def new_key_positions(self) -> Tensor:
+        """Positions of the keys of this call, (batch, keys)."""
+        if self.inputs.source is None:
+            return self.query_positions
+        batch, keys = self.inputs.source.shape[:2]
+        return torch.arange(keys).expand(batch, keys)
+
+    @property
+    def key_positions(self) -> Tensor:
+        """Positions of all keys, those of earlier calls first, (batch, keys)."""
+        earlier = [call.new_key_positions for call in self.earlier]
+        return torch.cat([*earlier, self.new_key_positions], 1)
+
+    def with_stages(self, stages: Stages) -> RecordedCall:
+        """Return the call with other stages."""
+        return replace(self, stages=stages)

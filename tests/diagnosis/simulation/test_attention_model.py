@@ -1,0 +1,49 @@
+"""Simulated attention against an independent reference layer, stage by stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.compare.subjects import model_of, record
+from benchmarks.faults.draw import Draw
+from benchmarks.faults.fault_case import decoding_probe, default_probe, padded_probe
+from benchmarks.faults.geometries import GEOMETRIES, layer_of
+from benchmarks.faults.geometry import Geometry
+from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.search import search
+from headwise.diagnosis.simulation.gaps import gaps_of
+from headwise.diagnosis.simulation.stages import STAGES
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
+def test_every_stage_agrees_with_the_reference_to_rounding(geometry: Geometry) -> None:
+    layer = layer_of(geometry, "trained-like", Draw("weights", geometry.name))
+    probes = [default_probe, padded_probe] + [decoding_probe] * (not geometry.cross)
+    for probe in probes:
+        calls = record(layer, probe(geometry, Draw("probe", geometry.name)))
+        gaps = gaps_of(model_of(layer), calls)
+        assert {stage for stage, _, _ in gaps.cells} == {*STAGES}
+        assert gaps.parted == []
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
+def test_a_free_run_gives_the_output_of_the_reference(geometry: Geometry) -> None:
+    layer = layer_of(geometry, "init-like", Draw("weights", geometry.name))
+    [call] = record(layer, default_probe(geometry, Draw("probe", geometry.name)))
+    output = model_of(layer).run(call.with_stages({}))["output"]
+    assert (output - call.stages["output"]).abs().max() < 1e-9 * output.abs().max()
+
+
+def test_another_scale_parts_the_scores_alone_and_is_fitted() -> None:
+    geometry = GEOMETRIES[0]
+    layer = layer_of(geometry, "trained-like", Draw("weights", geometry.name))
+    other = layer.with_geometry(scale=0.31)
+    with torch.no_grad():
+        calls = record(other, default_probe(geometry, Draw("probe", geometry.name)))
+        named = search(model_of(layer), calls, CAUSES)
+    assert named.gaps.stages == ["scores"]
+    assert named.is_complete
+    [explanation] = named.causes
+    assert explanation.cause.name == "scale"
+    assert explanation.variant.parameters["scale"] == pytest.approx(0.31, rel=1e-9)
