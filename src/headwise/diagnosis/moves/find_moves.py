@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from headwise.diagnosis.moves.labelled_rows import Labelled, exact_labels, matrix_maps
+from headwise.diagnosis.moves.bias_moves import apply_moves, with_biases, wrong_biases
+from headwise.diagnosis.moves.explain_roles import Explanation, explain_roles
+from headwise.diagnosis.moves.labelled_rows import exact_labels, matrix_maps
 from headwise.diagnosis.moves.map_catalogue import map_catalogue
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, MoveReport, Taken
+from headwise.diagnosis.moves.near_labels import near_labels
 from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
-from headwise.diagnosis.moves.row_labels import bits_of
-from headwise.diagnosis.moves.search_moves import Steps, search_steps
+from headwise.diagnosis.moves.row_changes import (
+    ROUNDED,
+    Multiplied,
+    Rounded,
+    change_of,
+    default_tolerance,
+    same_bits,
+)
+from headwise.diagnosis.moves.search_moves import Steps
+from headwise.diagnosis.moves.zero_rows import zero_rows
 from headwise.errors import ShapeError
 
 MOST_LISTED = 8  # other sequences of moves that are kept
 
 
-def find_moves(a: Rows, b: Rows, *, rotary_width: int | None = None) -> MoveReport:
+def find_moves(
+    a: Rows,
+    b: Rows,
+    *,
+    rotary_width: int | None = None,
+    transposed: Rows | None = None,
+    tolerance: float | None = None,
+) -> MoveReport:
     """Return the moves that make the rows of a from those of b.
 
     Every entry is compared after the moves. Where several sequences have the same effect on
@@ -29,21 +47,27 @@ def find_moves(a: Rows, b: Rows, *, rotary_width: int | None = None) -> MoveRepo
         a: the rows to explain.
         b: the rows that are right.
         rotary_width: rotated channels of a head, if they are known.
+        transposed: b's rows with each square matrix transposed, where rows are activations.
+            Weights are transposed here.
+        tolerance: the largest difference of an entry, relative to the root mean square of its
+            role, that counts as rounding. By default that of the coarser dtype.
 
     Raises:
         ShapeError: the two have other roles or shapes.
     """
     sizes = _common_sizes(a, b, rotary_width)
-    equal = tuple(role for role in sizes.roles if same_bits(a.matrices[role], b.matrices[role]))
-    if equal == sizes.roles:
-        return MoveReport((), explained=equal, residual=dict.fromkeys(equal, 0.0))
-    sequences = _exact_steps(a, b, sizes, sizes.roles)
-    verified = [steps for steps in sequences if _makes(steps, a, b, sizes.roles)]
-    if not verified:
-        rest = tuple(role for role in sizes.roles if role not in equal)
-        return MoveReport((), explained=equal, unexplained=rest)
-    best, *others = [as_moves(steps) for steps in verified[: MOST_LISTED + 1]]
-    return MoveReport(best, tuple(others), sizes.roles, residual=dict.fromkeys(sizes.roles, 0.0))
+    dtypes = [x.dtype for rows in (a, b) for x in rows.matrices.values()]
+    tolerance = default_tolerance(*dtypes) if tolerance is None else tolerance
+    a, b = _in_one_dtype(a, dtypes), _in_one_dtype(b, dtypes)
+    transposed = None if transposed is None else _in_one_dtype(transposed, dtypes)
+    best = MoveReport((), unexplained=sizes.roles)
+    for explanation in _explanations(a, b, sizes, transposed):
+        report = _report(explanation, a, b, sizes, tolerance)
+        if len(report.explained) > len(best.explained):
+            best = report
+        if not [role for role in report.unexplained if role in sizes.roles]:
+            break
+    return best
 
 
 def _common_sizes(a: Rows, b: Rows, rotary_width: int | None) -> RowSizes:
@@ -57,37 +81,108 @@ def _common_sizes(a: Rows, b: Rows, rotary_width: int | None) -> RowSizes:
     return b.sizes(rotary_width)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors have equal bits; -0 equals 0, and NaN itself."""
-    return a.dtype == b.dtype and torch.equal(bits_of(a), bits_of(b))
+def _in_one_dtype(rows: Rows, dtypes: list[torch.dtype]) -> Rows:
+    """Return rows in the dtype that holds the numbers of all."""
+    common = torch.float64 if torch.float64 in dtypes else torch.float32
+    common = dtypes[0] if len(set(dtypes)) == 1 else common
+    return Rows(
+        {role: x.to(common) for role, x in rows.matrices.items()},
+        {role: x.to(common) for role, x in rows.biases.items()},
+    )
 
 
-def _exact_steps(a: Rows, b: Rows, sizes: RowSizes, roles: tuple[str, ...]) -> list[Steps]:
-    """Return sequences of steps by labels of bits, without matrices where rows alone do."""
+def _explanations(a: Rows, b: Rows, sizes: RowSizes, given: Rows | None) -> Iterator[Explanation]:
+    """Yield explanations: nothing moved, by bits, by bits after a rounding, by directions."""
+    yield Explanation(((),), sizes.roles)
     catalogue = map_catalogue(sizes, b.columns())
-    ours, theirs = (exact_labels(x, sizes, matrices=False) for x in (a, b))
-    if _same_multiset(ours, theirs, roles):
-        rows_alone = search_steps(ours, theirs, catalogue, (), roles)
-        if rows_alone:
-            return rows_alone
-    maps = matrix_maps(b, sizes)
-    ours, theirs = (exact_labels(x, sizes, matrices=True) for x in (a, b))
-    return search_steps(ours, theirs, catalogue, maps, roles)
+    maps: list[MatrixMap] = []
+    for dtype in (None, *_rounded_dtypes(a, b)):
+        ours, theirs = (_cast(rows, dtype) for rows in (a, b))
+        for maps in ([], matrix_maps(b, sizes, given)):
+            asked = bool(maps)
+            turned = _cast(given, dtype) if asked and given is not None else None
+            labels_a = exact_labels(ours, sizes, matrices=asked and given is None)
+            labels_b = exact_labels(theirs, sizes, matrices=asked, given=turned)
+            yield explain_roles(labels_a, labels_b, catalogue, maps)
+    yield explain_roles(*near_labels(a, b, sizes, maps), catalogue, maps)
 
 
-def _same_multiset(a: Labelled, b: Labelled, roles: tuple[str, ...]) -> bool:
-    """True if every row of these roles of a is a row of b."""
-    spans = a.sizes.spans()
-    ours = torch.cat([a.plain[spans[role]] for role in roles])
-    return bool(torch.isin(ours, b.plain).all())
+def _cast(rows: Rows, dtype: torch.dtype | None) -> Rows:
+    if dtype is None:
+        return rows
+    return Rows({role: x.to(dtype) for role, x in rows.matrices.items()}, rows.biases)
 
 
-def _makes(steps: Steps, a: Rows, b: Rows, roles: Sequence[str]) -> bool:
-    """True if the steps make every entry of these roles of a."""
-    made = b
-    for step in steps:
-        made = Taken(step).apply(made)
-    return all(same_bits(a.matrices[role], made.matrices[role]) for role in roles)
+def _rounded_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
+    """Return the dtypes in which a role of one side is stored, but for the dtype that it has."""
+    return [
+        dtype
+        for dtype in ROUNDED
+        if any(
+            x.dtype != dtype and x.any() and same_bits(x, x.to(dtype).to(x.dtype))
+            for rows in (a, b)
+            for x in (rows.flat(role)[:64] for role in rows.roles)
+        )
+    ]
+
+
+def _report(
+    explanation: Explanation, a: Rows, b: Rows, sizes: RowSizes, tolerance: float
+) -> MoveReport:
+    """Return what is explained after the steps and changes that move nothing, on every entry."""
+    sequences = [as_moves(steps) for steps in explanation.sequences[: MOST_LISTED + 1]]
+    # Names that are equal for the weights may differ for the biases.
+    sequences.sort(key=lambda moves: len(wrong_biases(moves, a, b, tolerance)))
+    moves = sequences[0] if sequences else ()
+    others = tuple(moves for moves in sequences[1:])
+    made = apply_moves(moves, b)
+    changes, residual, unexplained = [], {}, []
+    for role in sizes.roles:
+        ours, theirs = a.matrices[role], made.matrices[role]
+        change, left = zero_rows(role, ours, theirs, tolerance), 0.0
+        if change is None:
+            change, left = change_of(role, ours, theirs, tolerance)
+        if left > tolerance:
+            unexplained.append(role)
+        residual[role] = left
+        changes += [] if change is None else [change]
+    moves = _without_idle(moves, unexplained) + united_changes(changes)
+    moves, biases = with_biases(moves, a, b, tolerance)
+    explained = tuple(role for role in sizes.roles if role not in unexplained)
+    rest = (*unexplained, *(f"bias of {role}" for role in biases))
+    return MoveReport(moves, others, explained, rest, residual)
+
+
+def _without_idle(moves: tuple[Move, ...], unexplained: list[str]) -> tuple[Move, ...]:
+    """Return the moves that explain a role."""
+    return tuple(move for move in moves if not set(move.roles) <= set(unexplained))
+
+
+def united_changes(changes: list[Move]) -> tuple[Move, ...]:
+    """Return changes of several roles as one where they have the same cause and parameters."""
+    united: list[Move] = []
+    for move in changes:
+        for place, other in enumerate(united):
+            same = (move.name.cause, move.name.text) == (other.name.cause, other.name.text)
+            both = _both_changes(other, move) if same else None
+            if both is not None:
+                united[place] = both
+                break
+        else:
+            united.append(move)
+    return tuple(united)
+
+
+def _both_changes(first: Move, second: Move) -> Move | None:
+    roles = (*first.roles, *second.roles)
+    name = replace(first.name, roles=roles)
+    match first.change, second.change:
+        case Multiplied(factors=mine), Multiplied(factors=theirs):
+            factors = {**mine, **theirs}
+            return replace(first, name=name, change=replace(first.change, factors=factors))
+        case Rounded(), Rounded():
+            return replace(first, name=name, change=replace(first.change, roles=roles))
+    return None
 
 
 def as_moves(steps: Steps) -> tuple[Move, ...]:

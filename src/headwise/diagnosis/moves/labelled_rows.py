@@ -41,16 +41,22 @@ class Labelled:
         return labels
 
 
-def exact_labels(rows: Rows, sizes: RowSizes, *, matrices: bool) -> Labelled:
+def exact_labels(
+    rows: Rows, sizes: RowSizes, *, matrices: bool, given: Rows | None = None
+) -> Labelled:
     """Return labels of the bits of the weights.
 
     Args:
         rows: the projections.
         sizes: of them.
         matrices: True to label matrices that are read with exchanged axes as well.
+        given: the rows with matrices transposed, if they cannot be computed.
     """
     plain = torch.cat([row_labels(rows.flat(role)) for role in sizes.roles])
     by_map = {}
+    if given is not None:
+        by_map = {(role, False): row_labels(given.flat(role)) for role in given.roles}
+        return Labelled(sizes, plain, by_map)
     for role in sizes.roles if matrices else ():
         matrix = rows.flat(role)
         for is_reversed in (False, True):
@@ -63,15 +69,23 @@ def exact_labels(rows: Rows, sizes: RowSizes, *, matrices: bool) -> Labelled:
     return Labelled(sizes, plain, by_map)
 
 
-def matrix_maps(rows: Rows, sizes: RowSizes) -> list[MatrixMap]:
-    """Return the maps of matrices for these rows, those of the fewest roles first."""
+def matrix_maps(rows: Rows, sizes: RowSizes, given: Rows | None = None) -> list[MatrixMap]:
+    """Return the maps of matrices for these rows, those of the fewest roles first.
+
+    Args:
+        rows: the projections.
+        sizes: of them.
+        given: the rows with matrices transposed, if they cannot be computed.
+    """
     square = [r for r in sizes.roles if rows.flat(r).shape[0] == rows.flat(r).shape[1]]
+    if given is not None:
+        square = [role for role in sizes.roles if role in given.roles]
     maps = [
-        MatrixMap(roles, is_square=True)
+        MatrixMap(roles, is_square=True, given=given)
         for count in range(1, len(square) + 1)
         for roles in combinations(square, count)
     ]
-    for role in sizes.roles:
+    for role in sizes.roles if given is None else ():
         if role not in square and min(rows.flat(role).shape) > 1:
             maps += [MatrixMap((role,), is_square=False, is_reversed=x) for x in (False, True)]
     return maps

@@ -12,7 +12,7 @@ from headwise.diagnosis.moves.row_map import MapName
 TRANSPOSED_ORDER, RESHAPED_ORDER = 80, 700
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MatrixMap:
     """A matrix of (rows, columns) is stored transposed, and read without a transposition.
 
@@ -21,11 +21,14 @@ class MatrixMap:
     Attributes:
         roles: the projections whose matrices are read so.
         is_reversed: True if the stored matrix is cut first and transposed afterwards.
+        given: the rows with every such matrix transposed, where they cannot be computed:
+            activations. Such a map cannot be undone.
     """
 
     roles: tuple[str, ...]
     is_square: bool
     is_reversed: bool = False
+    given: Rows | None = None
 
     @property
     def names(self) -> tuple[MapName, ...]:
@@ -41,6 +44,9 @@ class MatrixMap:
 
     def apply(self, rows: Rows) -> Rows:
         """Return rows with these matrices read so; biases stay."""
+        if self.given is not None:
+            taken = {role: self.given.matrices[role] for role in self.roles}
+            return Rows({**rows.matrices, **taken}, rows.biases)
         return self._on(rows, is_reversed=self.is_reversed)
 
     def undo(self, rows: Rows) -> Rows:

@@ -25,16 +25,20 @@ class Taken:
 
     Attributes:
         parts: which of weights and biases move.
+        still: roles whose biases stay.
     """
 
     step: RowMap | MatrixMap
     parts: tuple[str, ...] = BOTH
+    still: tuple[str, ...] = ()
 
     def apply(self, rows: Rows) -> Rows:
         """Return the rows in their new places."""
         if isinstance(self.step, MatrixMap):
             return self.step.apply(rows)
-        return take_rows(rows, self.step.index, rows.sizes(), self.parts)
+        moved = take_rows(rows, self.step.index, rows.sizes(), self.parts)
+        kept = {role: rows.biases[role] for role in self.still if role in rows.biases}
+        return Rows(moved.matrices, {**moved.biases, **kept})
 
 
 @dataclass(frozen=True)

@@ -75,13 +75,13 @@ def search_steps(
     if blocks is not None and len(blocks) == 1:
         single.append(tuple(blocks))
     if single:
-        return _sorted(single)
+        return _sorted(single, roles)
     backward = _backward(a, catalogue, matrix_maps, roles)
     double = list(_meeting(forward, hashes, backward, weights))
     double += _with_blocks(forward, backward, a.plain, b.plain, a.sizes, roles)
     if blocks is not None:
         double.append(tuple(blocks))
-    return _sorted(double)
+    return _sorted(double, roles)
 
 
 def _weights(sizes: RowSizes, roles: tuple[str, ...]) -> Tensor:
@@ -105,7 +105,7 @@ def _backward(
         counted[span] = role in roles
     closed = (counted[catalogue.inverses] == counted).all(1)
     maps = [m for m, kept in zip(catalogue.permutations, closed.tolist(), strict=True) if kept]
-    whole = [m for m in matrix_maps if set(m.roles) <= set(roles)]
+    whole = [m for m in matrix_maps if m.given is None and set(m.roles) <= set(roles)]
     labels = [*a.plain[catalogue.inverses[closed]], *(a.after(m, undone=True) for m in whole)]
     return Side([None, *maps, *whole], torch.stack([a.plain, *labels]))
 
@@ -139,10 +139,15 @@ def _with_blocks(
             yield (*blocks, step)
 
 
-def _sorted(sequences: Sequence[Steps]) -> list[Steps]:
-    """Return the sequences of the fewest steps, the most usual first."""
+def _sorted(sequences: Sequence[Steps], roles: tuple[str, ...]) -> list[Steps]:
+    """Return the sequences of the fewest steps, those that move these roles alone first."""
     if not sequences:
         return []
     fewest = min(map(len, sequences))
     shortest = [steps for steps in sequences if len(steps) == fewest]
-    return sorted(shortest, key=lambda steps: sum(step.names[0].order for step in steps))
+
+    def place(steps: Steps) -> tuple[bool, int]:
+        moved = {role for step in steps for role in step.names[0].roles}
+        return not moved <= set(roles), sum(step.names[0].order for step in steps)
+
+    return sorted(shortest, key=place)

@@ -1,0 +1,199 @@
+"""Changes of rows that move nothing: a rounding, a sign, a factor, rows of zeros."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.moves.move import BOTH, Move
+from headwise.diagnosis.moves.projection_rows import Rows
+from headwise.diagnosis.moves.row_labels import bits_of
+from headwise.diagnosis.moves.row_map import MapName
+
+ROUNDED = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+WIDEST = 0.05  # the largest tolerance that a dtype has
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Weights and biases are cast to another dtype and back."""
+
+    roles: tuple[str, ...]
+    dtype: torch.dtype
+    parts: tuple[str, ...] = BOTH
+    still: tuple[str, ...] = ()
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return rows after both casts."""
+        matrices, biases = dict(rows.matrices), dict(rows.biases)
+        for role in self.roles:
+            if "weights" in self.parts:
+                matrices[role] = matrices[role].to(self.dtype).to(matrices[role].dtype)
+            if role in biases and role not in self.still and "biases" in self.parts:
+                biases[role] = biases[role].to(self.dtype).to(biases[role].dtype)
+        return Rows(matrices, biases)
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """Weights and biases are multiplied.
+
+    Attributes:
+        factors: role -> (heads, channels) or broadcastable; float64.
+        parts: which of weights and biases are multiplied.
+        still: roles whose biases are not.
+    """
+
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
+    parts: tuple[str, ...] = BOTH
+    still: tuple[str, ...] = ()
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return the products, in the dtype of the rows."""
+        matrices, biases = dict(rows.matrices), dict(rows.biases)
+        for role, factor in self.factors.items():
+            if "weights" in self.parts:
+                x = matrices[role]
+                matrices[role] = (x.to(torch.float64) * factor[..., None]).to(x.dtype)
+            if role in biases and role not in self.still and "biases" in self.parts:
+                x = biases[role]
+                biases[role] = (x.to(torch.float64) * factor).to(x.dtype)
+        return Rows(matrices, biases)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """True if two tensors have equal bits; -0 equals 0, and NaN itself."""
+    return a.dtype == b.dtype and torch.equal(bits_of(a), bits_of(b))
+
+
+def default_tolerance(*dtypes: torch.dtype) -> float:
+    """Return the relative error that sums in these dtypes may have."""
+    return min(WIDEST, 4096 * max(torch.finfo(dtype).eps for dtype in dtypes))
+
+
+def largest_residual(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference, relative to the root mean square of b."""
+    if same_bits(a, b):
+        return 0.0
+    difference = float((a.to(torch.float64) - b.to(torch.float64)).abs().max())
+    size = float(b.to(torch.float64).square().mean().sqrt())
+    return difference / size if size else math.inf if difference else 0.0
+
+
+def change_of(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[Move | None, float]:
+    """Return the change that makes a role of a from moved rows, and the residual after it.
+
+    Args:
+        role: the projection.
+        a: (heads, channels, columns).
+        b: likewise, after the moves.
+        tolerance: relative; a residual above it means that the role is not explained.
+    """
+    if same_bits(a, b):
+        return None, 0.0
+    rounding = rounding_of(a, b)
+    if rounding is not None:
+        name = MapName("dtype's rounding of weights", _dtype_name(rounding), (role,))
+        name = MapName(name.cause, name.text, (role,), 0, (("dtype", rounding),))
+        return Move(name, Rounded((role,), rounding)), 0.0
+    factors = row_factors(a, b)
+    grouped = _grouped(factors, max(tolerance, 1e-9))
+    if grouped is None:
+        return None, largest_residual(a, b)
+    name, factor = grouped
+    move = Move(
+        MapName(name.cause, name.text, (role,), 0, name.parameters), Multiplied({role: factor})
+    )
+    made = move.apply(Rows({role: b})).matrices[role]
+    plain, multiplied = largest_residual(a, b), largest_residual(a, made)
+    return (move, multiplied) if multiplied <= tolerance < plain else (None, min(plain, multiplied))
+
+
+def rounding_of(a: Tensor, b: Tensor) -> torch.dtype | None:
+    """Return the dtype to which one of the two is the other's rounding, or None."""
+    for dtype in ROUNDED:
+        rounded_a, rounded_b = (x.to(dtype).to(x.dtype) for x in (a, b))
+        if same_bits(rounded_a, rounded_b) and (same_bits(a, rounded_a) or same_bits(b, rounded_b)):
+            return dtype
+    return None
+
+
+def row_factors(a: Tensor, b: Tensor) -> Tensor:
+    """Return the factor of each row by least squares; 1 for rows of zeros.
+
+    Args:
+        a: (heads, channels, columns).
+        b: likewise.
+
+    Returns:
+        (heads, channels), float64.
+    """
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    size = (b * b).sum(2)
+    return torch.where(size > 0, (a * b).sum(2) / size.where(size > 0, 1.0), 1.0)
+
+
+def _grouped(factors: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None:
+    """Return one factor for the role, for heads, for halves or for every second channel."""
+    channels = factors.shape[1]
+    half = channels // 2
+    middle = factors.median()
+    if _constant(factors, tolerance):
+        factor = _snapped(float(middle))
+        return _name(factor, ""), torch.full((1, 1), factor, dtype=torch.float64)
+    if channels % 2 == 0:
+        for text, parts in (
+            ("the second half of each head", (factors[:, :half], factors[:, half:])),
+            ("the odd channels of each head", (factors[:, ::2], factors[:, 1::2])),
+        ):
+            if all(_constant(part, tolerance) for part in parts):
+                return _by_channel(text, parts, channels)
+    if all(_constant(row, tolerance) for row in factors):
+        by_head = [_snapped(float(row.median())) for row in factors]
+        changed = [head for head, factor in enumerate(by_head) if factor != 1]
+        text = f"heads {', '.join(map(str, changed))}"
+        is_sign = all(factor in (1, -1) for factor in by_head)
+        parameters = (("heads", tuple(changed)), ("factors", tuple(by_head)))
+        name = MapName("sign" if is_sign else "factor", text, (), 0, parameters)
+        return name, torch.tensor(by_head, dtype=torch.float64)[:, None]
+    return None
+
+
+def _by_channel(text: str, parts: tuple[Tensor, Tensor], channels: int) -> tuple[MapName, Tensor]:
+    first, second = (_snapped(float(part.median())) for part in parts)
+    factor = torch.empty(1, channels, dtype=torch.float64)
+    is_half = text.startswith("the second half")
+    factor[:, slice(0, channels // 2) if is_half else slice(0, None, 2)] = first
+    factor[:, slice(channels // 2, None) if is_half else slice(1, None, 2)] = second
+    if first != 1:
+        text = text.replace("second", "first").replace("odd", "even") if second == 1 else "channels"
+    name = _name(second if first == 1 else first, text)
+    return MapName(name.cause, text, (), 0, (("factors", (first, second)),)), factor
+
+
+def _constant(factors: Tensor, tolerance: float) -> bool:
+    middle = float(factors.median())
+    return bool(((factors - middle).abs() <= tolerance * abs(middle)).all())
+
+
+def _snapped(factor: float) -> float:
+    """Return the power of two that is meant, or the factor itself."""
+    if not factor or not math.isfinite(factor):
+        return factor
+    power = math.copysign(2.0 ** round(math.log2(abs(factor))), factor)
+    return power if abs(factor / power - 1) < 1e-4 else factor
+
+
+def _name(factor: float, text: str) -> MapName:
+    if factor == -1:
+        return MapName("sign", text, (), 0, (("factor", -1.0),))
+    words = f"{factor:.6g}" + (f", {text}" if text else "")
+    return MapName("factor", words, (), 0, (("factor", factor),))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,193 @@
+"""Moves beneath a rounding, a sign or a factor; rows of zeros; and biases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headwise.diagnosis.moves.find_moves import find_moves
+from headwise.diagnosis.moves.projection_rows import Rows
+from tests.diagnosis.moves.projections import (
+    assert_same_rows,
+    by_channel,
+    edited,
+    halves,
+    pairs,
+    projections,
+    without_biases,
+)
+
+F64 = torch.float64
+
+
+def causes(a: Rows, b: Rows, **options: float) -> list[tuple[str, tuple[str, ...]]]:
+    report = find_moves(a, b, **options)  # type: ignore[arg-type]
+    assert report.unexplained == ()
+    return [(move.cause, move.roles) for move in report.moves]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_a_rounding_is_named_beside_a_move(dtype: torch.dtype) -> None:
+    b = without_biases(projections("gqa-of-4"))
+    a = edited(edited(b, pairs, "q", "k"), lambda x: x.to(dtype).to(x.dtype), "q", "k", "v", "o")
+    assert causes(a, b) == [
+        ("rotary permutation missing", ("q", "k")),
+        ("dtype's rounding of weights", ("q", "k", "v", "o")),
+    ]
+    assert_same_rows(find_moves(a, b).apply(b), a)
+
+
+def test_weights_stored_in_another_dtype_are_compared() -> None:
+    b = without_biases(projections("mha"))
+    a = Rows({role: x.to(torch.bfloat16) for role, x in b.matrices.items()})
+    assert causes(a, b) == [("dtype's rounding of weights", ("q", "k", "v", "o"))]
+    assert causes(b, a) == [("dtype's rounding of weights", ("q", "k", "v", "o"))]
+
+
+@pytest.mark.parametrize("noise", [1e-14, 0.0])
+def test_moves_of_activations_are_found_beneath_rounding(noise: float) -> None:
+    b = without_biases(projections("mha", dtype=F64))
+    drawn = torch.Generator().manual_seed(5)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + noise * torch.randn(x.shape, generator=drawn, dtype=F64))
+
+    a = edited(edited(edited(b, by_channel, "v"), halves, "k"), rounded, "q", "k", "v", "o")
+    assert set(causes(a, b)) == {
+        ("heads interleaved", ("v",)),
+        ("rotary permutation doubled", ("k",)),
+    }
+    report = find_moves(a, b)
+    assert max(report.residual.values()) <= 10 * noise
+    assert report.is_exact == (noise == 0)
+
+
+def test_noise_beyond_the_tolerance_is_not_explained() -> None:
+    b = without_biases(projections("mha", dtype=F64))
+    a = edited(edited(b, pairs, "q"), lambda x: x * 1.0001 + 1e-4 * x.roll(1, 2), "q")
+    assert find_moves(a, b).unexplained == ("q",)
+    assert causes(a, b, tolerance=1e-2)[0] == ("rotary permutation missing", ("q",))
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.25, -0.125, 16**-0.5, 80**-0.5, 1.4426950408889634])
+def test_a_factor_is_measured(factor: float) -> None:
+    b = without_biases(projections("gqa-of-4", dtype=F64))
+    a = edited(b, lambda x: x * factor, "q")
+    [move] = find_moves(a, b).moves
+    assert (move.cause, move.roles) == ("sign" if factor == -1 else "factor", ("q",))
+    assert move.names["factor"] == pytest.approx(factor, rel=1e-12)
+    a = edited(edited(b, pairs, "q", "k"), lambda x: x * factor, "q")
+    first, second = find_moves(a, b).moves
+    assert (first.cause, first.roles) == ("rotary permutation missing", ("q", "k"))
+    assert (second.cause, second.roles) == (move.cause, ("q",))
+
+
+def test_a_factor_of_some_heads_or_channels_says_which() -> None:
+    b = without_biases(projections("mha", dtype=F64))
+    a = edited(b, torch.clone, "k", "q", "v")
+    a.matrices["k"][2] *= 3
+    a.matrices["q"][:, 8:] *= -1
+    a.matrices["v"][:, 1::2] *= -1
+    moves = {move.roles: move for move in find_moves(a, b).moves}
+    assert moves["k",].cause == "factor"
+    assert moves["k",].names["heads"] == (2,)
+    assert moves["q",].name.text.endswith("the second half of each head")
+    assert moves["v",].name.text.endswith("the odd channels of each head")
+    assert {moves["q",].cause, moves["v",].cause} == {"sign"}
+
+
+def test_rows_of_zeros_are_listed() -> None:
+    b = without_biases(projections("mha"))
+    a = edited(edited(b, torch.clone, "k"), torch.zeros_like, "v")
+    a.matrices["k"][[1, 4]] = 0
+    moves = {move.roles: move for move in find_moves(a, b).moves}
+    assert {move.cause for move in moves.values()} == {"rows zero"}
+    assert moves["k",].names["heads"] == (1, 4)
+    assert moves["v",].name.text == "all"
+    assert_same_rows(find_moves(a, b).apply(b), a)
+
+
+def test_a_role_that_is_new_leaves_the_others_explained() -> None:
+    b = without_biases(projections("mha"))
+    a = edited(edited(b, pairs, "q", "k"), lambda x: torch.randn(x.shape), "v")
+    report = find_moves(a, b)
+    assert report.unexplained == ("v",)
+    assert [(move.cause, move.roles) for move in report.moves] == [
+        ("rotary permutation missing", ("q", "k"))
+    ]
+
+
+def test_three_mistakes_of_separate_roles_are_all_named() -> None:
+    b = without_biases(projections("square"))
+    a = edited(edited(b, pairs, "q", "k"), by_channel, "v")
+    matrices = {**a.matrices, "o": b.flat("o").T.reshape(b.matrices["o"].shape)}
+    assert sorted(causes(Rows(matrices), b)) == [
+        ("heads interleaved", ("v",)),
+        ("rotary permutation missing", ("q", "k")),
+        ("square matrix transposed", ("o",)),
+    ]
+
+
+def test_transposed_activations_are_recognised() -> None:
+    """A transposed matrix is nothing that one can see on activations, but for those it makes."""
+    weights = without_biases(projections("square", dtype=F64))
+    x = torch.randn(64, 40, dtype=F64, generator=torch.Generator().manual_seed(2))
+
+    def activations(*, transposed: bool) -> Rows:
+        flat = {role: weights.flat(role) for role in "qkv"}
+        made = {role: (w.T if transposed else w) @ x for role, w in flat.items()}
+        return Rows({role: y.view(4, 16, -1) for role, y in made.items()})
+
+    b, turned = activations(transposed=False), activations(transposed=True)
+    a = replace(b, matrices={**b.matrices, "k": turned.matrices["k"] * (1 + 1e-15)})
+    assert causes(a, b, transposed=turned) == [("square matrix transposed", ("k",))]
+    a = edited(a, halves, "k")
+    first, second = find_moves(a, b, transposed=turned).moves
+    assert (first.cause, second.cause) == ("square matrix transposed", "rotary permutation doubled")
+    assert find_moves(a, b).unexplained == ("k",)
+
+
+def test_biases_may_stay_where_they_are() -> None:
+    """A permutation that forgets the biases."""
+    b = projections("gqa-of-4")
+    a = replace(edited(b, pairs, "q", "k"), biases=b.biases)
+    [move] = find_moves(a, b).moves
+    assert (move.cause, move.roles, move.parts) == (
+        "rotary permutation missing",
+        ("q", "k"),
+        ("weights",),
+    )
+    assert_same_rows(find_moves(a, b).apply(b), a)
+
+
+def test_biases_may_move_alone() -> None:
+    b = projections("mha")
+    a = replace(b, biases={**b.biases, "k": b.biases["v"], "v": b.biases["k"]})
+    [move] = find_moves(a, b).moves
+    assert (move.cause, move.roles, move.parts) == ("k and v exchanged", ("k", "v"), ("biases",))
+    assert_same_rows(find_moves(a, b).apply(b), a)
+
+
+def test_biases_may_be_zero_missing_or_new() -> None:
+    b = projections("mha")
+    zero = torch.zeros_like(b.biases["k"])
+    a = replace(b, biases={"k": zero, "v": b.biases["v"]})
+    assert sorted(causes(a, b)) == [("bias missing", ("q",)), ("bias zero", ("k",))]
+    assert_same_rows(find_moves(a, b).apply(b), a)
+    absent = replace(b, biases={"q": b.biases["q"], "v": b.biases["v"]})
+    assert causes(replace(absent, biases={**absent.biases, "k": zero}), absent) == []
+    a = replace(b, biases={**b.biases, "q": torch.randn(b.biases["q"].shape)})
+    assert find_moves(a, b).unexplained == ("bias of q",)
+
+
+def test_a_factor_of_weights_may_leave_the_bias_out() -> None:
+    b = projections("mha", dtype=F64)
+    a = Rows({**b.matrices, "q": b.matrices["q"] / 4}, b.biases)
+    moves = find_moves(a, b)
+    assert_same_rows(moves.apply(b), a)
+    assert moves.unexplained == ()
+    assert [(move.cause, move.parts) for move in moves.moves] == [("factor", ("weights",))]
