@@ -17,7 +17,7 @@ from headwise.diagnosis.moves.search_moves import Step, Steps, search_steps
 
 
 @dataclass(frozen=True)
-class Explanation:
+class RoleSteps:
     """Sequences of steps that have the same effect on the labels of some roles.
 
     Attributes:
@@ -31,19 +31,19 @@ class Explanation:
 
 def explain_roles(
     a: Labelled, b: Labelled, catalogue: MapCatalogue, matrix_maps: Sequence[MatrixMap]
-) -> Explanation:
+) -> RoleSteps:
     """Return the steps that make a's labels of b's, for all roles whose labels b has."""
     spans, known = a.sizes.spans(), _known(a, b)
     roles = tuple(role for role in a.sizes.roles if known[role])
     moved = tuple(r for r in roles if not torch.equal(a.plain[spans[r]], b.plain[spans[r]]))
     still = tuple(role for role in roles if role not in moved)
     if not moved:
-        return Explanation(((),), roles)
+        return RoleSteps(((),), roles)
     for together in dict.fromkeys((roles, moved)):
         sequences = search_steps(a, b, catalogue, matrix_maps, together)
         if sequences:
             kept = tuple(_restricted(steps, together, a.sizes) for steps in sequences)
-            return Explanation(kept, roles)
+            return RoleSteps(kept, roles)
     steps: list[Step] = []
     explained = list(still)
     for group in _groups(a, b, moved):
@@ -51,7 +51,7 @@ def explain_roles(
         if sequences:
             explained += group
             steps = _merged(steps, _restricted(sequences[0], group, a.sizes), group, a.sizes)
-    return Explanation((tuple(steps),), tuple(r for r in a.sizes.roles if r in explained))
+    return RoleSteps((tuple(steps),), tuple(r for r in a.sizes.roles if r in explained))
 
 
 def _known(a: Labelled, b: Labelled) -> dict[str, bool]:

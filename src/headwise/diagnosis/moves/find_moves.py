@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from headwise.diagnosis.moves.bias_moves import apply_moves, with_biases, wrong_biases
-from headwise.diagnosis.moves.explain_roles import Explanation, explain_roles
+from headwise.diagnosis.moves.explain_roles import RoleSteps, explain_roles
 from headwise.diagnosis.moves.labelled_rows import exact_labels, matrix_maps
 from headwise.diagnosis.moves.map_catalogue import map_catalogue
 from headwise.diagnosis.moves.matrix_map import MatrixMap
@@ -91,9 +91,9 @@ def _in_one_dtype(rows: Rows, dtypes: list[torch.dtype]) -> Rows:
     )
 
 
-def _explanations(a: Rows, b: Rows, sizes: RowSizes, given: Rows | None) -> Iterator[Explanation]:
+def _explanations(a: Rows, b: Rows, sizes: RowSizes, given: Rows | None) -> Iterator[RoleSteps]:
     """Yield explanations: nothing moved, by bits, by bits after a rounding, by directions."""
-    yield Explanation(((),), sizes.roles)
+    yield RoleSteps(((),), sizes.roles)
     catalogue = map_catalogue(sizes, b.columns())
     maps: list[MatrixMap] = []
     for dtype in (None, *_rounded_dtypes(a, b)):
@@ -127,7 +127,7 @@ def _rounded_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
 
 
 def _report(
-    explanation: Explanation, a: Rows, b: Rows, sizes: RowSizes, tolerance: float
+    explanation: RoleSteps, a: Rows, b: Rows, sizes: RowSizes, tolerance: float
 ) -> MoveReport:
     """Return what is explained after the steps and changes that move nothing, on every entry."""
     sequences = [as_moves(steps) for steps in explanation.sequences[: MOST_LISTED + 1]]

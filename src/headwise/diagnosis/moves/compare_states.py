@@ -1,0 +1,123 @@
+"""Moves between two sets of canonical weights of one attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from headwise.diagnosis.moves.bias_moves import BiasCleared
+from headwise.diagnosis.moves.find_moves import find_moves
+from headwise.diagnosis.moves.initial_values import initialisation_of
+from headwise.diagnosis.moves.move import Move, MoveReport
+from headwise.diagnosis.moves.projection_rows import ROLES, Rows
+from headwise.diagnosis.moves.row_changes import default_tolerance, largest_residual
+from headwise.diagnosis.moves.row_map import MapName
+from headwise.layouts.canonical import State
+
+OUTPUT_BIAS = "output bias"
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """Weights are others, which nothing of the right ones predicts."""
+
+    rows: Rows
+    roles: tuple[str, ...]
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return rows with these weights."""
+        other = {role: self.rows.matrices[role] for role in self.roles}
+        return Rows({**rows.matrices, **other}, rows.biases)
+
+
+def rows_of(state: State) -> Rows:
+    """Return the rows of canonical weights; the output bias is left out."""
+    return Rows(
+        {role: state[f"w{role}"] for role in ROLES if f"w{role}" in state},
+        {role: state[f"b{role}"] for role in "qkv" if f"b{role}" in state},
+    )
+
+
+def with_rows(state: State, rows: Rows) -> State:
+    """Return canonical weights whose projections and biases are these rows."""
+    others = {
+        name: x
+        for name, x in state.items()
+        if name not in ("bq", "bk", "bv") and name[1:] not in ROLES
+    }
+    others |= {"bo": state["bo"]} if "bo" in state else {}
+    projections = {f"w{role}": x for role, x in rows.matrices.items()}
+    return {**others, **projections, **{f"b{role}": x for role, x in rows.biases.items()}}
+
+
+def compare_states(
+    a: State, b: State, *, rotary_width: int | None = None, tolerance: float | None = None
+) -> MoveReport:
+    """Return the moves that make canonical weights a from b.
+
+    Fewer kv heads are repeated where the other side has more.
+
+    Args:
+        a: canonical tensors (`headwise.layouts.canonical`) to explain.
+        b: the right ones.
+        rotary_width: rotated channels of a head, if they are known.
+        tolerance: see `headwise.diagnosis.moves.find_moves.find_moves`.
+
+    Raises:
+        ShapeError: the two have other sizes.
+    """
+    ours, theirs = _with_equal_kv_heads(rows_of(a), rows_of(b))
+    report = find_moves(ours, theirs, rotary_width=rotary_width, tolerance=tolerance)
+    fresh: dict[str, list[str]] = {}
+    for role in report.unexplained:
+        if role in ours.roles and (initialisation := initialisation_of(role, ours)):
+            fresh.setdefault(initialisation.text, []).append(role)
+    cause = "weights at their initial values"
+    moves = [
+        Move(MapName(cause, text, tuple(roles)), Replaced(ours, tuple(roles)), parts=("weights",))
+        for text, roles in fresh.items()
+    ]
+    named = {role for move in moves for role in move.roles}
+    unexplained = [role for role in report.unexplained if role not in named]
+    output_bias = _output_bias(a.get("bo"), b.get("bo"), tolerance)
+    if isinstance(output_bias, Move):
+        moves.append(output_bias)
+    elif not output_bias:
+        unexplained.append(OUTPUT_BIAS)
+    explained = tuple(role for role in ours.roles if role not in unexplained)
+    return replace(
+        report,
+        moves=(*report.moves, *moves),
+        explained=explained,
+        unexplained=tuple(unexplained),
+    )
+
+
+def _with_equal_kv_heads(a: Rows, b: Rows) -> tuple[Rows, Rows]:
+    """Return rows with the kv heads of the side with fewer of them repeated."""
+    counts = [x.matrices["k"].shape[0] if "k" in x.matrices else 0 for x in (a, b)]
+    most = max(counts)
+    if min(counts) == most or not min(counts) or most % min(counts):
+        return a, b
+    return _repeated(a, most // counts[0]), _repeated(b, most // counts[1])
+
+
+def _repeated(rows: Rows, times: int) -> Rows:
+    def repeat(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {r: x.repeat_interleave(times, 0) if r in "kv" else x for r, x in parts.items()}
+
+    return rows if times == 1 else Rows(repeat({**rows.matrices}), repeat({**rows.biases}))
+
+
+def _output_bias(a: Tensor | None, b: Tensor | None, tolerance: float | None) -> Move | bool:
+    """Return the move of the output bias; True where it is equal, False where it is another."""
+    if a is None or not bool(a.any()):
+        if b is None or not bool(b.any()):
+            return True
+        cause = "bias missing" if a is None else "bias zero"
+        return Move(MapName(cause, OUTPUT_BIAS, ("o",)), BiasCleared(("o",), a is None))
+    if b is None or a.shape != b.shape:
+        return False
+    limit = default_tolerance(a.dtype, b.dtype) if tolerance is None else tolerance
+    return largest_residual(a, b) <= limit
