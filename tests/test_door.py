@@ -38,6 +38,7 @@ def test_the_exported_names() -> None:
             "MultiheadAttention",
             "Rotary",
             "ScoreBias",
+            "compare",
             "convert",
             "detect",
             "register_huggingface",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headwise.attention_matrix import AttentionMatrix as AttentionMatrix
+    from headwise.diagnosis.compare import compare as compare
     from headwise.diagnosis.detect import detect as detect
     from headwise.diagnosis.verify import verify as verify
     from headwise.errors import HeadwiseError as HeadwiseError
@@ -35,6 +36,7 @@ _HOME = {
     "MultiheadAttention": "headwise.layers.torch_api.layer",
     "Rotary": "headwise.layers.positions.rotary",
     "ScoreBias": "headwise.masks.score_bias",
+    "compare": "headwise.diagnosis.compare",
     "convert": "headwise.layouts.convert",
     "detect": "headwise.diagnosis.detect",
     "register_huggingface": "headwise.huggingface",
@@ -52,6 +54,7 @@ __all__ = [
     "MultiheadAttention",
     "Rotary",
     "ScoreBias",
+    "compare",
     "convert",
     "detect",
     "register_huggingface",

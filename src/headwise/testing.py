@@ -1,11 +1,34 @@
-"""Error budget for tests of attention code; headwise's tests use the same class.
+"""Tools for tests of attention code; headwise's tests use the same classes.
 
-from headwise.testing import Budget
+from headwise.testing import Budget, assert_same_function
 
 Budget.for_head_outputs(q, k, v, mask=mask).assert_holds(A @ v)
+assert_same_function(ported_layer, original_layer)
 """
 
+from __future__ import annotations
+
+from torch import Tensor
+
+from headwise.diagnosis.compare import Comparable, compare
 from headwise.error_budget.budget import Budget
 from headwise.error_budget.verdict import BudgetVerdict
 
-__all__ = ["Budget", "BudgetVerdict"]
+__all__ = ["Budget", "BudgetVerdict", "assert_same_function"]
+
+
+def assert_same_function(a: Comparable, b: Comparable, inputs: Tensor | None = None) -> None:
+    """Raise AssertionError with the diagnosis, unless two attentions are the same function.
+
+    Args:
+        a: the attention in doubt; see `headwise.compare`.
+        b: the attention that it should equal.
+        inputs: (batch, tokens, width); None for inputs that headwise makes.
+
+    Raises:
+        AssertionError: they differ, or the inputs could not have shown a difference.
+        OptionError, ShapeError: as in `headwise.compare`.
+    """
+    diagnosis = compare(a, b, inputs)
+    if not diagnosis:
+        raise AssertionError(str(diagnosis))

@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from headwise import cli
+from headwise.checkpoints import load_attention
 from headwise.cli import output
 from headwise.cli.output import CRASHED, INTERRUPTED, NO, UNDECIDED, USAGE, YES
 from headwise.errors import ShapeError, UndecidedError
@@ -25,7 +27,7 @@ from tests.checkpoints import llamas
 from tests.root import ROOT
 from tests.study.answers import answer, made_up
 
-COMMANDS = ("demo", "study", "scan", "convert", "verify", "detect", "layouts")
+COMMANDS = ("demo", "study", "scan", "convert", "verify", "compare", "detect", "layouts")
 Status = Callable[..., int]
 
 
@@ -86,6 +88,19 @@ def test_detect(status: Status, place: Path, tmp_path: Path) -> None:
     assert status("detect", tmp_path / "nowhere") == USAGE
     assert status("detect", place, "--head") == USAGE
     assert status("detect", changed(place, model_type="gptj")) == UNDECIDED
+
+
+def test_compare(status: Status, place: Path, tmp_path: Path) -> None:
+    assert status("compare", place, place) == YES
+    assert status("compare", place, place, "--layer", 0) == YES
+    other = changed(place, rope_theta=123.0)
+    assert status("compare", place, other, "--layer", 0) == NO
+    token = tmp_path / "token.npy"
+    width = load_attention(place).embed_dim
+    np.save(token, np.ones((1, 1, width), dtype=np.float32))
+    assert status("compare", place, other, "--layer", 0, "--inputs", token) == UNDECIDED
+    assert status("compare", place, place, "--inputs", token) == USAGE
+    assert status("compare", place, place, "--layer", 99) == USAGE
 
 
 def test_verify(status: Status, place: Path, tmp_path: Path) -> None:
@@ -174,7 +189,7 @@ def test_help_says_them(command: str, status: Status, capsys: pytest.CaptureFixt
     help_text = " ".join(capsys.readouterr().out.split())
     said = {int(number) for number in re.findall(r"\b(\d) ", help_text.partition("status:")[2])}
     assert said >= {YES, USAGE}
-    asks = command in ("detect", "verify", "study", "demo")
+    asks = command in ("detect", "verify", "compare", "study", "demo")
     assert (NO in said) == asks
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from headwise import __version__
+from headwise.cli.compare import compare
 from headwise.cli.convert import convert
 from headwise.cli.demo import demo
 from headwise.cli.detect import detect
@@ -43,6 +44,11 @@ app.command(
         yes="the same", no="not the same", undecided="the layout of one stays open"
     )
 )(verify)
+app.command(
+    epilog=exit_status_help(
+        yes="the same function", no="different", undecided="the inputs could not show a difference"
+    )
+)(compare)
 app.command(epilog=exit_status_help(yes="one layout", no="none", undecided="several may be meant"))(
     detect
 )

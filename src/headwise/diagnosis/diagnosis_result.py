@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
+from headwise.diagnosis.function_comparison import FunctionComparison
 from headwise.layouts.layout import Layout
 
 NAMED = 3  # tensors, in the sentence about all of them
@@ -30,6 +32,16 @@ class Verdict(StrEnum):
         """True if both are the same function."""
         return self in (Verdict.SAME, Verdict.TO_ROUNDING, Verdict.OTHER_WEIGHTS)
 
+
+# The last line about two functions.
+_ANSWERS = {
+    Verdict.SAME: "The same function: every output is equal to the last bit.",
+    Verdict.TO_ROUNDING: "The same function: rounding explains every difference.",
+    Verdict.OTHER_WEIGHTS: "The same function with other weights: stages differ, outputs agree.",
+    Verdict.DIFFERENT: "Different.",
+    Verdict.INCONCLUSIVE: "Inconclusive: these inputs could not have shown a difference.",
+    Verdict.UNKNOWN: "Different, and no known cause explains it.",
+}
 
 # Words for the kinds of entries that differ, by their names in `TensorEvidence.numbers`.
 _KINDS = {
@@ -210,13 +222,15 @@ class Diagnosis:
         notes: the evidence for these layouts, or the reasons why the two are not the same.
         tensors: the comparison of the weights; None where ``layouts`` is.
         outputs: the comparison of each layer's outputs; empty without `verify(outputs=True)`.
+        function: the comparison of two functions by running them; None where weights were compared.
     """
 
     verdict: Verdict
-    layouts: tuple[Layout, Layout] | None
-    notes: tuple[str, ...]
-    tensors: TensorComparison | None
+    layouts: tuple[Layout, Layout] | None = None
+    notes: tuple[str, ...] = ()
+    tensors: TensorComparison | None = None
     outputs: tuple[OutputComparison, ...] = ()
+    function: FunctionComparison | None = None
 
     def __bool__(self) -> bool:
         return self.verdict.is_same
@@ -224,11 +238,22 @@ class Diagnosis:
     @property
     def lines(self) -> list[str]:
         """Sentences: the layouts, the evidence, the answer."""
+        if self.function is not None:
+            return [*self.function.lines, _ANSWERS[self.verdict]]
         lines = [] if self.layouts is None else [" against ".join(n.name for n in self.layouts)]
         notes = shortened(self.notes, SHOWN)
         notes += self.tensors.lines() if self.tensors is not None else []
         lines += [f"  {note}" for note in [*notes, *map(str, self.outputs)]]
         return [*lines, self._answer]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as numbers, texts, lists and dicts, for JSON."""
+        return {
+            "verdict": str(self.verdict),
+            "same": bool(self),
+            "lines": self.lines,
+            "function": None if self.function is None else self.function.as_dict(),
+        }
 
     @property
     def _answer(self) -> str:

@@ -199,10 +199,13 @@ def distances(call: RecordedCall) -> Tensor:
 
 def biased(forced: Forced, s: Tensor) -> Tensor:
     """Return scores with the bias by distance."""
-    slopes = forced.settings.slopes
-    if slopes is None:
-        return s
-    return s - slopes[:, None, None] * distances(forced.call).abs().to(s.dtype)
+    settings, apart = forced.settings, distances(forced.call)
+    if settings.slopes is not None:
+        s = s - settings.slopes[:, None, None] * apart.abs().to(s.dtype)
+    if settings.buckets is not None:
+        buckets = settings.buckets.bucket_of(apart.flatten()).reshape(apart.shape)
+        s = s + forced.model.weights["distances"][buckets[:, 0]].permute(0, 3, 1, 2)
+    return s
 
 
 def hide(forced: Forced, s: Tensor) -> Tensor:

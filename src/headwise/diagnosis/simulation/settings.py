@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from headwise.layers.positions.distance_bias import T5Bias
 from headwise.layers.positions.rotary_scaling import (
     LinearScaling,
     Llama3Scaling,
@@ -152,6 +153,7 @@ class Settings:
         norm: normalisation of queries and keys; None for none.
         softcap: scores become softcap * tanh(scores / softcap).
         slopes: of ALiBi, (heads,): the scores get -slope * |distance|.
+        buckets: of the distances whose bias the weights hold as ``distances`` (buckets, heads).
         causal: True if a query attends to no later key, by positions.
         window: (left, right), the numbers of keys before and after; None for no bound.
     """
@@ -163,6 +165,7 @@ class Settings:
     norm: NormForm | None = None
     softcap: float | None = None
     slopes: Tensor | None = None
+    buckets: T5Bias | None = None
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
 

@@ -8,15 +8,20 @@ off by its size times the u of float32.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced, distances
+from headwise.diagnosis.simulation.attention_model import BEFORE, AttentionModel, Forced, distances
+from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.reference import share_heads
 
 # Both sides round, and the frequencies and slopes of both may be float32.
 SIDES = 2
+DRAWS = 3
 FLOAT32 = torch.finfo(torch.float32).eps / 2
 
 
@@ -24,8 +29,51 @@ def allowed(model: AttentionModel, call: RecordedCall, stage: str) -> Tensor:
     """Return the difference that rounding explains, of the shape of the stage."""
     unit = torch.finfo(call.dtype).eps / 2
     recorded = {name: x for name, x in call.stages.items() if name != stage}
-    forced = Forced(model, call.with_stages(recorded), stage)
-    return SIDES * _BOUNDS[stage](forced, unit)
+    call = call.with_stages(recorded)
+    if all(before in recorded for before in BEFORE[stage]):
+        return SIDES * _BOUNDS[stage](Forced(model, call, stage), unit)
+    return SIDES * _by_perturbation(model, call, stage, unit)
+
+
+def _by_perturbation(model: AttentionModel, call: RecordedCall, stage: str, unit: float) -> Tensor:
+    """Return the largest change of a stage when all that it is made of changes by n u.
+
+    Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
+    (Higham 2002, section 3.1). Some draws of such factors stand for all.
+    """
+    terms = max(sum(x.shape[-2:]) for x in (*model.weights.values(), call.inputs.x) if x.dim() > 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(x: Tensor) -> Tensor:
+        share = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        return x.double() * (1 + terms * unit * share)
+
+    exact = model.predict(stage, call)
+    largest = torch.zeros_like(exact)
+    for _ in range(DRAWS):
+        weights = {name: moved(x) for name, x in model.weights.items()}
+        inputs = replace(
+            call.inputs,
+            x=moved(call.inputs.x),
+            source=None if call.inputs.source is None else moved(call.inputs.source),
+        )
+        near = replace(call, inputs=inputs, stages={n: moved(x) for n, x in call.stages.items()})
+        other = replace(model, weights=weights, settings=_with_float32_angles(model.settings))
+        change = other.predict(stage, near) - exact
+        largest = torch.maximum(largest, change.abs().nan_to_num(0.0, posinf=0.0))
+    return largest.amax().expand_as(exact) + terms * unit * exact.abs().nan_to_num(0.0, posinf=0.0)
+
+
+def _with_float32_angles(settings: Settings) -> Settings:
+    """Return settings whose angles are off by as much as float32 frequencies make them.
+
+    With theta * (1 + d), pair i turns by e d theta ** -e less, e = 2i / width, which is at most
+    d / (2.718 log(theta)).
+    """
+    if settings.rotary is None:
+        return settings
+    theta = settings.rotary.theta
+    return settings.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
 
 
 def _projected(forced: Forced, unit: float) -> Tensor:

@@ -1,0 +1,102 @@
+"""``headwise compare``: whether two attentions are the same function, and why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
+from headwise.cli.output import NO, UNDECIDED, YES, stderr_console
+
+if TYPE_CHECKING:
+    from headwise.diagnosis.diagnosis_result import Diagnosis
+
+
+def compare(
+    first: Annotated[
+        Path, typer.Argument(show_default=False, help="The weights in doubt: a file or a folder.")
+    ],
+    second: Annotated[
+        Path, typer.Argument(show_default=False, help="The weights that they should equal.")
+    ],
+    *,
+    layer: Annotated[
+        int | None,
+        typer.Option(
+            help="Run this layer of both and name the cause of a difference.",
+            show_default="compare the weights of all layers",
+        ),
+    ] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.npy",
+            help="Input of the layer, (batch, tokens, width), as NumPy stores it.",
+            show_default="inputs that headwise makes",
+        ),
+    ] = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    rotary_width: RotaryWidth = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Say whether two attentions are the same function, and if not, why.
+
+    Without --layer, weights are compared byte for byte, as verify does. With it,
+    both layers run on the same inputs, and a cause is named with its repair.
+    """
+    if inputs is not None and layer is None:
+        raise typer.BadParameter("--inputs needs --layer N: weights alone take no input.")
+    counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
+    diagnosis = _compare(first, second, layer, inputs, counts)
+    _print(diagnosis, as_json=as_json)
+    raise typer.Exit(_status(diagnosis))
+
+
+def _compare(
+    first: Path, second: Path, layer: int | None, inputs: Path | None, counts: Counts
+) -> Diagnosis:
+    from headwise.cli.progress_bar import progress_bar
+
+    with progress_bar(stderr_console(), "loading torch") as progress:
+        from headwise.checkpoints.attention_loading import load_attention
+        from headwise.diagnosis.compare import compare as compare_layers
+        from headwise.diagnosis.verify import verify
+
+        if layer is None:
+            settings: dict[str, Any] = {**counts, "progress": progress}
+            return verify(first, second, **settings)
+        mine, theirs = (load_attention(path, layer=layer, **counts) for path in (first, second))
+        return compare_layers(mine, theirs, None if inputs is None else _read(inputs))
+
+
+def _read(path: Path) -> Any:
+    import numpy as np
+    import torch
+
+    if path.suffix != ".npy" or not path.exists():
+        raise typer.BadParameter(f"--inputs {path}: name a file that numpy.save wrote, x.npy.")
+    return torch.from_numpy(np.load(path, allow_pickle=False))
+
+
+def _print(diagnosis: Diagnosis, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
+        return
+    for line in diagnosis.lines:
+        Console(highlight=False, soft_wrap=True).print(line, markup=False)
+
+
+def _status(diagnosis: Diagnosis) -> int:
+    from headwise.diagnosis.diagnosis_result import Verdict
+
+    if diagnosis.verdict is Verdict.INCONCLUSIVE:
+        return UNDECIDED
+    return YES if diagnosis else NO

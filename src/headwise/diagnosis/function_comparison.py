@@ -1,0 +1,140 @@
+"""Result of comparing two attentions as functions: stages, causes, and what they explain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartedStage:
+    """Stage that differs although the stages before it are the same.
+
+    Attributes:
+        stage: its name.
+        size: the largest relative difference of a head.
+        heads: the heads that part; None where the stage has no heads, or another number of them.
+        probes: the inputs on which it parts.
+        is_explained: True if the named causes explain it.
+    """
+
+    stage: str
+    size: float
+    heads: tuple[int, ...] | None
+    probes: tuple[str, ...]
+    is_explained: bool = False
+
+    def __str__(self) -> str:
+        heads = "" if self.heads is None else f", {_numbered(self.heads)}"
+        mark = "explained" if self.is_explained else "NOT explained"
+        apart = (
+            f"apart by {self.size:.2g} of its size" if isfinite(self.size) else "of another shape"
+        )
+        return f"{self.stage}: {apart}{heads}; {mark}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundCause:
+    """Cause of a difference, with the numbers in the first of the two.
+
+    Attributes:
+        name: the cause.
+        parameters: name -> value in the first.
+        stages: the stages that it explains.
+        heads: the heads that it concerns; None for all.
+        repair: what makes the first equal to the second.
+        equals: other causes that would look the same on these inputs.
+        page: the page of the documentation about it.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    stages: tuple[str, ...]
+    heads: tuple[int, ...] | None
+    repair: str
+    equals: tuple[str, ...]
+    page: str
+
+    @property
+    def lines(self) -> list[str]:
+        """Sentences about the cause."""
+        values = ", ".join(f"{name} {_shown(value)}" for name, value in self.parameters.items())
+        where = "" if self.heads is None else f", {_numbered(self.heads)} alone"
+        lines = [f"{self.name}{f': {values}' if values else ''} in the first{where}"]
+        lines.append(f"  explains {', '.join(self.stages)} to rounding")
+        if self.repair:
+            lines.append(f"  repair: {self.repair}")
+        if self.equals:
+            lines.append(f"  the same on these inputs: {', '.join(self.equals)}")
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionComparison:
+    """Two attentions run on the same inputs, in float64 where that is possible.
+
+    Attributes:
+        kinds: what the two are.
+        probes: the inputs, in words.
+        seed: of random inputs.
+        output_gap: the largest relative difference of the outputs.
+        stages: the stages that were compared.
+        parted: those that differ.
+        causes: the causes, that which explains most first.
+        blind: the reason why the inputs could not show a difference; "" if they could.
+        notes: further evidence.
+    """
+
+    kinds: tuple[str, str]
+    probes: tuple[str, ...]
+    seed: int
+    output_gap: float
+    stages: tuple[str, ...]
+    parted: tuple[PartedStage, ...] = ()
+    causes: tuple[FoundCause, ...] = ()
+    blind: str = ""
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as numbers, texts, lists and dicts, for JSON."""
+        return {
+            **asdict(self),
+            "parted": [asdict(stage) for stage in self.parted],
+            "causes": [
+                {**asdict(cause), "parameters": {n: _plain(v) for n, v in cause.parameters.items()}}
+                for cause in self.causes
+            ],
+        }
+
+    @property
+    def lines(self) -> list[str]:
+        """Sentences: what was compared, where it parts, and why."""
+        lines = [f"{self.kinds[0]} against {self.kinds[1]}"]
+        for number, cause in enumerate(self.causes, 1):
+            first, *others = cause.lines
+            lines += [f"  {number}. {first}", *(f"     {line.strip()}" for line in others)]
+        lines += [f"  {stage}" for stage in map(str, self.parted)]
+        lines += [f"  {note}" for note in self.notes]
+        lines.append(
+            f"  compared {', '.join(self.stages)} on {len(self.probes)} inputs (seed {self.seed}): "
+            f"{'; '.join(self.probes)}"
+        )
+        return lines
+
+
+def _numbered(heads: tuple[int, ...]) -> str:
+    if len(heads) == 1:
+        return f"head {heads[0]}"
+    if heads == tuple(range(heads[0], heads[0] + len(heads))):
+        return f"heads {heads[0]} to {heads[-1]}"
+    return f"heads {', '.join(map(str, heads))}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -1,0 +1,1 @@
+"""Subjects of a comparison: layers, functions and recordings in one form."""

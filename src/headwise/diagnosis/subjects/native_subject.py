@@ -1,0 +1,148 @@
+"""A layer of headwise as the subject of a comparison."""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.settings import NormForm, RotaryForm, Settings
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.subject import Subject
+from headwise.errors import OptionError
+from headwise.layers.native.attention import Attention
+from headwise.layers.native.layout_conversion import canonical_state
+from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.positions.distance_bias import AlibiSlopes, T5BucketTable
+from headwise.layers.positions.rotary import Rotary
+from headwise.masks.mask import Mask
+from headwise.reference import split_heads
+
+
+class NativeSubject(Subject):
+    """An `Attention`; it is never changed, and it runs without dropout."""
+
+    def __init__(self, layer: Attention, kind: str = "headwise.Attention") -> None:
+        self.kind = kind
+        self.layer = copy.deepcopy(layer).eval()
+        self.dtype = next(layer.parameters()).dtype
+
+    @cached_property
+    def wide(self) -> Attention:
+        """The layer in float64."""
+        return copy.deepcopy(self.layer).double()
+
+    @cached_property
+    def model(self) -> AttentionModel:
+        """The layer as data."""
+        weights = canonical_state(self.wide, self.wide.state_dict())
+        return AttentionModel(settings_of(self.wide), weights)
+
+    @torch.no_grad()
+    def output(self, inputs: Inputs) -> Tensor:
+        """Return the output in the dtype of the layer."""
+        x, source = (_cast(t, self.dtype) for t in (inputs.x, inputs.source))
+        assert x is not None
+        output: Tensor = self.layer(x, source, mask=mask_of(inputs))
+        return output
+
+    @torch.no_grad()
+    def record(self, inputs: Inputs) -> RecordedCall:
+        """Return all stages but the scores, each computed by the modules of the layer."""
+        layer, call = self.wide, RecordedCall(inputs, {})
+        x, source = inputs.x.double(), inputs.key_source.double()
+        q, k, v = (
+            split_heads(projection(tokens), heads=heads)
+            for projection, tokens, heads in (
+                (layer.q_proj, x, layer.num_heads),
+                (layer.k_proj, source, layer.num_kv_heads),
+                (layer.v_proj, source, layer.num_kv_heads),
+            )
+        )
+        stages = {"q": q, "k": k, "v": v}
+        q, k = self._normed(q, k, "before")
+        stages |= {"q after norm": q, "k after norm": k}
+        if layer.rotary is not None:
+            q = layer.rotary.rotate(q, call.query_positions)
+            k = layer.rotary.rotate(k, call.new_key_positions)
+        q, k = self._normed(q, k, "after")
+        stages |= {"q after rotary": q, "k after rotary": k}
+        matrix = layer.matrix(x, None if inputs.source is None else source, mask=mask_of(inputs))
+        weights = matrix.dense()
+        heads = matrix @ v
+        stages |= {"weights": weights, "head outputs": heads}
+        stages["output"] = layer.out_proj(heads.transpose(1, 2).flatten(2))
+        return call.with_stages(stages)
+
+    def _normed(self, q: Tensor, k: Tensor, place: str) -> tuple[Tensor, Tensor]:
+        layer = self.wide
+        norm = layer.qk_norm
+        if norm is None or norm.place != place:
+            return q, k
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        if norm.over == "head":
+            return layer.q_norm(q), layer.k_norm(k)
+        normed = (
+            split_heads(module(t.transpose(1, 2).flatten(2)), heads=t.shape[1])
+            for module, t in ((layer.q_norm, q), (layer.k_norm, k))
+        )
+        q, k = normed
+        return q, k
+
+
+def mask_of(inputs: Inputs) -> Mask | None:
+    """Return the mask of a call."""
+    if inputs.mask is None:
+        return None
+    batch, queries = inputs.x.shape[:2]
+    keys = inputs.key_source.shape[1]
+    allowed = inputs.mask.expand(batch, -1, queries, keys)
+    axes = "batch queries keys" if allowed.shape[1] == 1 else "batch heads queries keys"
+    return Mask.may_attend(allowed.squeeze(1) if allowed.shape[1] == 1 else allowed, axes=axes)
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else x.to(dtype)
+
+
+def settings_of(layer: Attention) -> Settings:
+    """Return the settings of a layer as data.
+
+    Weights in canonical form pair rotated channels in halves, so the rotation does too.
+    """
+    bias = layer.score_bias
+    if not isinstance(bias, AlibiSlopes | T5BucketTable | None):
+        raise OptionError(
+            saw=f"a score bias of {type(bias).__name__}",
+            needed="Alibi, T5Bias or none, whose formula is known",
+            do="compare the layers without it, or as functions: compare(lambda x: a(x), b)",
+        )
+    return Settings(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        scale=layer.head_dim**-0.5 if layer.scale is None else layer.scale,
+        rotary=None if layer.rotary is None else _rotary_form(layer.rotary, layer.head_dim),
+        norm=None if layer.qk_norm is None else _norm_form(layer.qk_norm),
+        softcap=layer.softcap,
+        slopes=bias.numbers.double() if isinstance(bias, AlibiSlopes) else None,
+        buckets=bias.options if isinstance(bias, T5BucketTable) else None,
+        window=layer.window,
+    )
+
+
+def _rotary_form(rotary: Rotary, head_dim: int) -> RotaryForm:
+    return RotaryForm(theta=rotary.theta, width=rotary.width_in(head_dim), scaling=rotary.scaling)
+
+
+def _norm_form(norm: QKNorm) -> NormForm:
+    return NormForm(
+        kind=norm.kind,
+        over=norm.over,
+        place=norm.place,
+        weight_offset=1.0 if norm.one_plus else 0.0,
+        eps=norm.eps,
+    )

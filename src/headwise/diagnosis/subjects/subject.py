@@ -1,0 +1,44 @@
+"""Base class of the subjects of a comparison."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+
+
+class Subject(ABC):
+    """An attention that can be run or was recorded.
+
+    Attributes:
+        kind: what it is, in a few words for reports.
+        dtype: of its weights or, for a function, of its outputs.
+    """
+
+    kind: str
+    dtype: torch.dtype
+
+    @property
+    def model(self) -> AttentionModel | None:
+        """The attention as data, None where only its outputs are known."""
+        return None
+
+    @property
+    def sizes(self) -> tuple[int, int] | None:
+        """Widths of ``x`` and of the source, None where they are not known."""
+        model = self.model
+        if model is None:
+            return None
+        return model.weights["wq"].shape[2], model.weights["wk"].shape[2]
+
+    @abstractmethod
+    def output(self, inputs: Inputs) -> Tensor:
+        """Return the output in the dtype of the subject, (batch, queries, out_dim)."""
+
+    @abstractmethod
+    def record(self, inputs: Inputs) -> RecordedCall:
+        """Return the stages that can be reached, computed in float64 where that is possible."""

@@ -1,0 +1,74 @@
+"""torch's own layer as the subject of a comparison."""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.settings import Settings
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.subject import Subject
+from headwise.errors import OptionError
+from headwise.layouts.registry import layout
+
+
+class TorchSubject(Subject):
+    """`torch.nn.MultiheadAttention` or the drop-in; it runs as a copy in eval mode.
+
+    The stages are q, k and v from its weights, its returned weights, and its output.
+    """
+
+    def __init__(self, layer: nn.MultiheadAttention) -> None:
+        if layer.bias_k is not None or layer.add_zero_attn:
+            raise OptionError(
+                saw="a layer with add_bias_kv or add_zero_attn",
+                needed="keys and values that come from tokens alone",
+                do="compare it as a function: compare(lambda x: a(x, x, x)[0], b)",
+            )
+        self.kind = f"{type(layer).__module__.split('.')[0]}.{type(layer).__name__}"
+        self.layer = copy.deepcopy(layer).eval()
+        self.dtype = layer.out_proj.weight.dtype
+
+    @cached_property
+    def wide(self) -> nn.MultiheadAttention:
+        """The layer in float64."""
+        return copy.deepcopy(self.layer).double()
+
+    @cached_property
+    def model(self) -> AttentionModel:
+        """The layer as data."""
+        is_packed = self.wide.in_proj_weight is not None
+        stored = layout("torch-packed" if is_packed else "torch-separate")
+        heads = self.wide.num_heads
+        weights = stored.unpack(self.wide.state_dict(), heads=heads)
+        return AttentionModel(Settings(heads, heads, self.wide.head_dim**-0.5), weights)
+
+    @torch.no_grad()
+    def output(self, inputs: Inputs) -> Tensor:
+        """Return the output in the dtype of the layer."""
+        return self._run(self.layer, inputs)[0]
+
+    @torch.no_grad()
+    def record(self, inputs: Inputs) -> RecordedCall:
+        """Return the projections, the weights and the output, in float64."""
+        call = RecordedCall(inputs, {})
+        output, weights = self._run(self.wide, inputs)
+        stages = {role: self.model.predict(role, call) for role in ("q", "k", "v")}
+        return call.with_stages(stages | {"weights": weights, "output": output})
+
+    def _run(self, layer: nn.MultiheadAttention, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        dtype = layer.out_proj.weight.dtype
+        x, source = inputs.x.to(dtype), inputs.key_source.to(dtype)
+        if not layer.batch_first:
+            x, source = x.transpose(0, 1), source.transpose(0, 1)
+        hidden = None
+        if inputs.mask is not None:
+            shape = (len(inputs.x), layer.num_heads, inputs.x.shape[1], inputs.key_source.shape[1])
+            hidden = ~inputs.mask.expand(shape).flatten(0, 1)
+        options = {"attn_mask": hidden, "need_weights": True, "average_attn_weights": False}
+        output, weights = layer(x, source, source, **options)
+        return output if layer.batch_first else output.transpose(0, 1), weights

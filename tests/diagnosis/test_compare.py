@@ -1,0 +1,139 @@
+"""`compare`: each verdict on layers and functions whose relation is known."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headwise import Attention, Rotary, compare
+from headwise.diagnosis.diagnosis_result import Verdict
+from headwise.errors import OptionError, ShapeError
+from headwise.testing import assert_same_function
+
+WIDTH, HEADS = 40, 5
+
+
+def layer(**options: object) -> Attention:
+    torch.manual_seed(0)
+    return Attention(WIDTH, HEADS, **options)  # type: ignore[arg-type]
+
+
+def pair(mine: dict[str, object], theirs: dict[str, object]) -> tuple[Attention, Attention]:
+    a, b = layer(**mine), layer(**theirs)
+    b.load_state_dict(a.state_dict())
+    return a, b
+
+
+def torch_pair() -> tuple[nn.MultiheadAttention, Attention]:
+    torch.manual_seed(0)
+    original = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    state = original.state_dict()
+    return original, Attention.from_layout(state, layout="torch-packed", num_heads=HEADS)
+
+
+def test_a_copy_is_the_same() -> None:
+    a = layer(rotary=Rotary())
+    assert compare(a, copy.deepcopy(a)).verdict is Verdict.SAME
+
+
+def test_torchs_layer_and_its_port_are_the_same() -> None:
+    assert compare(*torch_pair()).verdict in (Verdict.SAME, Verdict.TO_ROUNDING)
+
+
+def test_another_theta_is_named_with_its_repair() -> None:
+    diagnosis = compare(*pair({"rotary": Rotary(theta=5e5)}, {"rotary": Rotary()}))
+    assert diagnosis.verdict is Verdict.DIFFERENT
+    assert diagnosis.function is not None
+    [cause] = diagnosis.function.causes
+    assert cause.name == "rotary theta"
+    assert cause.parameters["theta"] == pytest.approx(5e5, rel=1e-4)
+    assert cause.repair == "Rotary(theta=10000)"
+    assert [stage.stage for stage in diagnosis.function.parted] == [
+        "q after rotary",
+        "k after rotary",
+    ]
+
+
+def test_a_function_is_known_by_its_outputs_alone() -> None:
+    original, port = torch_pair()
+
+    def black_box(x: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = None if mask is None else ~mask[0, 0]
+        with torch.no_grad():
+            output: Tensor = original(x, x, x, attn_mask=hidden)[0]
+            return output
+
+    assert compare(black_box, port).verdict is Verdict.TO_ROUNDING
+    port.scale = 0.31
+    diagnosis = compare(black_box, port)
+    assert diagnosis.function is not None
+    assert [cause.name for cause in diagnosis.function.causes] == ["scale"]
+
+
+def test_permuted_heads_are_the_same_function_with_other_weights() -> None:
+    a, b = pair({}, {})
+    with torch.no_grad():
+        order = torch.randperm(HEADS)
+        for projection in (b.q_proj, b.k_proj, b.v_proj):
+            projection.weight.copy_(
+                projection.weight.unflatten(0, (HEADS, -1))[order].flatten(0, 1)
+            )
+            bias = projection.bias
+            bias.copy_(bias.unflatten(0, (HEADS, -1))[order].flatten())
+        columns = b.out_proj.weight.unflatten(1, (HEADS, -1))[:, order]
+        b.out_proj.weight.copy_(columns.flatten(1))
+    assert compare(a, b).verdict is Verdict.OTHER_WEIGHTS
+
+
+def test_one_token_cannot_show_another_scale() -> None:
+    a, b = pair({"scale": 0.2}, {"scale": 0.9})
+    diagnosis = compare(a, b, torch.randn(2, 1, WIDTH))
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert not diagnosis
+    assert "one key" in str(diagnosis)
+    assert compare(a, b).verdict is Verdict.DIFFERENT
+
+
+def test_saturated_weights_cannot_show_another_scale() -> None:
+    a, b = pair({}, {})
+    a.scale, b.scale = 1e8, 2e8
+    diagnosis = compare(a, b, torch.randn(1, 6, WIDTH))
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "saturated" in str(diagnosis)
+
+
+def test_noise_in_a_projection_has_no_known_cause() -> None:
+    a, b = pair({}, {})
+    with torch.no_grad():
+        a.v_proj.weight += 0.1 * torch.randn_like(a.v_proj.weight)
+    diagnosis = compare(a, b)
+    assert diagnosis.verdict is Verdict.UNKNOWN
+    assert diagnosis.function is not None
+    assert [stage.stage for stage in diagnosis.function.parted] == ["v"]
+
+
+def test_an_assertion_has_the_diagnosis_as_its_message() -> None:
+    a, b = pair({"scale": 0.2}, {})
+    assert_same_function(a, copy.deepcopy(a))
+    with pytest.raises(AssertionError, match=r"scale 0\.2 in the first"):
+        assert_same_function(a, b)
+
+
+def test_functions_that_cannot_be_compared_are_refused() -> None:
+    b = layer()
+    drops = nn.Dropout(0.5)
+    with pytest.raises(OptionError, match="other outputs in a second run"):
+        compare(lambda x, mask=None: drops(x), b)
+    with pytest.raises(OptionError, match="changes its input"):
+        compare(lambda x, mask=None: x.mul_(2), b)
+    with pytest.raises(OptionError, match="that are NaN"):
+        compare(lambda x, mask=None: x * torch.nan, b)
+    with pytest.raises(OptionError, match="output of type str"):
+        compare(lambda x, mask=None: "text", b)
+    with pytest.raises(ShapeError, match="width 40, b of width 48"):
+        compare(b, Attention(48, 4))
+    with pytest.raises(OptionError, match="a of type int"):
+        compare(3, b)  # type: ignore[arg-type]
