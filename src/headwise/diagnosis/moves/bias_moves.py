@@ -23,6 +23,7 @@ from headwise.diagnosis.moves.row_changes import (
 from headwise.diagnosis.moves.row_labels import row_labels
 from headwise.diagnosis.moves.row_map import MapName
 from headwise.diagnosis.moves.search_moves import search_steps
+from headwise.diagnosis.moves.zero_rows import Zeroed
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,9 @@ def _kept_still(
     kept = []
     for move in moves:
         change = move.change
-        if isinstance(change, Taken | Multiplied | Rounded) and set(unmoved) & set(move.roles):
+        if isinstance(change, Taken | Multiplied | Rounded | Zeroed) and set(unmoved) & set(
+            move.roles
+        ):
             biased = {role for role in move.roles if role in b.biases}
             parts = ("weights",) if biased <= set(unmoved) else move.parts
             still = tuple(role for role in move.roles if role in unmoved)
@@ -138,16 +141,10 @@ def _moved_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, ...]:
     sequences = search_steps(ours, theirs, map_catalogue(sizes, (1,) * len(roles)), (), roles)
     if not sequences or not sequences[0]:
         return ()
-    spans, whole = sizes.spans(), b.sizes()
     moves = []
     for step in sequences[0]:
         assert not isinstance(step, MatrixMap)
-        index = torch.arange(whole.rows)
-        offsets = torch.cat([index[whole.spans()[role]] for role in roles])
-        for role in roles:
-            index[whole.spans()[role]] = offsets[step.index[spans[role]]]
-        moved = replace(step, index=index)
-        moves.append(Move(step.names[0], Taken(moved, ("biases",)), step.names[1:], ("biases",)))
+        moves.append(Move(step.names[0], Taken(step, ("biases",)), step.names[1:], ("biases",)))
     return tuple(moves)
 
 

@@ -111,16 +111,17 @@ def block_maps(
                 break
         else:
             return None
-    return [_block_map(order, tuple(moved), sizes) for order, moved in orders.items()]
+    return [block_map(order, tuple(moved), sizes) for order, moved in orders.items()]
 
 
-def _block_map(order: tuple[int, ...], roles: tuple[str, ...], sizes: RowSizes) -> RowMap:
+def block_map(order: tuple[int, ...], roles: tuple[str, ...], sizes: RowSizes) -> RowMap:
+    """Return the map that puts the blocks of some roles into an order."""
     index, spans = torch.arange(sizes.rows), sizes.spans()
     for role in roles:
         rows = index[spans[role]].view(len(order), -1)
         index[spans[role]] = rows[list(order)].flatten()
     names = _names(order, roles, sizes)
-    return RowMap(names, index, is_permutation=True)
+    return RowMap(names, index, is_permutation=True, space=sizes.roles)
 
 
 def _names(order: tuple[int, ...], roles: tuple[str, ...], sizes: RowSizes) -> tuple[MapName, ...]:
@@ -134,8 +135,7 @@ def _names(order: tuple[int, ...], roles: tuple[str, ...], sizes: RowSizes) -> t
             names.append(MapName("heads permuted", text, roles, ROLLED_ORDER, parameters))
         else:
             text = f"heads in the order {listed}"
-            place = HEADS_ORDER if len(roles) > 1 else SHARDS_ORDER + 5
-            names.append(MapName("heads permuted", text, roles, place, parameters))
+            names.append(MapName("heads permuted", text, roles, HEADS_ORDER, parameters))
     if count in SHARDS:
         text = f"{count} shards in the order {listed}"
         cause = "shards joined in the wrong order"

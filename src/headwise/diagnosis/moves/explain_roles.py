@@ -100,7 +100,7 @@ def _restricted_step(step: Step, roles: tuple[str, ...], sizes: RowSizes) -> Ste
     names = tuple(
         replace(name, roles=tuple(r for r in name.roles if r in roles)) for name in step.names
     )
-    return RowMap(names, index, is_permutation=step.is_permutation)
+    return replace(step, names=names, index=index)
 
 
 def _merged(steps: list[Step], more: Steps, roles: tuple[str, ...], sizes: RowSizes) -> list[Step]:
@@ -130,7 +130,8 @@ def _both(first: Step, second: Step, roles: tuple[str, ...], sizes: RowSizes) ->
         for role in roles:
             index[sizes.spans()[role]] = second.index[sizes.spans()[role]]
         both_fit = first.is_permutation and second.is_permutation
-        return RowMap(shared, index, is_permutation=both_fit) if shared else None
+        both = replace(first, names=shared, index=index, is_permutation=both_fit)
+        return both if shared else None
     if isinstance(first, RowMap) or isinstance(second, RowMap):
         return None
     united = {*first.roles, *second.roles}

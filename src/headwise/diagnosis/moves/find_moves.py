@@ -35,6 +35,7 @@ def find_moves(
     b: Rows,
     *,
     rotary_width: int | None = None,
+    is_interleaved: bool = False,
     transposed: Rows | None = None,
     tolerance: float | None = None,
 ) -> MoveReport:
@@ -47,6 +48,7 @@ def find_moves(
         a: the rows to explain.
         b: the rows that are right.
         rotary_width: rotated channels of a head, if they are known.
+        is_interleaved: True if b's rotary pairs are channels 2i and 2i + 1.
         transposed: b's rows with each square matrix transposed, where rows are activations.
             Weights are transposed here.
         tolerance: the largest difference of an entry, relative to the root mean square of its
@@ -55,7 +57,7 @@ def find_moves(
     Raises:
         ShapeError: the two have other roles or shapes.
     """
-    sizes = _common_sizes(a, b, rotary_width)
+    sizes = replace(_common_sizes(a, b, rotary_width), is_interleaved=is_interleaved)
     dtypes = [x.dtype for rows in (a, b) for x in rows.matrices.values()]
     tolerance = default_tolerance(*dtypes) if tolerance is None else tolerance
     a, b = _in_one_dtype(a, dtypes), _in_one_dtype(b, dtypes)

@@ -36,7 +36,8 @@ class Taken:
         """Return the rows in their new places."""
         if isinstance(self.step, MatrixMap):
             return self.step.apply(rows)
-        moved = take_rows(rows, self.step.index, rows.sizes(), self.parts)
+        sizes = rows.sizes()
+        moved = take_rows(rows, self.step.index_among(sizes), sizes, self.parts)
         kept = {role: rows.biases[role] for role in self.still if role in rows.biases}
         return Rows(moved.matrices, {**moved.biases, **kept})
 

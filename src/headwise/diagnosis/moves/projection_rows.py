@@ -28,6 +28,7 @@ class RowSizes:
     Attributes:
         roles: the projections that are there, in the order of `ROLES`.
         rotary_width: rotated channels of a head; None where nothing says it.
+        is_interleaved: True if right rows pair channels 2i and 2i + 1.
     """
 
     heads: int
@@ -36,6 +37,7 @@ class RowSizes:
     value_dim: int
     rotary_width: int | None = None
     roles: tuple[str, ...] = ROLES
+    is_interleaved: bool = False
 
     def heads_of(self, role: str) -> int:
         """Return the number of heads of a role."""

@@ -18,15 +18,18 @@ MISSING, DOUBLED, WRONG_HEADS, WRONG_WIDTH = 50, 60, 70, 650
 def rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
     """Yield permutations that are missing, doubled, or made for other heads or another width."""
     widths = _widths(sizes)
+    missing, doubled = interleaved, half_split
+    if sizes.is_interleaved:
+        missing, doubled = half_split, interleaved
     for place, width in enumerate(widths):
         text = "" if width == sizes.head_dim else f"the first {width} channels of each head"
         width_of = (("width", width),)
         for scope in SCOPES:
             apart = 5 * place + (scope != ("q", "k"))
             name = MapName("rotary permutation missing", text, (), MISSING + apart, width_of)
-            yield name, _each(scope, sizes, lambda x, w=width: interleaved(x, w))
+            yield name, _each(scope, sizes, lambda x, w=width: missing(x, w))
             name = MapName("rotary permutation doubled", text, (), DOUBLED + apart, width_of)
-            yield name, _each(scope, sizes, lambda x, w=width: half_split(x, w))
+            yield name, _each(scope, sizes, lambda x, w=width: doubled(x, w))
     for done in widths:
         for right in widths:
             text = f"the first {done} channels of each head for the first {right}"

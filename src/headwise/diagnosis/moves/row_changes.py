@@ -14,7 +14,7 @@ from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_labels import bits_of
 from headwise.diagnosis.moves.row_map import MapName
 
-ROUNDED = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+ROUNDED = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 WIDEST = 0.05  # the largest tolerance that a dtype has
 
 
@@ -97,7 +97,7 @@ def change_of(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[Move |
         return None, 0.0
     rounding = rounding_of(a, b)
     if rounding is not None:
-        name = MapName("dtype's rounding of weights", _dtype_name(rounding), (role,))
+        name = MapName("dtype's rounding of weights", dtype_name(rounding), (role,))
         name = MapName(name.cause, name.text, (role,), 0, (("dtype", rounding),))
         return Move(name, Rounded((role,), rounding)), 0.0
     factors = row_factors(a, b)
@@ -116,6 +116,8 @@ def change_of(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[Move |
 def rounding_of(a: Tensor, b: Tensor) -> torch.dtype | None:
     """Return the dtype to which one of the two is the other's rounding, or None."""
     for dtype in ROUNDED:
+        if dtype == a.dtype:
+            continue
         rounded_a, rounded_b = (x.to(dtype).to(x.dtype) for x in (a, b))
         if same_bits(rounded_a, rounded_b) and (same_bits(a, rounded_a) or same_bits(b, rounded_b)):
             return dtype
@@ -143,7 +145,7 @@ def _grouped(factors: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None
     half = channels // 2
     middle = factors.median()
     if _constant(factors, tolerance):
-        factor = _snapped(float(middle))
+        factor = snapped(float(middle))
         return _name(factor, ""), torch.full((1, 1), factor, dtype=torch.float64)
     if channels % 2 == 0:
         for text, parts in (
@@ -153,7 +155,7 @@ def _grouped(factors: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None
             if all(_constant(part, tolerance) for part in parts):
                 return _by_channel(text, parts, channels)
     if all(_constant(row, tolerance) for row in factors):
-        by_head = [_snapped(float(row.median())) for row in factors]
+        by_head = [snapped(float(row.median())) for row in factors]
         changed = [head for head, factor in enumerate(by_head) if factor != 1]
         text = f"heads {', '.join(map(str, changed))}"
         is_sign = all(factor in (1, -1) for factor in by_head)
@@ -164,7 +166,7 @@ def _grouped(factors: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None
 
 
 def _by_channel(text: str, parts: tuple[Tensor, Tensor], channels: int) -> tuple[MapName, Tensor]:
-    first, second = (_snapped(float(part.median())) for part in parts)
+    first, second = (snapped(float(part.median())) for part in parts)
     factor = torch.empty(1, channels, dtype=torch.float64)
     is_half = text.startswith("the second half")
     factor[:, slice(0, channels // 2) if is_half else slice(0, None, 2)] = first
@@ -180,7 +182,7 @@ def _constant(factors: Tensor, tolerance: float) -> bool:
     return bool(((factors - middle).abs() <= tolerance * abs(middle)).all())
 
 
-def _snapped(factor: float) -> float:
+def snapped(factor: float) -> float:
     """Return the power of two that is meant, or the factor itself."""
     if not factor or not math.isfinite(factor):
         return factor
@@ -195,5 +197,6 @@ def _name(factor: float, text: str) -> MapName:
     return MapName("factor", words, (), 0, (("factor", factor),))
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its package."""
     return str(dtype).removeprefix("torch.")

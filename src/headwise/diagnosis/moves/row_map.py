@@ -50,11 +50,22 @@ class RowMap:
         names: the simplest first; the others make the same map at these sizes.
         index: (rows of all roles), int64.
         is_permutation: True if each row is taken once.
+        space: the roles whose rows the index counts.
     """
 
     names: tuple[MapName, ...]
     index: Tensor
     is_permutation: bool
+    space: tuple[str, ...] = ROLES
+
+    def index_among(self, sizes: RowSizes) -> Tensor:
+        """Return the index among the rows of more roles, where the others stay."""
+        if self.space == sizes.roles:
+            return self.index
+        whole = torch.arange(sizes.rows)
+        places = torch.cat([whole[sizes.spans()[role]] for role in self.space])
+        whole[places] = places[self.index]
+        return whole
 
     def inverse(self) -> Tensor:
         """Return the index of the inverse of a permutation."""
@@ -154,6 +165,7 @@ def grouped_maps(
             tuple(sorted(names[key], key=lambda name: name.order)),
             index,
             bool((torch.bincount(index, minlength=sizes.rows) == 1).all()),
+            sizes.roles,
         )
         for key, index in indices.items()
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.move import Move
+from headwise.diagnosis.moves.move import BOTH, Move
 from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_changes import largest_residual
 from headwise.diagnosis.moves.row_map import MapName
@@ -15,20 +15,28 @@ from headwise.diagnosis.moves.row_map import MapName
 
 @dataclass(frozen=True, eq=False)
 class Zeroed:
-    """Weights of some rows are zero.
+    """Some rows are zero.
 
     Attributes:
+        role: the projection.
         rows: (heads, channels), bool: True for a row of zeros.
+        parts: which of weights and biases are zero.
+        still: roles whose biases are not.
     """
 
     role: str
     rows: Tensor
+    parts: tuple[str, ...] = BOTH
+    still: tuple[str, ...] = ()
 
     def apply(self, rows: Rows) -> Rows:
         """Return rows with zeros at these places."""
         weights = rows.matrices[self.role]
         zeroed = torch.where(self.rows[..., None], torch.zeros_like(weights), weights)
-        return Rows({**rows.matrices, self.role: zeroed}, rows.biases)
+        biases = dict(rows.biases)
+        if self.role in biases and self.role not in self.still and "biases" in self.parts:
+            biases[self.role] = biases[self.role].masked_fill(self.rows, 0.0)
+        return Rows({**rows.matrices, self.role: zeroed}, biases)
 
 
 def zero_rows(role: str, a: Tensor, b: Tensor, tolerance: float) -> Move | None:
@@ -53,5 +61,6 @@ def zero_rows(role: str, a: Tensor, b: Tensor, tolerance: float) -> Move | None:
         text = f"heads {', '.join(map(str, heads))}"
     else:
         text = f"{int(zeros.sum())} of {zeros.numel()} rows"
-    parameters = (("heads", heads), ("rows", int(zeros.sum())))
-    return Move(MapName("rows zero", text, (role,), 0, parameters), change, parts=("weights",))
+    rows = tuple(zeros.flatten().nonzero().flatten().tolist())
+    parameters = (("heads", heads), ("rows", rows))
+    return Move(MapName("rows zero", text, (role,), 0, parameters), change)

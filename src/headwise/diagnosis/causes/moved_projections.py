@@ -1,0 +1,40 @@
+"""Base class of the causes that move rows of the projections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.causes.projection_moves import moved_model, moves_of
+from headwise.diagnosis.moves.move import Move
+from headwise.diagnosis.moves.row_map import MapName
+
+
+class MovedProjectionsCause(Cause):
+    """Rows of the projections are in the wrong places, or changed all alike."""
+
+    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the models of the moves that bear this name."""
+        for moves in moves_of(evidence):
+            # Moves of separate roles are causes of their own.
+            for move in moves:
+                name = self._name_of(move)
+                if name is not None:
+                    yield Variant(
+                        moved_model(evidence.model, (move,)), _parameters(name), self.remedy(name)
+                    )
+
+    def _name_of(self, move: Move) -> MapName | None:
+        return next((each for each in (move.name, *move.equals) if each.cause == self.name), None)
+
+    def remedy(self, name: MapName) -> str:
+        """Return what makes the layer in doubt equal again."""
+        where = ", ".join(f"w{role}" for role in name.roles)
+        return f"undo it in {where}: {name}"
+
+
+def _parameters(name: MapName) -> dict[str, object]:
+    return {"roles": "".join(name.roles), **dict(name.parameters)}

@@ -1,0 +1,15 @@
+"""Rows of a projection with the other sign."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
+
+
+class ProjectionSignCause(MovedProjectionsCause):
+    """Rows of a projection have the other sign."""
+
+    name: ClassVar[str] = "sign"
+    symptom: ClassVar[str] = "A projection has the right size and the wrong sign"
+    cost: ClassVar[float] = 1.07
