@@ -4,6 +4,7 @@
 # make check   the one gate: format, lint, types, floors, public names, all tests, docs
 # make api     write docs/api.json: public names, commands, JSON keys, exit statuses
 # make bench   the figures, on a machine that does nothing else
+# make bench-compare  how often headwise.compare names a fault's cause
 # make study   measure the study again, and write what the documentation says of it
 # make classes try every model type of transformers, and write docs/huggingface.md
 # make mutants break the source on purpose; a test must notice (ONLY="03-scale 07-window" for some)
@@ -26,7 +27,7 @@ OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
 ENDS_TESTS := tests/contract tests/layers/torch_api tests/layers/native tests/kernels tests/paths
 
-.PHONY: demo test suite check lint api bench study classes mutants fuzz oldest newest docs clean
+.PHONY: demo test suite check lint api bench bench-compare study classes mutants fuzz oldest newest docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -58,6 +59,10 @@ check: lint suite docs
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks
+
+# The fault bench; choose with CASES='--suite single --fault scale'.
+bench-compare: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.compare $(CASES)
 
 study: $(READY)
 	$(BIN)/python -m tools.study

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.faults.fault_case import Probe, Subject
-from benchmarks.faults.geometry import Geometry, NormSettings, RotarySettings
+from benchmarks.faults.fault_case import Probe
+from benchmarks.faults.fault_case import Subject as Layer
+from benchmarks.faults.geometry import NormSettings, RotarySettings
 from benchmarks.faults.reference_layer import STAGES, ReferenceLayer
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.settings import NormForm, RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.subject import Subject
 from headwise.layers.positions.rotary_scaling import (
     LinearScaling,
     Llama3Scaling,
@@ -90,30 +92,16 @@ def norm_form(norm: NormSettings) -> NormForm:
     )
 
 
-def record(subject: Subject, probe: Probe) -> list[RecordedCall]:
+def record(subject: Layer, probe: Probe) -> list[RecordedCall]:
     """Return the calls of a probe with the stages of the layer."""
     calls: list[RecordedCall] = []
-    start = 0
     dtype = next(subject.parameters()).dtype
-    for stages in probe.run(subject):
-        length = stages["q"].shape[1] if not probe.steps else probe.steps[len(calls)]
-        end = start + length
-        mask = probe.mask if probe.mask is None or not probe.steps else probe.mask[..., :end]
-        positions = probe.positions
-        if positions is not None and probe.steps:
-            positions = positions[:, start:end]
-        inputs = Inputs(
-            x=probe.x[:, start:end] if probe.steps else probe.x,
-            source=probe.source,
-            mask=mask,
-            positions=positions,
-        )
+    for inputs, stages in zip(inputs_of(probe).chunks, probe.run(subject), strict=True):
         recorded = {
             name: _by_head(name, x).double() for name, x in stages.items() if name in STAGES
         }
         earlier = tuple(calls) if probe.steps else ()
         calls.append(RecordedCall(inputs, recorded, dtype, earlier))
-        start = end
     return calls
 
 
@@ -121,6 +109,42 @@ def _by_head(name: str, x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2) if name in SPLIT or name == "head outputs" else x
 
 
-def cached_geometry(geometry: Geometry) -> bool:
-    """True if keys come from the sequence itself, so that calls can share a cache."""
-    return not geometry.cross
+class ReferenceSubject(Subject):
+    """A layer of the fault bench as the subject of a comparison."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.kind = "reference layer"
+        self.layer = layer
+        self.dtype = next(layer.parameters()).dtype
+
+    @property
+    def model(self) -> AttentionModel | None:
+        """The layer as data."""
+        return model_of(self.layer) if isinstance(self.layer, ReferenceLayer) else None
+
+    def output(self, inputs: Inputs) -> torch.Tensor:
+        """Return the output of a call."""
+        return self.calls(inputs)[0].stages["output"]
+
+    def record(self, inputs: Inputs) -> RecordedCall:
+        """Return the stages of a call."""
+        return self.calls(inputs)[0]
+
+    def calls(self, inputs: Inputs) -> list[RecordedCall]:
+        """Return the stages of each call."""
+        dtype = self.dtype
+        return record(
+            self.layer,
+            Probe(
+                inputs.x.to(dtype),
+                None if inputs.source is None else inputs.source.to(dtype),
+                inputs.mask,
+                inputs.positions,
+                inputs.steps,
+            ),
+        )
+
+
+def inputs_of(probe: Probe) -> Inputs:
+    """Return the inputs of a probe."""
+    return Inputs(probe.x, probe.source, probe.mask, probe.positions, probe.steps)

@@ -112,13 +112,18 @@ class Comparison:
 
     def __init__(self, first: Subject, second: Subject, probes: Sequence[NamedInputs]) -> None:
         self.first, self.second, self.probes = first, second, probes
+        self.names: list[str] = []  # of the probe of each call
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         assert self.known.model is not None
         self.model: AttentionModel = self.known.model
 
     def diagnosis(self) -> Diagnosis:
         """Return the verdict and its evidence."""
-        calls = [self.doubtful.record(probe.inputs) for probe in self.probes]
+        calls: list[RecordedCall] = []
+        for probe in self.probes:
+            recorded = self.doubtful.calls(probe.inputs)
+            calls += recorded
+            self.names += [probe.name] * len(recorded)
         named = search(self.model, calls, CAUSES)
         if self._outputs_agree(calls):
             is_same = not named.gaps.parted and self._is_bitwise()
@@ -129,7 +134,8 @@ class Comparison:
         return self._diagnosis(verdict, named, calls)
 
     def _is_bitwise(self) -> bool:
-        pairs = ((self.first.output(p.inputs), self.second.output(p.inputs)) for p in self.probes)
+        single = [probe.inputs for probe in self.probes if not probe.inputs.steps]
+        pairs = ((self.first.output(inputs), self.second.output(inputs)) for inputs in single)
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
     def _outputs_agree(self, calls: Sequence[RecordedCall]) -> bool:
@@ -179,7 +185,7 @@ class Comparison:
                     stage=stage,
                     size=max(named.gaps.cells[cell].size for cell in cells),
                     heads=None if WHOLE in heads else heads,
-                    probes=tuple(dict.fromkeys(self.probes[n].name for _, n, _ in cells)),
+                    probes=tuple(dict.fromkeys(self.names[n] for _, n, _ in cells)),
                     is_explained=left.isdisjoint(cells),
                 )
             )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -39,19 +40,39 @@ Stages = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of one call of a layer.
+    """Arguments of one call of a layer, or of several calls with one cache.
 
     Attributes:
         x: (batch, queries, embed_dim).
         source: (batch, keys, source_dim) in cross attention; None where keys come from ``x``.
         mask: broadcasts to (batch, heads, queries, keys); True attends.
         positions: of the queries, (batch, queries); None to count from the keys of earlier calls.
+        steps: lengths of the calls with one cache in which the tokens come; () for a single call.
     """
 
     x: Tensor
     source: Tensor | None = None
     mask: Tensor | None = None
     positions: Tensor | None = None
+    steps: tuple[int, ...] = ()
+
+    @property
+    def chunks(self) -> list[Inputs]:
+        """The inputs of each call."""
+        if not self.steps:
+            return [self]
+        ends = list(accumulate(self.steps))
+        return [
+            self._chunk(end - length, end) for length, end in zip(self.steps, ends, strict=True)
+        ]
+
+    def _chunk(self, start: int, end: int) -> Inputs:
+        mask, positions = self.mask, self.positions
+        if mask is not None:
+            rows = mask[..., start:end, :] if mask.shape[-2] > 1 else mask
+            mask = rows[..., :end]
+        positions = None if positions is None else positions[:, start:end]
+        return Inputs(self.x[:, start:end], mask=mask, positions=positions)
 
     @property
     def key_source(self) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.errors import OptionError
 
 
 class Subject(ABC):
@@ -38,6 +39,20 @@ class Subject(ABC):
     @abstractmethod
     def output(self, inputs: Inputs) -> Tensor:
         """Return the output in the dtype of the subject, (batch, queries, out_dim)."""
+
+    def calls(self, inputs: Inputs) -> list[RecordedCall]:
+        """Return the recorded calls, one after the other with the same cache.
+
+        Raises:
+            OptionError: steps with a cache for a subject that takes none.
+        """
+        if not inputs.steps:
+            return [self.record(inputs)]
+        raise OptionError(
+            saw=f"inputs with steps for {self.kind}",
+            needed="an attention that is called with a cache",
+            do="leave steps out",
+        )
 
     @abstractmethod
     def record(self, inputs: Inputs) -> RecordedCall:

@@ -1,0 +1,203 @@
+"""Suites of the fault bench: each case gives a result and says whether that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.compare.subjects import ReferenceSubject, inputs_of
+from benchmarks.faults.cases import CaseKey, case_of, enough_keys, layer_for
+from benchmarks.faults.composed import models, pairs
+from benchmarks.faults.draw import Draw
+from benchmarks.faults.fault_case import Probe, Truth, default_probe
+from benchmarks.faults.fault_case import Subject as Layer
+from benchmarks.faults.geometries import GEOMETRIES, KINDS
+from benchmarks.faults.injectors import INJECTORS
+from benchmarks.faults.reference_layer import ReferenceLayer
+from benchmarks.faults.same import SAME
+from benchmarks.faults.subtle import SUBTLE
+from benchmarks.faults.unknown import MECHANISMS
+from headwise.diagnosis.compare import Comparison
+from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
+from headwise.diagnosis.probes import NamedInputs, own_probes
+
+# Names of one function, stated beforehand: fault -> causes that are also right.
+EQUALS: dict[str, frozenset[str]] = {}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Result of a case.
+
+    Attributes:
+        fault: the row of the table.
+        key: what makes the case again.
+        answer: the causes that were named, or the verdict.
+        is_right: whether that is the truth.
+        has_wrong_cause: whether a cause was named that is not the truth.
+    """
+
+    fault: str
+    key: str
+    answer: str
+    is_right: bool
+    has_wrong_cause: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case to run; ``score`` makes the result."""
+
+    fault: str
+    geometry: str
+    key: str
+    score: Callable[[], Scored]
+
+
+def singles(count: int) -> Iterator[Case]:
+    """Return ``count`` cases of every fault."""
+    for injector in INJECTORS:
+        for key in enough_keys(injector, count)[:count]:
+            yield Case(key.fault, key.geometry, str(key), partial(_single, key))
+
+
+def unknowns(count: int) -> Iterator[Case]:
+    """Return ``count`` cases of every mechanism that no cause describes."""
+    for mechanism in MECHANISMS:
+        for key in enough_keys(mechanism, count)[:count]:
+            yield Case(key.fault, key.geometry, str(key), partial(_unknown, key))
+
+
+def same(count: int) -> Iterator[Case]:
+    """Return about ``count`` pairs of every kind that are the same function."""
+    for pair in SAME:
+        for key in _keys(pair.name, pair.applies, count):
+            layer = partial(_same, key, pair.make)
+            yield Case(pair.name, key.geometry, str(key), layer)
+
+
+def subtle(count: int) -> Iterator[Case]:
+    """Return about ``count`` pairs of every kind that differ a little."""
+    for pair in SUBTLE:
+        for key in _keys(pair.name, pair.applies, count):
+            yield Case(pair.name, key.geometry, str(key), partial(_subtle, key, pair.make))
+
+
+def two_faults(count: int) -> Iterator[Case]:
+    """Return random pairs of faults."""
+    for key, second, pair in pairs(8 * count):
+        name = f"{key.fault} + {second}"
+        good, faulty, probe, truths = pair.good, pair.faulty, pair.probe, pair.truths
+        score = partial(_pair, name, str(key), good, faulty, probe, truths)
+        yield Case("two faults", key.geometry, f"{key} + {second}", score)
+
+
+SUITES: dict[str, Callable[[int], Iterator[Case]]] = {
+    "single": singles,
+    "unknown": unknowns,
+    "same": same,
+    "subtle": subtle,
+    "pairs": two_faults,
+}
+MODELS = models  # of layers in sequence; compared when whole models are
+
+
+def diagnosis_of(good: Layer, faulty: Layer, probes: Iterable[Probe]) -> Diagnosis:
+    """Compare a faulty layer with the good one, on the probes of the case and headwise's own."""
+    first, second = ReferenceSubject(faulty), ReferenceSubject(good)
+    named = [NamedInputs("the probe of the case", inputs_of(probe)) for probe in probes]
+    assert isinstance(good, ReferenceLayer)
+    g = good.geometry
+    named += own_probes((g.embed_dim, g.key_dim), crosses=g.cross)
+    with torch.no_grad():
+        return Comparison(first, second, named).diagnosis()
+
+
+def _named(diagnosis: Diagnosis) -> list[str]:
+    assert diagnosis.function is not None
+    names = [cause.name for cause in diagnosis.function.causes]
+    left = any(not stage.is_explained for stage in diagnosis.function.parted)
+    return names + ["unknown"] * (left and bool(names))
+
+
+def _right_names(truth: Truth) -> set[str]:
+    return {truth.cause, *truth.equals, *EQUALS.get(truth.cause, ())}
+
+
+def _answer(diagnosis: Diagnosis) -> str:
+    return " + ".join(_named(diagnosis)) or str(diagnosis.verdict)
+
+
+def _single(key: CaseKey) -> Scored:
+    case = case_of(key)
+    if not isinstance(case.good, ReferenceLayer):
+        return Scored(key.fault, str(key), "not run", is_right=False)
+    diagnosis = diagnosis_of(case.good, case.faulty, [case.probe])
+    right, names = _right_names(case.truth), _named(diagnosis)
+    if key.fault == "dtype only":
+        is_right = diagnosis.verdict in (Verdict.TO_ROUNDING, Verdict.SAME)
+        return Scored(key.fault, str(key), _answer(diagnosis), is_right, bool(names))
+    wrong = bool(names) and names[0] not in right
+    return Scored(key.fault, str(key), _answer(diagnosis), len(names) == 1 and not wrong, wrong)
+
+
+def _unknown(key: CaseKey) -> Scored:
+    case = case_of(key)
+    diagnosis = diagnosis_of(case.good, case.faulty, [case.probe])
+    assert diagnosis.function is not None
+    stages = [stage.stage for stage in diagnosis.function.parted]
+    answer = f"{_answer(diagnosis)} in {', '.join(stages[:2])}"
+    at_stage = bool(stages) and stages[0] == case.truth.stage
+    heads = diagnosis.function.parted[0].heads if at_stage else None
+    at_head = case.truth.heads is None or heads is None or {*case.truth.heads} == {*heads}
+    is_right = diagnosis.verdict is Verdict.UNKNOWN and at_stage and at_head
+    return Scored(key.fault, str(key), answer, is_right, bool(_named(diagnosis)))
+
+
+def _keys(name: str, applies: Callable[..., bool], count: int) -> list[CaseKey]:
+    fitting = [g for g in GEOMETRIES if applies(g)]
+    kinds = [(g, kind, seed) for seed in range(count) for g in fitting for kind in KINDS]
+    return [CaseKey(name, g.name, kind, seed) for g, kind, seed in kinds[:count]]
+
+
+def _same(key: CaseKey, make: Callable[[ReferenceLayer, Draw], ReferenceLayer]) -> Scored:
+    good = layer_for(key)
+    probe = default_probe(good.geometry, Draw("probe", str(key)))
+    diagnosis = diagnosis_of(good, make(good, Draw("same", str(key))), [probe])
+    return Scored(key.fault, str(key), _verdict(diagnosis), diagnosis.verdict.is_same)
+
+
+def _subtle(
+    key: CaseKey,
+    make: Callable[[ReferenceLayer, Draw], tuple[ReferenceLayer, ReferenceLayer]],
+) -> Scored:
+    good, faulty = make(layer_for(key), Draw("subtle", str(key)))
+    probe = default_probe(good.geometry, Draw("probe", str(key)))
+    diagnosis = diagnosis_of(good, faulty, [probe])
+    is_right = not diagnosis.verdict.is_same
+    return Scored(key.fault, str(key), f"{_verdict(diagnosis)}: {_answer(diagnosis)}", is_right)
+
+
+def _verdict(diagnosis: Diagnosis) -> str:
+    return str(diagnosis.verdict)
+
+
+def _pair(
+    name: str,
+    key: str,
+    good: ReferenceLayer,
+    faulty: ReferenceLayer,
+    probe: Probe,
+    truths: tuple[Truth, Truth],
+) -> Scored:
+    diagnosis = diagnosis_of(good, faulty, [probe])
+    names = _named(diagnosis)
+    rights = [_right_names(truth) for truth in truths]
+    first, second = rights
+    orders = [(first, second), (second, first)]
+    is_right = len(names) == 2 and any(names[0] in a and names[1] in b for a, b in orders)
+    wrong = any(each not in first | second for each in names if each != "unknown")
+    return Scored("two faults", f"{key} + {name}", f"{name}: {_answer(diagnosis)}", is_right, wrong)
