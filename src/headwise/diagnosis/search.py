@@ -181,7 +181,8 @@ def _best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
     for cause in concerned:
         for variant in _fitted(cause, evidence):
             size = gaps_of(variant.model, evidence.calls, [stage]).size([stage])
-            if size < before:
+            if variant.is_step or size < before:
+                size = 0.0 if variant.is_step else size
                 nearest.append((size, len(nearest), cause, variant))
     pairs: list[tuple[tuple[float, float], int, list[NamedCause]]] = []
     for _, _, cause, variant in sorted(nearest)[:BEAM]:

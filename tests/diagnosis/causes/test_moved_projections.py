@@ -161,3 +161,17 @@ def test_another_change_is_no_move(edit: Edit) -> None:
 def test_every_such_cause_has_a_name_of_moves() -> None:
     names = [cause.name for cause in CAUSES if isinstance(cause, MovedProjectionsCause)]
     assert len(names) == len({*names}) == 19
+
+
+def test_two_mistakes_in_the_same_rows_are_both_named() -> None:
+    right = layer("gqa-rotary")
+    weights = right.all_weights()
+    once = per_head(pairs, 6, "wq")(weights)["wq"]
+    assert once is not None
+    twice = heads_of(once, 6).transpose(0, 1).reshape_as(once)
+    first, second = searched("gqa-rotary", right, right.with_weights(wq=twice))
+    assert [first.cause.name, second.cause.name] == [
+        "rotary permutation missing",
+        "heads interleaved",
+    ]
+    assert first.with_next

@@ -26,6 +26,7 @@ from headwise.diagnosis.causes.scale import ScaleCause
 from headwise.diagnosis.causes.shards_in_the_wrong_order import ShardOrderCause
 from headwise.diagnosis.causes.sign_of_projection import ProjectionSignCause
 from headwise.diagnosis.causes.square_matrix_transposed import MatrixTransposedCause
+from headwise.diagnosis.causes.weights_at_initial_values import InitialWeightsCause
 
 CAUSES: tuple[Cause, ...] = (
     QAndKExchangedCause(),
@@ -49,6 +50,7 @@ CAUSES: tuple[Cause, ...] = (
     RowsZeroCause(),
     RoundedProjectionsCause(),
     MissingBiasesCause(),
+    InitialWeightsCause(),
     ScaleCause(),
     RotaryThetaCause(),
 )

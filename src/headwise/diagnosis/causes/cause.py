@@ -39,11 +39,13 @@ class Variant:
         model: the model with the fault, which predicts the layer in doubt.
         parameters: name -> value in the layer in doubt, for the report.
         repair: what makes the layer in doubt equal again.
+        is_step: True if the data say that another cause of the same stage follows.
     """
 
     model: AttentionModel
     parameters: Mapping[str, Any] = field(default_factory=dict)
     repair: str = ""
+    is_step: bool = False
 
 
 @dataclass(frozen=True)

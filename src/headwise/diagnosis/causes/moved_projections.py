@@ -20,11 +20,15 @@ class MovedProjectionsCause(Cause):
         """Return the models of the moves that bear this name."""
         for moves in moves_of(evidence):
             # Moves of separate roles are causes of their own.
-            for move in moves:
+            for place, move in enumerate(moves):
                 name = self._name_of(move)
                 if name is not None:
+                    later = {role for after in moves[place + 1 :] for role in after.roles}
                     yield Variant(
-                        moved_model(evidence.model, (move,)), _parameters(name), self.remedy(name)
+                        moved_model(evidence.model, (move,)),
+                        _parameters(name),
+                        self.remedy(name),
+                        is_step=not later.isdisjoint(move.roles),
                     )
 
     def _name_of(self, move: Move) -> MapName | None:

@@ -33,6 +33,11 @@ class Initialisation:
     width: float
     is_uniform: bool
 
+    @property
+    def deviation(self) -> float:
+        """The standard deviation."""
+        return self.width / math.sqrt(3) if self.is_uniform else self.width
+
     def distribution(self, x: Tensor) -> Tensor:
         """Return the share of values below each x."""
         if self.is_uniform:
@@ -77,13 +82,24 @@ def initialisation_of(role: str, rows: Rows) -> Initialisation | None:
     values = rows.flat(role).flatten().to(torch.float64)
     if values.numel() < LEAST_ENTRIES:
         return None
+    fitting = [
+        (apart, place, each)
+        for place, each in enumerate(initialisations(role, shapes))
+        if (apart := distance(values, each)) < CRITICAL
+    ]
+    return min(fitting)[2] if fitting else None
+
+
+def distance(values: Tensor, kind: Initialisation) -> float:
+    """Return the largest distance of the distribution functions, times the root of the count."""
     values = values[:: math.ceil(values.numel() / MOST_ENTRIES)].sort().values
     count = len(values)
     steps = torch.arange(count + 1, dtype=torch.float64) / count
-    fitting = []
-    for each in initialisations(role, shapes):
-        share = each.distribution(values)
-        apart = max(float((share - steps[:-1]).max()), float((steps[1:] - share).max()))
-        if apart * math.sqrt(count) < CRITICAL:
-            fitting.append((apart, each))
-    return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
+    share = kind.distribution(values)
+    apart = max(float((share - steps[:-1]).max()), float((steps[1:] - share).max()))
+    return apart * math.sqrt(count)
+
+
+def fits(values: Tensor, kind: Initialisation) -> bool:
+    """True if values may be drawn from an initialisation."""
+    return distance(values, kind) < CRITICAL
