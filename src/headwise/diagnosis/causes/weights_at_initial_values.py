@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.causes.projection_moves import STAGE_OF
 from headwise.diagnosis.moves.compare_states import rows_of
 from headwise.diagnosis.moves.initial_values import (
     Initialisation,
@@ -16,8 +17,11 @@ from headwise.diagnosis.moves.initial_values import (
     initialisation_of,
     initialisations,
 )
+from headwise.diagnosis.simulation.gaps import WHOLE
 
-LEAST_ENTRIES = 1000
+LEAST_ENTRIES = 400
+PARALLEL = 0.9
+MOST_DEVIATIONS = 4  # of the measured variance, in its standard deviations
 # The mean square of sums of products of whitened tokens, relative to that of independent numbers.
 WIDEST = 0.15
 
@@ -31,22 +35,23 @@ class InitialWeightsCause(Cause):
 
     name: ClassVar[str] = "weights at their initial values"
     symptom: ClassVar[str] = "A projection of a loaded model differs from run to run"
-    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
     cost: ClassVar[float] = 2.0
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return models whose weights make the recorded stage, where they look initialised."""
         rows = rows_of(evidence.model.weights)
-        heads = {r: rows.matrices[r].shape[0] for r in self.stages}
         shapes = {r: (rows.flat(r).shape[0], rows.flat(r).shape[1]) for r in rows.roles}
-        for role in self.stages:
-            parted = {head for _, _, head in evidence.parted(role)}
-            if parted != set(range(heads[role])):
+        for role, stage in STAGE_OF.items():
+            parted = {head for _, _, head in evidence.parted(stage)}
+            if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
                 continue
-            x, y = _tokens(evidence, role)
+            tokens = _tokens(evidence, role)
+            if tokens is None:
+                continue
+            x, y = tokens
             whitened = _whitened(x, y)
-            right = initialisation_of(role, rows)
-            if whitened is None or right is not None:
+            if whitened is None or not _is_new(evidence, role, x, whitened):
                 continue
             for kind in initialisations(role, shapes):
                 if _is_drawn_from(whitened, kind):
@@ -54,15 +59,39 @@ class InitialWeightsCause(Cause):
                     break
 
 
-def _tokens(evidence: Evidence, role: str) -> tuple[Tensor, Tensor]:
+def _is_new(evidence: Evidence, role: str, x: Tensor, products: Tensor) -> bool:
+    """True if nothing of the right weights is in the products.
+
+    Right weights that look initialised themselves make this harder to see: then the products must
+    not correlate with theirs, and some stage must agree.
+    """
+    rows = rows_of(evidence.model.weights)
+    matrix = rows.flat(role)
+    right = _whitened(x, x @ (matrix if role == "o" else matrix.T).double())
+    if right is None or initialisation_of(role, rows) is None:
+        return right is not None
+    if all(evidence.parted(stage) for stage in ("q", "k", "v")):
+        return False
+    ours, theirs = (each / each.norm(dim=0) for each in (products, right))
+    cosines = ours.T @ theirs
+    same_place = float((ours * theirs).sum(0).mean())
+    return float(cosines.abs().max()) < PARALLEL and abs(same_place) < 5 / products.numel() ** 0.5
+
+
+def _tokens(evidence: Evidence, role: str) -> tuple[Tensor, Tensor] | None:
     """Return the inputs (tokens, columns) and the stage (tokens, rows)."""
-    calls = [call for call in evidence.calls if role in call.stages]
-    inputs = [call.inputs.x if role == "q" else call.inputs.key_source for call in calls]
-    stages = [call.stages[role].transpose(1, 2).flatten(2) for call in calls]
-    x, y = (
-        torch.cat([part.flatten(0, 1).double() for part in parts]) for parts in (inputs, stages)
-    )
-    return x, y
+    needed = {"head outputs", "output"} if role == "o" else {role}
+    calls = [call for call in evidence.calls if needed <= set(call.stages)]
+    if not calls:
+        return None
+    if role == "o":
+        inputs = [call.stages["head outputs"].transpose(1, 2).flatten(2) for call in calls]
+        stages = [call.stages["output"] for call in calls]
+    else:
+        inputs = [call.inputs.x if role == "q" else call.inputs.key_source for call in calls]
+        stages = [call.stages[role].transpose(1, 2).flatten(2) for call in calls]
+    flat = [torch.cat([x.flatten(0, 1).double() for x in parts]) for parts in (inputs, stages)]
+    return flat[0], flat[1]
 
 
 def _whitened(x: Tensor, y: Tensor) -> Tensor | None:
@@ -82,22 +111,25 @@ def _is_drawn_from(products: Tensor, kind: Initialisation) -> bool:
     """True if products with unit vectors are independent normal numbers of the right variance."""
     combinations, rows = products.shape
     normal = Initialisation(kind.text, kind.deviation, is_uniform=False)
+    apart = float(products.square().mean().sqrt()) / kind.deviation - 1
+    if abs(apart) * (2 * products.numel()) ** 0.5 > MOST_DEVIATIONS:
+        return False
     if not fits(products.flatten(), normal):
         return False
     gram = (products / kind.deviation) @ (products / kind.deviation).T / rows
-    apart = float((gram - torch.eye(combinations, dtype=gram.dtype)).square().sum())
-    return abs(apart * rows / (combinations * (combinations + 1)) - 1) < WIDEST
+    size = float((gram - torch.eye(combinations, dtype=gram.dtype)).square().sum())
+    return abs(size * rows / (combinations * (combinations + 1)) - 1) < WIDEST
 
 
 def _variant(evidence: Evidence, role: str, x: Tensor, y: Tensor, kind: Initialisation) -> Variant:
     weights = evidence.model.weights
     biased = f"b{role}" in weights
     inputs = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1) if biased else x
-    solution = torch.linalg.lstsq(inputs, y, driver="gelsd").solution.T
-    shape = weights[f"w{role}"].shape
-    changes = {f"w{role}": solution[:, : x.shape[1]].reshape(shape)}
+    solution = torch.linalg.lstsq(inputs, y, driver="gelsd").solution
+    matrix, shape = solution[: x.shape[1]], weights[f"w{role}"].shape
+    changes = {f"w{role}": (matrix if role == "o" else matrix.T).reshape(shape)}
     if biased:
-        changes[f"b{role}"] = solution[:, -1].reshape(shape[:2])
+        changes[f"b{role}"] = solution[-1].reshape(weights[f"b{role}"].shape)
     parameters = {"role": role, "initialisation": kind.text, "bound": kind.width}
     return Variant(
         evidence.model.with_weights(**changes), parameters, f"load w{role}: it was initialised"

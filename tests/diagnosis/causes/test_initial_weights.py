@@ -1,0 +1,59 @@
+"""Weights that were never loaded, seen from fewer tokens than would decide them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.compare.subjects import model_of, record
+from benchmarks.faults.draw import Draw
+from benchmarks.faults.fault_case import default_probe
+from benchmarks.faults.geometries import GEOMETRIES, Kind, layer_of
+from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.search import NamedCause, search
+
+GEOMETRY = next(each for each in GEOMETRIES if each.name == "gqa-rotary")
+NAME = "weights at their initial values"
+
+
+def searched(kind: Kind, **changed: Tensor) -> list[NamedCause]:
+    right = layer_of(GEOMETRY, kind, Draw("weights", kind))
+    with torch.no_grad():
+        calls = record(right.with_weights(**changed), default_probe(GEOMETRY, Draw("probe")))
+        return list(search(model_of(right), calls, CAUSES).causes)
+
+
+def weights(name: str, kind: Kind) -> Tensor:
+    return layer_of(GEOMETRY, kind, Draw("weights", kind)).all_weights()[name]
+
+
+def drawn(name: str) -> Tensor:
+    """The values that `torch.nn.Linear` begins with."""
+    x = weights(name, "trained-like")
+    generator = torch.Generator().manual_seed(4)
+    uniform = torch.rand(x.shape, generator=generator, dtype=torch.float64)
+    return (2 * uniform - 1) * x.shape[1] ** -0.5
+
+
+@pytest.mark.parametrize("kind", ["trained-like", "init-like"])
+@pytest.mark.parametrize("name", ["wq", "wo"])
+def test_initial_values_are_named(kind: Kind, name: str) -> None:
+    [named] = searched(kind, **{name: drawn(name)})
+    assert named.cause.name == NAME
+    assert named.variant.parameters["bound"] == pytest.approx(drawn(name).shape[1] ** -0.5)
+
+
+def test_other_weights_are_not_named() -> None:
+    kind: Kind = "trained-like"
+    assert searched(kind, wq=drawn("wq") * 1.3) == []
+    assert searched(kind, wq=drawn("wq").sign() * drawn("wq").abs().sqrt()) == []
+    assert searched(kind, wq=weights("wq", kind).roll(1, 1)) == []
+    low_rank = drawn("wq")[:, :10] @ drawn("wq")[:10] * 5.6
+    assert searched(kind, wq=low_rank) == []
+
+
+def test_initial_values_that_still_hold_the_right_ones_are_not_named() -> None:
+    kind: Kind = "init-like"
+    mixed = 0.8 * weights("wq", kind) + 0.6 * drawn("wq")
+    assert searched(kind, wq=mixed) == []
