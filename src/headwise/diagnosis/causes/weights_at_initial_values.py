@@ -62,15 +62,14 @@ class InitialWeightsCause(Cause):
 def _is_new(evidence: Evidence, role: str, x: Tensor, products: Tensor) -> bool:
     """True if nothing of the right weights is in the products.
 
-    Right weights that look initialised themselves make this harder to see: then the products must
-    not correlate with theirs, and some stage must agree.
+    The products do not correlate with those of the right weights. Where these look initialised
+    themselves, some stage must agree as well.
     """
     rows = rows_of(evidence.model.weights)
     matrix = rows.flat(role)
     right = _whitened(x, x @ (matrix if role == "o" else matrix.T).double())
-    if right is None or initialisation_of(role, rows) is None:
-        return right is not None
-    if all(evidence.parted(stage) for stage in ("q", "k", "v")):
+    all_parted = all(evidence.parted(stage) for stage in ("q", "k", "v"))
+    if right is None or (all_parted and initialisation_of(role, rows) is not None):
         return False
     ours, theirs = (each / each.norm(dim=0) for each in (products, right))
     cosines = ours.T @ theirs
