@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from headwise.diagnosis.function_comparison import FunctionComparison
+from headwise.diagnosis.module_moves import ModuleMoves
 from headwise.layouts.layout import Layout
 
 NAMED = 3  # tensors, in the sentence about all of them
@@ -223,6 +224,7 @@ class Diagnosis:
         tensors: the comparison of the weights; None where ``layouts`` is.
         outputs: the comparison of each layer's outputs; empty without `verify(outputs=True)`.
         function: the comparison of two functions by running them; None where weights were compared.
+        moves: what happened to the weights of modules that differ.
     """
 
     verdict: Verdict
@@ -231,6 +233,7 @@ class Diagnosis:
     tensors: TensorComparison | None = None
     outputs: tuple[OutputComparison, ...] = ()
     function: FunctionComparison | None = None
+    moves: tuple[ModuleMoves, ...] = ()
 
     def __bool__(self) -> bool:
         return self.verdict.is_same
@@ -243,6 +246,7 @@ class Diagnosis:
         lines = [] if self.layouts is None else [" against ".join(n.name for n in self.layouts)]
         notes = shortened(self.notes, SHOWN)
         notes += self.tensors.lines() if self.tensors is not None else []
+        notes += shortened(map(str, self.moves), SHOWN)
         lines += [f"  {note}" for note in [*notes, *map(str, self.outputs)]]
         return [*lines, self._answer]
 
@@ -252,6 +256,7 @@ class Diagnosis:
             "verdict": str(self.verdict),
             "same": bool(self),
             "lines": self.lines,
+            "moves": [asdict(module) for module in self.moves],
             "function": None if self.function is None else self.function.as_dict(),
         }
 

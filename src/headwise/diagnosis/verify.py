@@ -16,6 +16,7 @@ from headwise.diagnosis.compare_tensors import UNREADABLE, compare_tensors, outp
 from headwise.diagnosis.detect import Given, GivenWeights, narrow_by_values, open_weights
 from headwise.diagnosis.detection_result import Detection
 from headwise.diagnosis.diagnosis_result import Diagnosis, OutputComparison, Verdict
+from headwise.diagnosis.module_moves import ModuleMoves, module_moves
 from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
 from headwise.support.progress import Progress, no_progress
@@ -304,6 +305,10 @@ def _diagnosis(
     if outputs and pair.can_run and not tensors.unheld:
         config = first.config or second.config
         runs = outputs_of_both(first.tensors, second.tensors, mine, theirs, config, **counts)
+    moves: list[ModuleMoves] = []
+    if tensors.differences and pair.can_run:
+        differing = [tensor.name for tensor in tensors.differences]
+        moves = module_moves(first.tensors, second.tensors, pair.layouts, differing, counts)
     is_same = bool(tensors) and all(layer.is_same for layer in runs)
     return Diagnosis(
         verdict=Verdict.SAME if is_same else Verdict.DIFFERENT,
@@ -311,6 +316,7 @@ def _diagnosis(
         notes=pair.lines,
         tensors=tensors,
         outputs=tuple(runs),
+        moves=tuple(moves),
     )
 
 

@@ -15,6 +15,7 @@ from headwise.diagnosis.simulation.stages import RecordedCall
 BEST_STARTS = 2
 ROUNDS = 12
 _SHARES = (1.0, 0.25)  # of a step that is tried
+BEYOND = 0.1  # of the span of the starts, which a fit may leave
 STEP = 1e-5  # of the numerical derivative
 MOST_ENTRIES = 20_000  # of residuals; more do not make the fit better
 
@@ -33,14 +34,18 @@ def fit(family: Family, evidence: Evidence, cells: Sequence[Cell]) -> Variant | 
     starts = [math.log(s) if family.is_log else s for s in family.starts]
     sizes = [(float(residuals(t).norm()), t) for t in starts]
     finite = sorted(pair for pair in sizes if math.isfinite(pair[0]))
-    ends = [_descend(residuals, size, t) for size, t in finite[:BEST_STARTS]]
+    span = (max(starts) - min(starts)) * BEYOND
+    bounds = (min(starts) - span, max(starts) + span)
+    ends = [_descend(residuals, size, t, bounds) for size, t in finite[:BEST_STARTS]]
     if not ends:
         return None
     _, t = min(ends)
     return family.make(math.exp(t) if family.is_log else t)
 
 
-def _descend(residuals: Callable[[float], Tensor], size: float, t: float) -> tuple[float, float]:
+def _descend(
+    residuals: Callable[[float], Tensor], size: float, t: float, bounds: tuple[float, float]
+) -> tuple[float, float]:
     for _ in range(ROUNDS):
         step = STEP * max(abs(t), 1.0)
         slope = (residuals(t + step) - residuals(t - step)) / (2 * step)
@@ -48,7 +53,7 @@ def _descend(residuals: Callable[[float], Tensor], size: float, t: float) -> tup
         if not steepness or not math.isfinite(steepness):
             break
         move = -float((slope * residuals(t)).sum()) / steepness
-        move = max(min(move, 1.0 + abs(t)), -1.0 - abs(t))
+        move = max(min(move, bounds[1] - t), bounds[0] - t)
         trials = [
             (float(residuals(t + move * share).norm()), t + move * share) for share in _SHARES
         ]

@@ -125,8 +125,11 @@ def _softmaxed(forced: Forced, unit: float) -> Tensor:
 
 def _mixed(forced: Forced, unit: float) -> Tensor:
     weights = forced["weights"]
-    values = share_heads(forced.values, heads=weights.shape[1])
-    return (weights.shape[-1] + 2) * unit * (weights.abs() @ values.abs())
+    values = share_heads(forced.values, heads=weights.shape[1]).abs()
+    # A fused kernel computes scores and weights again, with a rounding of its own.
+    again = _softmaxed(replace(forced, stage="weights"), unit)
+    again = again + 2 * weights.abs() * _scored(forced, unit).amax(-1, keepdim=True)
+    return (weights.shape[-1] + 2) * unit * (weights.abs() @ values) + again @ values
 
 
 def _output(forced: Forced, unit: float) -> Tensor:

@@ -1,0 +1,109 @@
+"""Names for what happened to the weights of attention modules that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headwise.diagnosis.moves.compare_states import compare_states
+from headwise.errors import DTypeError, OptionError, ShapeError
+from headwise.layouts.canonical import State
+from headwise.layouts.equality import differing_tensors
+from headwise.layouts.layout import Layout
+from headwise.layouts.module_names import NamedModule, modules_of
+
+UNREADABLE = (OptionError, ShapeError, DTypeError)
+Stored = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleMoves:
+    """Moves that make the weights of a module in the first from those in the second.
+
+    Attributes:
+        name: the module in the first.
+        moves: causes in the order in which they happened, each with its projections.
+        causes: their names.
+        unexplained: projections that nothing explains.
+        is_other_module: the module of the second whose weights these are; "" for its own.
+    """
+
+    name: str
+    moves: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+    unexplained: tuple[str, ...] = ()
+    is_other_module: str = ""
+
+    def __str__(self) -> str:
+        if self.is_other_module:
+            return f"`{self.name}` has the weights of `{self.is_other_module}`: layers exchanged"
+        left = [f"nothing explains {', '.join(self.unexplained)}"] if self.unexplained else []
+        return f"`{self.name}`: {'; then '.join([*self.moves, *left])}"
+
+
+def module_moves(
+    first: Stored,
+    second: Stored,
+    layouts: tuple[Layout, Layout],
+    differing: Sequence[str],
+    counts: Mapping[str, int],
+) -> list[ModuleMoves]:
+    """Name the moves in every module that has one of the tensors ``differing`` of the second.
+
+    Modules are paired in their order. Those that cannot be read are left out.
+    """
+    mine, theirs = modules_of(layouts[0], first), modules_of(layouts[1], second)
+    if len(mine) != len(theirs):
+        return []
+    concerned = [
+        (a, b) for a, b in zip(mine, theirs, strict=True) if not {*b.tensors}.isdisjoint(differing)
+    ]
+    named = []
+    for a, b in concerned:
+        with suppress(*UNREADABLE):
+            state = _canonical(first, a, layouts[0], counts)
+            other = _owner(state, second, layouts[1], [pair[1] for pair in concerned], b, counts)
+            if other:
+                named.append(ModuleMoves(name=a.prefix.rstrip("."), is_other_module=other))
+            else:
+                right = _canonical(second, b, layouts[1], counts)
+                named.append(_moves(a.prefix.rstrip("."), state, right, counts.get("rotary_width")))
+    return named
+
+
+def _canonical(
+    stored: Stored, module: NamedModule, layout: Layout, counts: Mapping[str, int]
+) -> State:
+    tensors = {local: stored[name] for name, local in module.tensors.items()}
+    known = {name: counts[name] for name in ("heads", "kv_heads", "rotary_width") if name in counts}
+    return layout.unpack(tensors, **known)
+
+
+def _owner(
+    state: State,
+    second: Stored,
+    layout: Layout,
+    modules: Sequence[NamedModule],
+    right: NamedModule,
+    counts: Mapping[str, int],
+) -> str:
+    """Return the other differing module of the second that has exactly these weights."""
+    for module in modules:
+        if module.prefix != right.prefix:
+            with suppress(*UNREADABLE):
+                if not differing_tensors(state, _canonical(second, module, layout, counts)):
+                    return module.prefix.rstrip(".")
+    return ""
+
+
+def _moves(name: str, a: State, b: State, rotary_width: int | None) -> ModuleMoves:
+    report = compare_states(a, b, rotary_width=rotary_width)
+    return ModuleMoves(
+        name=name,
+        moves=tuple(map(str, report.moves)),
+        causes=tuple(move.cause for move in report.moves),
+        unexplained=report.unexplained,
+    )

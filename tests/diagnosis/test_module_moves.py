@@ -1,0 +1,62 @@
+"""What `verify` says of weights that were moved on their way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwise import verify
+
+HEADS, HEAD_DIM, LAYERS = 4, 6, 3
+WIDTH = HEADS * HEAD_DIM
+CONFIG = {"model_type": "llama", "num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+
+
+def model() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight": torch.randn(
+            WIDTH, WIDTH, generator=generator
+        )
+        for layer in range(LAYERS)
+        for name in "qkvo"
+    }
+
+
+def moved_names(ported: dict[str, Tensor]) -> list[tuple[str, ...]]:
+    diagnosis = verify(ported, model(), config=CONFIG)
+    assert not diagnosis
+    return [module.causes or (module.is_other_module,) for module in diagnosis.moves]
+
+
+def test_equal_weights_have_no_moves() -> None:
+    assert verify(model(), model(), config=CONFIG).moves == ()
+
+
+def test_a_transposed_matrix_of_one_layer_is_named() -> None:
+    ported = model()
+    name = "model.layers.1.self_attn.o_proj.weight"
+    ported[name] = ported[name].mT.contiguous()
+    assert moved_names(ported) == [("square matrix transposed",)]
+    diagnosis = verify(ported, model(), config=CONFIG)
+    assert "`model.layers.1.self_attn`: square matrix transposed (o" in str(diagnosis)
+
+
+def test_exchanged_roles_and_layers_are_named() -> None:
+    ported = model()
+    q, k = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
+    ported[q], ported[k] = ported[k], ported[q]
+    assert moved_names(ported) == [("q and k exchanged",)]
+    ported = model()
+    for name in "qkvo":
+        one, two = (f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in (0, 2))
+        ported[one], ported[two] = ported[two], ported[one]
+    assert moved_names(ported) == [("model.layers.2.self_attn",), ("model.layers.0.self_attn",)]
+
+
+def test_other_numbers_are_not_explained() -> None:
+    ported = model()
+    name = "model.layers.2.self_attn.v_proj.weight"
+    ported[name] = ported[name] + torch.randn(WIDTH, WIDTH)
+    diagnosis = verify(ported, model(), config=CONFIG)
+    assert [module.unexplained for module in diagnosis.moves] == [("v",)]
