@@ -191,3 +191,11 @@ def test_a_factor_of_weights_may_leave_the_bias_out() -> None:
     assert_same_rows(moves.apply(b), a)
     assert moves.unexplained == ()
     assert [(move.cause, move.parts) for move in moves.moves] == [("factor", ("weights",))]
+
+
+@pytest.mark.parametrize("factor", [0.25, -8.0])
+def test_a_power_of_two_is_exact_in_single_precision(factor: float) -> None:
+    b = without_biases(projections("gqa-of-4"))
+    report = find_moves(edited(b, lambda x: x * factor, "v"), b)
+    assert report.is_exact
+    assert report.moves[0].names["factor"] == factor
