@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from headwise.diagnosis.simulation.stage_rounding import allowed
 from headwise.diagnosis.simulation.stages import STAGES, Inputs, RecordedCall
 from headwise.diagnosis.subjects.black_box import BlackBox
 from headwise.diagnosis.subjects.native_subject import NativeSubject
+from headwise.diagnosis.subjects.recording import Recording, is_recording
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.diagnosis.subjects.torch_subject import TorchSubject
 from headwise.diagnosis.verify import verify
@@ -43,8 +44,10 @@ def compare(a: Comparable, b: Comparable, inputs: Tensor | Inputs | None = None)
     named only where it makes a stage equal to rounding, in every entry.
 
     Args:
-        a: the attention in doubt: a layer of headwise or torch, or a function of (batch, tokens,
-            width) tensors; weights as a file, folder or state dict are compared with weights.
+        a: the attention in doubt: a layer of headwise or torch, a function of (batch, tokens,
+            width) tensors, or a file of activations that were recorded elsewhere (see
+            `headwise.diagnosis.subjects.recording`); weights as a file, folder or state dict are
+            compared with weights.
         b: the attention that it should equal. One of the two must be a layer.
         inputs: (batch, tokens, width), or `Inputs`; None for inputs that headwise makes.
 
@@ -56,11 +59,16 @@ def compare(a: Comparable, b: Comparable, inputs: Tensor | Inputs | None = None)
         OptionError: neither is a layer, or a function fails, has state, or returns NaN.
         ShapeError: the two take tokens of other widths.
     """
-    if isinstance(a, WEIGHTS) and isinstance(b, WEIGHTS):
+    if _is_stored(a) and _is_stored(b):
         return verify(a, b)
     first, second = _subject("a", a), _subject("b", b)
     probes = _probes(first, second, inputs)
     return Comparison(first, second, probes).diagnosis()
+
+
+def _is_stored(value: object) -> TypeGuard[str | Path | Mapping[str, Tensor]]:
+    """True for weights: a file, a folder or a state dict."""
+    return isinstance(value, WEIGHTS) and not is_recording(value)
 
 
 def _subject(name: str, value: object) -> Subject:
@@ -68,6 +76,8 @@ def _subject(name: str, value: object) -> Subject:
         return NativeSubject(value)
     if isinstance(value, nn.MultiheadAttention):
         return TorchSubject(value)
+    if isinstance(value, str | Path) and is_recording(value):
+        return Recording(Path(value))
     if isinstance(value, WEIGHTS):
         raise OptionError(
             saw=f"{name} as weights and the other as a layer",
@@ -84,6 +94,15 @@ def _subject(name: str, value: object) -> Subject:
 
 
 def _probes(first: Subject, second: Subject, inputs: Tensor | Inputs | None) -> list[NamedInputs]:
+    for each in (first, second):
+        if isinstance(each, Recording):
+            if inputs is not None:
+                raise OptionError(
+                    saw=f"inputs beside {each.kind}",
+                    needed="the input that the recording was made with",
+                    do="leave inputs out",
+                )
+            return [NamedInputs(f"the input of {each.kind}", each.inputs)]
     sizes = [each.sizes for each in (first, second) if each.sizes is not None]
     if not sizes:
         raise OptionError(

@@ -10,7 +10,7 @@ from headwise.diagnosis.simulation.stages import Inputs
 
 SEED = 0
 BATCH = 2
-QUERIES, KEYS, LONG = 11, 7, 40  # tokens; KEYS of cross attention
+QUERIES, KEYS, LONG, FEW = 11, 7, 40, 3  # tokens; KEYS of cross attention
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ def own_probes(widths: tuple[int, int], *, crosses: bool, seed: int = SEED) -> l
     """Return inputs that show a difference if there is one.
 
     Random tokens of usual size, larger ones (which make attention sharp, and reach a softcap), a
-    longer sequence under a causal mask (which shows frequencies and windows), and one token, whose
-    weights are 1 whatever the scores are.
+    longer sequence under a causal mask (which shows frequencies and windows), and a few tokens,
+    fewer than a window holds.
     """
     generator = torch.Generator().manual_seed(seed)
     width, source_width = widths
@@ -41,7 +41,7 @@ def own_probes(widths: tuple[int, int], *, crosses: bool, seed: int = SEED) -> l
     probes = [
         NamedInputs(f"{QUERIES} random tokens", tokens(QUERIES)),
         NamedInputs(f"{QUERIES} random tokens, three times as large", tokens(QUERIES, 3.0)),
-        NamedInputs("one token", tokens(1)),
+        NamedInputs(f"{FEW} random tokens", tokens(FEW)),
     ]
     if not crosses:
         long = tokens(LONG)
@@ -49,10 +49,3 @@ def own_probes(widths: tuple[int, int], *, crosses: bool, seed: int = SEED) -> l
         masked = Inputs(long.x, mask=causal[None, None])
         probes.append(NamedInputs(f"{LONG} random tokens under a causal mask", masked))
     return probes
-
-
-def given_inputs(x: object, crosses_with: object = None) -> NamedInputs:
-    """Return the inputs of the caller."""
-    assert isinstance(x, torch.Tensor)
-    source = crosses_with if isinstance(crosses_with, torch.Tensor) else None
-    return NamedInputs(f"your input of {x.shape[1]} tokens", Inputs(x, source=source))

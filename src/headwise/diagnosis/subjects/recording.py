@@ -1,0 +1,160 @@
+"""Stages that were recorded elsewhere, in a file: for attention that cannot run here.
+
+A file of ``numpy.savez`` or of safetensors holds one call:
+
+    x                                   (batch, queries, embed_dim), required
+    source                              (batch, keys, source_dim), for cross attention
+    mask                                broadcasts to (batch, heads, queries, keys); True attends
+    positions                           (batch, queries), where they do not count from 0
+    q, k, v                             (batch, heads, length, channels)
+    q_after_norm, k_after_norm          likewise, as they enter the rotation
+    q_after_rotary, k_after_rotary      likewise, as they enter the scores
+    scores, weights                     (batch, heads, queries, keys)
+    head_outputs                        (batch, heads, queries, value_dim)
+    output                              (batch, queries, out_dim), required
+
+Any of the stages may be missing. The more there are, the more causes can be told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from headwise.diagnosis.simulation.stages import STAGES, Inputs, RecordedCall
+from headwise.diagnosis.subjects.subject import Subject
+from headwise.errors import OptionError, ShapeError
+from headwise.support.atomic_write import write_whole
+
+ENDINGS = (".npz", ".safetensors")
+ARGUMENTS = ("x", "source", "mask", "positions")
+
+
+class Recording(Subject):
+    """A call that was recorded in a file."""
+
+    def __init__(self, path: Path) -> None:
+        tensors = _read(path)
+        known = {*ARGUMENTS, *(stage.replace(" ", "_") for stage in STAGES)}
+        if missing := {"x", "output"} - tensors.keys():
+            raise OptionError(
+                saw=f"{path.name} without {' and '.join(sorted(missing))}",
+                needed="the input x and the output at least",
+                do="store them by these names with numpy.savez",
+            )
+        if unknown := sorted(tensors.keys() - known):
+            raise OptionError(
+                saw=f"{path.name} with {', '.join(unknown[:4])}",
+                needed=f"names among {', '.join(sorted(known))}",
+                do="rename them, or leave them out",
+            )
+        self.kind = path.name
+        self.dtype = tensors["output"].dtype
+        self.inputs = Inputs(
+            tensors["x"], tensors.get("source"), tensors.get("mask"), tensors.get("positions")
+        )
+        self.stages = {
+            stage: tensors[name].double()
+            for stage in STAGES
+            if (name := stage.replace(" ", "_")) in tensors
+        }
+        for stage, tensor in self.stages.items():
+            axes = 3 if stage == "output" else 4
+            if tensor.dim() != axes:
+                raise ShapeError(
+                    saw=f"{stage} of shape {tuple(tensor.shape)} in {path.name}",
+                    needed=f"{axes} axes"
+                    + ("" if axes == 3 else ", with heads as the second: (batch, heads, ...)"),
+                    do="reshape it before it is stored",
+                )
+
+    def output(self, inputs: Inputs) -> Tensor:  # noqa: ARG002 (always those of the recording)
+        """Return the recorded output."""
+        return self.stages["output"].to(self.dtype)
+
+    def record(self, inputs: Inputs) -> RecordedCall:  # noqa: ARG002
+        """Return the recorded stages."""
+        return RecordedCall(self.inputs, self.stages, self.dtype)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def is_recording(value: object) -> bool:
+    """True if a value is the path of a file that may hold a recording."""
+    if not isinstance(value, str | Path) or Path(value).suffix not in ENDINGS:
+        return False
+    path = Path(value)
+    return path.is_file() and (path.suffix == ".npz" or "output" in load_file(path))
+
+
+def record_activations(
+    path: str | Path,
+    call: Callable[[], Any],
+    x: Tensor,
+    modules: Mapping[str, nn.Module],
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    mask: Tensor | None = None,
+) -> None:
+    """Run a module of PyTorch and store outputs of its parts as a recording.
+
+    Args:
+        path: the file to write, of ``numpy.savez``.
+        call: runs the module; its result is stored as the output (the first of a tuple).
+        x: the input of the module, (batch, queries, embed_dim).
+        modules: stage -> the part whose output it is, such as {"q": layer.q_proj}. An output of
+            (batch, length, heads * channels) is split into heads.
+        num_heads: number of query heads.
+        num_kv_heads: number of heads of keys and values, num_heads by default.
+        mask: as in `Inputs`.
+
+    Raises:
+        OptionError: a name that is no stage.
+    """
+    if unknown := sorted({*modules} - {*STAGES}):
+        raise OptionError(
+            saw=f"modules for {', '.join(unknown)}",
+            needed=f"names among {', '.join(STAGES)}",
+            do='modules={"q": layer.q_proj, "k": layer.k_proj, "v": layer.v_proj}',
+        )
+    counts = {stage: num_kv_heads if stage[0] in "kv" else num_heads for stage in modules}
+    recorded: dict[str, Tensor] = {}
+    hooks = [
+        module.register_forward_hook(_keeper(recorded, stage, counts[stage] or num_heads))
+        for stage, module in modules.items()
+    ]
+    try:
+        with torch.no_grad():
+            output = call()
+    finally:
+        for handle in hooks:
+            handle.remove()
+    recorded |= {"x": x, "output": output[0] if isinstance(output, tuple) else output}
+    recorded |= {} if mask is None else {"mask": mask}
+    arrays = {name.replace(" ", "_"): t.cpu().numpy() for name, t in recorded.items()}
+    content = BytesIO()
+    np.savez(content, allow_pickle=False, **arrays)
+    write_whole(Path(path), content.getvalue())
+
+
+def _keeper(recorded: dict[str, Tensor], stage: str, heads: int) -> Callable[..., None]:
+    """Return a hook that keeps the output of a part, split into heads."""
+
+    def keep(_module: nn.Module, _arguments: Any, output: Tensor) -> None:
+        is_joined = output.dim() == 3 and stage != "output"
+        recorded[stage] = output.unflatten(-1, (heads, -1)).transpose(1, 2) if is_joined else output
+
+    return keep
