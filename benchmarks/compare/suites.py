@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -105,13 +105,15 @@ SUITES: dict[str, Callable[[int], Iterator[Case]]] = {
 MODELS = models  # of layers in sequence; compared when whole models are
 
 
-def diagnosis_of(good: Layer, faulty: Layer, probes: Iterable[Probe]) -> Diagnosis:
+def diagnosis_of(good: Layer, faulty: Layer, probes: Sequence[Probe]) -> Diagnosis:
     """Compare a faulty layer with the good one, on the probes of the case and headwise's own."""
     first, second = ReferenceSubject(faulty), ReferenceSubject(good)
     named = [NamedInputs("the probe of the case", inputs_of(probe)) for probe in probes]
     assert isinstance(good, ReferenceLayer)
     g = good.geometry
-    named += own_probes((g.embed_dim, g.key_dim), crosses=g.cross)
+    # A fault of masks or of decoding needs the arguments of its own probe.
+    if all(probe.mask is None and not probe.steps for probe in probes):
+        named += own_probes((g.embed_dim, g.key_dim), crosses=g.cross)
     with torch.no_grad():
         return Comparison(first, second, named).diagnosis()
 

@@ -35,6 +35,8 @@ from benchmarks.faults.same import SAME, SamePair
 from benchmarks.faults.subtle import SUBTLE, SubtlePair
 from benchmarks.faults.unknown import MECHANISMS
 
+pytestmark = pytest.mark.slow  # the cases of every fault
+
 ROUNDING = 1e-13
 EVERY = (*INJECTORS, *MECHANISMS)
 

@@ -135,6 +135,8 @@ def visible_stages(cause: Cause, evidence: Evidence) -> list[str]:
 def _explained(cause: Cause, variant: Variant, evidence: Evidence) -> NamedCause | None:
     """Return what a variant explains: all parted cells of at least one stage."""
     stages = visible_stages(cause, evidence)
+    if not any(_explains_a_call(variant, evidence, stage) for stage in stages):
+        return None
     after = gaps_of(variant.model, evidence.calls, stages)
     cells: list[Cell] = []
     for stage in stages:
@@ -145,6 +147,16 @@ def _explained(cause: Cause, variant: Variant, evidence: Evidence) -> NamedCause
         return None
     model, is_partial = _merged(variant, evidence, after, cells)
     return NamedCause(cause, variant, model, tuple(cells), is_partial)
+
+
+def _explains_a_call(variant: Variant, evidence: Evidence, stage: str) -> bool:
+    """True if the first call in which a stage parts is explained: most variants fail there."""
+    parted = evidence.parted(stage)
+    if not parted:
+        return False
+    number = parted[0][1]
+    after = gaps_of(variant.model, [evidence.calls[number]], [stage])
+    return all(_is_explained((stage, 0, head), after) for _, n, head in parted if n == number)
 
 
 def _is_explained(cell: Cell, after: Gaps) -> bool:

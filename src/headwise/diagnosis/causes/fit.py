@@ -11,6 +11,7 @@ from torch import Tensor
 from headwise.diagnosis.causes.cause import Evidence, Family, Variant
 from headwise.diagnosis.simulation.gaps import WHOLE, Cell
 from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.errors import OptionError
 
 BEST_STARTS = 2
 ROUNDS = 12
@@ -69,7 +70,10 @@ def _residuals(variant: Variant, calls: Sequence[RecordedCall], cells: Sequence[
     for stage, number in dict.fromkeys((stage, number) for stage, number, _ in cells):
         heads = [head for s, n, head in cells if (s, n) == (stage, number)]
         actual = calls[number].stages[stage]
-        predicted = variant.model.predict(stage, calls[number])
+        try:
+            predicted = variant.model.predict(stage, calls[number])
+        except OptionError:  # a number for which a scaling has no frequencies
+            return torch.full((1,), math.inf, dtype=torch.float64)
         if predicted.shape != actual.shape:
             return torch.full((1,), math.inf, dtype=torch.float64)
         if WHOLE not in heads:

@@ -1,0 +1,46 @@
+"""Calls with earlier keys count their positions from another number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import Forced
+
+MOST = 16
+
+
+class DecodingPositionOffsetCause(Cause):
+    """Calls with earlier keys count their positions from another number."""
+
+    name: ClassVar[str] = "position offset in decoding"
+    symptom: ClassVar[str] = "Prefill is right, and every generated token is wrong"
+    stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary", "scores")
+    cost: ClassVar[float] = 0.7
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return offsets in calls with earlier keys, and positions that start at 0 again."""
+        if not any(call.earlier for call in evidence.calls):
+            return
+        offsets: list[int | None] = [None, *(n for n in range(-MOST, MOST + 1) if n)]
+        for offset in offsets:
+            model = evidence.model
+            for stage in self.stages:
+                model = model.with_stage(stage, partial(_shifted, offset))
+            words = "from 0 again" if offset is None else offset
+            yield Variant(model, {"offset": words}, "positions continue from the keys in the cache")
+
+
+def _shifted(offset: int | None, forced: Forced) -> Tensor:
+    call = forced.call
+    if not call.earlier:
+        return forced.usual()
+    shift = -call.past if offset is None else offset
+    inputs = replace(call.inputs, positions=call.query_positions + shift)
+    other = replace(forced, call=replace(call, inputs=inputs))
+    return other.usual()

@@ -1,0 +1,48 @@
+"""The window of calls with a cache holds another number of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
+
+MOST = 40
+
+
+class DecodingWindowCause(Cause):
+    """The window of calls with a cache holds another number of keys."""
+
+    name: ClassVar[str] = "window in decoding"
+    symptom: ClassVar[str] = (
+        "Prefill of a model with a window is right, and generation attends too far"
+    )
+    stages: ClassVar[tuple[str, ...]] = ("scores",)
+    cost: ClassVar[float] = 0.7
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return windows that differ in calls with earlier keys alone."""
+        settings = evidence.model.settings
+        if not any(call.earlier for call in evidence.calls):
+            return
+        left, right = (None, None) if settings.window is None else settings.window
+        for other in (None, *range(MOST)):
+            if other != left:
+                changed = evidence.model.with_settings(
+                    window=None if other is None else (other, right)
+                )
+                model = evidence.model.with_stage("scores", partial(_in_later_calls, changed))
+                keys = "all" if other is None else other + 1
+                repair = "no window" if left is None else f"window=({left}, 0) in every call"
+                yield Variant(model, {"window": keys}, repair)
+
+
+def _in_later_calls(changed: AttentionModel, forced: Forced) -> Tensor:
+    if not forced.call.earlier:
+        return forced.usual()
+    return replace(forced, model=changed).usual()

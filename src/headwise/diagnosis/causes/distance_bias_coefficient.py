@@ -1,0 +1,29 @@
+"""The bias by distance is multiplied by a number; 0 where it is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+
+
+class DistanceBiasCoefficientCause(Cause):
+    """The bias by distance is multiplied by a number; 0 where it is left out."""
+
+    name: ClassVar[str] = "distance bias coefficient"
+    symptom: ClassVar[str] = "ALiBi attention decays too fast or too slowly"
+    stages: ClassVar[tuple[str, ...]] = ("scores",)
+    cost: ClassVar[float] = 1.1
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the family of all factors of the slopes."""
+        slopes = evidence.model.settings.slopes
+        if slopes is None:
+            return
+
+        def make(factor: float) -> Variant:
+            model = evidence.model.with_settings(slopes=factor * slopes)
+            return Variant(model, {"coefficient": factor}, f"slopes divided by {factor:.6g}")
+
+        yield Family(make, (-1.0, 0.0, 0.5, 2.0, 8.0))

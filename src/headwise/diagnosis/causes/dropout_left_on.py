@@ -1,0 +1,44 @@
+"""Weights are dropped at random, and the others multiplied by 1 / (1 - p)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import Forced
+
+
+class DropoutLeftOnCause(Cause):
+    """Weights are dropped at random, and the others multiplied by 1 / (1 - p)."""
+
+    name: ClassVar[str] = "dropout left on"
+    symptom: ClassVar[str] = "Two runs on the same input differ; some weights are exactly zero"
+    stages: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the recorded zeros with the factor of the weights that are left."""
+        kept, factors = {}, []
+        for call in evidence.calls:
+            actual = call.stages.get("weights")
+            usual = evidence.model.predict("weights", call)
+            if actual is None or actual.shape != usual.shape:
+                return
+            kept[id(call.inputs)] = actual != 0
+            ratio = (actual / usual)[(actual != 0) & (usual > 0)]
+            factors.append(ratio)
+        factor = float(torch.cat(factors).median()) if factors else 1.0
+        if factor > 1.0 + 1e-6:
+            rate = round(1 - 1 / factor, 12)
+            model = evidence.model.with_stage("weights", partial(_dropped, kept, factor))
+            yield Variant(model, {"p": rate}, "call eval() before the comparison")
+
+
+def _dropped(kept: dict[int, Tensor], factor: float, forced: Forced) -> Tensor:
+    usual = forced.usual()
+    left = kept.get(id(forced.call.inputs))
+    return usual if left is None else torch.where(left, factor * usual, 0.0)

@@ -1,0 +1,38 @@
+"""The mask is added to the scores as the numbers 0 and 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import Forced, score
+
+
+class MaskAddedAsNumbersCause(Cause):
+    """The mask is added to the scores as the numbers 0 and 1."""
+
+    name: ClassVar[str] = "mask added as 0/1"
+    symptom: ClassVar[str] = "A mask changes the weights a little and hides nothing"
+    stages: ClassVar[tuple[str, ...]] = ("scores",)
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return scores with the mask, or its inverse, added."""
+        if any(call.inputs.mask is not None for call in evidence.calls):
+            for is_inverted in (False, True):
+                model = evidence.model.with_stage("scores", partial(_added, is_inverted))
+                yield Variant(model, {}, "hide keys: scores.masked_fill(~mask, -inf)")
+
+
+def _added(is_inverted: bool, forced: Forced) -> Tensor:
+    inputs = forced.call.inputs
+    mask = inputs.mask
+    bare = replace(forced, call=replace(forced.call, inputs=replace(inputs, mask=None)))
+    usual = score(bare)
+    if mask is None:
+        return usual
+    return usual + (~mask if is_inverted else mask).to(usual.dtype)

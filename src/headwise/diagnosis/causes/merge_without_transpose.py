@@ -1,0 +1,32 @@
+"""Head outputs (batch, heads, length, d) are viewed as (batch, length, heads * d)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import Forced
+
+
+class MergeWithoutTransposeCause(Cause):
+    """Head outputs (batch, heads, length, d) are viewed as (batch, length, heads * d)."""
+
+    name: ClassVar[str] = "merge without transpose"
+    symptom: ClassVar[str] = "Outputs mix tokens, and the copy task still trains"
+    stages: ClassVar[tuple[str, ...]] = ("output",)
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the output projection of the view."""
+        model = evidence.model.with_stage("output", _merged)
+        yield Variant(model, {}, "outputs.transpose(1, 2).flatten(2)")
+
+
+def _merged(forced: Forced) -> Tensor:
+    heads, bias = forced["head outputs"], forced.weight("bo")
+    batch, _, length, _ = heads.shape
+    joined = heads.reshape(batch, length, -1)
+    projected = joined @ forced.model.weights["wo"].flatten(0, 1)
+    return projected if bias is None else projected + bias

@@ -1,0 +1,63 @@
+"""The same projections are split into another number of heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.layers.positions.distance_bias import alibi_slopes
+
+
+class NumberOfHeadsCause(Cause):
+    """The same projections are split into another number of heads."""
+
+    name: ClassVar[str] = "number of heads"
+    symptom: ClassVar[str] = (
+        "A check with one head and with eight passes or fails depending on the weights"
+    )
+    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "scores", "head outputs", "output")
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return every number of heads that divides the projections."""
+        model, settings = evidence.model, evidence.model.settings
+        widths = {role: model.weights[f"w{role}"].flatten(0, 1).shape[0] for role in "qkv"}
+        for heads in range(1, widths["q"] + 1):
+            head_dim, rest = divmod(widths["q"], heads)
+            kv_heads, other = divmod(widths["k"], head_dim) if not rest else (0, 1)
+            if rest or other or not kv_heads or widths["v"] % kv_heads or heads % kv_heads:
+                continue
+            if heads == settings.num_heads or (
+                settings.rotary and settings.rotary.width > head_dim
+            ):
+                continue
+            is_usual = math.isclose(settings.scale, model.weights["wq"].shape[1] ** -0.5)
+            for scale in {head_dim**-0.5 if is_usual else settings.scale, settings.scale}:
+                other_model = _split(model, heads, kv_heads, scale)
+                if other_model is not None:
+                    repair = f"num_heads={settings.num_heads}"
+                    yield Variant(other_model, {"heads": heads}, repair)
+
+
+def _split(model: AttentionModel, heads: int, kv_heads: int, scale: float) -> AttentionModel | None:
+    """Return the model with its rows in other heads; None where tensors of heads do not fit."""
+    counts = {"q": heads, "k": kv_heads, "v": kv_heads, "o": heads}
+    names = {f"{kind}{role}" for kind in "wb" for role in counts} - {"bo"}
+    weights = dict(model.weights)
+    for name in names & weights.keys():
+        rows = weights[name].flatten(0, 1)
+        weights[name] = rows.unflatten(0, (counts[name[1]], -1))
+    if weights.keys() - names - {"bo"}:
+        return None
+    slopes, rotary = model.settings.slopes, model.settings.rotary
+    if slopes is not None:
+        slopes = alibi_slopes(heads).double()
+    if rotary is not None and rotary.width == model.weights["wq"].shape[1]:
+        rotary = replace(rotary, width=weights["wq"].shape[1])
+    changed = replace(model, weights=weights)
+    return changed.with_settings(
+        num_heads=heads, num_kv_heads=kv_heads, scale=scale, slopes=slopes, rotary=rotary
+    )

@@ -1,0 +1,33 @@
+"""The weight of the norm is used as w in place of 1 + w, or the reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+
+
+class QKNormWeightOffsetCause(Cause):
+    """The weight of the norm is used as w in place of 1 + w, or the reverse."""
+
+    name: ClassVar[str] = "qk-norm weight offset"
+    symptom: ClassVar[str] = (
+        "Queries and keys are too small or too large by one part of the norm's weight"
+    )
+    stages: ClassVar[tuple[str, ...]] = (
+        "q after norm",
+        "k after norm",
+        "q after rotary",
+        "k after rotary",
+    )
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the other convention."""
+        norm = evidence.model.settings.norm
+        if norm is not None:
+            offset = 0.0 if norm.weight_offset else 1.0
+            model = evidence.model.with_settings(norm=replace(norm, weight_offset=offset))
+            right = "1 + w" if norm.weight_offset else "w"
+            yield Variant(model, {"offset": offset}, f"multiply by {right}, w the stored weight")

@@ -1,0 +1,29 @@
+"""One of the two adds its input to its output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import Forced
+
+
+class ResidualInsideCause(Cause):
+    """One of the two adds its input to its output."""
+
+    name: ClassVar[str] = "residual inside"
+    symptom: ClassVar[str] = "The output is off by exactly the input"
+    stages: ClassVar[tuple[str, ...]] = ("output",)
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the output plus the input."""
+        if evidence.model.weights["wo"].shape[2] == evidence.model.weights["wq"].shape[2]:
+            model = evidence.model.with_stage("output", _with_residual)
+            yield Variant(model, {}, "compare without the residual: a(x) - x")
+
+
+def _with_residual(forced: Forced) -> Tensor:
+    return forced.usual() + forced.call.inputs.x

@@ -1,0 +1,50 @@
+"""Angles grow with the head, the batch or the reversed position in place of the position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import Forced
+
+
+class RotaryAxisCause(Cause):
+    """Angles grow with the head, the batch or the reversed position in place of the position."""
+
+    name: ClassVar[str] = "rotary axis"
+    symptom: ClassVar[str] = (
+        "Rotation by the head's number: right with one head, wrong with several"
+    )
+    stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return angles by head, by position and head, by batch, and by position from the end."""
+        rotary = evidence.model.settings.rotary
+        if rotary is None:
+            return
+        for axis in ("head", "position and head", "batch", "position from the end"):
+            model = evidence.model
+            for stage in self.stages:
+                model = model.with_stage(stage, partial(_rotated, axis))
+            yield Variant(model, {"axis": axis}, "rotate by the position of the token: axis 2 of 4")
+
+
+def _rotated(axis: str, forced: Forced) -> Tensor:
+    role, rotary = forced.stage[0], forced.settings.rotary
+    assert rotary is not None
+    x = forced[f"{role} after norm"]
+    positions = forced.call.query_positions if role == "q" else forced.call.new_key_positions
+    heads = torch.arange(x.shape[1])[:, None]
+    places = {
+        "head": heads,
+        "position and head": positions[:, None] + heads,
+        "batch": torch.arange(len(x))[:, None, None],
+        "position from the end": positions.flip(-1)[:, None],
+    }
+    angles = places[axis][..., None].double() * rotary.frequencies()
+    return rotary.turn(x, angles, *rotary.pairs())

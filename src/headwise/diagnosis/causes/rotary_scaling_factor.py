@@ -1,0 +1,32 @@
+"""The frequencies are scaled by another factor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+
+
+class RotaryScalingFactorCause(Cause):
+    """The frequencies are scaled by another factor."""
+
+    name: ClassVar[str] = "rotary scaling factor"
+    symptom: ClassVar[str] = "Long prompts degrade, short ones are right"
+    stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return factors, with the attention factor that follows and with the right one."""
+        rotary = evidence.model.settings.rotary
+        if rotary is None or rotary.scaling is None:
+            return
+        scaling = rotary.scaling
+        for amplitude in {None, rotary.amplitude}:
+
+            def make(factor: float, amplitude: float | None = amplitude) -> Variant:
+                changed = replace(scaling, factor=factor)
+                model = evidence.model.with_rotary(scaling=changed, attention_factor=amplitude)
+                return Variant(model, {"factor": factor}, f"scaling={scaling}")
+
+            yield Family(make, tuple(1.25 * 1.6**n for n in range(9)), is_log=True)

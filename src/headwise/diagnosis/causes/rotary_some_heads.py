@@ -1,0 +1,42 @@
+"""Only a share of the heads is rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.gaps import WHOLE
+
+
+class RotarySomeHeadsCause(Cause):
+    """Only a share of the heads is rotated."""
+
+    name: ClassVar[str] = "rotary on some heads only"
+    symptom: ClassVar[str] = "Some heads are right and the others ignore positions"
+    stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
+    cost: ClassVar[float] = 0.3
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the model without a rotation of the heads that part."""
+        if evidence.model.settings.rotary is None:
+            return
+        model, heads = evidence.model, {}
+        for stage in self.stages:
+            parted = sorted({head for _, _, head in evidence.parted(stage)})
+            count = evidence.model.weights[f"w{stage[0]}"].shape[0]
+            if len(parted) == count or WHOLE in parted:
+                return
+            heads[stage[0]] = tuple(head for head in range(count) if head not in parted)
+            model = model.with_stage(stage, partial(_unrotated, parted))
+        yield Variant(model, {"rotated": str(heads)}, "rotate every head")
+
+
+def _unrotated(heads: list[int], forced: Forced) -> Tensor:
+    x, bare = forced.usual().clone(), forced[f"{forced.stage[0]} after norm"]
+    x[:, heads] = bare[:, heads]
+    return x

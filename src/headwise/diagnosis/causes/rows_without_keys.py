@@ -1,0 +1,45 @@
+"""A row whose keys are all hidden has NaN, equal weights or zeros."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import Forced
+
+
+class RowsWithoutKeysCause(Cause):
+    """A row whose keys are all hidden has NaN, equal weights or zeros."""
+
+    name: ClassVar[str] = "rows without keys"
+    symptom: ClassVar[str] = (
+        "Outputs are NaN, or the average of hidden tokens, for queries that may attend to nothing"
+    )
+    stages: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return NaN, and equal weights over all keys."""
+        if any(
+            bool(_empty(call.stages["scores"]).any())
+            for call in evidence.calls
+            if "scores" in call.stages
+        ):
+            for words, value in (("NaN", math.nan), ("equal weights", None), ("weights of 1", 1.0)):
+                model = evidence.model.with_stage("weights", partial(_filled, value))
+                yield Variant(model, {"row": words}, "give such rows zeros")
+
+
+def _empty(scores: Tensor) -> Tensor:
+    return (scores == -math.inf).all(-1, keepdim=True)
+
+
+def _filled(value: float | None, forced: Forced) -> Tensor:
+    scores = forced["scores"]
+    other = 1 / scores.shape[-1] if value is None else value
+    return torch.where(_empty(scores), other, forced.usual())

@@ -1,0 +1,32 @@
+"""The softmax is over queries, heads or the batch in place of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import Forced
+
+
+class SoftmaxAxisCause(Cause):
+    """The softmax is over queries, heads or the batch in place of keys."""
+
+    name: ClassVar[str] = "softmax axis"
+    symptom: ClassVar[str] = (
+        "Weights of a query do not add up to 1; those of a key, or of the heads, do"
+    )
+    stages: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the softmax over each other axis."""
+        for axis, words in ((2, "queries"), (1, "heads"), (0, "batch")):
+            model = evidence.model.with_stage("weights", partial(_over, axis))
+            yield Variant(model, {"axis": words}, "scores.softmax(dim=-1), over keys")
+
+
+def _over(axis: int, forced: Forced) -> Tensor:
+    return forced["scores"].softmax(axis).nan_to_num(0.0)

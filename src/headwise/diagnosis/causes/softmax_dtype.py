@@ -1,0 +1,51 @@
+"""The softmax is computed in a narrower dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import Forced
+
+
+class SoftmaxDtypeCause(Cause):
+    """The softmax is computed in a narrower dtype."""
+
+    name: ClassVar[str] = "softmax dtype"
+    symptom: ClassVar[str] = (
+        "A float64 run still differs by 1e-7; a bfloat16 run differs more than it should"
+    )
+    stages: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the softmax in each narrower dtype."""
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for function in (_in_dtype, _of_rounded, _rounded):
+                model = evidence.model.with_stage("weights", partial(function, dtype))
+                name = str(dtype).removeprefix("torch.")
+                yield Variant(model, {"dtype": name}, "softmax in the dtype of the scores")
+
+
+def _in_dtype(dtype: torch.dtype, forced: Forced) -> Tensor:
+    return _softmax(forced["scores"].to(dtype), forced).double()
+
+
+def _of_rounded(dtype: torch.dtype, forced: Forced) -> Tensor:
+    return _softmax(forced["scores"].to(dtype).double(), forced)
+
+
+def _rounded(dtype: torch.dtype, forced: Forced) -> Tensor:
+    return _softmax(forced["scores"].to(dtype).double(), forced).to(dtype).double()
+
+
+def _softmax(scores: Tensor, forced: Forced) -> Tensor:
+    sink = forced.weight("sink")
+    if sink is None:
+        return scores.softmax(-1).nan_to_num(0.0)
+    column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
