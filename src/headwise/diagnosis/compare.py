@@ -152,6 +152,14 @@ class Comparison:
             verdict = Verdict.DIFFERENT if named.causes else Verdict.UNKNOWN
         return self._diagnosis(verdict, named, calls)
 
+    def _agree_elsewhere(self) -> bool:
+        """True if outputs agree on headwise's own inputs, or cannot be had."""
+        sizes = self.known.sizes
+        if isinstance(self.doubtful, Recording) or sizes is None:
+            return True
+        probes = own_probes(sizes, crosses=sizes[0] != sizes[1])
+        return self._outputs_agree([self.doubtful.record(probe.inputs) for probe in probes])
+
     def _is_bitwise(self) -> bool:
         single = [probe.inputs for probe in self.probes if not probe.inputs.steps]
         pairs = ((self.first.output(inputs), self.second.output(inputs)) for inputs in single)
@@ -178,6 +186,8 @@ class Comparison:
         blind = ""
         if verdict.is_same and not _is_one_model(self.first.model, self.second.model):
             blind = blind_spot(self.model, calls, self.doubtful.dtype)
+            if verdict is Verdict.OTHER_WEIGHTS and not blind and not self._agree_elsewhere():
+                blind = "outputs agree on these inputs and differ on those that headwise makes"
             verdict = Verdict.INCONCLUSIVE if blind else verdict
         recorded = [stage for stage in STAGES if any(stage in call.stages for call in calls)]
         comparison = FunctionComparison(
@@ -233,5 +243,5 @@ def _reported(named: NamedCause) -> FoundCause:
         heads=None if named.heads is None else tuple(named.heads),
         repair=named.variant.repair,
         equals=named.equals,
-        page=f"causes/{named.cause.name.replace(' ', '-').replace('/', '-')}",
+        page="docs/causes.md",
     )

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.compare.suites import SUITES, Case
 from headwise.diagnosis.causes.all_causes import CAUSES
+from tools import causes_page
 
 NAMES = [cause.name for cause in CAUSES]
 # Not named yet: the recorded scores of such calls have another meaning, see docs/log.md.
@@ -48,3 +49,7 @@ def test_names_and_symptoms_are_of_one_cause_each() -> None:
 def test_causes_of_three_stages(fault: str) -> None:
     scored = CASES[fault].score()
     assert scored.is_right, scored.answer
+
+
+def test_the_page_of_causes_is_written_anew() -> None:
+    assert causes_page.PAGE.read_text("utf-8") == causes_page.page()
