@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis.diagnosis_result import Verdict
 from headwise.errors import OptionError, ShapeError
+from headwise.layers.positions import Alibi
 from headwise.testing import assert_same_function
 
 WIDTH, HEADS = 40, 5
@@ -137,3 +138,12 @@ def test_functions_that_cannot_be_compared_are_refused() -> None:
         compare(b, Attention(48, 4))
     with pytest.raises(OptionError, match="a of type int"):
         compare(3, b)  # type: ignore[arg-type]
+
+
+def test_another_number_of_heads_is_named_with_a_bias_by_distance() -> None:
+    torch.manual_seed(0)
+    a, b = (Attention(48, heads, score_bias=Alibi()) for heads in (6, 4))
+    b.load_state_dict(a.state_dict())
+    diagnosis = compare(a, b)
+    assert diagnosis.function is not None
+    assert [cause.name for cause in diagnosis.function.causes] == ["number of heads"]

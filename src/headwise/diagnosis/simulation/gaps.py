@@ -70,6 +70,8 @@ def gaps_of(
     for stage in STAGES:
         if not misshapen.isdisjoint(BEFORE[stage]):
             misshapen.add(stage)
+        if stage not in stages and not all(_fits(model, call, stage) for call in calls):
+            misshapen.add(stage)
         if stage not in stages or stage in misshapen:
             continue
         for number, call in enumerate(calls):
@@ -81,6 +83,17 @@ def gaps_of(
                 for head, gap in _by_head(stage, predicted, call.stages[stage], bound).items():
                     cells[stage, number, head] = gap
     return Gaps(cells)
+
+
+def _fits(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
+    """True if a recorded stage has the heads of the model, or was not recorded."""
+    tensor = call.stages.get(stage)
+    if tensor is None or stage == "output":
+        return True
+    role = stage[0] if stage[0] in "qkv" else "o"
+    heads, width = model.weights[f"w{role}"].shape[:2]
+    sizes = (heads,) if stage in ("scores", "weights") else (heads, width)
+    return (tensor.shape[1], tensor.shape[3])[: len(sizes)] == sizes
 
 
 def _by_head(stage: str, predicted: Tensor, actual: Tensor, bound: Tensor) -> dict[int, Gap]:
