@@ -71,8 +71,11 @@ def test_another_number_is_named(folder: Path, meta: Path) -> None:
     made_of = "`model.layers.1.self_attn.v_proj.weight`"
     assert f"`{name}` ({where}), made of {made_of}: 1 of" in done.stdout
     assert done.stdout.count("OTHER OUTPUTS") == 1
-    assert done.stdout.splitlines()[-1] == (
+    assert done.stdout.splitlines()[-2] == (
         f"Not the same: 20 of 21 tensors are equal; `{name}` differs ({where})."
+    )
+    assert (
+        done.stdout.splitlines()[-1] == f"To run both: headwise compare {folder} {meta} --layer 1"
     )
 
 
@@ -222,7 +225,7 @@ def test_none_that_agrees_is_not_the_same(folder: Path, tmp_path: Path) -> None:
     assert done.exit_code == 1, done.exception
     differs = "`model.layers.1.self_attn.` differs from the first in values of all 2 kv heads"
     assert f"not llama: {differs}" in done.stdout
-    assert done.stdout.splitlines()[-1] == (
+    assert done.stdout.splitlines()[-2] == (
         f"Not the same: 20 of 21 tensors are equal; `{name}` differs (values of all 2 kv heads)."
     )
 
@@ -238,7 +241,7 @@ def test_of_readings_that_do_not_agree_the_one_with_the_most_equal_tensors_is_sh
     done = run(meta, bare, "--heads", llamas.HEADS, "--kv-heads", llamas.KV_HEADS)
     assert done.exit_code == 1, done.exception
     assert "read as llama-meta and llama, where most tensors are equal" in done.stdout
-    assert done.stdout.splitlines()[-1] == (
+    assert done.stdout.splitlines()[-2] == (
         f"Not the same: 20 of 21 tensors are equal; `{name}` differs (output projection of head 5)."
     )
 

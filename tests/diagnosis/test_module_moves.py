@@ -60,3 +60,15 @@ def test_other_numbers_are_not_explained() -> None:
     ported[name] = ported[name] + torch.randn(WIDTH, WIDTH)
     diagnosis = verify(ported, model(), config=CONFIG)
     assert [module.unexplained for module in diagnosis.moves] == [("v",)]
+
+
+def test_weights_with_one_wrong_entry_were_not_initialised_anew() -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    right = {key: 0.02 * x for key, x in model().items()}
+    ported = right | {name: right[name].clone()}
+    ported[name][0, 0] += 1
+    [module] = verify(right, ported, config=CONFIG).moves
+    assert (module.causes, module.unexplained, module.layer) == ((), ("o",), 1)
+    ported[name] = 0.02 * torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    [module] = verify(right, ported, config=CONFIG).moves
+    assert module.causes == ("weights at their initial values",)

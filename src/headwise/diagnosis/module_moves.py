@@ -25,6 +25,7 @@ class ModuleMoves:
 
     Attributes:
         name: the module in the first.
+        layer: its layer; None where its name has no number.
         moves: causes in the order in which they happened, each with its projections.
         causes: their names.
         unexplained: projections that nothing explains.
@@ -32,6 +33,7 @@ class ModuleMoves:
     """
 
     name: str
+    layer: int | None
     moves: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
     unexplained: tuple[str, ...] = ()
@@ -40,7 +42,9 @@ class ModuleMoves:
     def __str__(self) -> str:
         if self.is_other_module:
             return f"`{self.name}` has the weights of `{self.is_other_module}`: layers exchanged"
-        left = [f"nothing explains {', '.join(self.unexplained)}"] if self.unexplained else []
+        left = (
+            [f"no known change explains {', '.join(self.unexplained)}"] if self.unexplained else []
+        )
         return f"`{self.name}`: {'; then '.join([*self.moves, *left])}"
 
 
@@ -67,10 +71,10 @@ def module_moves(
             state = _canonical(first, a, layouts[0], counts)
             other = _owner(state, second, layouts[1], [pair[1] for pair in concerned], b, counts)
             if other:
-                named.append(ModuleMoves(name=a.prefix.rstrip("."), is_other_module=other))
+                named.append(_exchanged(a, other))
             else:
                 right = _canonical(second, b, layouts[1], counts)
-                named.append(_moves(a.prefix.rstrip("."), state, right, counts.get("rotary_width")))
+                named.append(_moves(a, state, right, counts.get("rotary_width")))
     return named
 
 
@@ -99,10 +103,15 @@ def _owner(
     return ""
 
 
-def _moves(name: str, a: State, b: State, rotary_width: int | None) -> ModuleMoves:
+def _exchanged(module: NamedModule, other: str) -> ModuleMoves:
+    return ModuleMoves(name=module.prefix.rstrip("."), layer=module.layer, is_other_module=other)
+
+
+def _moves(module: NamedModule, a: State, b: State, rotary_width: int | None) -> ModuleMoves:
     report = compare_states(a, b, rotary_width=rotary_width)
     return ModuleMoves(
-        name=name,
+        name=module.prefix.rstrip("."),
+        layer=module.layer,
         moves=tuple(map(str, report.moves)),
         causes=tuple(move.cause for move in report.moves),
         unexplained=report.unexplained,
