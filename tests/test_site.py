@@ -129,6 +129,7 @@ return {
         ("huggingface", "gpt2model"),
         ("mutants", "off-by-one window"),
         ("names", "ResamplingNothing"),
+        ("causes", "long rope_theta"),
     ],
 )
 def test_a_filter_box_leaves_the_rows_with_all_words(built: Site, path: str, words: str) -> None:

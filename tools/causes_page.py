@@ -1,34 +1,114 @@
-"""Page of the causes that `headwise.compare` names: ``python -m tools.causes_page``."""
+"""Pages of the causes that `headwise.compare` names: ``python -m tools.causes_page``.
+
+Each page is made of the class of a cause: its symptom, its docstring with the sections below, its
+stages, and the docstring of its variants.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause
+from headwise.diagnosis.function_comparison import page_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "causes.md"
-INTRODUCTION = """# Why two attentions differ
+DOCS = Path(__file__).parents[1] / "docs"
+INDEX = "causes/index.md"
+WRONG, RIGHT, REPAIR, CONFUSED = SECTIONS = ("Wrong", "Right", "Repair", "Confused with")
+INTRODUCTION = f"""# Why two attentions differ
 
-Each section is a cause that [`headwise.compare`](comparing.md) names. Its title is
-what people see. It shows in stages that differ although everything before them is equal.
+[`headwise.compare`](../comparing.md) names these {len(CAUSES)} causes. A cause is named only if it
+explains a stage to rounding, in every head and every entry.
+
+| what people see | cause | stages in which it shows |
+| --- | --- | --- |
 """
 
 
-def section(cause: Cause) -> str:
-    """Return the section of one cause."""
-    meaning = " ".join(inspect.getdoc(type(cause)).split("\n\n")[0].split())  # type: ignore[union-attr]
-    stages = ", ".join(cause.stages)
-    return f"## {cause.symptom}\n\n**{cause.name}**. {meaning}\n\nIt shows in: {stages}.\n"
+def pages() -> dict[str, str]:
+    """Return path in ``docs`` -> text, for the index and for each cause."""
+    by_symptom = sorted(CAUSES, key=lambda cause: cause.symptom.lower())
+    index = INTRODUCTION + "".join(map(row, by_symptom))
+    return {INDEX: index} | {page_of(cause.name): page(cause) for cause in CAUSES}
 
 
-def page() -> str:
-    """Return the whole page, by name of the cause."""
-    sections = [section(cause) for cause in sorted(CAUSES, key=lambda cause: cause.name)]
-    return "\n".join([INTRODUCTION, *sections])
+def row(cause: Cause) -> str:
+    """Return the row of a cause in the index."""
+    return f"| {cause.symptom} | {link(cause.name)} | {', '.join(cause.stages)} |\n"
+
+
+def page(cause: Cause) -> str:
+    """Return the page of a cause."""
+    meaning, sections = described(cause)
+    return "\n\n".join([f"# {cause.symptom}", *_parts(cause, meaning, sections)]) + "\n"
+
+
+def _parts(cause: Cause, meaning: str, sections: Mapping[str, str]) -> Iterator[str]:
+    yield f"`compare` names this cause **{cause.name}**. {meaning}"
+    if WRONG in sections:
+        wrong, right = (sections[name].splitlines() for name in (WRONG, RIGHT))
+        lines = [*(f"- {line}" for line in wrong), *(f"+ {line}" for line in right)]
+        yield "\n".join(["```diff", *lines, "```"])
+    yield "## Stages"
+    yield (
+        f"The cause shows in: {', '.join(cause.stages)}. "
+        "[The stages before](../comparing.md#how-a-cause-is-found) agree."
+    )
+    yield f"## Search\n\n{searched(cause)}"
+    if REPAIR in sections:
+        yield f"## Repair\n\n{sections[REPAIR]}"
+    if CONFUSED in sections:
+        yield "## Causes that look the same"
+        yield "On some inputs, or with some weights, these are the same function:"
+        others = re.findall(r"^(\S.*?): (.*(?:\n .*)*)", sections[CONFUSED], re.M)
+        yield "\n".join(f"- {link(name)}: {' '.join(when.split())}" for name, when in others)
+    yield f"[All causes]({INDEX.rpartition('/')[2]})"
+
+
+def link(name: str) -> str:
+    """Return a link to the page of a cause, from another page of causes."""
+    if name not in {cause.name for cause in CAUSES}:
+        raise KeyError(f"no cause has the name {name!r}")
+    return f"[{name}]({page_of(name).rpartition('/')[2]})"
+
+
+def described(cause: Cause) -> tuple[str, dict[str, str]]:
+    """Return the docstring of a cause without its sections, and the text of each section."""
+    heading = "|".join(SECTIONS)
+    text, *rest = re.split(rf"^({heading}):\n", inspect.getdoc(type(cause)) or "", flags=re.M)
+    bodies = (textwrap.dedent(body).strip("\n") for body in rest[1::2])
+    return text.strip(), dict(zip(rest[::2], bodies, strict=True))
+
+
+def searched(cause: Cause) -> str:
+    """Return the sentences about the variants that are tried, and the fit."""
+    variants = type(cause).variants
+    first, *others = (inspect.getdoc(variants) or "").split("\n\n")
+    constants = vars(sys.modules[type(cause).__module__])
+    words = re.sub(r"\b[A-Z]{3,}\b", lambda m: str(constants.get(m[0], m[0])), first)
+    sentences = [f"`compare` tries {words.removeprefix('Return ')}", *others]
+    if "Family(" in inspect.getsource(variants):
+        sentences.append("The number is fitted to the recorded stage by the Gauss-Newton method.")
+    return " ".join(" ".join(sentences).split())
+
+
+def write(docs: Path) -> None:
+    """Write all pages, and remove those of causes that are no more."""
+    current = pages()
+    folder = docs / Path(INDEX).parent
+    folder.mkdir(exist_ok=True)
+    for path in folder.glob("*.md"):
+        if f"{folder.name}/{path.name}" not in current:
+            path.unlink()
+    for name, text in current.items():
+        docs.joinpath(name).write_text(text, "utf-8")
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), "utf-8")
-    print(f"{len(CAUSES)} causes: {PAGE}")
+    write(DOCS)
+    print(f"{len(CAUSES)} causes: {DOCS / INDEX}")

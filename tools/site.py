@@ -24,7 +24,15 @@ API: dict[str, Any] = json.loads(
 )
 INDEX = "reference/index.md"
 LOG = "log.md"
-LISTS = {"catalogue.md", "huggingface.md", LOG, "mutants.md", "names.md", "statistics.md"}
+LISTS = {
+    "catalogue.md",
+    "causes/index.md",
+    "huggingface.md",
+    LOG,
+    "mutants.md",
+    "names.md",
+    "statistics.md",
+}
 FILTER = (
     '<p class="filter" hidden><input type="search" aria-label="Show only entries with these words"'
     ' placeholder="Show only entries with these words"> <output></output></p>'

@@ -52,6 +52,8 @@ def test_another_theta_is_named_with_its_repair() -> None:
     assert cause.name == "rotary theta"
     assert cause.parameters["theta"] == pytest.approx(5e5, rel=1e-4)
     assert cause.repair == "Rotary(theta=10000)"
+    assert cause.page == "causes/rotary-theta.md"
+    assert cause.lines[-1] == "  more: causes/rotary-theta.md in the documentation"
     assert [stage.stage for stage in diagnosis.function.parted] == [
         "q after rotary",
         "k after rotary",

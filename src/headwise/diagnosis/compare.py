@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.function_comparison import FoundCause, FunctionComparison, PartedStage
+from headwise.diagnosis.function_comparison import (
+    FoundCause,
+    FunctionComparison,
+    PartedStage,
+    page_of,
+)
 from headwise.diagnosis.power import blind_spot
 from headwise.diagnosis.probes import SEED, NamedInputs, own_probes
 from headwise.diagnosis.search import NamedCause, Search, search
@@ -243,5 +248,5 @@ def _reported(named: NamedCause) -> FoundCause:
         heads=None if named.heads is None else tuple(named.heads),
         repair=named.variant.repair,
         equals=named.equals,
-        page="docs/causes.md",
+        page=page_of(named.cause.name),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -46,7 +47,7 @@ class FoundCause:
         heads: the heads that it concerns; None for all.
         repair: what makes the first equal to the second.
         equals: other causes that would look the same on these inputs.
-        page: the page of the documentation about it.
+        page: the page of the documentation about it, a path in ``docs``.
     """
 
     name: str
@@ -68,6 +69,7 @@ class FoundCause:
             lines.append(f"  repair: {self.repair}")
         if self.equals:
             lines.append(f"  the same on these inputs: {', '.join(self.equals)}")
+        lines.append(f"  more: {self.page} in the documentation")
         return lines
 
 
@@ -122,6 +124,12 @@ class FunctionComparison:
             f"{'; '.join(self.probes)}"
         )
         return lines
+
+
+def page_of(cause: str) -> str:
+    """Return the page of the documentation about a cause: ``causes/rotary-theta.md``."""
+    words = re.findall("[a-z0-9]+", cause.lower().replace("'", ""))
+    return f"causes/{'-'.join(words)}.md"
 
 
 def _numbered(heads: tuple[int, ...]) -> str:

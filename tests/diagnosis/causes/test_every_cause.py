@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.compare.suites import SUITES, Case
 from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.cause import Cause
+from headwise.diagnosis.function_comparison import page_of
 from tools import causes_page
 
 NAMES = [cause.name for cause in CAUSES]
@@ -51,5 +55,30 @@ def test_causes_of_three_stages(fault: str) -> None:
     assert scored.is_right, scored.answer
 
 
-def test_the_page_of_causes_is_written_anew() -> None:
-    assert causes_page.PAGE.read_text("utf-8") == causes_page.page()
+def test_the_pages_of_causes_are_up_to_date() -> None:
+    folder = causes_page.DOCS / "causes"
+    written = {f"causes/{path.name}": path.read_text("utf-8") for path in folder.iterdir()}
+    assert written == causes_page.pages()
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=NAMES)
+def test_each_cause_has_a_page_with_a_repair(cause: Cause) -> None:
+    text = causes_page.DOCS.joinpath(page_of(cause.name)).read_text("utf-8")
+    assert text.startswith(f"# {cause.symptom}\n")
+    assert "## Repair" in text
+    _, sections = causes_page.described(cause)
+    for name in {"Wrong", "Right"} & sections.keys():
+        compile(sections[name], name, "exec")
+
+
+def test_a_page_links_to_causes_that_exist() -> None:
+    assert causes_page.link("rotary theta") == "[rotary theta](rotary-theta.md)"
+    with pytest.raises(KeyError, match="rotary thetas"):
+        causes_page.link("rotary thetas")
+
+
+def test_pages_of_causes_that_are_no_more_are_removed(tmp_path: Path) -> None:
+    tmp_path.joinpath("causes").mkdir()
+    tmp_path.joinpath("causes", "phlogiston.md").touch()
+    causes_page.write(tmp_path)
+    assert {f"causes/{path.name}" for path in tmp_path.glob("causes/*")} == {*causes_page.pages()}

@@ -15,10 +15,33 @@ MOST = 12
 
 
 class CausalAlignmentCause(Cause):
-    """The causal mask is shifted, or missing, or where it should not be."""
+    """The causal mask is shifted, or missing, or where it should not be.
+
+    With as many queries as keys, query i attends to keys 0 to i. With a cache there are fewer
+    queries than keys. The last query then stands at the last key. `is_causal=True` of
+    `scaled_dot_product_attention` puts the first query at the first key instead, and flash-attn did
+    so before version 2.1.
+
+    Wrong:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)  # 1 query, 8 keys: sees key 0 alone
+
+    Right:
+        seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    Repair:
+        Pass `Mask.causal(align="bottom-right")` where a cache is in use. For a mask that is off by
+        one, start `tril` or `triu` at the other diagonal.
+
+    Confused with:
+        window off by one: on inputs of fewer tokens than the window holds.
+        mask polarity: if the caller's mask is the causal mask.
+    """
 
     name: ClassVar[str] = "causal alignment"
-    symptom: ClassVar[str] = "A query sees one token too many, or the last tokens of a longer cache"
+    symptom: ClassVar[str] = (
+        "Generation with a key/value cache sees only the first keys; a causal mask is off by one"
+    )
     stages: ClassVar[tuple[str, ...]] = ("scores",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -16,10 +16,30 @@ MOST = 16
 
 
 class DecodingPositionOffsetCause(Cause):
-    """Calls with earlier keys count their positions from another number."""
+    """Calls with earlier keys count their positions from another number.
+
+    A call of 1 token after n earlier ones is at position n. Code that makes positions of the length
+    of the call rotates it as if it were at position 0. Later keys are then stored at wrong
+    positions as well.
+
+    Wrong:
+        positions = torch.arange(tokens)
+
+    Right:
+        positions = torch.arange(tokens) + past_length
+
+    Repair:
+        Continue the positions from the keys in the cache, without counting padding.
+
+    Confused with:
+        rotary position offset: if the first call is off by the same number.
+        left padding in decoding: both part in later calls alone; the second of them needs padding.
+    """
 
     name: ClassVar[str] = "position offset in decoding"
-    symptom: ClassVar[str] = "Prefill is right, and every generated token is wrong"
+    symptom: ClassVar[str] = (
+        "Prefill is right, and every token generated with a key/value cache is wrong"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary", "scores")
     cost: ClassVar[float] = 0.7
 

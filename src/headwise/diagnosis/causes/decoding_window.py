@@ -16,11 +16,23 @@ MOST = 40
 
 
 class DecodingWindowCause(Cause):
-    """The window of calls with a cache holds another number of keys."""
+    """The window of calls with a cache holds another number of keys.
+
+    A cache that drops keys for the window, and a mask that hides them, must agree. Off by one, the
+    query itself is counted in one of the two alone.
+
+    Repair:
+        Give calls with a cache the window of the first call: `window=(left, 0)` hides all but
+        `left` earlier keys.
+
+    Confused with:
+        window off by one: if the first call has the wrong window as well.
+        evicted keys: for one step after the first keys left the cache.
+    """
 
     name: ClassVar[str] = "window in decoding"
     symptom: ClassVar[str] = (
-        "Prefill of a model with a window is right, and generation attends too far"
+        "A sliding window is right in prefill, and generation attends too far or not far enough"
     )
     stages: ClassVar[tuple[str, ...]] = ("scores",)
     cost: ClassVar[float] = 0.7

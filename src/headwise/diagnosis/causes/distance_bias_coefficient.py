@@ -9,10 +9,29 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class DistanceBiasCoefficientCause(Cause):
-    """The bias by distance is multiplied by a number; 0 where it is left out."""
+    """The bias by distance is multiplied by a number; 0 where it is left out.
+
+    Falcon adds ALiBi before it divides the scores by sqrt(head_dim). BLOOM and MPT add it after.
+    The same slopes then differ by a factor of sqrt(head_dim). A negative number is a wrong sign of
+    the distance.
+
+    Wrong:
+        scores = q @ k.mT / head_dim**0.5 + slopes * distance  # Falcon's weights
+
+    Right:
+        scores = (q @ k.mT + slopes * distance) / head_dim**0.5
+
+    Repair:
+        Divide the slopes by the number that is reported.
+
+    Confused with:
+        distance bias slope rule: with one head, where rules differ by a factor alone.
+    """
 
     name: ClassVar[str] = "distance bias coefficient"
-    symptom: ClassVar[str] = "ALiBi attention decays too fast or too slowly"
+    symptom: ClassVar[str] = (
+        "ALiBi attention is too local or too flat (Falcon, BLOOM, MPT), by one factor in every head"
+    )
     stages: ClassVar[tuple[str, ...]] = ("scores",)
     cost: ClassVar[float] = 1.1
 

@@ -14,10 +14,28 @@ from headwise.layers.positions.distance_bias import alibi_slopes
 
 
 class DistanceBiasSlopeRuleCause(Cause):
-    """The slopes of the heads follow another rule."""
+    """The slopes of the heads follow another rule.
+
+    The paper states slopes for powers of two: 2 ** (-8 (h + 1) / n) for head h of n. For other
+    numbers its code takes the slopes of the next lower power of two, and every second slope of the
+    next higher one for the heads that remain.
+
+    Wrong:
+        slopes = 2 ** (-8 * (torch.arange(12) + 1) / 12)
+
+    Right:
+        slopes = alibi_slopes(12)
+
+    Repair:
+        Take `alibi_slopes(num_heads)` of headwise, with the `bias_max` of the model's config.
+
+    Confused with:
+        distance bias coefficient: if the slopes of all heads differ by the same factor.
+        heads permuted: if the two rules have the same slopes in another order.
+    """
 
     name: ClassVar[str] = "distance bias slope rule"
-    symptom: ClassVar[str] = "ALiBi is right with 8 or 16 heads and wrong with 12"
+    symptom: ClassVar[str] = "ALiBi is right with 8, 16 or 32 heads and wrong with 12 or 40"
     stages: ClassVar[tuple[str, ...]] = ("scores",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

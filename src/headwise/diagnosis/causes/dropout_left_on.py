@@ -14,10 +14,25 @@ from headwise.diagnosis.simulation.attention_model import Forced
 
 
 class DropoutLeftOnCause(Cause):
-    """Weights are dropped at random, and the others multiplied by 1 / (1 - p)."""
+    """Weights are dropped at random, and the others multiplied by 1 / (1 - p).
+
+    `scaled_dot_product_attention` drops weights whenever `dropout_p` is positive, after `eval()` as
+    well.
+
+    Wrong:
+        F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+
+    Right:
+        F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+
+    Repair:
+        Call `eval()` before the comparison, and pass `dropout_p=0.0` outside of training.
+    """
 
     name: ClassVar[str] = "dropout left on"
-    symptom: ClassVar[str] = "Two runs on the same input differ; some weights are exactly zero"
+    symptom: ClassVar[str] = (
+        "Two runs on the same input differ, because attention dropout is still on"
+    )
     stages: ClassVar[tuple[str, ...]] = ("weights",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

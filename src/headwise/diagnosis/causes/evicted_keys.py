@@ -14,10 +14,23 @@ from headwise.diagnosis.simulation.attention_model import Forced
 
 
 class EvictedKeysCause(Cause):
-    """The first keys of the cache are missing."""
+    """The first keys of the cache are missing.
+
+    A cache of fixed size drops the first keys when it is full. Models without a window need all of
+    them.
+
+    Repair:
+        Make the cache as long as the sequence, such as `max_cache_len` of a static cache in
+        transformers.
+
+    Confused with:
+        window in decoding: as long as only a few keys were dropped.
+    """
 
     name: ClassVar[str] = "evicted keys"
-    symptom: ClassVar[str] = "Long generation forgets its first tokens"
+    symptom: ClassVar[str] = (
+        "Long generation forgets its first tokens: the key/value cache is too short"
+    )
     stages: ClassVar[tuple[str, ...]] = ("scores", "head outputs")
     cost: ClassVar[float] = 0.75
 

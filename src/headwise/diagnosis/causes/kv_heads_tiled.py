@@ -15,11 +15,31 @@ from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
 
 
 class KVHeadsTiledCause(MovedProjectionsCause):
-    """Query heads share kv heads in the order 0 1 0 1 in place of 0 0 1 1."""
+    """Query heads share kv heads in the order 0 1 0 1 in place of 0 0 1 1.
+
+    Llama and almost all others repeat each kv head for the query heads of its group. x-transformers
+    and the first ONNX Attention operator tile the kv heads. The two are equal with one kv head, and
+    with as many as heads.
+
+    Wrong:
+        k = k.repeat(1, heads // kv_heads, 1, 1)
+
+    Right:
+        k = k.repeat_interleave(heads // kv_heads, dim=1)
+
+    Repair:
+        Repeat in place of tiling, for keys and for values. Or permute the heads of q and the
+        columns of the output projection: `headwise convert` does so between `x-transformers` and
+        `llama`.
+
+    Confused with:
+        heads permuted: tiled heads are a permutation of q and of the output projection.
+        output heads in another group order: if the queries were permuted already.
+    """
 
     name: ClassVar[str] = "kv heads tiled instead of repeated"
     symptom: ClassVar[str] = (
-        "Grouped-query attention is wrong after an export, multi-head attention is right"
+        "Grouped-query attention is wrong after an ONNX or x-transformers port; multi-head is right"
     )
     stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "scores", "head outputs", "output")
     cost: ClassVar[float] = 1.04

@@ -14,10 +14,29 @@ from headwise.diagnosis.simulation.attention_model import Forced, score
 
 
 class MaskAddedAsNumbersCause(Cause):
-    """The mask is added to the scores as the numbers 0 and 1."""
+    """The mask is added to the scores as the numbers 0 and 1.
+
+    A float mask is added to the scores. A mask of zeros and ones therefore raises some scores by 1.
+    It must hold 0 where a query may attend and -inf where it may not.
+
+    Wrong:
+        scores = scores + mask.float()
+
+    Right:
+        scores = scores.masked_fill(~mask, -torch.inf)
+
+    Repair:
+        Pass the mask as bool, True where a query may attend.
+
+    Confused with:
+        padding ignored: if the mask has the same number for all keys of a row, which cancels in the
+            softmax.
+    """
 
     name: ClassVar[str] = "mask added as 0/1"
-    symptom: ClassVar[str] = "A mask changes the weights a little and hides nothing"
+    symptom: ClassVar[str] = (
+        "A mask changes the attention weights a little and hides nothing: it was added as 0 and 1"
+    )
     stages: ClassVar[tuple[str, ...]] = ("scores",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -12,10 +12,30 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class MaskPolarityCause(Cause):
-    """True in the mask hides a key where it should show it."""
+    """True in the mask hides a key where it should show it.
+
+    `scaled_dot_product_attention` and Hugging Face mean "may attend" by True or 1.
+    `torch.nn.MultiheadAttention` means "hidden".
+
+    Wrong:
+        F.scaled_dot_product_attention(q, k, v, attn_mask=key_padding_mask[:, None, None])
+
+    Right:
+        F.scaled_dot_product_attention(q, k, v, attn_mask=~key_padding_mask[:, None, None])
+
+    Repair:
+        Pass `~mask`. In headwise, say which convention a mask has: `Mask.from_torch(mask)`, or
+        `Mask.from_torch_padding(mask)`.
+
+    Confused with:
+        padding side: if half of each sequence is padding.
+        causal alignment: if the caller's mask is the causal mask.
+    """
 
     name: ClassVar[str] = "mask polarity"
-    symptom: ClassVar[str] = "The padding is attended to and the tokens are hidden"
+    symptom: ClassVar[str] = (
+        "The padding is attended to and the tokens are hidden: the attention mask is inverted"
+    )
     stages: ClassVar[tuple[str, ...]] = ("scores",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

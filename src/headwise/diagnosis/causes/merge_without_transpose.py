@@ -12,10 +12,29 @@ from headwise.diagnosis.simulation.attention_model import Forced
 
 
 class MergeWithoutTransposeCause(Cause):
-    """Head outputs (batch, heads, length, d) are viewed as (batch, length, heads * d)."""
+    """Head outputs (batch, heads, length, d) are viewed as (batch, length, heads * d).
+
+    The view keeps the order of memory: head 0 of all tokens first. Training adapts to it, so a copy
+    task still trains. A checkpoint of a right layer gives gibberish. With one head, or one token,
+    the two are equal.
+
+    Wrong:
+        outputs.reshape(batch, length, heads * d)
+
+    Right:
+        outputs.transpose(1, 2).reshape(batch, length, heads * d)
+
+    Repair:
+        Transpose heads and length before the reshape.
+
+    Confused with:
+        split without transpose: if both are wrong, tokens are mixed before and after attention.
+    """
 
     name: ClassVar[str] = "merge without transpose"
-    symptom: ClassVar[str] = "Outputs mix tokens, and the copy task still trains"
+    symptom: ClassVar[str] = (
+        "Outputs mix tokens: heads were joined by view or reshape without a transpose"
+    )
     stages: ClassVar[tuple[str, ...]] = ("output",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -10,10 +10,23 @@ from headwise.diagnosis.causes.projection_moves import STAGE_OF
 
 
 class MissingBiasesCause(Cause):
-    """Projections lack their biases, or the biases are zero."""
+    """Projections lack their biases, or the biases are zero.
+
+    Qwen2 and GLM have biases in q, k and v, and none in the output projection. Whisper has none in
+    k. A loader that ignores unexpected names drops them silently. A bias of k cancels in the
+    softmax if keys are neither rotated nor normalised: the two are then the same function.
+
+    Repair:
+        Load the biases that are reported, and use `load_state_dict(..., strict=True)`.
+
+    Confused with:
+        rows zero: if the weights are missing as well.
+    """
 
     name: ClassVar[str] = "bias missing"
-    symptom: ClassVar[str] = "Outputs are off by a constant; the checkpoint has biases"
+    symptom: ClassVar[str] = (
+        "Outputs are off by a constant: biases of the checkpoint (Qwen2, GPT-2) were not loaded"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
     cost: ClassVar[float] = 1.0
 

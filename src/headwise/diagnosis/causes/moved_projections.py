@@ -17,7 +17,11 @@ class MovedProjectionsCause(Cause):
     stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the models of the moves that bear this name."""
+        """Return the moves of rows that have this name.
+
+        The rows of q, k and v are their channels over all tokens. Each is looked up among the rows
+        of the other layer. Moves of the output projection are tried on recorded head outputs.
+        """
         for moves in moves_of(evidence):
             # Moves of separate roles are causes of their own.
             for place, move in enumerate(moves):

@@ -14,10 +14,23 @@ from headwise.diagnosis.simulation.attention_model import Forced, project
 
 
 class NormInsideCause(Cause):
-    """One of the two normalises its input, or its output, without weights of its own."""
+    """One of the two normalises its input, or its output, without weights of its own.
+
+    Many modules hold the layer norm of the block: before attention (pre-norm) or after it
+    (post-norm).
+
+    Repair:
+        Compare the two without their norms, or put the norm before both.
+
+    Confused with:
+        qk-norm kind: on queries and keys alone.
+        residual inside: a module that has the norm often has the residual too.
+    """
 
     name: ClassVar[str] = "norm inside"
-    symptom: ClassVar[str] = "Projections agree after a layer norm of the input"
+    symptom: ClassVar[str] = (
+        "Attention blocks agree only after a layer norm: one of them normalises inside"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -13,11 +13,28 @@ from headwise.layers.positions.distance_bias import alibi_slopes
 
 
 class NumberOfHeadsCause(Cause):
-    """The same projections are split into another number of heads."""
+    """The same projections are split into another number of heads.
+
+    The weights of 8 heads of 64 and of 16 heads of 32 have the same shape. No shape error shows a
+    wrong number, and head_dim is not always width / heads (Mistral-Nemo, Gemma, Qwen3).
+
+    Wrong:
+        head_dim = width // num_heads
+
+    Right:
+        head_dim = config.head_dim
+
+    Repair:
+        Take the numbers of heads and kv heads of the config.
+
+    Confused with:
+        kv heads tiled instead of repeated: if only the number of kv heads differs.
+        split without transpose: both put channels of other heads together.
+    """
 
     name: ClassVar[str] = "number of heads"
     symptom: ClassVar[str] = (
-        "A check with one head and with eight passes or fails depending on the weights"
+        "Weights load, outputs are wrong, and a test with one head passes: wrong number of heads"
     )
     stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "scores", "head outputs", "output")
 

@@ -8,10 +8,26 @@ from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
 
 
 class OutputReshapedCause(MovedProjectionsCause):
-    """The output projection is reshaped from (out_dim, heads, value_dim), axes exchanged."""
+    """The output projection is reshaped from (out_dim, heads, value_dim), axes exchanged.
+
+    Flax, Keras and MaxText store the output projection with an axis for heads. A reshape to a
+    matrix must keep the order of the axes; a permutation needs a transpose.
+
+    Wrong:
+        wo.reshape(out_dim, heads * d)  # of (heads, d, out_dim)
+
+    Right:
+        wo.reshape(heads * d, out_dim).T
+
+    Repair:
+        Transpose before the reshape, or name the layout of the file: `--from flax`.
+
+    Confused with:
+        square matrix transposed: with one head.
+    """
 
     name: ClassVar[str] = "output projection reshaped with exchanged axes"
     symptom: ClassVar[str] = (
-        "Head outputs agree, and the output does not, though the shape is right"
+        "Head outputs agree and the output does not: the output projection was reshaped wrongly"
     )
     cost: ClassVar[float] = 1.05

@@ -10,10 +10,20 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class PaddingIgnoredCause(Cause):
-    """The mask of the caller is not used."""
+    """The mask of the caller is not used.
+
+    Repair:
+        Pass the mask to every attention layer: `Mask.lengths(keys=lengths)`, or `attention_mask` in
+        transformers.
+
+    Confused with:
+        left padding in decoding: if the first call has no padding.
+    """
 
     name: ClassVar[str] = "padding ignored"
-    symptom: ClassVar[str] = "The result of a sequence depends on the other sequences of the batch"
+    symptom: ClassVar[str] = (
+        "The result for a prompt depends on the other prompts of the batch: padding is not masked"
+    )
     stages: ClassVar[tuple[str, ...]] = ("scores",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -10,10 +10,29 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class PaddingSideCause(Cause):
-    """The mask hides the other end of each sequence."""
+    """The mask hides the other end of each sequence.
+
+    Decoders are padded on the left, so that the last token is at the end. Encoders are padded on
+    the right.
+
+    Wrong:
+        tokenizer.padding_side = "right"  # and a mask for the left
+
+    Right:
+        tokenizer.padding_side = "left"
+
+    Repair:
+        Pad and mask the same side: `Mask.lengths(keys=lengths, side="left")`.
+
+    Confused with:
+        mask polarity: if half of each sequence is padding.
+        padding ignored: on a batch of equal lengths, which has no padding.
+    """
 
     name: ClassVar[str] = "padding side"
-    symptom: ClassVar[str] = "Batches differ from single sequences: the wrong end is hidden"
+    symptom: ClassVar[str] = (
+        "Batches differ from single prompts: left padding and right padding are mixed up"
+    )
     stages: ClassVar[tuple[str, ...]] = ("scores",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

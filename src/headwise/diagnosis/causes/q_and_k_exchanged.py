@@ -8,10 +8,19 @@ from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
 
 
 class QAndKExchangedCause(MovedProjectionsCause):
-    """The queries have the rows of the keys, and the keys those of the queries."""
+    """The queries have the rows of the keys, and the keys those of the queries.
+
+    The scores are k @ q.T in place of q @ k.T. Each token attends to those that should attend to
+    it.
+
+    Repair:
+        Exchange wq and wk, with their biases.
+
+    Confused with:
+        order of fused rows: if the file fuses the three.
+        rotary axis: with positions from the end, scores are transposed as well.
+    """
 
     name: ClassVar[str] = "q and k exchanged"
-    symptom: ClassVar[str] = (
-        "Attention looks transposed: tokens attend to those that should attend to them"
-    )
+    symptom: ClassVar[str] = "The attention map looks transposed: queries and keys are swapped"
     cost: ClassVar[float] = 1.0

@@ -8,8 +8,20 @@ from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
 
 
 class QAndVExchangedCause(MovedProjectionsCause):
-    """The queries have the rows of the values, and the values those of the queries."""
+    """The queries have the rows of the values, and the values those of the queries.
+
+    Files that name the projections in the order of the alphabet (k, out, q, v) have no order of
+    use. Read tensors by name.
+
+    Repair:
+        Exchange wq and wv, with their biases.
+
+    Confused with:
+        order of fused rows: if the file fuses the three.
+    """
 
     name: ClassVar[str] = "q and v exchanged"
-    symptom: ClassVar[str] = "Ported weights load, and only the keys agree"
+    symptom: ClassVar[str] = (
+        "Ported weights load, and only the keys agree: queries and values swapped"
+    )
     cost: ClassVar[float] = 1.0

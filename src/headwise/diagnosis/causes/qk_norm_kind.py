@@ -13,10 +13,29 @@ OVER: tuple[Literal["head", "width"], ...] = ("head", "width")
 
 
 class QKNormKindCause(Cause):
-    """Queries and keys are normalised by another formula, over other channels, or not at all."""
+    """Queries and keys are normalised by another formula, over other channels, or not at all.
+
+    Qwen3 and Gemma 3 take the RMS norm of each head. OLMo 2 takes it over all heads at once.
+    Chameleon takes a layer norm.
+
+    Wrong:
+        q = rms_norm(q.unflatten(-1, (heads, d)))  # OLMo 2
+
+    Right:
+        q = rms_norm(q).unflatten(-1, (heads, d))
+
+    Repair:
+        Take the norm that is reported: `QKNorm()` for Qwen3, `QKNorm(over="width")` for OLMo 2.
+
+    Confused with:
+        qk-norm weight offset: if all weights of the norm are equal.
+        scale: RMS norm and L2 norm differ by sqrt(head_dim), which is a factor of the scores.
+    """
 
     name: ClassVar[str] = "qk-norm kind"
-    symptom: ClassVar[str] = "Attention is wrong in models with QK-norm, and right in those without"
+    symptom: ClassVar[str] = (
+        "Attention is wrong in models with QK-norm alone, such as Qwen3, Gemma 3 and OLMo 2"
+    )
     stages: ClassVar[tuple[str, ...]] = (
         "q after norm",
         "k after norm",

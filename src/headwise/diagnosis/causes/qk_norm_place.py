@@ -10,10 +10,30 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class QKNormPlaceCause(Cause):
-    """Queries and keys are normalised after the rotation in place of before it, or the reverse."""
+    """Queries and keys are normalised after the rotation in place of before it, or the reverse.
+
+    A rotation keeps lengths. The order therefore matters only if the norm has weights that differ
+    by channel, or a mean.
+
+    Wrong:
+        q = norm(rotate(q))  # Qwen3
+
+    Right:
+        q = rotate(norm(q))
+
+    Repair:
+        `QKNorm(place=...)` with the place that is reported. Hunyuan normalises after the rotation,
+        most others before it.
+
+    Confused with:
+        rotary missing: at position 0 all three agree.
+        qk-norm kind: RMS norm with equal weights is the same at both places.
+    """
 
     name: ClassVar[str] = "qk-norm place"
-    symptom: ClassVar[str] = "Queries and keys agree before the rotation and not after it"
+    symptom: ClassVar[str] = (
+        "QK-norm before or after RoPE: queries and keys agree without the rotation"
+    )
     stages: ClassVar[tuple[str, ...]] = (
         "q after norm",
         "k after norm",

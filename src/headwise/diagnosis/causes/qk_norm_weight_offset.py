@@ -10,12 +10,27 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class QKNormWeightOffsetCause(Cause):
-    """The weight of the norm is used as w in place of 1 + w, or the reverse."""
+    """The weight of the norm is used as w in place of 1 + w, or the reverse.
+
+    Gemma stores what is added to 1. A port that multiplies by the stored weight makes queries and
+    keys much too small.
+
+    Wrong:
+        normed * weight
+
+    Right:
+        normed * (1 + weight)
+
+    Repair:
+        Add 1 to the weights once, in the code or in the file: `QKNorm(one_plus=True)`.
+
+    Confused with:
+        scale: if all weights of the norm are equal.
+        factor: likewise, in q or in k alone.
+    """
 
     name: ClassVar[str] = "qk-norm weight offset"
-    symptom: ClassVar[str] = (
-        "Queries and keys are too small or too large by one part of the norm's weight"
-    )
+    symptom: ClassVar[str] = "Gemma's norm weights are used as w in place of 1 + w"
     stages: ClassVar[tuple[str, ...]] = (
         "q after norm",
         "k after norm",

@@ -12,10 +12,21 @@ from headwise.diagnosis.simulation.attention_model import Forced
 
 
 class ResidualInsideCause(Cause):
-    """One of the two adds its input to its output."""
+    """One of the two adds its input to its output.
+
+    BLOOM, and many teaching examples, add the residual inside the attention module.
+
+    Repair:
+        Compare `a(x) - x`, or leave the residual to the block.
+
+    Confused with:
+        norm inside: modules with a residual often normalise as well.
+    """
 
     name: ClassVar[str] = "residual inside"
-    symptom: ClassVar[str] = "The output is off by exactly the input"
+    symptom: ClassVar[str] = (
+        "The attention output is off by exactly its input: a residual is inside one module"
+    )
     stages: ClassVar[tuple[str, ...]] = ("output",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -9,10 +9,28 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class RotaryAttentionFactorCause(Cause):
-    """Rotated channels are multiplied by another factor."""
+    """Rotated channels are multiplied by another factor.
+
+    YaRN multiplies the cosines and sines by 0.1 ln(factor) + 1, which makes long contexts sharper.
+    Both q and k have the factor, so scores have its square.
+
+    Wrong:
+        cos, sin = angles.cos(), angles.sin()
+
+    Right:
+        cos, sin = factor * angles.cos(), factor * angles.sin()
+
+    Repair:
+        Set the factor that is reported: `YarnScaling(..., attention_factor=...)`.
+
+    Confused with:
+        scale: if all channels turn, the square of the factor is a factor of the scores.
+    """
 
     name: ClassVar[str] = "rotary attention factor"
-    symptom: ClassVar[str] = "A model with YaRN is a little too flat or too sharp at every length"
+    symptom: ClassVar[str] = (
+        "A model with YaRN is too flat or too sharp at every length: wrong attention factor"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

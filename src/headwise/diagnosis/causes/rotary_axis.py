@@ -14,11 +14,28 @@ from headwise.diagnosis.simulation.attention_model import Forced
 
 
 class RotaryAxisCause(Cause):
-    """Angles grow with the head, the batch or the reversed position in place of the position."""
+    """Angles grow with the head, the batch or the reversed position in place of the position.
+
+    Rotary code takes the axis of length from the shape. After the transpose to (batch, heads,
+    length, d) it is axis 2, and before it axis 1.
+
+    Wrong:
+        positions = torch.arange(q.shape[1])  # of (batch, heads, length, d)
+
+    Right:
+        positions = torch.arange(q.shape[2])
+
+    Repair:
+        Rotate by the position of the token.
+
+    Confused with:
+        rotary missing: with one head, or one sequence, the angles are all 0.
+        rotary position offset: with one token.
+    """
 
     name: ClassVar[str] = "rotary axis"
     symptom: ClassVar[str] = (
-        "Rotation by the head's number: right with one head, wrong with several"
+        "RoPE is right with one head and wrong with several: it rotates by the head's number"
     )
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
 

@@ -9,10 +9,23 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class RotaryMissingCause(Cause):
-    """Queries and keys are not rotated, or are rotated where they should not be."""
+    """Queries and keys are not rotated, or are rotated where they should not be.
+
+    At position 0 the angles are 0, so the first token cannot show it.
+
+    Repair:
+        Rotate q and k before the scores: `rotary=Rotary(...)`. Keep the rotated keys in the cache,
+        not the others.
+
+    Confused with:
+        rotary theta: a very large theta turns only the first channels.
+        rotary axis: with one head, rotation by the head's number is none.
+    """
 
     name: ClassVar[str] = "rotary missing"
-    symptom: ClassVar[str] = "The first token is right and all others are wrong"
+    symptom: ClassVar[str] = (
+        "The first token is right and all others are wrong: RoPE is not applied"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
     cost: ClassVar[float] = 0.9
 

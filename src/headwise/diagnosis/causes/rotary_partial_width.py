@@ -9,10 +9,29 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class RotaryPartialWidthCause(Cause):
-    """Another number of channels of a head turns."""
+    """Another number of channels of a head turns.
+
+    GPT-NeoX turns a quarter of each head, Phi and GLM a half. The config has `rotary_pct`,
+    `rotary_dim` or `partial_rotary_factor`.
+
+    Wrong:
+        q = rotate(q)
+
+    Right:
+        q = torch.cat([rotate(q[..., :width]), q[..., width:]], -1)
+
+    Repair:
+        `Rotary(width=...)` with the number of channels that is reported.
+
+    Confused with:
+        rotary pairs across the whole head: if the pairs of few channels matter.
+        rotary exponent width: frequencies often follow the width.
+    """
 
     name: ClassVar[str] = "rotary partial width"
-    symptom: ClassVar[str] = "Outputs agree at the first token and drift with the position"
+    symptom: ClassVar[str] = (
+        "Outputs agree at the first token and drift with the position: wrong partial_rotary_factor"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -8,10 +8,21 @@ from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
 
 
 class RotaryPermutationDoubledCause(MovedProjectionsCause):
-    """Rows of queries or keys are permuted to another pairing though they had it."""
+    """Rows of queries or keys are permuted to another pairing though they had it.
+
+    `convert_llama_weights_to_hf` and llama.cpp's `permute` expect rows of one pairing. Files of
+    both pairings have the same names in torchtune and in Hugging Face.
+
+    Repair:
+        Convert the original file once, with the layout that it has: `--from llama-meta` for Meta's.
+
+    Confused with:
+        rotary permutation missing: with four channels a head, the permutation is its own inverse.
+        rotary permutation with a wrong number of heads: for some numbers of heads.
+    """
 
     name: ClassVar[str] = "rotary permutation doubled"
     symptom: ClassVar[str] = (
-        "A checkpoint that was converted already gives gibberish after conversion"
+        "A Llama checkpoint that was already converted gives gibberish after a second conversion"
     )
     cost: ClassVar[float] = 1.01

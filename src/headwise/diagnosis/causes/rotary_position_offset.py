@@ -11,11 +11,29 @@ MOST = 64
 
 
 class RotaryPositionOffsetCause(Cause):
-    """Positions of queries and keys are off by a constant."""
+    """Positions of queries and keys are off by a constant.
+
+    Scores depend on the difference of two positions. A constant offset of both is therefore the
+    same function. `compare` names it where q alone or k alone is off, or says "same function, other
+    weights".
+
+    Wrong:
+        positions = torch.arange(1, length + 1)
+
+    Right:
+        positions = torch.arange(length)
+
+    Repair:
+        Start positions at the number of the original.
+
+    Confused with:
+        position offset in decoding: if the first call is right.
+        rotary axis: with one token.
+    """
 
     name: ClassVar[str] = "rotary position offset"
     symptom: ClassVar[str] = (
-        "Positions start at another number, and q and k differ from the original"
+        "RoPE positions start at 1, or at the length of the padding, and q and k differ"
     )
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
 

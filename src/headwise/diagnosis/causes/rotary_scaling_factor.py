@@ -10,10 +10,21 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class RotaryScalingFactorCause(Cause):
-    """The frequencies are scaled by another factor."""
+    """The frequencies are scaled by another factor.
+
+    `rope_scaling` of the config has a factor, such as 8 for Llama 3.1. Some engines apply it twice,
+    or read it from another key.
+
+    Repair:
+        Set the `factor` of the config.
+
+    Confused with:
+        rotary scaling kind: if all frequencies that matter are scaled alike.
+        rotary theta: NTK scaling is another theta.
+    """
 
     name: ClassVar[str] = "rotary scaling factor"
-    symptom: ClassVar[str] = "Long prompts degrade, short ones are right"
+    symptom: ClassVar[str] = "Long prompts degrade, short ones are right: wrong rope_scaling factor"
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -23,10 +23,29 @@ LENGTHS = (32, 2048, 4096, 8192, 32768)
 
 
 class RotaryScalingKindCause(Cause):
-    """The frequencies are scaled by another formula, or not at all."""
+    """The frequencies are scaled by another formula, or not at all.
+
+    Linear scaling divides all frequencies. NTK scaling changes theta. Llama 3 and YaRN divide low
+    frequencies alone. Code that does not know a `rope_type` often ignores it.
+
+    Wrong:
+        Rotary(theta=500_000.0)
+
+    Right:
+        Rotary(theta=500_000.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
+
+    Repair:
+        Take the scaling that is reported.
+
+    Confused with:
+        rotary theta: NTK scaling is another theta.
+        rotary scaling factor: with a factor of 1, all kinds are equal.
+    """
 
     name: ClassVar[str] = "rotary scaling kind"
-    symptom: ClassVar[str] = "Long prompts degrade although theta and the factor are right"
+    symptom: ClassVar[str] = (
+        "Long prompts degrade although theta and factor are right: rope_scaling of another type"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
     cost: ClassVar[float] = 1.05
 

@@ -14,10 +14,27 @@ from headwise.diagnosis.simulation.gaps import WHOLE
 
 
 class RotarySomeHeadsCause(Cause):
-    """Only a share of the heads is rotated."""
+    """Only a share of the heads is rotated.
+
+    Code that takes an index for a slice rotates head 0 alone.
+
+    Wrong:
+        q[:, 0] = rotate(q[:, 0])
+
+    Right:
+        q = rotate(q)
+
+    Repair:
+        Rotate every head.
+
+    Confused with:
+        rotary missing: with one head.
+    """
 
     name: ClassVar[str] = "rotary on some heads only"
-    symptom: ClassVar[str] = "Some heads are right and the others ignore positions"
+    symptom: ClassVar[str] = (
+        "Some heads are right and the others ignore positions: RoPE on a part of the heads"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
     cost: ClassVar[float] = 0.3
 

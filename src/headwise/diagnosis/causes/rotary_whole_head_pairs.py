@@ -9,10 +9,26 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class RotaryWholeHeadPairsCause(Cause):
-    """Channel i of a partial rotation turns with i + head_dim / 2 in place of i + width / 2."""
+    """Channel i of a partial rotation turns with i + head_dim / 2 in place of i + width / 2.
+
+    Wrong:
+        a, b = x[..., : width // 2], x[..., head_dim // 2 : head_dim // 2 + width // 2]
+
+    Right:
+        a, b = x[..., : width // 2], x[..., width // 2 : width]
+
+    Repair:
+        Rotate the first `width` channels as if they were a head.
+
+    Confused with:
+        rotary partial width: for the first half of the pairs alone.
+        rotary pairing: with one pair of channels.
+    """
 
     name: ClassVar[str] = "rotary pairs across the whole head"
-    symptom: ClassVar[str] = "Partial rotary with the right width and theta still differs"
+    symptom: ClassVar[str] = (
+        "Partial RoPE with the right rotary_dim and theta differs: pairs across the whole head"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -12,10 +12,22 @@ from headwise.diagnosis.moves.row_changes import ROUNDED, Rounded, dtype_name
 
 
 class RoundedProjectionsCause(Cause):
-    """The weights were stored in another dtype once."""
+    """The weights were stored in another dtype once.
+
+    A cast to bfloat16 keeps 8 bits of each weight. A cast back to float32 does not bring the others
+    back.
+
+    Repair:
+        Load the weights from the file in the wider dtype.
+
+    Confused with:
+        softmax dtype: in the outputs alone, of about the same size.
+    """
 
     name: ClassVar[str] = "dtype's rounding of weights"
-    symptom: ClassVar[str] = "Outputs differ by some parts in a thousand everywhere"
+    symptom: ClassVar[str] = (
+        "Outputs differ by some parts in a thousand everywhere: weights were saved in bfloat16"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
     cost: ClassVar[float] = 1.0
 

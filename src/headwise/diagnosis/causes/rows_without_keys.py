@@ -15,12 +15,26 @@ from headwise.diagnosis.simulation.attention_model import Forced
 
 
 class RowsWithoutKeysCause(Cause):
-    """A row whose keys are all hidden has NaN, equal weights or zeros."""
+    """A row whose keys are all hidden has NaN, equal weights or zeros.
+
+    A softmax over -inf alone is NaN. With a finite number in its place, such as -1e9, it is the
+    mean of all hidden keys.
+
+    Wrong:
+        scores.softmax(-1)
+
+    Right:
+        scores.softmax(-1).nan_to_num(0.0)
+
+    Repair:
+        Give such rows zeros, or never read them.
+
+    Confused with:
+        padding ignored: equal weights look like attention without a mask if all scores are equal.
+    """
 
     name: ClassVar[str] = "rows without keys"
-    symptom: ClassVar[str] = (
-        "Outputs are NaN, or the average of hidden tokens, for queries that may attend to nothing"
-    )
+    symptom: ClassVar[str] = "Outputs are NaN for padded rows: a query whose keys are all masked"
     stages: ClassVar[tuple[str, ...]] = ("weights",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -8,8 +8,21 @@ from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
 
 
 class RowsZeroCause(MovedProjectionsCause):
-    """Rows of a projection were never loaded, and are zero."""
+    """Rows of a projection were never loaded, and are zero.
+
+    A loader that makes empty tensors and finds no name for them leaves zeros. Shards that were not
+    read do the same for some heads.
+
+    Repair:
+        Load the tensors that are reported, and use `load_state_dict(..., strict=True)`.
+
+    Confused with:
+        bias missing: of biases alone.
+        weights at their initial values: loaders that make usual initial values in place of zeros.
+    """
 
     name: ClassVar[str] = "rows zero"
-    symptom: ClassVar[str] = "Some heads, or all, give zeros"
+    symptom: ClassVar[str] = (
+        "Some heads, or the whole attention output, are zero: weights that were never loaded"
+    )
     cost: ClassVar[float] = 1.07

@@ -9,11 +9,28 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class ScaleTwiceCause(Cause):
-    """Queries are scaled before a function that scales the scores once more."""
+    """Queries are scaled before a function that scales the scores once more.
+
+    `scaled_dot_product_attention` divides by sqrt(head_dim) by default. Code that divided the
+    queries must stop doing so.
+
+    Wrong:
+        F.scaled_dot_product_attention(q / head_dim**0.5, k, v)
+
+    Right:
+        F.scaled_dot_product_attention(q, k, v)
+
+    Repair:
+        Scale q or the scores, not both: `scale=1.0` keeps the function from scaling.
+
+    Confused with:
+        scale: this is a scale of 1 / head_dim.
+        factor: if the weights of q were divided.
+    """
 
     name: ClassVar[str] = "scale twice"
     symptom: ClassVar[str] = (
-        "Attention is far too flat after a port to scaled_dot_product_attention"
+        "Attention is far too flat after a port to scaled_dot_product_attention: scaled twice"
     )
     stages: ClassVar[tuple[str, ...]] = ("scores",)
     cost: ClassVar[float] = 0.8

@@ -12,11 +12,24 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class SinksCause(Cause):
-    """The learned logit of the softmax is missing, or is another number."""
+    """The learned logit of the softmax is missing, or is another number.
+
+    gpt-oss has a logit for each head, which takes a share of the weight and has no value. Without
+    it the weights of a row add up to 1, and all outputs are too large.
+
+    Wrong:
+        weights = scores.softmax(-1)
+
+    Right:
+        weights = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
+
+    Repair:
+        Load `sinks`: `Attention(..., sink=True)`.
+    """
 
     name: ClassVar[str] = "sinks"
     symptom: ClassVar[str] = (
-        "Weights of a row add up to 1 where they should add up to less, or the reverse"
+        "gpt-oss attention sinks are missing: weights of a row add up to 1 where they should not"
     )
     stages: ClassVar[tuple[str, ...]] = ("weights",)
 

@@ -13,11 +13,27 @@ from headwise.diagnosis.simulation.attention_model import Forced
 
 
 class SoftmaxAxisCause(Cause):
-    """The softmax is over queries, heads or the batch in place of keys."""
+    """The softmax is over queries, heads or the batch in place of keys.
+
+    `softmax(dim=1)` of (batch, heads, queries, keys) is over heads. The old default of `F.softmax`
+    without a dim was 1 there.
+
+    Wrong:
+        weights = scores.softmax(dim=1)
+
+    Right:
+        weights = scores.softmax(dim=-1)
+
+    Repair:
+        `scores.softmax(dim=-1)`, over keys.
+
+    Confused with:
+        q and k exchanged: a softmax over queries of transposed scores is one over keys.
+    """
 
     name: ClassVar[str] = "softmax axis"
     symptom: ClassVar[str] = (
-        "Weights of a query do not add up to 1; those of a key, or of the heads, do"
+        "Attention weights of a query do not add up to 1: softmax over the wrong dim"
     )
     stages: ClassVar[tuple[str, ...]] = ("weights",)
 

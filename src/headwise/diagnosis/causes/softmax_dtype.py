@@ -14,11 +14,27 @@ from headwise.diagnosis.simulation.attention_model import Forced
 
 
 class SoftmaxDtypeCause(Cause):
-    """The softmax is computed in a narrower dtype."""
+    """The softmax is computed in a narrower dtype.
+
+    Hugging Face's eager attention computes the softmax in float32. A softmax in bfloat16 keeps 8
+    bits. A float64 run of code with a float32 softmax still differs by 1e-7.
+
+    Wrong:
+        weights = scores.softmax(-1)  # bfloat16
+
+    Right:
+        weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+
+    Repair:
+        Compute the softmax in float32 in both, or in the dtype of the scores in both.
+
+    Confused with:
+        dtype's rounding of weights: in the outputs alone, of about the same size.
+    """
 
     name: ClassVar[str] = "softmax dtype"
     symptom: ClassVar[str] = (
-        "A float64 run still differs by 1e-7; a bfloat16 run differs more than it should"
+        "A bfloat16 model differs more than rounding explains: softmax in half precision"
     )
     stages: ClassVar[tuple[str, ...]] = ("weights",)
 

@@ -12,10 +12,29 @@ from headwise.diagnosis.simulation.attention_model import Forced
 
 
 class SplitWithoutTransposeCause(Cause):
-    """The projection (batch, length, heads * d) is viewed as (batch, heads, length, d)."""
+    """The projection (batch, length, heads * d) is viewed as (batch, heads, length, d).
+
+    The view keeps the order of memory. Head 0 then holds the first tokens, with all their channels.
+    With one head, or one token, the two are equal.
+
+    Wrong:
+        q = wq(x).view(batch, heads, length, d)
+
+    Right:
+        q = wq(x).view(batch, length, heads, d).transpose(1, 2)
+
+    Repair:
+        View first as (batch, length, heads, d), then transpose.
+
+    Confused with:
+        merge without transpose: code that splits so often merges so.
+        number of heads: for one token, where every split is the same.
+    """
 
     name: ClassVar[str] = "split without transpose"
-    symptom: ClassVar[str] = "Heads mix tokens: the first head sees the first tokens alone"
+    symptom: ClassVar[str] = (
+        "Heads mix tokens: q, k, v were split by view(batch, heads, length, d) without a transpose"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q", "k", "v")
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -8,8 +8,26 @@ from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
 
 
 class MatrixTransposedCause(MovedProjectionsCause):
-    """A square projection is stored as its transpose."""
+    """A square projection is stored as its transpose.
+
+    GPT-2's Conv1D, Flax and Keras store (in, out), `torch.nn.Linear` stores (out, in). A square
+    matrix raises no error.
+
+    Wrong:
+        linear.weight.copy_(conv1d.weight)
+
+    Right:
+        linear.weight.copy_(conv1d.weight.T)
+
+    Repair:
+        Transpose the matrix that is reported, or name the layout of the file: `--from gpt2`.
+
+    Confused with:
+        output projection reshaped with exchanged axes: with one head.
+    """
 
     name: ClassVar[str] = "square matrix transposed"
-    symptom: ClassVar[str] = "Weights ported from GPT-2's Conv1D load, and one projection is wrong"
+    symptom: ClassVar[str] = (
+        "Weights of GPT-2's Conv1D load into Linear without an error, and c_proj is wrong"
+    )
     cost: ClassVar[float] = 1.02

@@ -31,10 +31,19 @@ class InitialWeightsCause(Cause):
 
     Fewer tokens than columns do not decide the weights. Their statistics are those of the stage,
     once the tokens are whitened: independent numbers of the variance of the weights.
+
+    Repair:
+        Load the tensor that is reported. A prefix such as `model.` in the names of the file is the
+        usual reason.
+
+    Confused with:
+        rows zero: loaders that make zeros in place of usual initial values.
     """
 
     name: ClassVar[str] = "weights at their initial values"
-    symptom: ClassVar[str] = "A projection of a loaded model differs from run to run"
+    symptom: ClassVar[str] = (
+        "A projection differs in every run: some weights were newly initialized, not loaded"
+    )
     stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
     cost: ClassVar[float] = 2.0
 

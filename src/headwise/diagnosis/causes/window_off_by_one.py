@@ -11,10 +11,29 @@ MOST = 40
 
 
 class WindowOffByOneCause(Cause):
-    """A window holds another number of keys."""
+    """A window holds another number of keys.
+
+    A window of 4096 counts the query itself in Hugging Face's Mistral. flash-attn's
+    `window_size=(4096, 0)` does not count it, and holds 4097 keys.
+
+    Wrong:
+        flash_attn_func(q, k, v, window_size=(config.sliding_window, 0))
+
+    Right:
+        flash_attn_func(q, k, v, window_size=(config.sliding_window - 1, 0))
+
+    Repair:
+        `window=(left, 0)` with the number that is reported, which does not count the query.
+
+    Confused with:
+        causal alignment: on inputs of fewer tokens than the window holds.
+        window in decoding: if the first call is right.
+    """
 
     name: ClassVar[str] = "window off by one"
-    symptom: ClassVar[str] = "Long inputs differ a little from the original; short ones agree"
+    symptom: ClassVar[str] = (
+        "A sliding window is off by one: long inputs differ a little, short ones agree"
+    )
     stages: ClassVar[tuple[str, ...]] = ("scores",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
