@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from benchmarks.faults.fault_case import Probe
+from benchmarks.faults.fault_case import LayerStack, Probe
 from benchmarks.faults.fault_case import Subject as Layer
 from benchmarks.faults.geometry import NormSettings, RotarySettings
 from benchmarks.faults.reference_layer import STAGES, ReferenceLayer
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.settings import NormForm, RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.model_run import LayerRun, ModelRun
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.layers.positions.rotary_scaling import (
     LinearScaling,
@@ -148,3 +151,13 @@ class ReferenceSubject(Subject):
 def inputs_of(probe: Probe) -> Inputs:
     """Return the inputs of a probe."""
     return Inputs(probe.x, probe.source, probe.mask, probe.positions, probe.steps)
+
+
+def run_of(stack: LayerStack, probe: Probe) -> ModelRun:
+    """Return a run of layers in sequence, each with a residual connection."""
+    x, layers = probe.x, []
+    for index, layer in enumerate(stack.layers):
+        [call] = record(layer, replace(probe, x=x))
+        layers.append(LayerRun(f"layers.{index}", call, model_of(layer)))
+        x = x + call.stages["output"].to(x.dtype)
+    return ModelRun("LayerStack", layers, x, "the probe of the case")

@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
-from benchmarks.compare.subjects import ReferenceSubject, inputs_of
+from benchmarks.compare.subjects import ReferenceSubject, inputs_of, run_of
 from benchmarks.faults.cases import CaseKey, case_of, enough_keys, layer_for
 from benchmarks.faults.composed import models, pairs
 from benchmarks.faults.draw import Draw
-from benchmarks.faults.fault_case import Probe, Truth, default_probe
+from benchmarks.faults.fault_case import FaultCase, LayerStack, Probe, Truth, default_probe
 from benchmarks.faults.fault_case import Subject as Layer
 from benchmarks.faults.geometries import GEOMETRIES, KINDS
 from benchmarks.faults.injectors import INJECTORS
@@ -21,6 +21,7 @@ from benchmarks.faults.same import SAME
 from benchmarks.faults.subtle import SUBTLE
 from benchmarks.faults.unknown import MECHANISMS
 from headwise.diagnosis.compare import Comparison
+from headwise.diagnosis.compare_models import compare_runs
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.probes import NamedInputs, own_probes
 
@@ -95,14 +96,20 @@ def two_faults(count: int) -> Iterator[Case]:
         yield Case("two faults", key.geometry, f"{key} + {second}", score)
 
 
+def layers_of_models(count: int) -> Iterator[Case]:
+    """Return one fault in a layer of a model, twice ``count`` times."""
+    for key, case in models(2 * count):
+        yield Case(key.fault, key.geometry, str(key), partial(_model, key, case))
+
+
 SUITES: dict[str, Callable[[int], Iterator[Case]]] = {
     "single": singles,
     "unknown": unknowns,
     "same": same,
     "subtle": subtle,
     "pairs": two_faults,
+    "models": layers_of_models,
 }
-MODELS = models  # of layers in sequence; compared when whole models are
 
 
 def diagnosis_of(good: Layer, faulty: Layer, probes: Sequence[Probe]) -> Diagnosis:
@@ -113,9 +120,19 @@ def diagnosis_of(good: Layer, faulty: Layer, probes: Sequence[Probe]) -> Diagnos
     g = good.geometry
     # A fault of masks or of decoding needs the arguments of its own probe.
     if all(probe.mask is None and not probe.steps for probe in probes):
-        named += own_probes((g.embed_dim, g.key_dim), crosses=g.cross)
+        others = own_probes((g.embed_dim, g.key_dim), crosses=g.cross)
+        named += [other for other in others if _runs(first, other)]
     with torch.no_grad():
         return Comparison(first, second, named).diagnosis()
+
+
+def _runs(subject: ReferenceSubject, probe: NamedInputs) -> bool:
+    """True if a faulty layer takes inputs of this shape: some take those of their case alone."""
+    try:
+        subject.calls(probe.inputs)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _named(diagnosis: Diagnosis) -> list[str]:
@@ -203,3 +220,24 @@ def _pair(
     is_right = len(names) == 2 and any(names[0] in a and names[1] in b for a, b in orders)
     wrong = any(each not in first | second for each in names if each != "unknown")
     return Scored("two faults", f"{key} + {name}", f"{name}: {_answer(diagnosis)}", is_right, wrong)
+
+
+def _model(key: CaseKey, case: FaultCase) -> Scored:
+    assert isinstance(case.good, LayerStack)
+    assert isinstance(case.faulty, LayerStack)
+    with torch.no_grad():
+        diagnosis = compare_runs(run_of(case.faulty, case.probe), run_of(case.good, case.probe))
+    assert diagnosis.model is not None
+    parted = diagnosis.model.parted
+    names = [cause.name for layer in parted for cause in layer.comparison.causes]
+    stages = [stage.stage for layer in parted[:1] for stage in layer.comparison.parted]
+    answer = f"{', '.join(layer.name for layer in parted)}: {', '.join(stages[:1])}: {names}"
+    right = _right_names(case.truth)
+    is_right = (
+        [layer.name for layer in parted] == [f"layers.{case.truth.layer}"]
+        and stages[0] == case.truth.stage
+        and len(names) == 1
+        and names[0] in right
+    )
+    wrong = any(name not in right for name in names)
+    return Scored("one layer of a model", str(key), f"{key.fault}: {answer}", is_right, wrong)

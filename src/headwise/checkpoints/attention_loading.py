@@ -16,6 +16,7 @@ from headwise.checkpoints.description import COUNTS, Checkpoint, described_layou
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
+from headwise.layers.positions.distance_bias import T5Bias
 from headwise.layouts import registry
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import State
@@ -129,6 +130,9 @@ def attention_from_state(
     if dtype is not None:
         stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
     stated = config_check.attention_options(config, layout.function, layer=module.layer)
+    bias = stated.get("score_bias")
+    if isinstance(bias, T5Bias) and module.place.role == "decoder":
+        stated["score_bias"] = replace(bias, bidirectional=False)  # no later keys to tell apart
     rotary = stated.get("rotary")
     if rotary is not None:
         is_interleaved = layout.function.rotary == "interleaved"

@@ -4,44 +4,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.compare_models import compare_runs
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.function_comparison import (
-    FoundCause,
-    FunctionComparison,
-    PartedStage,
-    page_of,
-)
+from headwise.diagnosis.explained_calls import ExplainedCalls
+from headwise.diagnosis.function_comparison import FunctionComparison
 from headwise.diagnosis.power import blind_spot
 from headwise.diagnosis.probes import SEED, NamedInputs, own_probes
-from headwise.diagnosis.search import NamedCause, Search, search
 from headwise.diagnosis.simulation.attention_model import AttentionModel
-from headwise.diagnosis.simulation.gaps import WHOLE, difference
-from headwise.diagnosis.simulation.stage_rounding import allowed
-from headwise.diagnosis.simulation.stages import STAGES, Inputs, RecordedCall
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.black_box import BlackBox
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 from headwise.diagnosis.subjects.recording import Recording, is_recording
+from headwise.diagnosis.subjects.running_model import run_model
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.diagnosis.subjects.torch_subject import TorchSubject
+from headwise.diagnosis.subjects.transformers_subject import (
+    TransformersSubject,
+    is_transformers_attention,
+)
 from headwise.diagnosis.verify import verify
 from headwise.errors import OptionError, ShapeError
 from headwise.layers.native.attention import Attention
 
-Comparable = (
-    Attention | nn.MultiheadAttention | Callable[..., Any] | str | Path | Mapping[str, Tensor]
-)
+Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
+ComparisonInputs = Tensor | Inputs | Mapping[str, Any]
 WEIGHTS = (str, os.PathLike, Mapping)
 
 
-def compare(a: Comparable, b: Comparable, inputs: Tensor | Inputs | None = None) -> Diagnosis:
+def compare(a: Comparable, b: Comparable, inputs: ComparisonInputs | None = None) -> Diagnosis:
     """Say whether two attentions are the same function, and if not, why.
 
     Both run on the same inputs. Where their outputs differ, each stage of ``b`` is computed from
@@ -52,9 +48,10 @@ def compare(a: Comparable, b: Comparable, inputs: Tensor | Inputs | None = None)
         a: the attention in doubt: a layer of headwise or torch, a function of (batch, tokens,
             width) tensors, or a file of activations that were recorded elsewhere (see
             `headwise.diagnosis.subjects.recording`); weights as a file, folder or state dict are
-            compared with weights.
+            compared with weights; a whole model is compared with a model, attention by attention.
         b: the attention that it should equal. One of the two must be a layer.
-        inputs: (batch, tokens, width), or `Inputs`; None for inputs that headwise makes.
+        inputs: (batch, tokens, width), or `Inputs`; token ids or keyword arguments of models; None
+            for inputs that headwise makes.
 
     Returns:
         The verdict, the causes with their repair, and the evidence. It is true if both are the
@@ -66,9 +63,32 @@ def compare(a: Comparable, b: Comparable, inputs: Tensor | Inputs | None = None)
     """
     if _is_stored(a) and _is_stored(b):
         return verify(a, b)
+    if _is_model(a, inputs) and _is_model(b, inputs):
+        assert not isinstance(inputs, Inputs)
+        return compare_runs(run_model(a, inputs), run_model(b, inputs))
+    if isinstance(inputs, Mapping):
+        raise OptionError(
+            saw="keyword arguments as the inputs of attention layers",
+            needed="(batch, tokens, width), or two whole models",
+            do="compare(a, b, x), or compare(model_a, model_b, {'input_ids': tokens})",
+        )
     first, second = _subject("a", a), _subject("b", b)
     probes = _probes(first, second, inputs)
     return Comparison(first, second, probes).diagnosis()
+
+
+def _is_model(value: object, inputs: ComparisonInputs | None) -> TypeGuard[nn.Module]:
+    """True for a model of several layers: it takes tokens or keyword arguments, or embeds."""
+    if not isinstance(value, nn.Module) or isinstance(value, Attention | nn.MultiheadAttention):
+        return False
+    takes_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point()
+    holds_several = sum(isinstance(m, Attention | nn.MultiheadAttention) for m in value.modules())
+    return (
+        takes_tokens
+        or isinstance(inputs, Mapping)
+        or holds_several > 1
+        or hasattr(value, "get_input_embeddings")
+    )
 
 
 def _is_stored(value: object) -> TypeGuard[str | Path | Mapping[str, Tensor]]:
@@ -81,13 +101,15 @@ def _subject(name: str, value: object) -> Subject:
         return NativeSubject(value)
     if isinstance(value, nn.MultiheadAttention):
         return TorchSubject(value)
+    if is_transformers_attention(value):
+        return TransformersSubject(value)
     if isinstance(value, str | Path) and is_recording(value):
         return Recording(Path(value))
     if isinstance(value, WEIGHTS):
         raise OptionError(
             saw=f"{name} as weights and the other as a layer",
             needed="weights on both sides, or what runs on both",
-            do=f"load the layer: {name}=headwise.checkpoints.attention_loading.load_attention(...)",
+            do=f"load the layer: {name}=headwise.checkpoints.load_attention(...)",
         )
     if callable(value):
         return BlackBox(value, kind=type(value).__name__)
@@ -111,9 +133,10 @@ def _probes(first: Subject, second: Subject, inputs: Tensor | Inputs | None) -> 
     sizes = [each.sizes for each in (first, second) if each.sizes is not None]
     if not sizes:
         raise OptionError(
-            saw="two functions of which nothing else is known",
-            needed="one layer at least, whose weights and settings can be read",
-            do="build the layer that one of them should be: headwise.Attention(...)",
+            saw=f"{first.kind} and {second.kind}, of which nothing but the outputs is known",
+            needed="one layer at least whose weights and settings can be read",
+            do="build the layer that one of them should be: headwise.Attention(...), or pass the "
+            "module that also holds the output projection",
         )
     if len({*sizes}) > 1:
         raise ShapeError(
@@ -136,7 +159,6 @@ class Comparison:
 
     def __init__(self, first: Subject, second: Subject, probes: Sequence[NamedInputs]) -> None:
         self.first, self.second, self.probes = first, second, probes
-        self.names: list[str] = []  # of the probe of each call
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         assert self.known.model is not None
         self.model: AttentionModel = self.known.model
@@ -144,18 +166,36 @@ class Comparison:
     def diagnosis(self) -> Diagnosis:
         """Return the verdict and its evidence."""
         calls: list[RecordedCall] = []
+        names: list[str] = []
         for probe in self.probes:
             recorded = self.doubtful.calls(probe.inputs)
             calls += recorded
-            self.names += [probe.name] * len(recorded)
-        named = search(self.model, calls, CAUSES)
-        if self._outputs_agree(calls):
-            is_same = not named.gaps.parted and self._is_bitwise()
-            verdict = Verdict.SAME if is_same else Verdict.TO_ROUNDING
-            verdict = Verdict.OTHER_WEIGHTS if named.gaps.parted else verdict
-        else:
-            verdict = Verdict.DIFFERENT if named.causes else Verdict.UNKNOWN
-        return self._diagnosis(verdict, named, calls)
+            names += [probe.name] * len(recorded)
+        explained = ExplainedCalls(self.model, calls, names)
+        verdict, blind = explained.verdict, ""
+        if verdict is Verdict.TO_ROUNDING and self._is_bitwise():
+            verdict = Verdict.SAME
+        if verdict.is_same and not self._is_one_model():
+            blind = self._blind_spot(verdict, calls)
+            verdict = Verdict.INCONCLUSIVE if blind else verdict
+        comparison = FunctionComparison(
+            kinds=(self.first.kind, self.second.kind),
+            probes=tuple(probe.name for probe in self.probes),
+            seed=SEED,
+            output_gap=explained.output_gap,
+            stages=explained.stages,
+            parted=explained.parted,
+            causes=explained.causes,
+            blind=blind,
+        )
+        return Diagnosis(verdict=verdict, function=comparison)
+
+    def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
+        """Return the reason why these inputs could not show a difference; "" if they could."""
+        blind = blind_spot(self.model, calls, self.doubtful.dtype)
+        if verdict is Verdict.OTHER_WEIGHTS and not blind and not self._agree_elsewhere():
+            return "outputs agree on these inputs and differ on those that headwise makes"
+        return blind
 
     def _agree_elsewhere(self) -> bool:
         """True if outputs agree on headwise's own inputs, or cannot be had."""
@@ -163,90 +203,15 @@ class Comparison:
         if isinstance(self.doubtful, Recording) or sizes is None:
             return True
         probes = own_probes(sizes, crosses=sizes[0] != sizes[1])
-        return self._outputs_agree([self.doubtful.record(probe.inputs) for probe in probes])
+        calls = [self.doubtful.record(probe.inputs) for probe in probes]
+        return ExplainedCalls(self.model, calls, [probe.name for probe in probes]).outputs_agree
 
     def _is_bitwise(self) -> bool:
         single = [probe.inputs for probe in self.probes if not probe.inputs.steps]
         pairs = ((self.first.output(inputs), self.second.output(inputs)) for inputs in single)
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
-    def _outputs_agree(self, calls: Sequence[RecordedCall]) -> bool:
-        return all(self._gap(call)[1] for call in calls)
-
-    def _gap(self, call: RecordedCall) -> tuple[float, bool]:
-        """Return the relative difference of the outputs, and whether rounding explains it."""
-        bare = replace(call, stages={})
-        mine, theirs = call.stages["output"], self.model.predict("output", bare)
-        if mine.shape != theirs.shape:
-            return torch.inf, False
-        apart = difference(theirs, mine)
-        is_rounding = bool((apart <= allowed(self.model, bare, "output")).all())
-        return float(
-            apart.norm() / mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
-        ), is_rounding
-
-    def _diagnosis(
-        self, verdict: Verdict, named: Search, calls: Sequence[RecordedCall]
-    ) -> Diagnosis:
-        blind = ""
-        if verdict.is_same and not _is_one_model(self.first.model, self.second.model):
-            blind = blind_spot(self.model, calls, self.doubtful.dtype)
-            if verdict is Verdict.OTHER_WEIGHTS and not blind and not self._agree_elsewhere():
-                blind = "outputs agree on these inputs and differ on those that headwise makes"
-            verdict = Verdict.INCONCLUSIVE if blind else verdict
-        recorded = [stage for stage in STAGES if any(stage in call.stages for call in calls)]
-        comparison = FunctionComparison(
-            kinds=(self.first.kind, self.second.kind),
-            probes=tuple(probe.name for probe in self.probes),
-            seed=SEED,
-            output_gap=max(self._gap(call)[0] for call in calls),
-            stages=tuple(recorded),
-            parted=self._parted(named),
-            causes=tuple(map(_reported, named.causes)),
-            blind=blind,
-            notes=(blind,) if blind else (),
-        )
-        return Diagnosis(verdict=verdict, function=comparison)
-
-    def _parted(self, named: Search) -> tuple[PartedStage, ...]:
-        left = {*named.left.parted}
-        parted = []
-        for stage in named.gaps.stages:
-            cells = [cell for cell in named.gaps.parted if cell[0] == stage]
-            heads = tuple(sorted({head for _, _, head in cells}))
-            parted.append(
-                PartedStage(
-                    stage=stage,
-                    size=max(named.gaps.cells[cell].size for cell in cells),
-                    heads=None if WHOLE in heads else heads,
-                    probes=tuple(dict.fromkeys(self.names[n] for _, n, _ in cells)),
-                    is_explained=left.isdisjoint(cells),
-                )
-            )
-        return tuple(parted)
-
-
-def _is_one_model(first: AttentionModel | None, second: AttentionModel | None) -> bool:
-    """True if two attentions have the same settings and the same numbers."""
-    if first is None or second is None or first.weights.keys() != second.weights.keys():
-        return False
-    slopes = [model.settings.slopes for model in (first, second)]
-    if (slopes[0] is None) != (slopes[1] is None):
-        return False
-    if slopes[0] is not None and slopes[1] is not None and not torch.equal(slopes[0], slopes[1]):
-        return False
-    mine, theirs = (replace(model.settings, slopes=None) for model in (first, second))
-    pairs = ((first.weights[name], second.weights[name]) for name in first.weights)
-    return mine == theirs and all(torch.equal(x, y) for x, y in pairs)
-
-
-def _reported(named: NamedCause) -> FoundCause:
-    return FoundCause(
-        name=named.cause.name,
-        parameters=named.variant.parameters,
-        stages=tuple(named.stages),
-        heads=None if named.heads is None else tuple(named.heads),
-        repair=named.variant.repair,
-        equals=named.equals,
-        page=page_of(named.cause.name),
-    )
+    def _is_one_model(self) -> bool:
+        """True if both are known as data and have the same settings and numbers."""
+        first, second = self.first.model, self.second.model
+        return first is not None and second is not None and first.is_equal(second)

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from headwise.diagnosis.function_comparison import FunctionComparison
+from headwise.diagnosis.model_comparison import ModelComparison
 from headwise.diagnosis.module_moves import ModuleMoves
 from headwise.layouts.layout import Layout
 
@@ -223,7 +224,8 @@ class Diagnosis:
         notes: the evidence for these layouts, or the reasons why the two are not the same.
         tensors: the comparison of the weights; None where ``layouts`` is.
         outputs: the comparison of each layer's outputs; empty without `verify(outputs=True)`.
-        function: the comparison of two functions by running them; None where weights were compared.
+        function: the comparison of two functions by running them; None for weights and models.
+        model: the comparison of two whole models; None for weights and single attentions.
         moves: what happened to the weights of modules that differ.
     """
 
@@ -233,6 +235,7 @@ class Diagnosis:
     tensors: TensorComparison | None = None
     outputs: tuple[OutputComparison, ...] = ()
     function: FunctionComparison | None = None
+    model: ModelComparison | None = None
     moves: tuple[ModuleMoves, ...] = ()
 
     def __bool__(self) -> bool:
@@ -241,8 +244,9 @@ class Diagnosis:
     @property
     def lines(self) -> list[str]:
         """Sentences: the layouts, the evidence, the answer."""
-        if self.function is not None:
-            return [*self.function.lines, _ANSWERS[self.verdict]]
+        comparison = self.function or self.model
+        if comparison is not None:
+            return [*comparison.lines, _ANSWERS[self.verdict]]
         lines = [] if self.layouts is None else [" against ".join(n.name for n in self.layouts)]
         notes = shortened(self.notes, SHOWN)
         notes += self.tensors.lines() if self.tensors is not None else []
@@ -258,6 +262,7 @@ class Diagnosis:
             "lines": self.lines,
             "moves": [asdict(module) for module in self.moves],
             "function": None if self.function is None else self.function.as_dict(),
+            "model": None if self.model is None else self.model.as_dict(),
         }
 
     @property

@@ -86,7 +86,6 @@ class FunctionComparison:
         parted: those that differ.
         causes: the causes, that which explains most first.
         blind: the reason why the inputs could not show a difference; "" if they could.
-        notes: further evidence.
     """
 
     kinds: tuple[str, str]
@@ -97,7 +96,6 @@ class FunctionComparison:
     parted: tuple[PartedStage, ...] = ()
     causes: tuple[FoundCause, ...] = ()
     blind: str = ""
-    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as numbers, texts, lists and dicts, for JSON."""
@@ -118,7 +116,7 @@ class FunctionComparison:
             first, *others = cause.lines
             lines += [f"  {number}. {first}", *(f"     {line.strip()}" for line in others)]
         lines += [f"  {stage}" for stage in map(str, self.parted)]
-        lines += [f"  {note}" for note in self.notes]
+        lines += [f"  {self.blind}"] if self.blind else []
         lines.append(
             f"  compared {', '.join(self.stages)} on {len(self.probes)} inputs (seed {self.seed}): "
             f"{'; '.join(self.probes)}"

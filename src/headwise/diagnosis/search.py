@@ -8,8 +8,15 @@ from dataclasses import dataclass, replace
 from headwise.diagnosis.causes.cause import Cause, Evidence, Variant
 from headwise.diagnosis.causes.fit import fit
 from headwise.diagnosis.simulation.attention_model import AttentionModel
-from headwise.diagnosis.simulation.gaps import WHOLE, Cell, Gaps, gaps_of, restricted
-from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
+from headwise.diagnosis.simulation.gaps import (
+    WHOLE,
+    Cell,
+    Gaps,
+    explains_heads,
+    gaps_of,
+    restricted,
+)
+from headwise.diagnosis.simulation.stages import STAGES
 
 MOST_CAUSES = 4
 BEAM = 5
@@ -29,7 +36,6 @@ class NamedCause:
         cells: the cells that it explains, to rounding.
         is_partial: True if cells of the same stages did not part, and keep their usual function.
         equals: other causes that explain the same cells.
-        with_next: True if neither this cause nor the next one explains the cells alone.
     """
 
     cause: Cause
@@ -38,7 +44,6 @@ class NamedCause:
     cells: tuple[Cell, ...]
     is_partial: bool = False
     equals: tuple[str, ...] = ()
-    with_next: bool = False
 
     @property
     def stages(self) -> list[str]:
@@ -63,33 +68,24 @@ class NamedCause:
 class Search:
     """Causes that were named, and what they leave unexplained."""
 
-    gaps: Gaps
     causes: tuple[NamedCause, ...]
     left: Gaps
 
-    @property
-    def is_complete(self) -> bool:
-        """True if the causes explain every difference."""
-        return not self.left.parted
 
-
-def search(model: AttentionModel, calls: Sequence[RecordedCall], causes: Sequence[Cause]) -> Search:
+def search(evidence: Evidence, causes: Sequence[Cause]) -> Search:
     """Name the causes why recorded calls part from a model.
 
     One cause after the other is put into the model, that which explains most stages first. Where
     no cause makes a stage exact, pairs are tried.
     """
-    first = gaps = gaps_of(model, calls)
     named: list[NamedCause] = []
-    while gaps.parted and len(named) < MOST_CAUSES:
-        evidence = Evidence(model, calls, gaps)
+    while evidence.gaps.parted and len(named) < MOST_CAUSES:
         chosen = _best(evidence, causes) or _best_pair(evidence, causes)
         if not chosen:
             break
         named += chosen
-        model = chosen[-1].model
-        gaps = gaps_of(model, calls)
-    return Search(first, tuple(named), gaps)
+        evidence = Evidence.of(chosen[-1].model, evidence.calls)
+    return Search(tuple(named), evidence.gaps)
 
 
 def _best(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
@@ -150,13 +146,14 @@ def _explained(cause: Cause, variant: Variant, evidence: Evidence) -> NamedCause
 
 
 def _explains_a_call(variant: Variant, evidence: Evidence, stage: str) -> bool:
-    """True if the first call in which a stage parts is explained: most variants fail there."""
+    """True if the smallest call in which a stage parts is explained: most variants fail there."""
     parted = evidence.parted(stage)
     if not parted:
         return False
-    number = parted[0][1]
-    after = gaps_of(variant.model, [evidence.calls[number]], [stage])
-    return all(_is_explained((stage, 0, head), after) for _, n, head in parted if n == number)
+    sizes = {n: evidence.calls[n].stages[stage].numel() for _, n, _ in parted}
+    number = min(sizes, key=sizes.__getitem__)
+    heads = [head for _, n, head in parted if n == number]
+    return explains_heads(variant.model, evidence.calls[number], stage, heads)
 
 
 def _is_explained(cell: Cell, after: Gaps) -> bool:
@@ -198,11 +195,8 @@ def _best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
                 nearest.append((size, len(nearest), cause, variant))
     pairs: list[tuple[tuple[float, float], int, list[NamedCause]]] = []
     for _, _, cause, variant in sorted(nearest)[:BEAM]:
-        first = NamedCause(
-            cause, variant, variant.model, tuple(evidence.parted(stage)), with_next=True
-        )
-        gaps = gaps_of(variant.model, evidence.calls)
-        for second in _best(Evidence(variant.model, evidence.calls, gaps), concerned):
+        first = NamedCause(cause, variant, variant.model, tuple(evidence.parted(stage)))
+        for second in _best(Evidence.of(variant.model, evidence.calls), concerned):
             if stage in second.stages:
                 pairs.append((second.rank, len(pairs), [first, second]))
     return min(pairs)[2] if pairs else []

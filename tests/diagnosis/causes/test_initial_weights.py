@@ -11,6 +11,7 @@ from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import default_probe
 from benchmarks.faults.geometries import GEOMETRIES, Kind, layer_of
 from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.cause import Evidence
 from headwise.diagnosis.search import NamedCause, search
 
 GEOMETRY = next(each for each in GEOMETRIES if each.name == "gqa-rotary")
@@ -21,7 +22,7 @@ def searched(kind: Kind, **changed: Tensor) -> list[NamedCause]:
     right = layer_of(GEOMETRY, kind, Draw("weights", kind))
     with torch.no_grad():
         calls = record(right.with_weights(**changed), default_probe(GEOMETRY, Draw("probe")))
-        return list(search(model_of(right), calls, CAUSES).causes)
+        return list(search(Evidence.of(model_of(right), calls), CAUSES).causes)
 
 
 def weights(name: str, kind: Kind) -> Tensor:

@@ -15,6 +15,7 @@ from benchmarks.faults.fault_case import default_probe
 from benchmarks.faults.geometries import GEOMETRIES, layer_of
 from benchmarks.faults.reference_layer import ReferenceLayer
 from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.cause import Evidence
 from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
 from headwise.diagnosis.search import NamedCause, search
 
@@ -30,8 +31,8 @@ def searched(geometry: str, right: ReferenceLayer, wrong: ReferenceLayer) -> lis
     chosen = next(each for each in GEOMETRIES if each.name == geometry)
     with torch.no_grad():
         calls = record(wrong, default_probe(chosen, Draw("probe", geometry)))
-        result = search(model_of(right), calls, CAUSES)
-    assert result.is_complete or not result.causes
+        result = search(Evidence.of(model_of(right), calls), CAUSES)
+    assert not result.left.parted or not result.causes
     return list(result.causes)
 
 
@@ -174,4 +175,3 @@ def test_two_mistakes_in_the_same_rows_are_both_named() -> None:
         "rotary permutation missing",
         "heads interleaved",
     ]
-    assert first.with_next

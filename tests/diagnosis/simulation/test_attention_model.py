@@ -11,6 +11,7 @@ from benchmarks.faults.fault_case import decoding_probe, default_probe, padded_p
 from benchmarks.faults.geometries import GEOMETRIES, layer_of
 from benchmarks.faults.geometry import Geometry
 from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.cause import Evidence
 from headwise.diagnosis.search import search
 from headwise.diagnosis.simulation.gaps import gaps_of
 from headwise.diagnosis.simulation.stages import STAGES
@@ -41,9 +42,10 @@ def test_another_scale_parts_the_scores_alone_and_is_fitted() -> None:
     other = layer.with_geometry(scale=0.31)
     with torch.no_grad():
         calls = record(other, default_probe(geometry, Draw("probe", geometry.name)))
-        named = search(model_of(layer), calls, CAUSES)
-    assert named.gaps.stages == ["scores"]
-    assert named.is_complete
+        evidence = Evidence.of(model_of(layer), calls)
+        named = search(evidence, CAUSES)
+    assert evidence.gaps.stages == ["scores"]
+    assert not named.left.parted
     [explanation] = named.causes
     assert explanation.cause.name == "scale"
     assert explanation.variant.parameters["scale"] == pytest.approx(0.31, rel=1e-9)

@@ -37,6 +37,7 @@ from headwise.diagnosis.causes.qk_norm_weight_offset import QKNormWeightOffsetCa
 from headwise.diagnosis.causes.residual_inside import ResidualInsideCause
 from headwise.diagnosis.causes.rotary_attention_factor import RotaryAttentionFactorCause
 from headwise.diagnosis.causes.rotary_axis import RotaryAxisCause
+from headwise.diagnosis.causes.rotary_dtype import RotaryDtypeCause
 from headwise.diagnosis.causes.rotary_exponent_width import RotaryExponentWidthCause
 from headwise.diagnosis.causes.rotary_missing import RotaryMissingCause
 from headwise.diagnosis.causes.rotary_pairing import RotaryPairingCause
@@ -93,6 +94,7 @@ CAUSES: tuple[Cause, ...] = (
     RotaryThetaCause(),
     RotaryPairingCause(),
     RotaryPartialWidthCause(),
+    RotaryDtypeCause(),
     RotaryExponentWidthCause(),
     RotaryAttentionFactorCause(),
     RotaryMissingCause(),

@@ -15,7 +15,7 @@ from headwise.errors import OptionError
 
 BEST_STARTS = 2
 ROUNDS = 12
-_SHARES = (1.0, 0.25)  # of a step that is tried
+SHARES = (1.0, 0.25)  # of a step that is tried
 BEYOND = 0.1  # of the span of the starts, which a fit may leave
 STEP = 1e-5  # of the numerical derivative
 MOST_ENTRIES = 20_000  # of residuals; more do not make the fit better
@@ -55,9 +55,7 @@ def _descend(
             break
         move = -float((slope * residuals(t)).sum()) / steepness
         move = max(min(move, bounds[1] - t), bounds[0] - t)
-        trials = [
-            (float(residuals(t + move * share).norm()), t + move * share) for share in _SHARES
-        ]
+        trials = [(float(residuals(t + move * share).norm()), t + move * share) for share in SHARES]
         best = min(pair for pair in [*trials, (size, t)] if math.isfinite(pair[0]))
         if best[0] >= size:
             break

@@ -41,6 +41,8 @@ class NumberOfHeadsCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return every number of heads that divides the projections."""
         model, settings = evidence.model, evidence.model.settings
+        if not model.replaced.keys() <= {"output"}:
+            return  # a replaced stage keeps its number of heads
         widths = {role: model.weights[f"w{role}"].flatten(0, 1).shape[0] for role in "qkv"}
         for heads in range(1, widths["q"] + 1):
             head_dim, rest = divmod(widths["q"], heads)

@@ -53,8 +53,9 @@ class RotaryAxisCause(Cause):
 
 def _rotated(axis: str, forced: Forced) -> Tensor:
     role, rotary = forced.stage[0], forced.settings.rotary
-    assert rotary is not None
     x = forced[f"{role} after norm"]
+    if rotary is None:  # another cause removed the rotation
+        return x
     positions = forced.call.query_positions if role == "q" else forced.call.new_key_positions
     heads = torch.arange(x.shape[1])[:, None]
     places = {

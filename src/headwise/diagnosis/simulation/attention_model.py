@@ -67,6 +67,17 @@ class AttentionModel:
 
         return replace(self, replaced={**self.replaced, stage: applied})
 
+    def is_equal(self, other: AttentionModel) -> bool:
+        """True if the settings and every tensor are equal, and no stage is replaced."""
+        mine, theirs = (model.weights | model.settings.tensors for model in (self, other))
+        return (
+            not self.replaced
+            and not other.replaced
+            and replace(self.settings, slopes=None) == replace(other.settings, slopes=None)
+            and mine.keys() == theirs.keys()
+            and all(torch.equal(x, theirs[name]) for name, x in mine.items())
+        )
+
     def predict(self, stage: str, call: RecordedCall) -> Tensor:
         """Return a stage of the call, computed from the recorded stages before it."""
         recorded = {name: x for name, x in call.stages.items() if name != stage}

@@ -76,12 +76,9 @@ def gaps_of(
             continue
         for number, call in enumerate(calls):
             if stage in call.stages:
-                predicted = model.predict(stage, call)
-                if predicted.shape != call.stages[stage].shape:
-                    misshapen.add(stage)
-                bound = allowed(model, call, stage)
-                for head, gap in _by_head(stage, predicted, call.stages[stage], bound).items():
-                    cells[stage, number, head] = gap
+                gaps = _gaps_by_head(model, call, stage)
+                cells |= {(stage, number, head): gap for head, gap in gaps.items()}
+                misshapen |= {stage} if WHOLE in gaps else set()
     return Gaps(cells)
 
 
@@ -96,29 +93,55 @@ def _fits(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
     return (tensor.shape[1], tensor.shape[3])[: len(sizes)] == sizes
 
 
-def _by_head(stage: str, predicted: Tensor, actual: Tensor, bound: Tensor) -> dict[int, Gap]:
+def _follows_misshapen(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
+    """True if a stage is computed from a recorded one that has other heads than the model."""
+    return any(
+        not _fits(model, call, earlier) or _follows_misshapen(model, call, earlier)
+        for earlier in BEFORE[stage]
+    )
+
+
+def explains_heads(
+    model: AttentionModel, call: RecordedCall, stage: str, heads: Sequence[int]
+) -> bool:
+    """True if rounding explains what is left between the model and these heads of a stage."""
+    if _follows_misshapen(model, call, stage):
+        return False
+    predicted, actual = model.predict(stage, call), call.stages[stage]
+    if predicted.shape != actual.shape:
+        return False
+    is_rounding = difference(predicted, actual) <= _bound(model, call, stage)
+    chosen = is_rounding if WHOLE in heads else is_rounding[:, list(heads)]
+    return bool(chosen.all())
+
+
+def _bound(model: AttentionModel, call: RecordedCall, stage: str) -> Tensor:
+    """Return what rounding explains, of the shape of the recorded stage."""
+    bound, shape = allowed(model, call, stage), call.stages[stage].shape
+    return bound if bound.shape == shape else bound.max().expand(shape)
+
+
+def _gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str) -> dict[int, Gap]:
+    predicted, actual = model.predict(stage, call), call.stages[stage]
     if predicted.shape != actual.shape:
         return {WHOLE: Gap(math.inf, math.inf)}
-    if bound.shape != actual.shape:
-        bound = bound.max().expand_as(actual)
-    if stage == "output":
-        return {WHOLE: _gap(predicted, actual, bound)}
+    apart, bound = difference(predicted, actual), _bound(model, call, stage)
+    heads = [WHOLE] if stage == "output" else list(range(actual.shape[1]))
+    by_head = [
+        (x[None] if stage == "output" else x.transpose(0, 1)).flatten(1)
+        for x in (apart, actual.masked_fill(~actual.isfinite(), 0.0), bound)
+    ]
+    gap, size, limit = by_head
+    norms, sizes = gap.norm(dim=1), size.norm(dim=1)
+    relative = torch.where(sizes > 0, norms / sizes, (norms > 0).double())
+    shares = (gap / limit).masked_fill(gap == 0, 0.0).amax(1)
+    finite = gap.isfinite().all(1)
     return {
-        head: _gap(predicted[:, head], actual[:, head], bound[:, head])
-        for head in range(actual.shape[1])
+        head: Gap(each, share) if is_finite else Gap(math.inf, math.inf)
+        for head, each, share, is_finite in zip(
+            heads, relative.tolist(), shares.tolist(), finite.tolist(), strict=True
+        )
     }
-
-
-def _gap(predicted: Tensor, actual: Tensor, bound: Tensor) -> Gap:
-    apart = difference(predicted, actual)
-    if not bool(apart.isfinite().all()):
-        return Gap(math.inf, math.inf)
-    norm = actual.masked_fill(~actual.isfinite(), 0.0).norm()
-    share = (apart / bound).masked_fill(apart == 0, 0.0)
-    return Gap(
-        size=float(apart.norm() / norm) if norm else float(apart.norm() > 0),
-        share=float(share.max()) if share.numel() else 0.0,
-    )
 
 
 def difference(predicted: Tensor, actual: Tensor) -> Tensor:

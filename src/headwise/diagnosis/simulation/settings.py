@@ -34,6 +34,7 @@ class RotaryForm:
         span: distance of the two channels of a half-split pair; half the width if None.
         attention_factor: factor of rotated channels; that of the scaling if None.
         q_offset, k_offset: added to the positions.
+        dtype: to which the frequencies are rounded; None for none.
     """
 
     theta: float
@@ -45,6 +46,7 @@ class RotaryForm:
     attention_factor: float | None = None
     q_offset: float = 0.0
     k_offset: float = 0.0
+    dtype: torch.dtype | None = None
 
     @property
     def amplitude(self) -> float:
@@ -55,6 +57,10 @@ class RotaryForm:
 
     def frequencies(self) -> Tensor:
         """Return the angle of each pair for one token, in radians, (pairs,), float64."""
+        frequencies = self._frequencies()
+        return frequencies if self.dtype is None else frequencies.to(self.dtype).double()
+
+    def _frequencies(self) -> Tensor:
         pairs, base = self.width // 2, self.exponent_width or self.width
         exponents = 2 * torch.arange(pairs, dtype=torch.float64) / base
         plain: Tensor = self.theta**-exponents
@@ -63,6 +69,8 @@ class RotaryForm:
                 return plain
             case LinearScaling(factor):
                 return plain / factor
+            case NTKScaling() if base == 2:  # one pair, which turns by 1 for each theta
+                return plain
             case NTKScaling(factor):
                 larger: float = self.theta * factor ** (base / (base - 2))
                 return larger**-exponents
@@ -71,12 +79,13 @@ class RotaryForm:
             case YarnScaling():
                 return _yarn(plain, self)
 
-    def pairs(self) -> tuple[Tensor, Tensor]:
+    def pairs(self) -> tuple[slice, slice]:
         """Return the first and the second channel of each pair."""
-        planes = torch.arange(self.width // 2)
+        count = self.width // 2
         if self.pairing == "interleaved":
-            return 2 * planes, 2 * planes + 1
-        return planes, planes + (self.span or self.width // 2)
+            return slice(0, 2 * count, 2), slice(1, 2 * count, 2)
+        span = self.span or count
+        return slice(0, count), slice(span, span + count)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return (batch, heads, length, head_dim) rotated by positions (batch, length)."""
@@ -85,7 +94,7 @@ class RotaryForm:
             x, positions[:, None, :, None].double() * self.frequencies(), first, second
         )
 
-    def turn(self, x: Tensor, angles: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def turn(self, x: Tensor, angles: Tensor, first: slice, second: slice) -> Tensor:
         """Return ``x`` with the channels of each pair turned by ``angles`` (..., pairs)."""
         cos, sin = (self.amplitude * f(angles) for f in (torch.cos, torch.sin))
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
@@ -173,6 +182,11 @@ class Settings:
     def group(self) -> int:
         """Number of query heads that share a kv head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are tensors."""
+        return {} if self.slopes is None else {"slopes": self.slopes}
 
     def with_rotary(self, **changes: Any) -> Settings:
         """Return the settings with fields of the rotation changed."""

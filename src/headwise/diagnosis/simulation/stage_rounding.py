@@ -23,6 +23,18 @@ from headwise.reference import share_heads
 SIDES = 2
 DRAWS = 3
 FLOAT32 = torch.finfo(torch.float32).eps / 2
+WEIGHTS_OF = {
+    "q": ("wq", "bq"),
+    "k": ("wk", "bk"),
+    "v": ("wv", "bv"),
+    "q after norm": ("q_norm", "q_norms", "q_norm_bias", "q_norms_bias"),
+    "k after norm": ("k_norm", "k_norms", "k_norm_bias", "k_norms_bias"),
+    "q after rotary": ("q_norm", "q_norms", "q_norm_bias", "q_norms_bias"),
+    "k after rotary": ("k_norm", "k_norms", "k_norm_bias", "k_norms_bias"),
+    "scores": ("distances",),
+    "weights": ("sink",),
+    "output": ("wo", "bo"),
+}
 
 
 def allowed(model: AttentionModel, call: RecordedCall, stage: str) -> Tensor:
@@ -45,13 +57,14 @@ def _by_perturbation(model: AttentionModel, call: RecordedCall, stage: str, unit
     generator = torch.Generator().manual_seed(0)
 
     def moved(x: Tensor) -> Tensor:
-        share = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        return x.double() * (1 + terms * unit * share)
+        share = torch.rand(x.shape, generator=generator) * 2 - 1
+        return x.double() * (1 + terms * unit * share.double())
 
+    used = _used_weights(call, stage)
     exact = model.predict(stage, call)
     largest = torch.zeros_like(exact)
     for _ in range(DRAWS):
-        weights = {name: moved(x) for name, x in model.weights.items()}
+        weights = {name: moved(x) if name in used else x for name, x in model.weights.items()}
         inputs = replace(
             call.inputs,
             x=moved(call.inputs.x),
@@ -62,6 +75,15 @@ def _by_perturbation(model: AttentionModel, call: RecordedCall, stage: str, unit
         change = other.predict(stage, near) - exact
         largest = torch.maximum(largest, change.abs().nan_to_num(0.0, posinf=0.0))
     return largest.amax().expand_as(exact) + terms * unit * exact.abs().nan_to_num(0.0, posinf=0.0)
+
+
+def _used_weights(call: RecordedCall, stage: str) -> set[str]:
+    """Return names of the weights by which a stage is computed from the recorded ones."""
+    names = {*WEIGHTS_OF.get(stage, ())}
+    for earlier in BEFORE[stage]:
+        if earlier not in call.stages:
+            names |= _used_weights(call, earlier)
+    return names
 
 
 def _with_float32_angles(settings: Settings) -> Settings:

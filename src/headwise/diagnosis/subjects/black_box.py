@@ -24,7 +24,6 @@ class BlackBox(Subject):
     def __init__(self, function: Callable[..., Any], kind: str = "function") -> None:
         self.function, self.kind = function, kind
         self.dtype = torch.float32
-        self.is_numpy = False
 
     @torch.no_grad()
     def output(self, inputs: Inputs) -> Tensor:
@@ -66,7 +65,7 @@ class BlackBox(Subject):
         x = inputs.x.clone()
         named = {"source": inputs.source, "mask": inputs.mask}
         given = {name: value for name, value in named.items() if value is not None}
-        result = self.function(x.numpy() if self.is_numpy else x, **given)
+        result = self.function(x, **given)
         if not torch.equal(x, inputs.x):
             raise _fault(
                 "a function that changes its input",

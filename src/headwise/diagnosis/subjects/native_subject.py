@@ -14,7 +14,7 @@ from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
-from headwise.layers.native.layout_conversion import canonical_state
+from headwise.layers.native.layout_conversion import state_per_head
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions.distance_bias import AlibiSlopes, T5BucketTable
 from headwise.layers.positions.rotary import Rotary
@@ -38,7 +38,7 @@ class NativeSubject(Subject):
     @cached_property
     def model(self) -> AttentionModel:
         """The layer as data."""
-        weights = canonical_state(self.wide, self.wide.state_dict())
+        weights = state_per_head(self.wide, self.wide.state_dict())
         return AttentionModel(settings_of(self.wide), weights)
 
     @torch.no_grad()
@@ -112,7 +112,8 @@ def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def settings_of(layer: Attention) -> Settings:
     """Return the settings of a layer as data.
 
-    Weights in canonical form pair rotated channels in halves, so the rotation does too.
+    Raises:
+        OptionError: a score bias whose formula is not known.
     """
     bias = layer.score_bias
     if not isinstance(bias, AlibiSlopes | T5BucketTable | None):
@@ -135,7 +136,12 @@ def settings_of(layer: Attention) -> Settings:
 
 
 def _rotary_form(rotary: Rotary, head_dim: int) -> RotaryForm:
-    return RotaryForm(theta=rotary.theta, width=rotary.width_in(head_dim), scaling=rotary.scaling)
+    return RotaryForm(
+        theta=rotary.theta,
+        width=rotary.width_in(head_dim),
+        pairing=rotary.pairing,
+        scaling=rotary.scaling,
+    )
 
 
 def _norm_form(norm: QKNorm) -> NormForm:

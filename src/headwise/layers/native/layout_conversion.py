@@ -127,10 +127,15 @@ def pack_state(canonical: State, layer: AttentionBase) -> dict[str, Tensor]:
     return _layout_of_layer(layer).pack(canonical)
 
 
+def state_per_head(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
+    """Return the tensors of a layer per head, head_dim in its rotation's order."""
+    source = _layout_of_layer(layer)
+    return source.unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
+
+
 def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
     """Return the canonical tensors of a layer from its state_dict."""
-    source = _layout_of_layer(layer)
-    canonical = source.unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
+    canonical = state_per_head(layer, state)
     if layer.rotary is None or layer.rotary.pairing == "half-split":
         return canonical
     return pattern.to_half_split(canonical, width=layer.rotary.width_in(layer.head_dim))

@@ -1,0 +1,120 @@
+"""Recorded calls of an attention, explained by the model that should predict them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.cause import Cause, Evidence
+from headwise.diagnosis.diagnosis_result import Verdict
+from headwise.diagnosis.function_comparison import FoundCause, PartedStage, page_of
+from headwise.diagnosis.search import NamedCause, Search, search
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.gaps import WHOLE, Gaps, difference, gaps_of
+from headwise.diagnosis.simulation.stage_rounding import allowed
+from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
+
+
+@dataclass(frozen=True, eq=False)
+class ExplainedCalls:
+    """Calls that were recorded, and the model that should predict them.
+
+    Attributes:
+        model: the attention that the recorded one should equal.
+        calls: the recorded calls.
+        names: of the input of each call, for reports.
+        candidates: the causes that may be named.
+    """
+
+    model: AttentionModel
+    calls: Sequence[RecordedCall]
+    names: Sequence[str]
+    candidates: Sequence[Cause] = CAUSES
+
+    @cached_property
+    def search(self) -> Search:
+        """The causes why the calls part from the model."""
+        return search(Evidence(self.model, self.calls, self.gaps), self.candidates)
+
+    @cached_property
+    def gaps(self) -> Gaps:
+        """Where the calls part from the model, before any cause."""
+        return gaps_of(self.model, self.calls)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that were recorded."""
+        return tuple(s for s in STAGES if any(s in call.stages for call in self.calls))
+
+    @property
+    def causes(self) -> tuple[FoundCause, ...]:
+        """The causes as they are reported."""
+        return tuple(map(_reported, self.search.causes))
+
+    @property
+    def output_gap(self) -> float:
+        """The largest relative difference of the outputs."""
+        return max(gap for gap, _ in self._output_gaps)
+
+    @property
+    def outputs_agree(self) -> bool:
+        """True if rounding explains every difference of the outputs."""
+        return all(is_rounding for _, is_rounding in self._output_gaps)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict, for a check that could have failed and outputs that may not be bitwise."""
+        if self.outputs_agree:
+            return Verdict.OTHER_WEIGHTS if self.gaps.parted else Verdict.TO_ROUNDING
+        return Verdict.DIFFERENT if self.search.causes else Verdict.UNKNOWN
+
+    @property
+    def parted(self) -> tuple[PartedStage, ...]:
+        """The stages that part although the stages before them are the same."""
+        left = {*self.search.left.parted}
+        parted = []
+        for stage in self.gaps.stages:
+            cells = [cell for cell in self.gaps.parted if cell[0] == stage]
+            heads = tuple(sorted({head for _, _, head in cells}))
+            parted.append(
+                PartedStage(
+                    stage=stage,
+                    size=max(self.gaps.cells[cell].size for cell in cells),
+                    heads=None if WHOLE in heads else heads,
+                    probes=tuple(dict.fromkeys(self.names[n] for _, n, _ in cells)),
+                    is_explained=left.isdisjoint(cells),
+                )
+            )
+        return tuple(parted)
+
+    @cached_property
+    def _output_gaps(self) -> list[tuple[float, bool]]:
+        return [self._output_gap(call) for call in self.calls]
+
+    def _output_gap(self, call: RecordedCall) -> tuple[float, bool]:
+        """Return the relative difference of the last stage, and whether rounding explains it."""
+        last = [stage for stage in STAGES if stage in call.stages][-1]
+        bare = replace(call, stages={})
+        mine, theirs = call.stages[last], self.model.predict(last, bare)
+        if mine.shape != theirs.shape:
+            return torch.inf, False
+        apart = difference(theirs, mine)
+        size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
+        is_rounding = bool((apart <= allowed(self.model, bare, last)).all())
+        return float(apart.norm() / size), is_rounding
+
+
+def _reported(named: NamedCause) -> FoundCause:
+    return FoundCause(
+        name=named.cause.name,
+        parameters=named.variant.parameters,
+        stages=tuple(named.stages),
+        heads=None if named.heads is None else tuple(named.heads),
+        repair=named.variant.repair,
+        equals=named.equals,
+        page=page_of(named.cause.name),
+    )

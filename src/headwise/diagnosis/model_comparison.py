@@ -1,0 +1,148 @@
+"""Result of comparing two whole models, attention by attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.diagnosis.function_comparison import FunctionComparison
+
+MOST_NAMES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerComparison:
+    """Two attentions at the same place of two models.
+
+    Attributes:
+        name: in the first model.
+        other_name: in the second.
+        input_gap: the relative difference of their inputs.
+        has_other_input: True if the inputs differ by more than float32 rounding moves them.
+        comparison: of the stages, with the causes; the first runs on its own input.
+        is_layer: the layer of the second that computes the same instead; "" for none.
+        note: the reason why the layers were not compared; "" if they were.
+    """
+
+    name: str
+    other_name: str
+    input_gap: float
+    has_other_input: bool
+    comparison: FunctionComparison
+    is_layer: str = ""
+    note: str = ""
+
+    @property
+    def parts(self) -> bool:
+        """True if the two differ by their own doing, whatever their input is."""
+        return bool(self.comparison.parted)
+
+    @property
+    def is_explained(self) -> bool:
+        """True if every difference has a cause."""
+        return bool(self.is_layer) or all(stage.is_explained for stage in self.comparison.parted)
+
+    @property
+    def lines(self) -> list[str]:
+        """Sentences about the two."""
+        if self.is_layer:
+            return [f"`{self.name}` computes what `{self.is_layer}` should: layers exchanged"]
+        state = "differs already" if self.has_other_input else "is the same"
+        lines = [f"`{self.name}` parts by its own doing; its input {state}"]
+        for cause in self.comparison.causes:
+            lines += [f"  {line}" for line in cause.lines]
+        return lines + [f"  {stage}" for stage in self.comparison.parted]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelComparison:
+    """Two models, run on the same input in float64.
+
+    Attributes:
+        kinds: the classes of the two.
+        inputs: in words.
+        seed: of random inputs.
+        layers: their attentions, in the order of the run.
+        output_gap: the relative difference of the models' outputs.
+        has_other_output: True if the outputs differ by more than float32 rounding moves them.
+    """
+
+    kinds: tuple[str, str]
+    inputs: str
+    seed: int
+    layers: tuple[LayerComparison, ...]
+    output_gap: float
+    has_other_output: bool
+
+    @property
+    def parted(self) -> list[LayerComparison]:
+        """The layers that differ by their own doing."""
+        return [layer for layer in self.layers if layer.parts]
+
+    @property
+    def outside(self) -> str:
+        """The place where a difference starts that no attention makes; "" for none."""
+        for layer in self.layers:
+            if layer.has_other_input:
+                return f"before `{layer.name}`"
+            if layer.parts:
+                return ""
+        return "after the last attention" if self.has_other_output else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as numbers, texts, lists and dicts, for JSON."""
+        return {
+            "kinds": list(self.kinds),
+            "inputs": self.inputs,
+            "seed": self.seed,
+            "output_gap": self.output_gap,
+            "outside": self.outside,
+            "layers": [
+                {
+                    "name": layer.name,
+                    "other_name": layer.other_name,
+                    "input_gap": layer.input_gap,
+                    "has_other_input": layer.has_other_input,
+                    "is_layer": layer.is_layer,
+                    "note": layer.note,
+                    "comparison": layer.comparison.as_dict(),
+                }
+                for layer in self.layers
+            ],
+        }
+
+    @property
+    def lines(self) -> list[str]:
+        """Sentences: the first layer that parts, its cause, and the layers that do likewise."""
+        lines = [
+            f"{self.kinds[0]} against {self.kinds[1]}: {len(self.layers)} attentions, on "
+            f"{self.inputs} (seed {self.seed})"
+        ]
+        if self.outside:
+            lines.append(f"  a difference starts {self.outside}, outside attention")
+        groups: dict[tuple[str, ...], list[LayerComparison]] = {}
+        for layer in self.parted:
+            groups.setdefault(_likeness(layer), []).append(layer)
+        for first, *others in groups.values():
+            lines += [f"  {line}" for line in first.lines]
+            if others:
+                lines.append(f"  the same in {len(others)} more: {_listed(others)}")
+        skipped = [layer for layer in self.layers if layer.note]
+        if skipped:
+            lines.append(f"  not compared: {_listed(skipped)}: {skipped[0].note}")
+        lines.append(f"  the outputs of the models differ by {self.output_gap:.2g} of their size")
+        return lines
+
+
+def _likeness(layer: LayerComparison) -> tuple[str, ...]:
+    """Return a key that is equal for layers with the same causes in the same stages."""
+    if layer.is_layer:
+        return (layer.name,)
+    stages = [stage.stage for stage in layer.comparison.parted if not stage.is_explained]
+    return (*(line for cause in layer.comparison.causes for line in cause.lines), *stages)
+
+
+def _listed(layers: list[LayerComparison]) -> str:
+    names = [f"`{layer.name}`" for layer in layers[:MOST_NAMES]]
+    more = len(layers) - MOST_NAMES
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")

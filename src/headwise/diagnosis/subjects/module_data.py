@@ -1,0 +1,97 @@
+"""Attention modules of a running model, read as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwise.checkpoints.attention_loading import attention_from_state
+from headwise.checkpoints.config import layout_name, stated_counts
+from headwise.checkpoints.config_check import layout_in_layer
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.subjects.native_subject import NativeSubject
+from headwise.diagnosis.subjects.torch_subject import TorchSubject
+from headwise.errors import HeadwiseError
+from headwise.layers.native.attention import Attention
+from headwise.layouts import registry
+from headwise.layouts.layout import Layout
+from headwise.layouts.module_names import NamedModule, modules_of
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleData:
+    """An attention module of a model as data.
+
+    Attributes:
+        prefix: the name of the module, or of the module around it that has the output projection.
+        model: the attention; None where the weights or settings cannot be read.
+        projections: role -> name of the submodule that projects it; only submodules of their own.
+    """
+
+    prefix: str
+    model: AttentionModel | None
+    projections: Mapping[str, str]
+
+    def is_of(self, name: str) -> bool:
+        """True if a module's name is that of this one, or of a part of it."""
+        return f"{name}.".startswith(self.prefix) or self.prefix.startswith(f"{name}.")
+
+
+def modules_as_data(model: nn.Module) -> list[ModuleData]:
+    """Return the attention modules of a model whose weights and settings can be read."""
+    modules = [data for name, module in model.named_modules() if (data := _of_layer(name, module))]
+    return modules or _of_config(model)
+
+
+def _of_layer(name: str, module: nn.Module) -> ModuleData | None:
+    """Return a layer of headwise or torch as data."""
+    prefix = f"{name}." if name else ""
+    if isinstance(module, Attention):
+        parts = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
+        projections = {role: prefix + part for role, part in parts.items()}
+        with suppress(HeadwiseError):
+            return ModuleData(prefix, NativeSubject(module).model, projections)
+        return ModuleData(prefix, None, projections)
+    if isinstance(module, nn.MultiheadAttention):
+        with suppress(HeadwiseError):
+            return ModuleData(prefix, TorchSubject(module).model, {})
+    return None
+
+
+def _of_config(model: nn.Module) -> list[ModuleData]:
+    """Return the attention of a model of transformers, by its config and its layout."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict[str, Any])
+    fields: dict[str, Any] = to_dict()
+    name = layout_name(fields) if fields else None
+    if name is None:
+        return []
+    layout, state = registry.layout(name), model.state_dict()
+    modules = [m for m in modules_of(layout, state) if m.tensors]
+    return [_of_module(module, modules, state, layout, fields) for module in modules]
+
+
+def _of_module(
+    module: NamedModule,
+    modules: list[NamedModule],
+    state: Mapping[str, Tensor],
+    layout: Layout,
+    config: dict[str, Any],
+) -> ModuleData:
+    described = layout_in_layer(layout, config, module.layer)
+    data = None
+    with suppress(HeadwiseError):
+        shapes = {local: tuple(state[full].shape) for full, local in module.tensors.items()}
+        sizes = described.sizes(shapes, stated_counts(config))
+        layer = attention_from_state(module, modules, state, described, config, sizes)
+        data = NativeSubject(layer).model
+    owners = {
+        role: full.rpartition(".")[0]
+        for full, local in module.tensors.items()
+        for role in "qkvo"
+        if f"w{role}" in layout.patterns[local].tensors
+    }
+    return ModuleData(module.prefix, data, owners)

@@ -1,0 +1,208 @@
+"""A whole model, run once with the stages of each attention recorded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.attention_matrix import AttentionMatrix
+from headwise.diagnosis.probes import SEED
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.model_run import LayerRun, ModelRun, relative_gap
+from headwise.diagnosis.subjects.module_data import ModuleData, modules_as_data
+from headwise.errors import OptionError
+from headwise.scanning.capture import capture_attention
+from headwise.scanning.captured_call import CapturedCall
+from headwise.support.module_modes import evaluating
+
+BATCH, TOKENS = 2, 24
+ModelInputs = Mapping[str, Any]
+Arguments = tuple[tuple[Any, ...], ModelInputs]  # positional and named
+
+
+def run_model(model: nn.Module, inputs: Tensor | ModelInputs | None = None) -> ModelRun:
+    """Run a float64 copy of a model in eval mode, and record the stages of each attention.
+
+    Queries and keys are recorded as they enter the scores, values and weights as they are, head
+    outputs, and the input and output of projections that are modules of their own.
+
+    Args:
+        model: any module whose attention `headwise.scan` captures.
+        inputs: a tensor, or keyword arguments; None for random tokens of its vocabulary.
+
+    Raises:
+        OptionError: no attention was captured, or the model needs inputs.
+    """
+    arguments = _arguments(model, inputs)
+    wide, wide_output = _run_in(torch.float64, model, arguments)
+    single, single_output = _run_in(torch.float32, model, arguments)
+    layers = [
+        replace(layer, input_rounding=relative_gap(other.call.inputs.x, layer.call.inputs.x))
+        for layer, other in zip(wide, single, strict=True)
+    ]
+    return ModelRun(
+        kind=type(model).__name__,
+        layers=layers,
+        output=wide_output,
+        inputs=_in_words(inputs),
+        output_rounding=relative_gap(single_output, wide_output),
+    )
+
+
+def _run_in(
+    dtype: torch.dtype, model: nn.Module, arguments: Arguments
+) -> tuple[list[LayerRun], Tensor]:
+    """Return the attentions and the output of a run in a dtype."""
+    positional, named = arguments
+    cast_arguments = (
+        tuple(_cast(x, dtype) for x in positional),
+        {name: _cast(x, dtype) for name, x in named.items()},
+    )
+    return record_layers(copy.deepcopy(model).to(dtype), cast_arguments)
+
+
+def record_layers(model: nn.Module, arguments: Arguments) -> tuple[list[LayerRun], Tensor]:
+    """Run a model in eval mode; return its attentions and its output.
+
+    Raises:
+        OptionError: no attention was captured.
+    """
+    calls: list[CapturedCall] = []
+    projected = _Projections(model, modules_as_data(model))
+    with torch.no_grad(), evaluating(model), projected.hooks():
+        with capture_attention(model, on_complete=calls.append) as capture:
+            capture.begin()
+            output = model(*arguments[0], **arguments[1])
+        capture.require_any(type(model).__name__)
+    # transformers computes rotations and norms in float32, whatever the dtype of the model is.
+    is_single = hasattr(model, "config")
+    dtype = torch.float32 if is_single else next(model.parameters()).dtype
+    return [_layer_run(call, projected, dtype) for call in calls], first_tensor(output)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    is_floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_floating else value
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Return the main result of a model: a tensor, or the first of a tuple or a mapping."""
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values() if isinstance(output, Mapping) else output))
+    return output
+
+
+def _arguments(model: nn.Module, inputs: Tensor | ModelInputs | None) -> Arguments:
+    """Return positional and named arguments of the model."""
+    if inputs is None:
+        return (), _random_tokens(model)
+    return ((inputs,), {}) if isinstance(inputs, Tensor) else ((), inputs)
+
+
+def _in_words(inputs: Tensor | ModelInputs | None) -> str:
+    if inputs is None:
+        return f"{BATCH} x {TOKENS} random tokens"
+    if isinstance(inputs, Tensor):
+        return f"your input of shape {tuple(inputs.shape)}"
+    return f"your {', '.join(inputs)}"
+
+
+def _random_tokens(model: nn.Module) -> dict[str, Tensor]:
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is None:
+        raise OptionError(
+            saw=f"a {type(model).__name__} without a vocabulary, and no inputs",
+            needed="inputs of the model",
+            do="compare(a, b, inputs): a tensor, or a dict of keyword arguments",
+        )
+    generator = torch.Generator().manual_seed(SEED)
+    names = ["input_ids"]
+    names += ["decoder_input_ids"] if getattr(config, "is_encoder_decoder", False) else []
+    return {name: torch.randint(vocabulary, (BATCH, TOKENS), generator=generator) for name in names}
+
+
+class _Projections:
+    """Inputs and outputs of the projections of a model, recorded by hooks."""
+
+    def __init__(self, model: nn.Module, modules: list[ModuleData]) -> None:
+        self.model, self.modules = model, modules
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+
+    def hooks(self) -> ExitStack:
+        """Return a context in which the projections are recorded."""
+        stack = ExitStack()
+        for name in {name for data in self.modules for name in data.projections.values()}:
+            module = self.model.get_submodule(name)
+            stack.enter_context(module.register_forward_hook(self._keeper(name)))
+        return stack
+
+    def _keeper(self, name: str) -> Any:
+        def keep(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+            # Of a module that runs several times, the first run.
+            if isinstance(output, Tensor) and arguments and isinstance(arguments[0], Tensor):
+                self.inputs.setdefault(name, arguments[0])
+                self.outputs.setdefault(name, output)
+
+        return keep
+
+    def data_of(self, layer: str) -> ModuleData | None:
+        """Return the module of a captured call as data."""
+        return next((data for data in self.modules if data.is_of(layer)), None)
+
+
+def _layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dtype) -> LayerRun:
+    data = projected.data_of(call.layer)
+    names = {} if data is None else data.projections
+    inputs = {role: projected.inputs.get(name) for role, name in names.items()}
+    outputs = {role: projected.outputs.get(name) for role, name in names.items()}
+    x = call.state if inputs.get("q") is None else inputs["q"]
+    source = inputs.get("k") if call.is_cross else None
+    matrix = call.matrix
+    batch, _, queries, _ = matrix.shape
+    stages = {
+        "q after rotary": matrix.q,
+        "k after rotary": matrix.k,
+        "weights": matrix.dense(),
+    }
+    stages |= {} if call.values is None else {"v": call.values}
+    stages |= {} if call.outputs is None else {"head outputs": call.outputs}
+    for role, heads in (("q", matrix.q.shape[1]), ("k", matrix.k.shape[1])):
+        projected_rows = outputs.get(role)
+        if projected_rows is not None and len({*names.values()}) == len(names):
+            stages |= _split(role, projected_rows, heads, matrix.q.shape[3])
+    output = outputs.get("o")
+    if output is not None and output.shape[:-1] == (batch, queries):
+        stages["output"] = output
+    is_readable = (
+        x is not None
+        and x.shape[:-1] == (batch, queries)
+        and (source is not None or not call.is_cross)
+    )
+    model = data.model if data is not None and is_readable else None
+    placeholder = torch.zeros(batch, queries, 0, dtype=torch.float64)
+    recorded = RecordedCall(
+        Inputs(placeholder if x is None else x, source, mask=allowed_pairs(matrix)),
+        {name: x.double() for name, x in stages.items()},
+        dtype,
+    )
+    return LayerRun(call.layer, recorded, model)
+
+
+def _split(role: str, rows: Tensor, heads: int, head_dim: int) -> dict[str, Tensor]:
+    """Return the stage of a projection by head; nothing where it has other rows beside them."""
+    if rows.dim() != 3 or rows.shape[2] != heads * head_dim:
+        return {}
+    return {role: rows.unflatten(2, (heads, head_dim)).transpose(1, 2)}
+
+
+def allowed_pairs(matrix: AttentionMatrix) -> Tensor:
+    """Return True where a query may attend, (batch or 1, heads or 1, queries, keys)."""
+    return matrix.bound_mask.at(torch.arange(matrix.shape[2], device=matrix.q.device))

@@ -1,0 +1,136 @@
+"""An attention module of transformers as the subject of a comparison."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from functools import cached_property
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.module_data import modules_as_data
+from headwise.diagnosis.subjects.running_model import first_tensor, record_layers
+from headwise.diagnosis.subjects.subject import Subject
+from headwise.errors import OptionError
+from headwise.huggingface import register_huggingface
+
+SOURCES = ("encoder_hidden_states", "key_value_states")  # names of the source of cross attention
+
+
+def is_transformers_attention(value: object) -> TypeGuard[nn.Module]:
+    """True for a module of transformers that is not a whole model."""
+    return (
+        isinstance(value, nn.Module)
+        and not hasattr(value, "get_input_embeddings")
+        and type(value).__module__.startswith("transformers.")
+        and _attribute(value, "config") is not None
+    )
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """Return an attribute of a module or of the first part that has it; None if none has."""
+    owners = (part for part in module.modules() if getattr(part, name, None) is not None)
+    return next((getattr(owner, name) for owner in owners), None)
+
+
+class TransformersSubject(Subject):
+    """An attention module of transformers; it runs as a copy in eval mode.
+
+    The stages come from a float64 copy that attends by headwise, the output from the module itself
+    with its own attention implementation.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.kind = type(module).__name__
+        self.module = copy.deepcopy(module).eval()
+        self.dtype = next(module.parameters()).dtype
+
+    @cached_property
+    def model(self) -> AttentionModel | None:
+        """The module as data; None where its class has no layout in the catalogue."""
+        modules = modules_as_data(_Alone(self.module))
+        return modules[0].model if len(modules) == 1 else None
+
+    @torch.no_grad()
+    def output(self, inputs: Inputs) -> Tensor:
+        """Return the output of the module in its dtype."""
+        return first_tensor(_Alone(self.module)(inputs, self.dtype))
+
+    def record(self, inputs: Inputs) -> RecordedCall:
+        """Return the stages that can be reached, computed in float64."""
+        wide = copy.deepcopy(self.module).double()
+        _attribute(wide, "config")._attn_implementation_internal = register_huggingface()
+        [layer], _ = record_layers(_Alone(wide), ((inputs, torch.float64), {}))
+        stages = dict(layer.call.stages)
+        stages.setdefault("output", self.output(inputs).double())
+        return RecordedCall(inputs, stages, torch.float32)
+
+
+class _Alone(nn.Module):
+    """A model that holds one attention module, under the number of its layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.config = _attribute(module, "config")
+        self.number = _attribute(module, "layer_idx") or 0
+        self.layers = nn.ModuleDict({str(self.number): module})
+
+    def forward(self, inputs: Inputs, dtype: torch.dtype) -> Any:
+        """Return the result of the module."""
+        [module] = self.layers.values()
+        names = inspect.signature(module.forward).parameters
+        x = inputs.x.to(dtype)
+        arguments: dict[str, Any] = {}
+        if inputs.source is not None:
+            name = next((name for name in SOURCES if name in names), None)
+            if name is None:
+                raise _fault(f"inputs with a source for {type(module).__name__}")
+            arguments[name] = inputs.source.to(dtype)
+        if "attention_mask" in names:
+            arguments["attention_mask"] = _added(inputs, dtype)
+        if "position_embeddings" in names:
+            arguments["position_embeddings"] = self._rotation(module, x, inputs)
+        try:
+            return module(x, **arguments)
+        except TypeError as error:
+            raise _fault(
+                f"{type(module).__name__}, which needs other arguments: {error}"
+            ) from error
+
+    def _rotation(self, module: nn.Module, x: Tensor, inputs: Inputs) -> Any:
+        """Return cos and sin, by the class in the module's file that computes them."""
+        classes = vars(sys.modules[type(module).__module__]).items()
+        rotary = next((c for name, c in classes if name.endswith("RotaryEmbedding")), None)
+        if rotary is None:
+            raise _fault(f"{type(module).__name__}, whose rotation has no class in its file")
+        positions = RecordedCall(inputs, {}).query_positions
+        embedding = rotary(config=self.config)
+        kinds = getattr(self.config, "layer_types", None)
+        has_kinds = "layer_type" in inspect.signature(embedding.forward).parameters
+        more = (kinds[self.number],) if has_kinds and kinds else ()
+        return embedding(x, positions, *more)
+
+
+def _added(inputs: Inputs, dtype: torch.dtype) -> Tensor:
+    """Return the mask as transformers adds it to scores, (batch, 1 or heads, queries, keys)."""
+    shape = (len(inputs.x), 1, inputs.x.shape[1], inputs.key_source.shape[1])
+    mask = torch.ones(shape, dtype=torch.bool) if inputs.mask is None else inputs.mask
+    lowest = torch.finfo(dtype).min
+    return (
+        torch.zeros(mask.shape, dtype=dtype)
+        .masked_fill(~mask, lowest)
+        .expand(len(inputs.x), -1, *shape[2:])
+    )
+
+
+def _fault(saw: str) -> OptionError:
+    return OptionError(
+        saw=saw,
+        needed="an attention module that takes tokens, a mask and a rotation",
+        do="compare it as a function: compare(lambda x: module(x, ...)[0], b)",
+    )

@@ -1,0 +1,198 @@
+"""`compare` on whole models of transformers and on their attention modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartModel,
+    BertConfig,
+    BertModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from headwise import Attention, Rotary, compare
+from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
+from headwise.diagnosis.model_comparison import ModelComparison
+from headwise.errors import OptionError
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+}
+
+
+def llama(theta: float = 1e4, **sizes: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    rotation = {"rope_type": "default", "rope_theta": theta}
+    config = LlamaConfig(**SIZES | sizes, num_key_value_heads=2, rope_parameters=rotation)
+    return LlamaForCausalLM(config)
+
+
+def bart() -> BartModel:
+    counts = ("encoder_layers", "decoder_layers")
+    heads = ("encoder_attention_heads", "decoder_attention_heads")
+    widths = ("encoder_ffn_dim", "decoder_ffn_dim")
+    sizes = dict.fromkeys(counts, 2) | dict.fromkeys(heads, 6) | dict.fromkeys(widths, 64)
+    return BartModel(BartConfig(vocab_size=97, d_model=48, **sizes))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=6)),
+    "bert": lambda: BertModel(BertConfig(**SIZES)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=5)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8)),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=97, d_model=48, d_ff=64, num_layers=2, num_heads=6, d_kv=8)
+    ),
+    "bart": bart,
+}
+
+
+def compared(first: nn.Module, second: nn.Module) -> tuple[Diagnosis, ModelComparison]:
+    diagnosis = compare(first, second)
+    assert diagnosis.model is not None
+    return diagnosis, diagnosis.model
+
+
+def names(comparison: ModelComparison) -> dict[str, list[str]]:
+    return {
+        layer.name: [cause.name for cause in layer.comparison.causes] for layer in comparison.parted
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_attention_of_a_model_is_read_as_data(name: str) -> None:
+    torch.manual_seed(1)
+    model = MODELS[name]()
+    diagnosis, comparison = compared(model, copy.deepcopy(model))
+    assert diagnosis.verdict is Verdict.SAME
+    assert not [layer.name for layer in comparison.layers if layer.note]
+    counts = {"llama": 3, "gpt2": 2, "bert": 3, "gemma2": 3, "qwen3": 3, "t5": 6, "bart": 6}
+    assert len(comparison.layers) == counts[name]
+
+
+def test_another_theta_is_named_in_every_layer() -> None:
+    good, ported = llama(), llama(theta=5e5)
+    ported.load_state_dict(good.state_dict())
+    diagnosis, comparison = compared(ported, good)
+    assert diagnosis.verdict is Verdict.DIFFERENT
+    layers = [f"model.layers.{n}.self_attn" for n in range(3)]
+    assert names(comparison) == {layer: ["rotary theta"] for layer in layers}
+    assert [layer.has_other_input for layer in comparison.layers] == [False, True, True]
+    assert "the same in 2 more: `model.layers.1.self_attn`" in str(diagnosis)
+
+
+def test_a_fault_in_one_layer_is_not_seen_in_those_after_it() -> None:
+    good = llama()
+    ported = copy.deepcopy(good)
+    with torch.no_grad():
+        weight = ported.model.layers[1].self_attn.o_proj.weight
+        weight.copy_(weight.mT.clone())
+    diagnosis, comparison = compared(ported, good)
+    assert diagnosis.verdict is Verdict.DIFFERENT
+    assert names(comparison) == {"model.layers.1.self_attn": ["square matrix transposed"]}
+
+
+def test_exchanged_layers_are_named() -> None:
+    good = llama()
+    ported = copy.deepcopy(good)
+    layers = ported.model.layers
+    layers[0].self_attn, layers[2].self_attn = layers[2].self_attn, layers[0].self_attn
+    diagnosis, comparison = compared(ported, good)
+    assert diagnosis.verdict is Verdict.DIFFERENT
+    assert {layer.name: layer.is_layer for layer in comparison.parted} == {
+        "model.layers.0.self_attn": "model.layers.2.self_attn",
+        "model.layers.2.self_attn": "model.layers.0.self_attn",
+    }
+
+
+def test_a_difference_outside_attention_is_placed() -> None:
+    good = llama()
+    ported = copy.deepcopy(good)
+    with torch.no_grad():
+        ported.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    diagnosis, comparison = compared(ported, good)
+    assert diagnosis.verdict is Verdict.UNKNOWN
+    assert not comparison.parted
+    assert comparison.outside == "before `model.layers.2.self_attn`"
+    with torch.no_grad():
+        good.model.norm.weight.mul_(1.01)
+    assert compared(good, llama())[1].outside == "after the last attention"
+
+
+def test_a_cast_model_has_rounded_weights_and_rounded_frequencies() -> None:
+    good = llama()
+    cast = copy.deepcopy(good).bfloat16()  # also rounds inv_freq, unlike loading in bfloat16
+    _, comparison = compared(cast, good)
+    expected = ["dtype's rounding of weights", "rotary dtype"]
+    assert names(comparison)["model.layers.0.self_attn"] == expected
+
+
+def test_models_are_not_changed() -> None:
+    good = llama()
+    before = copy.deepcopy(good.state_dict())
+    implementation = good.config._attn_implementation
+    good.train()
+    compare(good, llama(theta=5e5))
+    assert good.training
+    assert good.config._attn_implementation == implementation
+    assert all(torch.equal(x, before[name]) for name, x in good.state_dict().items())
+
+
+def test_other_numbers_of_layers_are_refused() -> None:
+    with pytest.raises(OptionError, match="3 attentions in a, 2 in b"):
+        compare(llama(), llama(num_hidden_layers=2))
+
+
+def test_a_module_is_compared_with_its_port() -> None:
+    module = llama(theta=5e5).model.layers[1].self_attn
+    options = {"layout": "llama", "num_heads": 6, "num_kv_heads": 2}
+    port = Attention.from_layout(module.state_dict(), rotary=Rotary(theta=5e5), **options)
+    assert compare(port, module).verdict in (Verdict.SAME, Verdict.TO_ROUNDING)
+    assert compare(module, port).verdict in (Verdict.SAME, Verdict.TO_ROUNDING)
+    wrong = Attention.from_layout(module.state_dict(), rotary=Rotary(), **options)
+    diagnosis = compare(wrong, module)
+    assert diagnosis.function is not None
+    assert [cause.name for cause in diagnosis.function.causes] == ["rotary theta"]
+    assert diagnosis.function.causes[0].repair == "Rotary(theta=500000)"
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("gpt2", "transformer.h.1.attn"),
+        ("bert", "encoder.layer.1.attention"),
+        ("qwen3", "model.layers.1.self_attn"),
+        ("bart", "decoder.layers.1.encoder_attn"),
+    ],
+)
+def test_modules_run_by_their_own_signature(name: str, path: str) -> None:
+    module = MODELS[name]().get_submodule(path)
+    assert compare(copy.deepcopy(module), module).verdict is Verdict.SAME
+
+
+def test_a_module_without_its_output_projection_is_refused() -> None:
+    module = MODELS["bert"]().get_submodule("encoder.layer.1.attention.self")
+    with pytest.raises(OptionError, match="also holds the output projection"):
+        compare(copy.deepcopy(module), module)
