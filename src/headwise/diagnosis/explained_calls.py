@@ -42,7 +42,7 @@ class ExplainedCalls:
 
     @cached_property
     def gaps(self) -> Gaps:
-        """Where the calls part from the model, before any cause."""
+        """The gaps between the calls and the model, before any cause."""
         return gaps_of(self.model, self.calls)
 
     @property

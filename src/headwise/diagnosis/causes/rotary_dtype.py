@@ -11,7 +11,24 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
 class RotaryDtypeCause(Cause):
-    """The frequencies of the rotation are rounded to a narrower dtype."""
+    """The frequencies of the rotation are rounded to a narrower dtype.
+
+    `model.bfloat16()` and `model.to(torch.bfloat16)` also round the buffer `inv_freq`, which
+    `from_pretrained(..., dtype=torch.bfloat16)` keeps in float32. An error of a frequency grows
+    with the position.
+
+    Wrong:
+        model = AutoModel.from_pretrained(folder).to(torch.bfloat16)
+
+    Right:
+        model = AutoModel.from_pretrained(folder, dtype=torch.bfloat16)
+
+    Repair:
+        Load the model in its dtype. `inv_freq.float()` afterwards does not bring the digits back.
+
+    Confused with:
+        dtype's rounding of weights: a cast rounds both.
+    """
 
     name: ClassVar[str] = "rotary dtype"
     symptom: ClassVar[str] = (
