@@ -20,7 +20,6 @@ OPEN = {
     "evicted keys",
     "layers exchanged",
     "layers off by one",
-    "position offset in decoding",
     "projection never called",
 }
 

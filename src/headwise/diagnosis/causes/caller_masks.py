@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.simulation.attention_model import (
-    AttentionModel,
-    Forced,
-    StageFunction,
-    score,
-)
+from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
+
+MaskChange = Callable[[Tensor], Tensor | None]
 
 
 def has_masks(evidence: Evidence) -> bool:
@@ -21,19 +19,19 @@ def has_masks(evidence: Evidence) -> bool:
     return any(call.inputs.mask is not None for call in evidence.calls)
 
 
-def model_with_mask(
-    evidence: Evidence, change: Callable[[Tensor], Tensor | None], *, only_later: bool = False
-) -> AttentionModel:
-    """Return the model under a changed mask; in calls with earlier keys alone if ``only_later``."""
-    return evidence.model.with_stage("scores", _scores(change, only_later))
+def model_with_mask(evidence: Evidence, change: MaskChange) -> AttentionModel:
+    """Return the model under a changed mask."""
+    return evidence.model.with_stage("scores", partial(_scores, change))
 
 
-def _scores(change: Callable[[Tensor], Tensor | None], only_later: bool) -> StageFunction:
-    def scores(forced: Forced) -> Tensor:
-        inputs = forced.call.inputs
-        if inputs.mask is None or (only_later and not forced.call.earlier):
-            return forced.usual()
-        other = replace(forced.call, inputs=replace(inputs, mask=change(inputs.mask)))
-        return score(replace(forced, call=other))
+def _scores(change: MaskChange, forced: Forced) -> Tensor:
+    return with_mask(change, forced).usual()
 
-    return scores
+
+def with_mask(change: MaskChange, forced: Forced) -> Forced:
+    """Return the stage under a changed mask."""
+    inputs = forced.call.inputs
+    if inputs.mask is None:
+        return forced
+    other = replace(inputs, mask=change(inputs.mask))
+    return replace(forced, call=replace(forced.call, inputs=other))

@@ -1,21 +1,37 @@
-"""Calls with a cache attend to padding before the tokens."""
+"""Calls with a cache attend to padding before the tokens, or count it among their positions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 
-from headwise.diagnosis.causes.caller_masks import has_masks, model_with_mask
+from headwise.diagnosis.causes.caller_masks import MaskChange, has_masks, with_mask
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.causes.later_calls import (
+    has_later_calls,
+    model_with_later_calls,
+    with_positions,
+)
+from headwise.diagnosis.simulation.attention_model import Forced
+
+MASKS: tuple[tuple[MaskChange, str], ...] = (
+    (lambda _: None, "mask ignored"),
+    (lambda mask: mask.flip(-1), "mask at the other end"),
+    (torch.logical_not, "mask inverted"),
+)
+REPAIR = 'Mask.lengths(..., side="left") in every call with the cache'
 
 
 class DecodingLeftPaddingCause(Cause):
-    """Calls with a cache attend to padding before the tokens.
+    """Calls with a cache attend to padding before the tokens, or count it among their positions.
 
-    The first call has the mask of the prompts. Each later call has one new token, and needs the
-    mask of all keys: that of the prompts and a column for every new token.
+    The first call has the mask and the positions of the prompts. Each later call has one new token,
+    and needs the mask of all keys: that of the prompts and a column for every new token. Its
+    position is the number of tokens before it, without the padding.
 
     Wrong:
         layer(token, cache=cache)
@@ -25,25 +41,34 @@ class DecodingLeftPaddingCause(Cause):
 
     Repair:
         Pass the whole mask in every call: `Mask.lengths(..., side="left")`, or an `attention_mask`
-        that grows by a column for each token.
+        that grows by a column for each token. Positions are `attention_mask.cumsum(-1) - 1`.
 
     Confused with:
         padding ignored: if the first call ignores the mask as well.
-        position offset in decoding: positions must be counted without the padding too; compare one
-            prompt alone.
+        position offset in decoding: if all prompts have the same number of padding tokens.
     """
 
     name: ClassVar[str] = "left padding in decoding"
     symptom: ClassVar[str] = (
         "Batched generation with left padding gives other text than each prompt alone"
     )
-    stages: ClassVar[tuple[str, ...]] = ("scores",)
+    stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary", "scores")
     cost: ClassVar[float] = 0.7
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return calls with earlier keys that do not use the mask, or use it at the other end."""
-        if any(call.earlier for call in evidence.calls) and has_masks(evidence):
-            repair = 'Mask.lengths(..., side="left") in every call with the cache'
-            for change in (lambda _: None, lambda mask: mask.flip(-1), torch.logical_not):
-                model = model_with_mask(evidence, change, only_later=True)
-                yield Variant(model, {}, repair)
+        """Return calls with earlier keys that do not use the mask, or positions, of the caller."""
+        if not has_later_calls(evidence):
+            return
+        masks = MASKS if has_masks(evidence) else ()
+        for change, words in masks:
+            model = model_with_later_calls(evidence, ("scores",), partial(with_mask, change))
+            yield Variant(model, {"padding": words}, REPAIR)
+        if any(call.inputs.positions is not None for call in evidence.calls):
+            repair = "positions that count the tokens and not the padding, in every call"
+            model = model_with_later_calls(evidence, self.stages, _counted)
+            yield Variant(model, {"padding": "counted in the positions"}, repair)
+
+
+def _counted(forced: Forced) -> Forced:
+    """Return the stage with positions that count all keys of the cache."""
+    return replace(forced, call=with_positions(forced.call, lambda _: None))

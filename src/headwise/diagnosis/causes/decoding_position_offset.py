@@ -10,7 +10,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.causes.later_calls import (
+    has_later_calls,
+    model_with_later_calls,
+    with_positions,
+)
 from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.stages import RecordedCall
 
 MOST = 16
 
@@ -45,22 +51,17 @@ class DecodingPositionOffsetCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return offsets in calls with earlier keys, and positions that start at 0 again."""
-        if not any(call.earlier for call in evidence.calls):
+        if not has_later_calls(evidence):
             return
         offsets: list[int | None] = [None, *(n for n in range(-MOST, MOST + 1) if n)]
         for offset in offsets:
-            model = evidence.model
-            for stage in self.stages:
-                model = model.with_stage(stage, partial(_shifted, offset))
+            model = model_with_later_calls(evidence, self.stages, partial(_shifted, offset))
             words = "from 0 again" if offset is None else offset
             yield Variant(model, {"offset": words}, "positions continue from the keys in the cache")
 
 
-def _shifted(offset: int | None, forced: Forced) -> Tensor:
-    call = forced.call
-    if not call.earlier:
-        return forced.usual()
-    shift = -call.past if offset is None else offset
-    inputs = replace(call.inputs, positions=call.query_positions + shift)
-    other = replace(forced, call=replace(call, inputs=inputs))
-    return other.usual()
+def _shifted(offset: int | None, forced: Forced) -> Forced:
+    def positions(call: RecordedCall) -> Tensor:
+        return call.query_positions + (-call.past if offset is None else offset)
+
+    return replace(forced, call=with_positions(forced.call, positions))

@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
-from torch import Tensor
-
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.causes.later_calls import has_later_calls, model_with_later_calls
 from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
 
 MOST = 40
@@ -40,7 +39,7 @@ class DecodingWindowCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return windows that differ in calls with earlier keys alone."""
         settings = evidence.model.settings
-        if not any(call.earlier for call in evidence.calls):
+        if not has_later_calls(evidence):
             return
         left, right = (None, None) if settings.window is None else settings.window
         for other in (None, *range(MOST)):
@@ -48,13 +47,11 @@ class DecodingWindowCause(Cause):
                 changed = evidence.model.with_settings(
                     window=None if other is None else (other, right)
                 )
-                model = evidence.model.with_stage("scores", partial(_in_later_calls, changed))
+                model = model_with_later_calls(evidence, self.stages, partial(_of, changed))
                 keys = "all" if other is None else other + 1
                 repair = "no window" if left is None else f"window=({left}, 0) in every call"
                 yield Variant(model, {"window": keys}, repair)
 
 
-def _in_later_calls(changed: AttentionModel, forced: Forced) -> Tensor:
-    if not forced.call.earlier:
-        return forced.usual()
-    return replace(forced, model=changed).usual()
+def _of(model: AttentionModel, forced: Forced) -> Forced:
+    return replace(forced, model=model)

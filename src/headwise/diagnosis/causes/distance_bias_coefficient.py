@@ -33,7 +33,7 @@ class DistanceBiasCoefficientCause(Cause):
         "ALiBi attention is too local or too flat (Falcon, BLOOM, MPT), by one factor in every head"
     )
     stages: ClassVar[tuple[str, ...]] = ("scores",)
-    cost: ClassVar[float] = 1.1
+    cost: ClassVar[float] = 0.9
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the family of all factors of the slopes."""

@@ -26,6 +26,7 @@ class RotaryScalingFactorCause(Cause):
     name: ClassVar[str] = "rotary scaling factor"
     symptom: ClassVar[str] = "Long prompts degrade, short ones are right: wrong rope_scaling factor"
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
+    cost: ClassVar[float] = 1.06  # a factor of 1 is no scaling: another kind
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return factors, with the attention factor that follows and with the right one."""
@@ -33,7 +34,7 @@ class RotaryScalingFactorCause(Cause):
         if rotary is None or rotary.scaling is None:
             return
         scaling = rotary.scaling
-        for amplitude in {None, rotary.amplitude}:
+        for amplitude in (None, rotary.amplitude):
 
             def make(factor: float, amplitude: float | None = amplitude) -> Variant:
                 changed = replace(scaling, factor=factor)

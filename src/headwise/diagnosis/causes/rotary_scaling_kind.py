@@ -57,7 +57,7 @@ class RotaryScalingKindCause(Cause):
         length = getattr(rotary.scaling, "original_length", None)
         factors = FACTORS if rotary.scaling is None else (rotary.scaling.factor, *FACTORS)
         for scaling in _others(rotary, factors, LENGTHS if length is None else (length,)):
-            for amplitude in {None, rotary.amplitude, 1.0}:
+            for amplitude in (None, rotary.amplitude, 1.0):
                 model = evidence.model.with_rotary(scaling=scaling, attention_factor=amplitude)
                 kind = "none" if scaling is None else type(scaling).__name__
                 yield Variant(model, {"scaling": kind}, f"scaling={rotary.scaling}")

@@ -1,0 +1,73 @@
+"""Models with faults that no cause made, and the causes that a search names for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.cause import Evidence
+from headwise.diagnosis.search import Search, search
+from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
+from headwise.diagnosis.simulation.settings import RotaryForm, Settings
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+
+HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WIDTH = 4, 2, 10, 6, 26
+TOKENS, BATCH = 18, 3
+SPREAD = {"wq": 0.5, "wk": 0.5}
+
+
+def model_of(**settings: object) -> AttentionModel:
+    """Return a model with random weights and a rotation, whose sizes are all different."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {
+        "wq": (HEADS, HEAD_DIM, WIDTH),
+        "wk": (KV_HEADS, HEAD_DIM, WIDTH),
+        "wv": (KV_HEADS, VALUE_DIM, WIDTH),
+        "wo": (HEADS, VALUE_DIM, WIDTH),
+        "bq": (HEADS, HEAD_DIM),
+        "bk": (KV_HEADS, HEAD_DIM),
+        "bv": (KV_HEADS, VALUE_DIM),
+        "bo": (WIDTH,),
+    }
+    weights = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) * SPREAD.get(name, 0.3)
+        for name, shape in shapes.items()
+    }
+    plain = Settings(HEADS, KV_HEADS, HEAD_DIM**-0.5, rotary=RotaryForm(10_000.0, HEAD_DIM))
+    return AttentionModel(plain, weights).with_settings(**settings)
+
+
+def inputs_of(**arguments: object) -> Inputs:
+    """Return random tokens."""
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(BATCH, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+    return Inputs(x, **arguments)  # type: ignore[arg-type]
+
+
+def recorded(model: AttentionModel, inputs: Inputs) -> list[RecordedCall]:
+    """Return the calls of a model with all their stages."""
+    calls: list[RecordedCall] = []
+    for chunk in inputs.chunks:
+        call = RecordedCall(chunk, {}, earlier=tuple(calls) if inputs.steps else ())
+        calls.append(call.with_stages(model.run(call)))
+    return calls
+
+
+def searched(model: AttentionModel, calls: Sequence[RecordedCall], *names: str) -> Search:
+    """Return what a search among the causes of these names gives; among all for no name."""
+    chosen = [each for each in CAUSES if not names or each.name in names]
+    return search(Evidence.of(model, calls), chosen)
+
+
+def with_function(
+    model: AttentionModel, stage: str, function: Callable[[Tensor], Tensor]
+) -> AttentionModel:
+    """Return the model with a function after a stage."""
+
+    def applied(forced: Forced) -> Tensor:
+        return function(forced.usual())
+
+    return model.with_stage(stage, applied)

@@ -1,0 +1,125 @@
+"""Causes that show in calls with a cache alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from tests.diagnosis.causes.faulty_models import (
+    BATCH,
+    TOKENS,
+    inputs_of,
+    model_of,
+    recorded,
+    searched,
+)
+
+DECODING = (
+    "position offset in decoding",
+    "left padding in decoding",
+    "window in decoding",
+    "evicted keys",
+    "scale",
+    "rotary missing",
+    "causal alignment",
+)
+STEPS = (TOKENS - 5, 1, 1, 3)
+PADDING = torch.tensor([0, 3, 6])  # tokens before each prompt
+
+
+def decoded(
+    model: AttentionModel, inputs: Inputs, change: Callable[[int, Inputs], Inputs]
+) -> list[RecordedCall]:
+    """Return calls that a layer makes of other arguments than the caller's."""
+    calls: list[RecordedCall] = []
+    believed: list[RecordedCall] = []
+    for chunk in inputs.chunks:
+        past = sum(each.inputs.x.shape[1] for each in calls)
+        call = RecordedCall(change(past, chunk), {}, earlier=tuple(believed))
+        stages = model.run(call)
+        believed.append(call.with_stages(stages))
+        calls.append(RecordedCall(chunk, stages, earlier=tuple(calls)))
+    return calls
+
+
+def padded() -> Inputs:
+    """Return prompts with padding at their left, with masks and positions that know of it."""
+    keys = torch.arange(TOKENS)
+    mask = (keys >= PADDING[:, None])[:, None, None]
+    positions = (keys - PADDING[:, None]).clamp(min=0)
+    return inputs_of(mask=mask, positions=positions, steps=STEPS)
+
+
+def moved_by(offset: int) -> Callable[[int, Inputs], Inputs]:
+    """Return a change of the positions of calls with earlier keys."""
+
+    def change(past: int, chunk: Inputs) -> Inputs:
+        start = past + offset if past else 0
+        positions = torch.arange(start, start + chunk.x.shape[1]).expand(BATCH, -1)
+        return replace(chunk, positions=positions)
+
+    return change
+
+
+@pytest.mark.parametrize("offset", [-3, 2])
+def test_a_position_offset_in_all_later_calls_is_one_cause(offset: int) -> None:
+    model = model_of(causal=True)
+    calls = decoded(model, inputs_of(steps=STEPS), moved_by(offset))
+    result = searched(model, calls, *DECODING)
+    assert [each.cause.name for each in result.causes] == ["position offset in decoding"]
+    assert result.causes[0].variant.parameters == {"offset": offset}
+    assert not result.left.parted
+
+
+def test_a_position_offset_beside_a_scale() -> None:
+    model = model_of(causal=True)
+    calls = decoded(model.with_settings(scale=0.5), inputs_of(steps=STEPS), moved_by(-2))
+    result = searched(model, calls, *DECODING)
+    assert {each.cause.name for each in result.causes} == {"position offset in decoding", "scale"}
+    assert not result.left.parted
+
+
+def counted(past: int, chunk: Inputs) -> Inputs:
+    """Return positions that count the padding, in calls with earlier keys."""
+    return replace(chunk, positions=None) if past else chunk
+
+
+def bare(past: int, chunk: Inputs) -> Inputs:
+    """Return no mask in calls with earlier keys."""
+    return replace(chunk, mask=None) if past else chunk
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(counted, "counted in the positions"), (bare, "mask ignored")]
+)
+def test_left_padding_that_later_calls_ignore(
+    change: Callable[[int, Inputs], Inputs], words: str
+) -> None:
+    model = model_of(causal=True)
+    result = searched(model, decoded(model, padded(), change), *DECODING)
+    assert [each.cause.name for each in result.causes] == ["left padding in decoding"]
+    assert result.causes[0].variant.parameters == {"padding": words}
+    assert not result.left.parted
+
+
+def test_right_calls_with_padding_agree() -> None:
+    model = model_of(causal=True)
+    assert not searched(model, recorded(model, padded()), *DECODING).left.parted
+    assert not searched(model, recorded(model, padded()), *DECODING).causes
+
+
+def test_padding_of_another_number_is_not_named() -> None:
+    model = model_of(causal=True)
+
+    def one_more(past: int, chunk: Inputs) -> Inputs:
+        assert chunk.positions is not None
+        shift = torch.tensor([0, 1, 2])[:, None]
+        return replace(chunk, positions=chunk.positions + shift) if past else chunk
+
+    result = searched(model, decoded(model, padded(), one_more), *DECODING)
+    assert "left padding in decoding" not in [each.cause.name for each in result.causes]
