@@ -58,10 +58,11 @@ class NamedCause:
         return heads if self.is_partial and WHOLE not in heads else None
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """Sort key: more stages first, then simpler causes."""
+    def rank(self) -> tuple[bool, float, float]:
+        """Sort key: exact causes first, then more stages, then simpler causes."""
         cost = self.cause.cost + PARAMETER * len(self.variant.parameters)
-        return (-len(self.stages), cost + RESTRICTION * self.is_partial)
+        cost += RESTRICTION * self.is_partial
+        return (self.cause.is_statistical, -len(self.stages), cost)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,11 @@ def search(evidence: Evidence, causes: Sequence[Cause]) -> Search:
     """
     named: list[NamedCause] = []
     while evidence.gaps.parted and len(named) < MOST_CAUSES:
-        chosen = _best(evidence, causes) or _best_pair(evidence, causes)
+        chosen = (
+            _best(evidence, causes)
+            or _best_beside(named[-1:], evidence, causes)
+            or _best_pair(evidence, causes)
+        )
         if not chosen:
             break
         named += chosen
@@ -95,9 +100,27 @@ def _best(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
     if not exact:
         return []
     best = exact[0]
-    others = dict.fromkeys(each.cause.name for each in exact if {*each.cells} == {*best.cells})
+    others = dict.fromkeys(
+        each.cause.name
+        for each in exact
+        if {*each.cells} == {*best.cells} and each.cause.is_statistical == best.cause.is_statistical
+    )
     others.pop(best.cause.name)
     return [replace(best, equals=tuple(others))]
+
+
+def _best_beside(
+    named: Sequence[NamedCause], evidence: Evidence, causes: Sequence[Cause]
+) -> list[NamedCause]:
+    """Return a cause that explains more beside the last one, where that is in all its stages.
+
+    A cause that does not explain one of its stages may have been there nevertheless, with another
+    fault.
+    """
+    for last in named:
+        if last.is_partial:
+            return _best(Evidence.of(last.variant.model, evidence.calls), causes)
+    return []
 
 
 def _exact(cause: Cause, evidence: Evidence) -> Iterator[NamedCause]:
@@ -185,15 +208,15 @@ def _best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
     """Return two causes that explain a stage together, or nothing."""
     stage = evidence.gaps.stages[0]
     concerned = [cause for cause in causes if stage in visible_stages(cause, evidence)]
-    before = evidence.gaps.size([stage])
-    nearest: list[tuple[float, int, Cause, Variant]] = []
+    before = evidence.gaps.size(stage)
+    nearest: list[tuple[tuple[float, float], int, Cause, Variant]] = []
     for cause in concerned:
         for variant in _fitted(cause, evidence):
-            size = gaps_of(variant.model, evidence.calls, [stage]).size([stage])
+            size = gaps_of(variant.model, evidence.calls, [stage]).size(stage)
             if variant.is_step or size < before:
-                size = 0.0 if variant.is_step else size
+                size = (0.0, 0.0) if variant.is_step else size
                 nearest.append((size, len(nearest), cause, variant))
-    pairs: list[tuple[tuple[float, float], int, list[NamedCause]]] = []
+    pairs: list[tuple[tuple[bool, float, float], int, list[NamedCause]]] = []
     for _, _, cause, variant in sorted(nearest)[:BEAM]:
         first = NamedCause(cause, variant, variant.model, tuple(evidence.parted(stage)))
         for second in _best(Evidence.of(variant.model, evidence.calls), concerned):

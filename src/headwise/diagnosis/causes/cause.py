@@ -76,12 +76,14 @@ class Cause(ABC):
         symptom: what people see and search for; the title of the page about it.
         stages: the stages that it can change when those before them are given.
         cost: rank among causes that explain the same; a lower one is named first.
+        is_statistical: True if the numbers are only likely by this cause; exact ones come first.
     """
 
     name: ClassVar[str]
     symptom: ClassVar[str]
     stages: ClassVar[tuple[str, ...]]
     cost: ClassVar[float] = 1.0
+    is_statistical: ClassVar[bool] = False
 
     @abstractmethod
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:

@@ -58,7 +58,14 @@ class NumberOfHeadsCause(Cause):
                 other_model = _split(model, heads, kv_heads, scale)
                 if other_model is not None:
                     repair = f"num_heads={settings.num_heads}"
-                    yield Variant(other_model, {"heads": heads}, repair)
+                    is_seen = heads == _recorded_heads(evidence)
+                    yield Variant(other_model, {"heads": heads}, repair, is_step=is_seen)
+
+
+def _recorded_heads(evidence: Evidence) -> int | None:
+    """Return the number of heads of recorded queries; None where they were not recorded."""
+    recorded = (call.stages["q"].shape[1] for call in evidence.calls if "q" in call.stages)
+    return next(recorded, None)
 
 
 def _split(model: AttentionModel, heads: int, kv_heads: int, scale: float) -> AttentionModel | None:

@@ -45,7 +45,7 @@ class InitialWeightsCause(Cause):
         "A projection differs in every run: some weights were newly initialized, not loaded"
     )
     stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
-    cost: ClassVar[float] = 2.0
+    is_statistical: ClassVar[bool] = True
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return models whose weights make the recorded stage, where they look initialised."""

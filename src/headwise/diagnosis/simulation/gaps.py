@@ -26,10 +26,12 @@ class Gap:
         size: norm of the difference over the norm of the recorded entries; infinite where shapes
             or hidden keys differ.
         share: the largest difference as a share of what rounding explains.
+        left: the share of entries whose difference rounding does not explain.
     """
 
     size: float
     share: float
+    left: float
 
     @property
     def is_rounding(self) -> bool:
@@ -53,9 +55,15 @@ class Gaps:
         """The stages with parted cells, in order."""
         return list(dict.fromkeys(stage for stage, _, _ in self.parted))
 
-    def size(self, stages: Sequence[str]) -> float:
-        """Return the sum of the sizes in these stages, each at most 1."""
-        return sum(min(gap.size, 1.0) for cell, gap in self.cells.items() if cell[0] in stages)
+    def size(self, stage: str) -> tuple[float, float]:
+        """Return the sums of the unexplained shares of entries, and of sizes of at most 1.
+
+        They are infinite for a stage that could not be compared.
+        """
+        gaps = [gap for (name, _, _), gap in self.cells.items() if name == stage]
+        if not gaps:
+            return math.inf, math.inf
+        return sum(gap.left for gap in gaps), sum(min(gap.size, 1.0) for gap in gaps)
 
 
 def gaps_of(
@@ -124,7 +132,7 @@ def _bound(model: AttentionModel, call: RecordedCall, stage: str) -> Tensor:
 def _gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str) -> dict[int, Gap]:
     predicted, actual = model.predict(stage, call), call.stages[stage]
     if predicted.shape != actual.shape:
-        return {WHOLE: Gap(math.inf, math.inf)}
+        return {WHOLE: Gap(math.inf, math.inf, 1.0)}
     apart, bound = difference(predicted, actual), _bound(model, call, stage)
     heads = [WHOLE] if stage == "output" else list(range(actual.shape[1]))
     by_head = [
@@ -135,12 +143,12 @@ def _gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str) -> dict
     norms, sizes = gap.norm(dim=1), size.norm(dim=1)
     relative = torch.where(sizes > 0, norms / sizes, (norms > 0).double())
     shares = (gap / limit).masked_fill(gap == 0, 0.0).amax(1)
-    finite = gap.isfinite().all(1)
+    left = (gap > limit).double().mean(1)
+    finite = gap.isfinite().all(1)[:, None]
+    numbers = torch.stack([relative, shares], 1).masked_fill(~finite, math.inf).tolist()
     return {
-        head: Gap(each, share) if is_finite else Gap(math.inf, math.inf)
-        for head, each, share, is_finite in zip(
-            heads, relative.tolist(), shares.tolist(), finite.tolist(), strict=True
-        )
+        head: Gap(each, share, unexplained)
+        for head, (each, share), unexplained in zip(heads, numbers, left.tolist(), strict=True)
     }
 
 
