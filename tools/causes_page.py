@@ -9,17 +9,16 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
+from headwise.diagnosis.cause_description import CONFUSED, REPAIR, RIGHT, WRONG, describe_cause
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.function_comparison import page_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 INDEX = "causes/index.md"
-WRONG, RIGHT, REPAIR, CONFUSED = SECTIONS = ("Wrong", "Right", "Repair", "Confused with")
 INTRODUCTION = f"""# Why two attentions differ
 
 [`headwise.compare`](../comparing.md) names these {len(CAUSES)} causes. A cause is named only if it
@@ -44,12 +43,15 @@ def row(cause: Cause) -> str:
 
 def page(cause: Cause) -> str:
     """Return the page of a cause."""
-    meaning, sections = described(cause)
-    return "\n\n".join([f"# {cause.symptom}", *_parts(cause, meaning, sections)]) + "\n"
+    return "\n\n".join([f"# {cause.symptom}", *_parts(cause)]) + "\n"
 
 
-def _parts(cause: Cause, meaning: str, sections: Mapping[str, str]) -> Iterator[str]:
-    yield f"`compare` names this cause **{cause.name}**. {meaning}"
+def _parts(cause: Cause) -> Iterator[str]:
+    description = describe_cause(cause)
+    sections = description.sections
+    yield f"`compare` names this cause **{cause.name}**. {description.meaning}"
+    if description.details:
+        yield description.details
     if WRONG in sections:
         wrong, right = (sections[name].splitlines() for name in (WRONG, RIGHT))
         lines = [*(f"- {line}" for line in wrong), *(f"+ {line}" for line in right)]
@@ -75,14 +77,6 @@ def link(name: str) -> str:
     if name not in {cause.name for cause in CAUSES}:
         raise KeyError(f"no cause has the name {name!r}")
     return f"[{name}]({page_of(name).rpartition('/')[2]})"
-
-
-def described(cause: Cause) -> tuple[str, dict[str, str]]:
-    """Return the docstring of a cause without its sections, and the text of each section."""
-    heading = "|".join(SECTIONS)
-    text, *rest = re.split(rf"^({heading}):\n", inspect.getdoc(type(cause)) or "", flags=re.M)
-    bodies = (textwrap.dedent(body).strip("\n") for body in rest[1::2])
-    return text.strip(), dict(zip(rest[::2], bodies, strict=True))
 
 
 def searched(cause: Cause) -> str:

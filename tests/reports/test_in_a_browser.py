@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from headwise.reports import scan_page, study_page
+from headwise.reports import diagnosis_page, scan_page, study_page
 from headwise.study.experiments.same_weights import SameFunction
 from headwise.study.run import Study
 from tests.reports.browser import DARK, framed, measured, needs_a_browser, with_probe
+from tests.reports.diagnoses import report_of_many_heads, report_of_model, report_of_weights
 from tests.reports.scans import made_up, report
 from tools import study as documentation
 
@@ -33,6 +34,9 @@ PAGES = {
     "scan-numbers": lambda: scans_page(5),
     "scan-pictures": lambda: scans_page(17),
     "study": studys_page,
+    "diagnosis": lambda: diagnosis_page.render(report_of_many_heads(NAME)),
+    "model": lambda: diagnosis_page.render(report_of_model()),
+    "weights": lambda: diagnosis_page.render(report_of_weights()),
 }
 
 

@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 
 import pytest
 
+from headwise.diagnosis.diagnosis_result import Diagnosis
 from headwise.support.display import DRAWN_BY, Displayed, render
 from tests.scanning.scans import random_scan
 
@@ -18,8 +19,9 @@ def test_what_draws_is_there(target: str) -> None:
 
 def test_every_class_of_the_table_takes_its_forms_from_it() -> None:
     scan = random_scan()
-    assert {name for name, _ in DRAWN_BY} == {type(scan).__name__}
+    assert {name for name, _ in DRAWN_BY} == {type(scan).__name__, Diagnosis.__name__}
     assert isinstance(scan, Displayed)
+    assert issubclass(Diagnosis, Displayed)
 
 
 def test_a_scan_has_a_plain_repr_and_rich_forms() -> None:

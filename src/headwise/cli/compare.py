@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import NO, UNDECIDED, YES, stderr_console
+from headwise.cli.output import NO, UNDECIDED, YES, option_text, print_result, stderr_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from headwise.diagnosis.diagnosis_result import Diagnosis
 
 
@@ -41,6 +46,10 @@ def compare(
     kv_heads: KvHeads = None,
     head_dim: HeadDim = None,
     rotary_width: RotaryWidth = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="Write an HTML page too.", show_default="no page"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Say whether two attentions are the same function, and if not, why.
@@ -51,9 +60,29 @@ def compare(
     if inputs is not None and layer is None:
         raise typer.BadParameter("--inputs needs --layer N: weights alone take no input.")
     counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    diagnosis = _compare(first, second, layer, inputs, counts)
-    _print(diagnosis, as_json=as_json)
+    options = {"layer": layer, "inputs": inputs, **counts}
+    diagnosis = _run(first, second, options, page, as_json=as_json)
     raise typer.Exit(_status(diagnosis))
+
+
+def _run(
+    first: Path, second: Path, options: Mapping[str, Any], page: Path | None, *, as_json: bool
+) -> Diagnosis:
+    start = time.perf_counter()
+    if page is not None:
+        from headwise.support.atomic_write import require_writable
+
+        require_writable(page)
+    counts = {name: options[name] for name in NAMES}
+    diagnosis = _compare(first, second, options["layer"], options["inputs"], counts)
+    pages = [] if page is None else [_write(diagnosis, page, first, second, options)]
+    print_result(
+        *pages,
+        start=start,
+        show=lambda console: _show(diagnosis, console),
+        as_json=diagnosis.as_dict if as_json else None,
+    )
+    return diagnosis
 
 
 def _compare(
@@ -82,16 +111,23 @@ def _read(path: Path) -> Any:
     return torch.from_numpy(np.load(path, allow_pickle=False))
 
 
-def _print(diagnosis: Diagnosis, *, as_json: bool) -> None:
-    from rich.console import Console
+def _write(
+    diagnosis: Diagnosis, page: Path, first: Path, second: Path, options: Mapping[str, Any]
+) -> Path:
+    from headwise.reports.diagnosis_page import DiagnosisReport, save
 
-    if as_json:
-        import json
+    given = {name: value for name, value in options.items() if value is not None}
+    words = [f"{option_text(name)}={value}" for name, value in given.items()]
+    call = shlex.join(["headwise", "compare", str(first), str(second), *words])
+    prefix = "" if options["layer"] is None else f"layer {options['layer']} of "
+    names = [prefix + path.resolve().name for path in (first, second)]
+    report = DiagnosisReport(diagnosis=diagnosis, first=names[0], second=names[1], call=call)
+    return save(report, page)
 
-        typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
-        return
+
+def _show(diagnosis: Diagnosis, console: Console) -> None:
     for line in diagnosis.lines:
-        Console(highlight=False, soft_wrap=True).print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _status(diagnosis: Diagnosis) -> int:

@@ -84,7 +84,7 @@ def print_result(
     show: Callable[[Console], None],
     as_json: Callable[[], Any] | None,
 ) -> None:
-    """Print the result with ``show``, or as JSON if ``as_json`` is not None."""
+    """Print the result with ``show``, or as JSON if ``as_json`` is not None, and name the pages."""
     from rich.console import Console
 
     seconds = time.perf_counter() - start
@@ -94,7 +94,6 @@ def print_result(
     else:
         console = Console(highlight=False)
         show(console)
-    noun = "page" if len(pages) == 1 else "pages"
-    console.print(
-        f"{seconds:.1f} s. The {noun}:", *map(str, pages), sep="\n", markup=False, soft_wrap=True
-    )
+    if pages:
+        text = f"{seconds:.1f} s. The {'page' if len(pages) == 1 else 'pages'}:"
+        console.print(text, *map(str, pages), sep="\n", markup=False, soft_wrap=True)

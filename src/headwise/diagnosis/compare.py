@@ -187,6 +187,7 @@ class Comparison:
             parted=explained.parted,
             causes=explained.causes,
             blind=blind,
+            gaps=explained.stage_gaps,
         )
         return Diagnosis(verdict=verdict, function=comparison)
 

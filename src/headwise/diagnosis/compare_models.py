@@ -110,6 +110,7 @@ def _report(
         stages=explained.stages if explained else (),
         parted=explained.parted if explained else (),
         causes=explained.causes if explained else (),
+        gaps=explained.stage_gaps if explained else (),
     )
 
 

@@ -11,6 +11,7 @@ from headwise.diagnosis.function_comparison import FunctionComparison
 from headwise.diagnosis.model_comparison import ModelComparison
 from headwise.diagnosis.module_moves import ModuleMoves
 from headwise.layouts.layout import Layout
+from headwise.support.display import Displayed
 
 NAMED = 3  # tensors, in the sentence about all of them
 SHOWN = 8  # differences of a kind; more are only counted
@@ -40,7 +41,7 @@ _ANSWERS = {
     Verdict.SAME: "The same function: every output is equal to the last bit.",
     Verdict.TO_ROUNDING: "The same function: rounding explains every difference.",
     Verdict.OTHER_WEIGHTS: "The same function with other weights: stages differ, outputs agree.",
-    Verdict.DIFFERENT: "Different.",
+    Verdict.DIFFERENT: "Different: {causes} {explains}.",
     Verdict.INCONCLUSIVE: "Inconclusive: these inputs could not have shown a difference.",
     Verdict.UNKNOWN: "Different, and no known cause explains it.",
 }
@@ -215,7 +216,7 @@ class OutputComparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(Displayed):
     """Comparison of two attentions or models. True if they are the same function.
 
     Attributes:
@@ -246,13 +247,13 @@ class Diagnosis:
         """Sentences: the layouts, the evidence, the answer."""
         comparison = self.function or self.model
         if comparison is not None:
-            return [*comparison.lines, _ANSWERS[self.verdict]]
+            return [*comparison.lines, self.answer]
         lines = [] if self.layouts is None else [" against ".join(n.name for n in self.layouts)]
         notes = shortened(self.notes, SHOWN)
         notes += self.tensors.lines() if self.tensors is not None else []
         notes += shortened(map(str, self.moves), SHOWN)
         lines += [f"  {note}" for note in [*notes, *map(str, self.outputs)]]
-        return [*lines, self._answer]
+        return [*lines, self.answer]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as numbers, texts, lists and dicts, for JSON."""
@@ -266,7 +267,11 @@ class Diagnosis:
         }
 
     @property
-    def _answer(self) -> str:
+    def answer(self) -> str:
+        """The verdict as a sentence."""
+        comparison = self.function or self.model
+        if comparison is not None:
+            return self._answer_of(comparison)
         if self.tensors is None:
             return "Not the same: the configs contradict each other; no tensor was compared."
         if self:
@@ -278,6 +283,13 @@ class Diagnosis:
             f"Not the same: {self.tensors}, but {others} of {len(self.outputs)} layers have other "
             "outputs."
         )
+
+    def _answer_of(self, comparison: FunctionComparison | ModelComparison) -> str:
+        names, left = comparison.cause_names, comparison.unexplained
+        causes = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+        rest = f"a part of it; nothing explains {', '.join(left)}" if left else "all of it"
+        verb = "explain" if len(names) > 1 else "explains"
+        return _ANSWERS[self.verdict].format(causes=causes, explains=f"{verb} {rest}")
 
     def __str__(self) -> str:
         return "\n".join(self.lines)

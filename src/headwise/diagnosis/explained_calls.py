@@ -11,10 +11,15 @@ import torch
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause, Evidence
 from headwise.diagnosis.diagnosis_result import Verdict
-from headwise.diagnosis.function_comparison import FoundCause, PartedStage, page_of
+from headwise.diagnosis.function_comparison import (
+    FoundCause,
+    PartedStage,
+    StageGaps,
+    page_of,
+)
 from headwise.diagnosis.search import NamedCause, Search, search
 from headwise.diagnosis.simulation.attention_model import AttentionModel
-from headwise.diagnosis.simulation.gaps import WHOLE, Gaps, difference, gaps_of
+from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, difference, gaps_of
 from headwise.diagnosis.simulation.stage_rounding import allowed
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
 
@@ -90,6 +95,23 @@ class ExplainedCalls:
                 )
             )
         return tuple(parted)
+
+    @property
+    def stage_gaps(self) -> tuple[StageGaps, ...]:
+        """The gaps of each stage and call, before any cause, for the report."""
+        heads: dict[tuple[str, int], list[Gap]] = {}
+        for (stage, number, _), gap in self.gaps.cells.items():
+            heads.setdefault((stage, number), []).append(gap)
+        return tuple(
+            StageGaps(
+                stage=stage,
+                probe=self.names[number],
+                call=number - self.names.index(self.names[number]),
+                sizes=tuple(gap.size for gap in each),
+                shares=tuple(gap.share for gap in each),
+            )
+            for (stage, number), each in heads.items()
+        )
 
     @cached_property
     def _output_gaps(self) -> list[tuple[float, bool]]:

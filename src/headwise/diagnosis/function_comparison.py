@@ -37,6 +37,36 @@ class PartedStage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageGaps:
+    """Differences of one stage in one call, head by head.
+
+    Attributes:
+        stage: its name.
+        probe: the input.
+        call: number of the call on this input; those after the first have earlier keys.
+        sizes: the relative difference of each head; one number where the stage has no heads, or
+            where shapes differ, which makes it infinite.
+        shares: likewise, the largest difference as a share of what rounding explains.
+    """
+
+    stage: str
+    probe: str
+    call: int
+    sizes: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def size(self) -> float:
+        """The largest relative difference of a head."""
+        return max(self.sizes)
+
+    @property
+    def is_rounding(self) -> bool:
+        """True if rounding explains the differences of all heads."""
+        return max(self.shares) <= 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class FoundCause:
     """Cause of a difference, with the numbers in the first of the two.
 
@@ -59,11 +89,20 @@ class FoundCause:
     page: str
 
     @property
+    def values(self) -> str:
+        """The parameters in words: ``theta 10000``."""
+        return ", ".join(f"{name} {_shown(value)}" for name, value in self.parameters.items())
+
+    @property
+    def where(self) -> str:
+        """The heads that it concerns, in words; "" for all."""
+        return "" if self.heads is None else _numbered(self.heads)
+
+    @property
     def lines(self) -> list[str]:
         """Sentences about the cause."""
-        values = ", ".join(f"{name} {_shown(value)}" for name, value in self.parameters.items())
-        where = "" if self.heads is None else f", {_numbered(self.heads)} alone"
-        lines = [f"{self.name}{f': {values}' if values else ''} in the first{where}"]
+        where = f", {self.where} alone" if self.where else ""
+        lines = [f"{self.name}{f': {self.values}' if self.values else ''} in the first{where}"]
         lines.append(f"  explains {', '.join(self.stages)} to rounding")
         if self.repair:
             lines.append(f"  repair: {self.repair}")
@@ -86,6 +125,7 @@ class FunctionComparison:
         parted: those that differ.
         causes: the causes, that which explains most first.
         blind: the reason why the inputs could not show a difference; "" if they could.
+        gaps: the differences of all stages in all calls, also of those that are the same.
     """
 
     kinds: tuple[str, str]
@@ -96,17 +136,25 @@ class FunctionComparison:
     parted: tuple[PartedStage, ...] = ()
     causes: tuple[FoundCause, ...] = ()
     blind: str = ""
+    gaps: tuple[StageGaps, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as numbers, texts, lists and dicts, for JSON."""
-        return {
-            **asdict(self),
-            "parted": [asdict(stage) for stage in self.parted],
-            "causes": [
-                {**asdict(cause), "parameters": {n: _plain(v) for n, v in cause.parameters.items()}}
-                for cause in self.causes
-            ],
-        }
+        """Return the fields as numbers, texts, lists and dicts, for JSON.
+
+        Numbers that are not finite, which JSON lacks, are None.
+        """
+        fields: dict[str, Any] = _plain(asdict(self))
+        return fields
+
+    @property
+    def cause_names(self) -> list[str]:
+        """The names of the causes."""
+        return [cause.name for cause in self.causes]
+
+    @property
+    def unexplained(self) -> list[str]:
+        """The stages that differ without a cause."""
+        return [stage.stage for stage in self.parted if not stage.is_explained]
 
     @property
     def lines(self) -> list[str]:
@@ -139,8 +187,16 @@ def _numbered(heads: tuple[int, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(_shown, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    return value if isinstance(value, int | str | None) else str(value)

@@ -89,6 +89,28 @@ class ModelComparison:
                 return ""
         return "after the last attention" if self.has_other_output else ""
 
+    @property
+    def groups(self) -> list[list[LayerComparison]]:
+        """The layers that differ by their own doing; those with the same causes together."""
+        groups: dict[tuple[str, ...], list[LayerComparison]] = {}
+        for layer in self.parted:
+            groups.setdefault(_likeness(layer), []).append(layer)
+        return [*groups.values()]
+
+    @property
+    def cause_names(self) -> list[str]:
+        """The names of the causes in all layers."""
+        names: list[str] = []
+        for layer in self.parted:
+            names += ["layers exchanged"] if layer.is_layer else layer.comparison.cause_names
+        return [*dict.fromkeys(names)]
+
+    @property
+    def unexplained(self) -> list[str]:
+        """The layers that differ without a cause, and the place outside attention."""
+        names = [f"`{layer.name}`" for layer in self.parted if not layer.is_explained]
+        return names + ([f"the difference {self.outside}"] if self.outside else [])
+
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as numbers, texts, lists and dicts, for JSON."""
         return {
@@ -120,10 +142,7 @@ class ModelComparison:
         ]
         if self.outside:
             lines.append(f"  a difference starts {self.outside}, outside attention")
-        groups: dict[tuple[str, ...], list[LayerComparison]] = {}
-        for layer in self.parted:
-            groups.setdefault(_likeness(layer), []).append(layer)
-        for first, *others in groups.values():
+        for first, *others in self.groups:
             lines += [f"  {line}" for line in first.lines]
             if others:
                 lines.append(f"  the same in {len(others)} more: {_listed(others)}")

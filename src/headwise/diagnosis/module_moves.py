@@ -24,7 +24,7 @@ class ModuleMoves:
     """Moves that make the weights of a module in the first from those in the second.
 
     Attributes:
-        name: the module in the first.
+        name: the module in the first; "" if its tensors have no prefix.
         layer: its layer; None where its name has no number.
         moves: causes in the order in which they happened, each with its projections.
         causes: their names.
@@ -40,12 +40,13 @@ class ModuleMoves:
     is_other_module: str = ""
 
     def __str__(self) -> str:
+        name = f"`{self.name}`" if self.name else "the layer"
         if self.is_other_module:
-            return f"`{self.name}` has the weights of `{self.is_other_module}`: layers exchanged"
+            return f"{name} has the weights of `{self.is_other_module}`: layers exchanged"
         left = (
             [f"no known change explains {', '.join(self.unexplained)}"] if self.unexplained else []
         )
-        return f"`{self.name}`: {'; then '.join([*self.moves, *left])}"
+        return f"{name}: {'; then '.join([*self.moves, *left])}"
 
 
 def module_moves(

@@ -14,6 +14,7 @@ Form = Literal["text", "html"]
 DRAWN_BY: dict[tuple[str, Form], str] = {
     ("HeadScan", "text"): "headwise.reports.terminal.scan_text",
     ("HeadScan", "html"): "headwise.reports.scan_page.render_in_frame",
+    ("Diagnosis", "html"): "headwise.reports.diagnosis_page.render_in_frame",
 }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare.suites import SUITES, Case
+from headwise.diagnosis.cause_description import describe_cause
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.function_comparison import page_of
@@ -65,7 +66,7 @@ def test_each_cause_has_a_page_with_a_repair(cause: Cause) -> None:
     text = causes_page.DOCS.joinpath(page_of(cause.name)).read_text("utf-8")
     assert text.startswith(f"# {cause.symptom}\n")
     assert "## Repair" in text
-    _, sections = causes_page.described(cause)
+    sections = describe_cause(cause).sections
     for name in {"Wrong", "Right"} & sections.keys():
         compile(sections[name], name, "exec")
 

@@ -1,0 +1,146 @@
+"""HTML page of a diagnosis: the verdict, the causes with their repair, and the evidence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from math import isfinite
+from pathlib import Path
+
+from markupsafe import Markup, escape
+
+from headwise.diagnosis.cause_description import describe_cause
+from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
+from headwise.diagnosis.function_comparison import FunctionComparison, page_of
+from headwise.diagnosis.model_comparison import LayerComparison
+from headwise.reports import png_images, stage_heat_map
+from headwise.reports.page_templates import template_environment
+from headwise.reports.stage_heat_map import StageTables
+from headwise.support.atomic_write import write_whole
+from headwise.support.message_text import describe_count
+
+LIBRARIES = ("headwise", "torch")
+MOST_TENSORS = 200  # in a list; more are only counted
+MOST_GROUPS = 4  # of layers with tables of their own
+MOST_NAMES = 8  # of layers in a heading
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DiagnosisReport:
+    """A diagnosis with the names of what was compared.
+
+    Attributes:
+        diagnosis: the result.
+        first: the name of the first; "" if it has none.
+        second: likewise.
+        call: the command or the call that compares them again.
+        versions: versions of the libraries.
+    """
+
+    diagnosis: Diagnosis
+    first: str = ""
+    second: str = ""
+    call: str = "headwise.compare(first, second)"
+    versions: Mapping[str, str] = field(
+        default_factory=lambda: {name: metadata.version(name) for name in LIBRARIES}
+    )
+
+    @property
+    def status(self) -> str:
+        """The class of the box with the verdict: "", "note" or "bad"."""
+        if self.diagnosis.verdict is Verdict.INCONCLUSIVE:
+            return "note"
+        return "" if self.diagnosis else "bad"
+
+    @property
+    def output_sentence(self) -> str:
+        """A sentence on the difference of the outputs; "" where they are equal to the last bit."""
+        comparison = self.diagnosis.function or self.diagnosis.model
+        if comparison is None or self.diagnosis.verdict is Verdict.SAME:
+            return ""
+        if not isfinite(comparison.output_gap):
+            return "The outputs have other shapes."
+        size = stage_heat_map.size_text(comparison.output_gap)
+        return f"The outputs differ by {size} of their size at most."
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """The two in words: the name, and the kind or the layout."""
+        comparison = self.diagnosis.function or self.diagnosis.model
+        layouts = self.diagnosis.layouts
+        if comparison is not None:
+            kinds = comparison.kinds
+        else:
+            names = ("?", "?") if layouts is None else (layouts[0].name, layouts[1].name)
+            kinds = (f"layout {names[0]}", f"layout {names[1]}")
+        first, second = (
+            f"{name}: {kind}" if name else kind
+            for name, kind in zip((self.first, self.second), kinds, strict=True)
+        )
+        return first, second
+
+    @property
+    def groups(self) -> list[tuple[list[LayerComparison], FunctionComparison]]:
+        """The attentions that differ, with their comparison; no layers for a single attention."""
+        function, model = self.diagnosis.function, self.diagnosis.model
+        if model is not None:
+            return [(layers, layers[0].comparison) for layers in model.groups]
+        return [([], function)] if function is not None and function.parted else []
+
+    @property
+    def tables(self) -> list[StageTables]:
+        """The tables of a single attention, or of the first of each group of layers."""
+        if self.diagnosis.function is not None:
+            return [stage_heat_map.stage_tables(self.diagnosis.function)]
+        return [
+            stage_heat_map.stage_tables(function, layers[0].name)
+            for layers, function in self.groups[:MOST_GROUPS]
+        ]
+
+
+def save(report: DiagnosisReport, path: Path) -> Path:
+    """Write the page as a whole, and return its absolute path."""
+    return write_whole(path, render(report))
+
+
+def render(report: DiagnosisReport) -> str:
+    """Return the page as HTML."""
+    environment = template_environment()
+    environment.filters |= {
+        "css": png_images.css,
+        "ink": png_images.ink,
+        "quoted": mark_quoted,
+    }
+    model = report.diagnosis.model
+    return environment.get_template("diagnosis.html").render(
+        report=report,
+        version=report.versions["headwise"],
+        diagnosis=report.diagnosis,
+        sides=report.sides,
+        function=report.diagnosis.function,
+        model=model,
+        layers=[] if model is None else stage_heat_map.layer_rows(model),
+        stages=[] if model is None else stage_heat_map.model_stages(model),
+        cause_count=sum(len(function.causes) for _, function in report.groups),
+        texts={cause.name: describe_cause(cause) for cause in CAUSES},
+        page_of=page_of,
+        most=MOST_TENSORS,
+        most_names=MOST_NAMES,
+        gradient=Markup(png_images.gradient()),
+        ticks=[(size, 100 * stage_heat_map.size_position(size)) for size in stage_heat_map.TICKS],
+        describe_count=describe_count,
+    )
+
+
+def mark_quoted(text: str) -> Markup:
+    """Return a sentence as HTML, with quoted names of tensors as code."""
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def render_in_frame(diagnosis: Diagnosis) -> str:
+    """Return the page in a frame for a notebook, so that styles do not mix."""
+    page = escape(render(DiagnosisReport(diagnosis=diagnosis)))
+    return f'<iframe srcdoc="{page}" width="100%" height="600" frameborder="0"></iframe>'

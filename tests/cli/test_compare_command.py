@@ -1,0 +1,66 @@
+"""``headwise compare``: the page and the JSON of a comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from headwise.cli.compare import compare
+from headwise.errors import OptionError
+from tests.cli.alone import Alone
+
+run = Alone(compare).invoke
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small Llama, and its copy whose layer 1 has the keys' sign wrong."""
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("models")
+    sizes = {"hidden_size": 40, "intermediate_size": 44, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=9, **sizes, **heads))
+    model.save_pretrained(place / "original")
+    model.save_pretrained(place / "ported copy")
+    file = place / "ported copy" / "model.safetensors"
+    state = load_file(file)
+    name = next(name for name in state if name.endswith("layers.1.self_attn.k_proj.weight"))
+    save_file(state | {name: -state[name]}, file, metadata={"format": "pt"})
+    return place / "ported copy", place / "original"
+
+
+def test_the_page_is_named_last(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    page = tmp_path / "new" / "page.html"
+    done = run(*folders, "--layer", 1, "--page", page)
+    assert done.exit_code == 1, done.exception
+    assert done.stdout.splitlines()[-1] == str(page)
+    html = page.read_text("utf-8")
+    assert "Is layer 1 of ported copy the same function as layer 1 of original?" in html
+    call = f"headwise compare &#39;{folders[0]}&#39; {folders[1]} --layer=1"
+    assert call in html
+
+
+def test_weights_have_a_page_too(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    done = run(*folders, "--page", tmp_path / "page.html")
+    assert done.exit_code == 1, done.exception
+    html = tmp_path.joinpath("page.html").read_text("utf-8")
+    assert "Is ported copy the same function as original?" in html
+    assert "causes/sign.md" in html
+
+
+def test_json_beside_a_page(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    done = run(folders[1], folders[1], "--layer", 0, "--json", "--page", tmp_path / "page.html")
+    assert done.exit_code == 0, done.exception
+    assert json.loads(done.stdout)["verdict"] == "same"
+    assert str(tmp_path / "page.html") in done.stderr
+
+
+def test_a_page_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    done = run(tmp_path / "none", tmp_path / "none", "--page", tmp_path)
+    assert isinstance(done.exception, OptionError)
+    assert "which is a folder" in done.exception.saw
