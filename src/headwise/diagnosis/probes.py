@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from headwise.diagnosis.simulation.stages import Inputs
 
 SEED = 0
 BATCH = 2
 QUERIES, KEYS, LONG, FEW = 11, 7, 40, 3  # tokens; KEYS of cross attention
+UNIT = 2.0**-8  # of which all entries are multiples, so that their sums are exact in float32
 
 
 @dataclass(frozen=True)
@@ -26,26 +28,36 @@ def own_probes(widths: tuple[int, int], *, crosses: bool, seed: int = SEED) -> l
 
     Random tokens of usual size, larger ones (which make attention sharp, and reach a softcap), a
     longer sequence under a causal mask (which shows frequencies and windows), and a few tokens,
-    fewer than a window holds.
+    fewer than a window holds. The larger tokens are sums of the usual ones, which shows whether
+    a projection is linear also where there are fewer tokens than columns.
     """
     generator = torch.Generator().manual_seed(seed)
-    width, source_width = widths
 
-    def tokens(length: int, size: float = 1.0) -> Inputs:
-        x = size * torch.randn(BATCH, length, width, generator=generator, dtype=torch.float64)
-        if not crosses:
-            return Inputs(x.float())
-        source = torch.randn(BATCH, KEYS, source_width, generator=generator, dtype=torch.float64)
-        return Inputs(x.float(), source=(size * source).float())
+    def rows(length: int, width: int) -> Tensor:
+        x = torch.randn(BATCH, length, width, generator=generator, dtype=torch.float64)
+        return (x / UNIT).round() * UNIT
 
+    def three_times(x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        first, second, third = (
+            flat[torch.randperm(len(flat), generator=generator)] for _ in range(3)
+        )
+        return (2 * first - 2 * second + third).reshape(x.shape)
+
+    def tokens(length: int) -> Inputs:
+        source = rows(KEYS, widths[1]).float() if crosses else None
+        return Inputs(rows(length, widths[0]).float(), source)
+
+    usual = tokens(QUERIES)
+    source = None if usual.source is None else three_times(usual.source)
+    larger = Inputs(three_times(usual.x), source)
     probes = [
-        NamedInputs(f"{QUERIES} random tokens", tokens(QUERIES)),
-        NamedInputs(f"{QUERIES} random tokens, three times as large", tokens(QUERIES, 3.0)),
+        NamedInputs(f"{QUERIES} random tokens", usual),
+        NamedInputs(f"{QUERIES} random tokens, three times as large", larger),
         NamedInputs(f"{FEW} random tokens", tokens(FEW)),
     ]
     if not crosses:
-        long = tokens(LONG)
         causal = torch.ones(LONG, LONG, dtype=torch.bool).tril()
-        masked = Inputs(long.x, mask=causal[None, None])
+        masked = Inputs(tokens(LONG).x, mask=causal[None, None])
         probes.append(NamedInputs(f"{LONG} random tokens under a causal mask", masked))
     return probes

@@ -16,8 +16,6 @@ from tools import causes_page
 NAMES = [cause.name for cause in CAUSES]
 # Not named yet: the recorded scores of such calls have another meaning, see docs/log.md.
 OPEN = {
-    "adapters merged or not",
-    "batch and sequence exchanged",
     "evicted keys",
     "layers exchanged",
     "layers off by one",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from headwise.diagnosis.causes.adapters_merged import AdaptersMergedCause
+from headwise.diagnosis.causes.batch_and_sequence_exchanged import BatchSequenceExchangedCause
 from headwise.diagnosis.causes.causal_alignment import CausalAlignmentCause
 from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.causes.decoding_left_padding import DecodingLeftPaddingCause
@@ -90,6 +92,7 @@ CAUSES: tuple[Cause, ...] = (
     RoundedProjectionsCause(),
     MissingBiasesCause(),
     InitialWeightsCause(),
+    AdaptersMergedCause(),
     ScaleCause(),
     RotaryThetaCause(),
     RotaryPairingCause(),
@@ -120,6 +123,7 @@ CAUSES: tuple[Cause, ...] = (
     WindowOffByOneCause(),
     RowsWithoutKeysCause(),
     SoftmaxAxisCause(),
+    BatchSequenceExchangedCause(),
     SoftmaxDtypeCause(),
     NumberOfHeadsCause(),
     SplitWithoutTransposeCause(),

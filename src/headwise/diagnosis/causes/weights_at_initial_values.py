@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.projection_moves import STAGE_OF
+from headwise.diagnosis.causes.projection_tokens import projection_tokens
 from headwise.diagnosis.moves.compare_states import rows_of
 from headwise.diagnosis.moves.initial_values import (
     Initialisation,
@@ -55,7 +56,7 @@ class InitialWeightsCause(Cause):
             parted = {head for _, _, head in evidence.parted(stage)}
             if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
                 continue
-            tokens = _tokens(evidence, role)
+            tokens = projection_tokens(evidence, role)
             if tokens is None:
                 continue
             x, y = tokens
@@ -84,22 +85,6 @@ def _is_new(evidence: Evidence, role: str, x: Tensor, products: Tensor) -> bool:
     cosines = ours.T @ theirs
     same_place = float((ours * theirs).sum(0).mean())
     return float(cosines.abs().max()) < PARALLEL and abs(same_place) < 5 / products.numel() ** 0.5
-
-
-def _tokens(evidence: Evidence, role: str) -> tuple[Tensor, Tensor] | None:
-    """Return the inputs (tokens, columns) and the stage (tokens, rows)."""
-    needed = {"head outputs", "output"} if role == "o" else {role}
-    calls = [call for call in evidence.calls if needed <= set(call.stages)]
-    if not calls:
-        return None
-    if role == "o":
-        inputs = [call.stages["head outputs"].transpose(1, 2).flatten(2) for call in calls]
-        stages = [call.stages["output"] for call in calls]
-    else:
-        inputs = [call.inputs.x if role == "q" else call.inputs.key_source for call in calls]
-        stages = [call.stages[role].transpose(1, 2).flatten(2) for call in calls]
-    flat = [torch.cat([x.flatten(0, 1).double() for x in parts]) for parts in (inputs, stages)]
-    return flat[0], flat[1]
 
 
 def _whitened(x: Tensor, y: Tensor) -> Tensor | None:

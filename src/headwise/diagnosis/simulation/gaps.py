@@ -132,7 +132,7 @@ def _bound(model: AttentionModel, call: RecordedCall, stage: str) -> Tensor:
 def _gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str) -> dict[int, Gap]:
     predicted, actual = model.predict(stage, call), call.stages[stage]
     if predicted.shape != actual.shape:
-        return {WHOLE: Gap(math.inf, math.inf, 1.0)}
+        return {WHOLE: Gap(math.inf, math.inf, math.inf)}
     apart, bound = difference(predicted, actual), _bound(model, call, stage)
     heads = [WHOLE] if stage == "output" else list(range(actual.shape[1]))
     by_head = [

@@ -42,9 +42,17 @@ def allowed(model: AttentionModel, call: RecordedCall, stage: str) -> Tensor:
     unit = torch.finfo(call.dtype).eps / 2
     recorded = {name: x for name, x in call.stages.items() if name != stage}
     call = call.with_stages(recorded)
-    if all(before in recorded for before in BEFORE[stage]):
+    if all(before in recorded for before in BEFORE[stage]) and _is_of_usual_shape(call, stage):
         return SIDES * _BOUNDS[stage](Forced(model, call, stage), unit)
     return SIDES * _by_perturbation(model, call, stage, unit)
+
+
+def _is_of_usual_shape(call: RecordedCall, stage: str) -> bool:
+    """False for head outputs whose recorded weights are of other keys or batches than the call."""
+    if stage != "head outputs":
+        return True
+    weights, batch = call.stages["weights"], call.inputs.x.shape[0]
+    return (weights.shape[0], weights.shape[-1]) == (batch, call.key_positions.shape[1])
 
 
 def _by_perturbation(model: AttentionModel, call: RecordedCall, stage: str, unit: float) -> Tensor:
