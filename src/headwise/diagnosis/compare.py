@@ -171,7 +171,7 @@ class Comparison:
             recorded = self.doubtful.calls(probe.inputs)
             calls += recorded
             names += [probe.name] * len(recorded)
-        explained = ExplainedCalls(self.model, calls, names)
+        explained = ExplainedCalls(self.model, calls, names, self.doubtful.dtype)
         verdict, blind = explained.verdict, ""
         if verdict is Verdict.TO_ROUNDING and self._is_bitwise():
             verdict = Verdict.SAME
@@ -205,7 +205,8 @@ class Comparison:
             return True
         probes = own_probes(sizes, crosses=sizes[0] != sizes[1])
         calls = [self.doubtful.record(probe.inputs) for probe in probes]
-        return ExplainedCalls(self.model, calls, [probe.name for probe in probes]).outputs_agree
+        names = [probe.name for probe in probes]
+        return ExplainedCalls(self.model, calls, names, self.doubtful.dtype).outputs_agree
 
     def _is_bitwise(self) -> bool:
         single = [probe.inputs for probe in self.probes if not probe.inputs.steps]

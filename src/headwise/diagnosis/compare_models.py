@@ -57,7 +57,7 @@ def _compared_layers(first: ModelRun, second: ModelRun) -> Iterator[LayerCompari
         model, call = _to_explain(mine, theirs)
         explained, is_layer = None, ""
         if model is not None:
-            explained = ExplainedCalls(model, [call], [first.inputs])
+            explained = ExplainedCalls(model, [call], [first.inputs], mine.stored)
             is_layer = _layer_like(call, theirs, second.layers) if explained.gaps.parted else ""
             if is_layer:
                 explained = replace(explained, candidates=())  # the exchange explains it all

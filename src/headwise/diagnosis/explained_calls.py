@@ -23,6 +23,8 @@ from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, difference, gap
 from headwise.diagnosis.simulation.stage_rounding import allowed
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
 
+PROJECTED = {"q", "k", "v", "output"}  # the stages that multiply by weights
+
 
 @dataclass(frozen=True, eq=False)
 class ExplainedCalls:
@@ -32,18 +34,28 @@ class ExplainedCalls:
         model: the attention that the recorded one should equal.
         calls: the recorded calls.
         names: of the input of each call, for reports.
+        stored: dtype of the recorded weights, which may have rounded what was done to them.
         candidates: the causes that may be named.
     """
 
     model: AttentionModel
     calls: Sequence[RecordedCall]
     names: Sequence[str]
+    stored: torch.dtype = torch.float64
     candidates: Sequence[Cause] = CAUSES
 
     @cached_property
     def search(self) -> Search:
-        """The causes why the calls part from the model."""
-        return search(Evidence(self.model, self.calls, self.gaps), self.candidates)
+        """The causes why the calls part from the model.
+
+        What they do not explain to the rounding of the run is explained to the rounding of the
+        stored weights, if that leaves nothing.
+        """
+        named = search(Evidence(self.model, self.calls, self.gaps), self.candidates)
+        if named.left.parted and self._is_rounded:
+            coarse = search(Evidence.of(self.model, self._stored_calls), self.candidates)
+            return named if coarse.left.parted else coarse
+        return named
 
     @cached_property
     def gaps(self) -> Gaps:
@@ -65,10 +77,28 @@ class ExplainedCalls:
         """The largest relative difference of the outputs."""
         return max(gap for gap, _ in self._output_gaps)
 
-    @property
+    @cached_property
     def outputs_agree(self) -> bool:
-        """True if rounding explains every difference of the outputs."""
-        return all(is_rounding for _, is_rounding in self._output_gaps)
+        """True if rounding explains every difference of the outputs.
+
+        Where the weights differ, that is the rounding of the dtype in which they are stored.
+        """
+        if all(is_rounding for _, is_rounding in self._output_gaps):
+            return True
+        has_other_weights = not PROJECTED.isdisjoint(self.gaps.stages)
+        stored = self._stored_calls if has_other_weights and self._is_rounded else ()
+        return bool(stored) and all(self._output_gap(call)[1] for call in stored)
+
+    @property
+    def _is_rounded(self) -> bool:
+        """True if the weights are stored in a narrower dtype than the calls were computed in."""
+        return any(
+            torch.finfo(self.stored).eps > torch.finfo(call.dtype).eps for call in self.calls
+        )
+
+    @property
+    def _stored_calls(self) -> list[RecordedCall]:
+        return [replace(call, dtype=self.stored) for call in self.calls]
 
     @property
     def verdict(self) -> Verdict:

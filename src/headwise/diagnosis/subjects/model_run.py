@@ -21,12 +21,14 @@ class LayerRun:
         call: the recorded stages.
         model: the attention as data; None where its weights or settings cannot be read.
         input_rounding: the relative difference that a run in float32 makes at its input.
+        stored: dtype of the weights.
     """
 
     name: str
     call: RecordedCall
     model: AttentionModel | None = None
     input_rounding: float = 0.0
+    stored: torch.dtype = torch.float64
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,9 +42,13 @@ def run_model(model: nn.Module, inputs: Tensor | ModelInputs | None = None) -> M
     arguments = _arguments(model, inputs)
     wide, wide_output = _run_in(torch.float64, model, arguments)
     single, single_output = _run_in(torch.float32, model, arguments)
+    stored = next(model.parameters()).dtype
+    gaps = [
+        relative_gap(b.call.inputs.x, a.call.inputs.x) for a, b in zip(wide, single, strict=True)
+    ]
     layers = [
-        replace(layer, input_rounding=relative_gap(other.call.inputs.x, layer.call.inputs.x))
-        for layer, other in zip(wide, single, strict=True)
+        replace(layer, input_rounding=gap, stored=stored)
+        for layer, gap in zip(wide, gaps, strict=True)
     ]
     return ModelRun(
         kind=type(model).__name__,

@@ -19,7 +19,8 @@ from headwise.layouts.registry import layout
 class TorchSubject(Subject):
     """`torch.nn.MultiheadAttention` or the drop-in; it runs as a copy in eval mode.
 
-    The stages are q, k and v from its weights, its returned weights, and its output.
+    The stages are q, k and v from its weights, its returned weights, their products with v, and
+    its output.
     """
 
     def __init__(self, layer: nn.MultiheadAttention) -> None:
@@ -54,11 +55,12 @@ class TorchSubject(Subject):
 
     @torch.no_grad()
     def record(self, inputs: Inputs) -> RecordedCall:
-        """Return the projections, the weights and the output, in float64."""
+        """Return the projections, weights, head outputs and output, in float64."""
         call = RecordedCall(inputs, {})
         output, weights = self._run(self.wide, inputs)
         stages = {role: self.model.predict(role, call) for role in ("q", "k", "v")}
-        return call.with_stages(stages | {"weights": weights, "output": output})
+        stages |= {"weights": weights, "head outputs": weights @ stages["v"], "output": output}
+        return call.with_stages(stages)
 
     def _run(self, layer: nn.MultiheadAttention, inputs: Inputs) -> tuple[Tensor, Tensor]:
         dtype = layer.out_proj.weight.dtype

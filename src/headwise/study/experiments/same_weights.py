@@ -16,6 +16,7 @@ from headwise.bundled_models.recorded_run import Projections, RecordedRun
 from headwise.error_budget.budget import Budget
 from headwise.masks.mask import Mask
 from headwise.study.experiments.measures import layer_budget
+from headwise.study.experiments.named_causes import named_cause
 from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import IMPLEMENTATIONS, Bert, EinopsPage
 
@@ -95,6 +96,16 @@ def misread_weights(weights: SharedWeights) -> dict[str, SharedWeights]:
         "exchanged": SharedWeights(k, q, v, out),
         "interleaved": SharedWeights.of((*by_head, out)),
         "scale": SharedWeights(q / math.sqrt(NUM_HEADS), k, v, out),
+    }
+
+
+def misread_causes(weights: SharedWeights) -> dict[str, str]:
+    """Return the cause that `headwise.compare` names for each way to misread the weights."""
+    right = make_implementations(["torch"])["torch"].load_weights(weights).inner
+    wrong = make_implementations(["torch"])["torch"]
+    return {
+        how: named_cause(wrong.load_weights(misread).inner, right)
+        for how, misread in misread_weights(weights).items()
     }
 
 
@@ -217,6 +228,7 @@ def compare_random_weights() -> dict[str, Any]:
         "allowed": float(allowed.allowed.max()),
         "share": share,
         "largest_share": {name: max(each.values()) for name, each in share.items()},
+        "misread_causes": misread_causes(plain),
         "misread_pairs": largest_differences(wrong, outputs),
         "misread_share": (misread_share := budget_shares(allowed, wrong)),
         "least_misread_share": min(misread_share.values()),

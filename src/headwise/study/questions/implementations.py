@@ -22,6 +22,12 @@ MISREAD = {
     "interleaved": "rows of the heads interleaved",
     "scale": "scores over √embed_dim",
 }
+NAMED = {
+    "transposed": "square matrix transposed",
+    "exchanged": "q and k exchanged",
+    "interleaved": "heads interleaved",
+    "scale": "factor",
+}
 TABLE = {
     "boolean": "True in a mask",
     "empty_row": "query without keys",
@@ -207,6 +213,13 @@ QUESTION = Question(
             "misread weights do not pass this test: their error is at least "
             "{least_misread_share:,.0f} times the error budget",
             lambda n: n["least_misread_share"] > 1,
+        ),
+        Fact(
+            "headwise.compare names the four mistakes: {misread[transposed]} "
+            "({misread_causes[transposed]}), {misread[exchanged]} ({misread_causes[exchanged]}), "
+            "{misread[interleaved]} ({misread_causes[interleaved]}), {misread[scale]} "
+            "({misread_causes[scale]}, here of wq)",
+            lambda n: n["misread_causes"] == NAMED,
         ),
         Fact(
             "in float64 all outputs are within the smaller error budget, except those of "

@@ -33,6 +33,7 @@ from headwise.study.experiments.measures import (
     relative_difference,
     score_budget,
 )
+from headwise.study.experiments.named_causes import compare_published_check
 from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress import Progress
 
@@ -40,6 +41,8 @@ EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH = 2, 10
 QUIET = 0.01  # a factor of x; with it, no row puts all its weight on one key
 SEEDS = 200
+COMPARED = 12  # seeds whose layers `headwise.compare` compares
+SATURATED, OTHER_HEADS = "inconclusive: saturated", "number of heads"
 DIGITS = 3  # of the mean score size
 
 
@@ -77,6 +80,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         # The mean entropy of a row of weights with several heads, in nats.
         "entropy": float(AttentionMatrix(*published.projected.split(HEADS)[:2]).entropy().mean()),
         "said": {name: count_seeds(by_seed) for name, by_seed in checks.items()},
+        "compared": compare_published_check(HEADS, (BATCH, LENGTH, EMBED_DIM), COMPARED),
         "sum": max(sums),
         "beyond": least_budget_ratios(default) | {"encoder": min(min(x["beyond"]) for x in layers)},
         "encoder": {
@@ -314,6 +318,16 @@ QUESTION = Question(
             ),
         ),
         Fact(
+            "headwise.compare does not call any of these layers equal. In the {compared[equal]} of "
+            "{compared[seeds]} seeds with equal outputs it says that the test is inconclusive, "
+            "since the softmax is saturated. In the others, and on its own inputs, it names the "
+            "number of heads as the cause",
+            lambda n: (
+                [*n["compared"]["of_equal"]] == [SATURATED]
+                and [*n["compared"]["of_others"], n["compared"]["elsewhere"]] == 2 * [OTHER_HEADS]
+            ),
+        ),
+        Fact(
             "a shared output projection does not change this result: after it "
             "{said[published][projected]} of {said[published][seeds]} seeds from torch.rand are "
             "equal. With the default initialisation the mean relative difference is "
@@ -377,5 +391,5 @@ QUESTION = Question(
             )
         ),
     ),
-    varies=frozenset({"said", "sum", "beyond", "equal_maps"}),
+    varies=frozenset({"said", "compared", "sum", "beyond", "equal_maps"}),
 )

@@ -18,6 +18,7 @@ from headwise.study.experiments.measures import (
     relative_difference,
     score_budget,
 )
+from headwise.study.experiments.named_causes import named_cause
 from headwise.study.implementations import TorchLayer
 from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress import Progress
@@ -73,6 +74,11 @@ def measure(progress: Progress) -> dict[str, Any]:
             "quiet": float(sequence_ratios(single_head_layer(ones), ones, tokens["quiet"]).min()),
             "own": float(sequence_ratios(single_head_layer(default), default, x).min()),
         },
+        "compared": {
+            name: named_cause(ones.inner, single_head_layer(ones).inner, x)
+            for name, x in tokens.items()
+        }
+        | {"elsewhere": named_cause(ones.inner, single_head_layer(ones).inner)},
         "factors": list(FACTORS),
         "quoted": {"ones": QUIET, "own": 1.0},
         "sweep": {"ones": sweep_token_sizes(ones, x), "own": sweep_token_sizes(default, x)},
@@ -233,6 +239,17 @@ QUESTION = Question(
             "difference is {own_apart:percent}, in every sequence at least {rounding[own]:,.0f} "
             "times both error budgets",
             lambda n: n["rounding"]["own"] > 1,
+        ),
+        Fact(
+            "headwise.compare, asked about the layers with all weights one, says "
+            "“{compared[rand]}” for tokens from torch.rand and “{compared[same]}” for equal "
+            "tokens. For small tokens, and on its own inputs, it names the cause: "
+            "{compared[elsewhere]}",
+            lambda n: (
+                n["compared"]["rand"].startswith("inconclusive")
+                and n["compared"]["same"].startswith("inconclusive")
+                and n["compared"]["quiet"] == n["compared"]["elsewhere"] == "number of heads"
+            ),
         ),
     ),
     verdict="It does matter. With all weights one the {heads} heads are identical, and only their "
