@@ -43,6 +43,7 @@ FACTS = {
     "dropout": 5,
     "blocks": 6,
     "one class": 7,
+    "named": 8,
 }
 
 
@@ -156,10 +157,13 @@ def test_weights_that_cannot_be_misread(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         SharedWeights, "random", lambda _, *, biased=False: SharedWeights(one, one, one, one)
     )
-    monkeypatch.setattr(same_weights, "make_implementations", lambda **_: {"torch": made("torch")})
+    monkeypatch.setattr(
+        same_weights, "make_implementations", lambda *_, **__: {"torch": made("torch")}
+    )
     found = same_weights.compare_random_weights()
     assert found["misread_share"]["transposed"] <= 1
     assert not QUESTION.facts[FACTS["misread"]].holds(found)
+    assert not QUESTION.facts[FACTS["named"]].holds(found)
 
 
 def made(key: str) -> Implementation:

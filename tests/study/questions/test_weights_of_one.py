@@ -83,7 +83,7 @@ def test_tokens_that_are_not_equal_do_not_come_out_equal(monkeypatch: pytest.Mon
     monkeypatch.setattr(weights_of_one, "repeat_first_token", lambda x: x)
     answer = asked()
     assert_fails(answer, 3)
-    assert [held for held, _ in answer.facts].count(False) == 1
+    assert [held for held, _ in answer.facts].count(False) == 2
 
 
 def test_default_weights_that_are_zero_hide_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

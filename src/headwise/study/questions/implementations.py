@@ -215,13 +215,6 @@ QUESTION = Question(
             lambda n: n["least_misread_share"] > 1,
         ),
         Fact(
-            "headwise.compare names the four mistakes: {misread[transposed]} "
-            "({misread_causes[transposed]}), {misread[exchanged]} ({misread_causes[exchanged]}), "
-            "{misread[interleaved]} ({misread_causes[interleaved]}), {misread[scale]} "
-            "({misread_causes[scale]}, here of wq)",
-            lambda n: n["misread_causes"] == NAMED,
-        ),
-        Fact(
             "in float64 all outputs are within the smaller error budget, except those of "
             "{who_narrows}, whose softmax stays in float32",
             lambda n: n["outside_in_float64"] == n["narrow_softmax"],
@@ -262,6 +255,13 @@ QUESTION = Question(
             "keys in eager ({one_class[gpt2_sees_ahead][eager]:yesno}) and in sdpa "
             "({one_class[gpt2_sees_ahead][sdpa]:yesno})",
             lambda n: paths_differ(n["one_class"]),
+        ),
+        Fact(
+            "headwise.compare names the four mistakes: {misread[transposed]} "
+            "({misread_causes[transposed]}), {misread[exchanged]} ({misread_causes[exchanged]}), "
+            "{misread[interleaved]} ({misread_causes[interleaved]}), {misread[scale]} "
+            "({misread_causes[scale]}, here of wq)",
+            lambda n: n["misread_causes"] == NAMED,
         ),
     ),
     verdict="They compute the same formula: with the same weights, {count} implementations agree "

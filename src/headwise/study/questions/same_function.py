@@ -318,16 +318,6 @@ QUESTION = Question(
             ),
         ),
         Fact(
-            "headwise.compare does not call any of these layers equal. In the {compared[equal]} of "
-            "{compared[seeds]} seeds with equal outputs it says that the test is inconclusive, "
-            "since the softmax is saturated. In the others, and on its own inputs, it names the "
-            "number of heads as the cause",
-            lambda n: (
-                [*n["compared"]["of_equal"]] == [SATURATED]
-                and [*n["compared"]["of_others"], n["compared"]["elsewhere"]] == 2 * [OTHER_HEADS]
-            ),
-        ),
-        Fact(
             "a shared output projection does not change this result: after it "
             "{said[published][projected]} of {said[published][seeds]} seeds from torch.rand are "
             "equal. With the default initialisation the mean relative difference is "
@@ -344,6 +334,16 @@ QUESTION = Question(
             "{encoder[least]:percent} to {encoder[most]:percent}, and at least "
             "{beyond[encoder]:,.0f} times the error budget",
             lambda n: n["beyond"]["encoder"] > 1,
+        ),
+        Fact(
+            "headwise.compare does not call any of these layers equal. In the {compared[equal]} of "
+            "{compared[seeds]} seeds with equal outputs it says that the test is inconclusive, "
+            "since the softmax is saturated. In the others, and on its own inputs, it names the "
+            "number of heads as the cause",
+            lambda n: (
+                [*n["compared"]["of_equal"]] == [SATURATED]
+                and [*n["compared"]["of_others"], n["compared"]["elsewhere"]] == 2 * [OTHER_HEADS]
+            ),
         ),
     ),
     verdict="No: one head of {shape[2]} adds up the {heads} heads' scores before its only softmax. "
