@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
+from headwise.diagnosis.moves.row_map import MapName
 
 
 class MatrixTransposedCause(MovedProjectionsCause):
@@ -31,3 +32,7 @@ class MatrixTransposedCause(MovedProjectionsCause):
         "Weights of GPT-2's Conv1D load into Linear without an error, and c_proj is wrong"
     )
     cost: ClassVar[float] = 1.02
+
+    def remedy(self, name: MapName) -> str:
+        """Return what makes the layer in doubt equal again."""
+        return f"transpose {', '.join(f'w{role}' for role in name.roles)}: weight.mT"
