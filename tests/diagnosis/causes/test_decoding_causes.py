@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from tests.diagnosis.causes.faulty_models import (
     BATCH,
@@ -123,3 +124,79 @@ def test_padding_of_another_number_is_not_named() -> None:
 
     result = searched(model, decoded(model, padded(), one_more), *DECODING)
     assert "left padding in decoding" not in [each.cause.name for each in result.causes]
+
+
+def short_cache(model: AttentionModel, keep: Callable[[int, int], list[int]]) -> list[RecordedCall]:
+    """Return calls of a cache that drops keys; ``keep`` takes the numbers of old and new keys."""
+
+    def scores(forced: Forced) -> Tensor:
+        return forced.usual()[..., kept(forced)]
+
+    def outputs(forced: Forced) -> Tensor:
+        values = forced.values[:, :, kept(forced)].repeat_interleave(2, 1)
+        return forced["weights"] @ values
+
+    def kept(forced: Forced) -> list[int]:
+        new = forced.call.inputs.x.shape[1]
+        return keep(forced.call.past, new) if forced.call.earlier else list(range(new))
+
+    faulty = model.with_stage("scores", scores).with_stage("head outputs", outputs)
+    return recorded(faulty, inputs_of(steps=STEPS))
+
+
+def last_four(past: int, new: int) -> list[int]:
+    return list(range(past - 4, past + new))
+
+
+def capacity_of_five(past: int, new: int) -> list[int]:
+    return list(range(past + new - 5, past + new))
+
+
+def two_sinks(past: int, new: int) -> list[int]:
+    return [0, 1, *last_four(past, new)]
+
+
+def the_first(past: int, new: int) -> list[int]:
+    return list(range(7, past + new))
+
+
+@pytest.mark.parametrize(
+    ("keep", "parameters"),
+    [
+        (last_four, {"kept": 4}),
+        (capacity_of_five, {"kept": 5}),
+        (two_sinks, {"kept": 4, "first": 2}),
+        (the_first, {"missing": 7}),
+    ],
+)
+def test_keys_that_a_cache_dropped(
+    keep: Callable[[int, int], list[int]], parameters: dict[str, int]
+) -> None:
+    model = model_of(causal=True)
+    result = searched(model, short_cache(model, keep), *DECODING)
+    assert [each.cause.name for each in result.causes] == ["evicted keys"]
+    assert result.causes[0].variant.parameters == parameters
+    assert not result.left.parted
+
+
+def test_dropped_keys_beside_a_scale() -> None:
+    model = model_of(causal=True)
+    calls = short_cache(model.with_settings(scale=0.2), last_four)
+    result = searched(model, calls, *DECODING)
+    assert {each.cause.name for each in result.causes} == {"evicted keys", "scale"}
+    assert not result.left.parted
+
+
+def every_second(past: int, new: int) -> list[int]:
+    return [*range(0, past, 2), *range(past, past + new)]
+
+
+def one_inside(past: int, new: int) -> list[int]:
+    return [place for place in range(past + new) if place != 3]
+
+
+@pytest.mark.parametrize("keep", [every_second, one_inside])
+def test_other_missing_keys(keep: Callable[[int, int], list[int]]) -> None:
+    model = model_of(causal=True)
+    result = searched(model, short_cache(model, keep), *DECODING)
+    assert not result.causes

@@ -16,7 +16,6 @@ from tools import causes_page
 NAMES = [cause.name for cause in CAUSES]
 # Not named yet: the recorded scores of such calls have another meaning, see docs/log.md.
 OPEN = {
-    "evicted keys",
     "layers exchanged",
     "layers off by one",
     "projection never called",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -11,13 +12,58 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.reference import share_heads
+
+FIRST = (0, 1, 2, 4)  # keys at the start that a cache may keep as attention sinks
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """The keys that are left of those of earlier calls.
+
+    Attributes:
+        first, last: numbers of keys that stay, of the start and of the end.
+        missing: number of keys at the start that do not stay; 0 to state ``last``.
+        holds_new: True if the new keys of a call are among the last ones.
+    """
+
+    first: int = 0
+    last: int = 0
+    missing: int = 0
+    holds_new: bool = False
+
+    def keys(self, call: RecordedCall) -> Tensor:
+        """Return the numbers of the keys of a call."""
+        count = call.key_positions.shape[1]
+        if not call.earlier:
+            return torch.arange(count)
+        size = self.last + (0 if self.holds_new else count - call.past)
+        start = min(self.missing, call.past) or max(count - size, self.first)
+        return torch.cat([torch.arange(self.first), torch.arange(start, count)])
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """The numbers for a report."""
+        if self.missing:
+            return {"missing": self.missing}
+        return {"kept": self.last} | ({"first": self.first} if self.first else {})
+
+
+def evictions(past: int) -> Iterator[Eviction]:
+    """Return evictions of up to ``past`` keys."""
+    for last in range(past):
+        yield Eviction(missing=last + 1)
+        for first in FIRST:
+            yield Eviction(first, last)
+            yield Eviction(first, last, holds_new=True)
 
 
 class EvictedKeysCause(Cause):
     """The first keys of the cache are missing.
 
-    A cache of fixed size drops the first keys when it is full. Models without a window need all of
-    them.
+    A cache of fixed size drops keys when it is full: the first ones, or all but some of the first
+    and the last ones. Models without a window need all of them.
 
     Repair:
         Make the cache as long as the sequence, such as `max_cache_len` of a static cache in
@@ -35,15 +81,43 @@ class EvictedKeysCause(Cause):
     cost: ClassVar[float] = 0.75
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return calls without their first keys, hidden or dropped."""
-        most = max((call.past for call in evidence.calls), default=0)
-        for count in range(1, most + 1):
-            hidden = evidence.model.with_stage("scores", partial(_hidden, count))
-            yield Variant(hidden, {"keys": count}, "a cache that holds every token of the sequence")
+        """Return calls without some of their first keys, hidden or dropped."""
+        later = next((call for call in evidence.calls if call.earlier), None)
+        if later is None:
+            return
+        columns, every = _columns(later), later.key_positions.shape[1]
+        if evidence.model.predict("scores", later).shape[-1] != every:
+            return  # keys are dropped already
+        for eviction in evictions(max(call.past for call in evidence.calls)):
+            if columns == every:
+                model = evidence.model.with_stage("scores", partial(_hidden, eviction))
+            elif len(eviction.keys(later)) == columns:
+                model = evidence.model.with_stage("scores", partial(_dropped, eviction))
+                model = model.with_stage("head outputs", partial(_mixed, eviction))
+            else:
+                continue
+            repair = "a cache that holds every token of the sequence"
+            yield Variant(model, eviction.parameters, repair)
 
 
-def _hidden(count: int, forced: Forced) -> Tensor:
-    scores = forced.usual().clone()
-    if forced.call.earlier:
-        scores[..., :count] = -torch.inf
-    return scores
+def _columns(call: RecordedCall) -> int:
+    """Return the number of keys in the recorded scores or weights."""
+    recorded = (call.stages[stage] for stage in ("scores", "weights") if stage in call.stages)
+    return next((x.shape[-1] for x in recorded), call.key_positions.shape[1])
+
+
+def _hidden(eviction: Eviction, forced: Forced) -> Tensor:
+    scores = forced.usual()
+    is_left = torch.zeros(scores.shape[-1], dtype=torch.bool)
+    is_left[eviction.keys(forced.call)] = True
+    return scores.masked_fill(~is_left, -torch.inf)
+
+
+def _dropped(eviction: Eviction, forced: Forced) -> Tensor:
+    return forced.usual()[..., eviction.keys(forced.call)]
+
+
+def _mixed(eviction: Eviction, forced: Forced) -> Tensor:
+    """Return the head outputs of weights over the keys that are left."""
+    weights, values = forced["weights"], forced.values[:, :, eviction.keys(forced.call)]
+    return weights @ share_heads(values, heads=weights.shape[1])
