@@ -14,6 +14,7 @@ from headwise.diagnosis.compare_models import compare_runs
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison
+from headwise.diagnosis.model_as_run import model_as_run
 from headwise.diagnosis.power import blind_spot
 from headwise.diagnosis.probes import SEED, NamedInputs, own_probes
 from headwise.diagnosis.simulation.attention_model import AttentionModel
@@ -35,6 +36,7 @@ from headwise.layers.native.attention import Attention
 Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
 ComparisonInputs = Tensor | Inputs | Mapping[str, Any]
 WEIGHTS = (str, os.PathLike, Mapping)
+UNSTATED = "the layer runs otherwise than its weights and settings state, such as by a hook"
 
 
 def compare(a: Comparable, b: Comparable, inputs: ComparisonInputs | None = None) -> Diagnosis:
@@ -161,7 +163,10 @@ class Comparison:
         self.first, self.second, self.probes = first, second, probes
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         assert self.known.model is not None
-        self.model: AttentionModel = self.known.model
+        runs = [call for probe in probes for call in self.known.calls(probe.inputs)]
+        as_run = model_as_run(self.known.model, runs)
+        self.model: AttentionModel = as_run or self.known.model
+        self.runs_as_stated = as_run is not None
 
     def diagnosis(self) -> Diagnosis:
         """Return the verdict and its evidence."""
@@ -173,8 +178,10 @@ class Comparison:
             names += [probe.name] * len(recorded)
         explained = ExplainedCalls(self.model, calls, names, self.doubtful.dtype)
         verdict, blind = explained.verdict, ""
-        if verdict is Verdict.TO_ROUNDING and self._is_bitwise():
+        if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():
             verdict = Verdict.SAME
+        elif verdict.is_same and not self.runs_as_stated:
+            verdict, blind = Verdict.INCONCLUSIVE, UNSTATED
         if verdict.is_same and not self._is_one_model():
             blind = self._blind_spot(verdict, calls)
             verdict = Verdict.INCONCLUSIVE if blind else verdict

@@ -14,11 +14,10 @@ from headwise.diagnosis.function_comparison import page_of
 from tools import causes_page
 
 NAMES = [cause.name for cause in CAUSES]
-# Not named yet: the recorded scores of such calls have another meaning, see docs/log.md.
+# Stacks of layers, which are compared as whole models.
 OPEN = {
     "layers exchanged",
     "layers off by one",
-    "projection never called",
 }
 
 

@@ -31,6 +31,7 @@ from headwise.diagnosis.causes.output_heads_in_another_group_order import Output
 from headwise.diagnosis.causes.output_projection_reshaped import OutputReshapedCause
 from headwise.diagnosis.causes.padding_ignored import PaddingIgnoredCause
 from headwise.diagnosis.causes.padding_side import PaddingSideCause
+from headwise.diagnosis.causes.projection_never_called import ProjectionNeverCalledCause
 from headwise.diagnosis.causes.q_and_k_exchanged import QAndKExchangedCause
 from headwise.diagnosis.causes.q_and_v_exchanged import QAndVExchangedCause
 from headwise.diagnosis.causes.qk_norm_kind import QKNormKindCause
@@ -92,6 +93,7 @@ CAUSES: tuple[Cause, ...] = (
     RoundedProjectionsCause(),
     MissingBiasesCause(),
     InitialWeightsCause(),
+    ProjectionNeverCalledCause(),
     AdaptersMergedCause(),
     ScaleCause(),
     RotaryThetaCause(),

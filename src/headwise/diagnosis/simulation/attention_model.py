@@ -39,11 +39,14 @@ class AttentionModel:
         weights: canonical tensors in float64 (`headwise.layouts.canonical`).
         replaced: stage name -> the function that computes it in place of the usual one. It takes
             the `Forced` stage, whose ``usual()`` is the usual result.
+        of_weights: the model of the stored weights, where the modules of a layer do more than
+            multiply by them; None where they do not.
     """
 
     settings: Settings
     weights: State
     replaced: Mapping[str, StageFunction] = field(default_factory=dict)
+    of_weights: AttentionModel | None = None
 
     def with_settings(self, **changes: Any) -> AttentionModel:
         """Return the model with other settings."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -172,4 +172,4 @@ def restricted(
         chosen[list(heads)] = True
         return torch.where(chosen[:, None, None], other, usual)
 
-    return AttentionModel(base.settings, base.weights, {**base.replaced, stage: stage_function})
+    return replace(base, replaced={**base.replaced, stage: stage_function})
