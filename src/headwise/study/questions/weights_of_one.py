@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -74,15 +75,17 @@ def measure(progress: Progress) -> dict[str, Any]:
             "quiet": float(sequence_ratios(single_head_layer(ones), ones, tokens["quiet"]).min()),
             "own": float(sequence_ratios(single_head_layer(default), default, x).min()),
         },
-        "compared": {
-            name: named_cause(ones.inner, single_head_layer(ones).inner, x)
-            for name, x in tokens.items()
-        }
-        | {"elsewhere": named_cause(ones.inner, single_head_layer(ones).inner)},
+        "compared": name_causes(ones, tokens | {"elsewhere": None}),
         "factors": list(FACTORS),
         "quoted": {"ones": QUIET, "own": 1.0},
         "sweep": {"ones": sweep_token_sizes(ones, x), "own": sweep_token_sizes(default, x)},
     }
+
+
+def name_causes(layer: TorchLayer, tokens: Mapping[str, Tensor | None]) -> dict[str, str]:
+    """Return what `headwise.compare` says of a layer and a single head, for each input."""
+    single = single_head_layer(layer).inner
+    return {name: named_cause(layer.inner, single, x) for name, x in tokens.items()}
 
 
 # ---- the layers and their inputs -------------------------------------------------------
