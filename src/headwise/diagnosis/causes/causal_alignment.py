@@ -47,18 +47,15 @@ class CausalAlignmentCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return causal masks shifted by up to MOST keys, none, and the shift to the last key."""
         settings = evidence.model.settings
-        left = None if settings.window is None else settings.window[0]
-        repair = (
-            "a query attends to keys up to its own position"
-            if settings.causal
-            else "no causal mask"
-        )
-        for shift in range(-MOST, MOST + 1):
-            if shift or not settings.causal:
+        left, right = settings.window or (None, None)
+        is_causal = settings.causal or right == 0
+        repair = "a query attends to keys up to its own position" if is_causal else "no causal mask"
+        for shift in range(-MOST, MOST + 1) if is_causal or right is None else ():
+            if shift or not is_causal:
                 model = evidence.model.with_settings(causal=False, window=(left, shift))
                 yield Variant(model, {"shift": shift}, repair)
-        if settings.causal:
-            free = evidence.model.with_settings(causal=False)
+        if is_causal:
+            free = evidence.model.with_settings(causal=False, window=(left, right or None))
             yield Variant(free, {"causal": False}, repair)
             if any(call.earlier for call in evidence.calls):
                 model = free.with_stage("scores", _top_left)

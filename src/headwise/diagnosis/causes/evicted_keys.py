@@ -25,7 +25,7 @@ class Eviction:
     Attributes:
         first, last: numbers of keys that stay, of the start and of the end.
         missing: number of keys at the start that do not stay; 0 to state ``last``.
-        holds_new: True if the new keys of a call are among the last ones.
+        holds_new: True if the new keys of a call, which always stay, are among the last ones.
     """
 
     first: int = 0
@@ -38,7 +38,8 @@ class Eviction:
         count = call.key_positions.shape[1]
         if not call.earlier:
             return torch.arange(count)
-        size = self.last + (0 if self.holds_new else count - call.past)
+        new = count - call.past
+        size = max(self.last, new) if self.holds_new else self.last + new
         start = min(self.missing, call.past) or max(count - size, self.first)
         return torch.cat([torch.arange(self.first), torch.arange(start, count)])
 

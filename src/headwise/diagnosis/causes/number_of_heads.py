@@ -49,9 +49,10 @@ class NumberOfHeadsCause(Cause):
             kv_heads, other = divmod(widths["k"], head_dim) if not rest else (0, 1)
             if rest or other or not kv_heads or widths["v"] % kv_heads or heads % kv_heads:
                 continue
-            if heads == settings.num_heads or (
-                settings.rotary and settings.rotary.width > head_dim
-            ):
+            rotary = settings.rotary
+            is_too_wide = rotary and head_dim < rotary.width < model.weights["wq"].shape[1]
+            is_odd = rotary and head_dim % 2
+            if heads == settings.num_heads or is_odd or is_too_wide:
                 continue
             is_usual = math.isclose(settings.scale, model.weights["wq"].shape[1] ** -0.5)
             for scale in {head_dim**-0.5 if is_usual else settings.scale, settings.scale}:
@@ -69,15 +70,18 @@ def _recorded_heads(evidence: Evidence) -> int | None:
 
 
 def _split(model: AttentionModel, heads: int, kv_heads: int, scale: float) -> AttentionModel | None:
-    """Return the model with its rows in other heads; None where tensors of heads do not fit."""
+    """Return the model with its rows in other heads; None where tensors of heads do not fit.
+
+    The logits of sinks are left out: those of other heads are another cause.
+    """
     counts = {"q": heads, "k": kv_heads, "v": kv_heads, "o": heads}
-    names = {f"{kind}{role}" for kind in "wb" for role in counts} - {"bo"}
-    weights = dict(model.weights)
-    for name in names & weights.keys():
-        rows = weights[name].flatten(0, 1)
-        weights[name] = rows.unflatten(0, (counts[name[1]], -1))
-    if weights.keys() - names - {"bo"}:
-        return None
+    roles = {f"{kind}{role}": role for kind in "wb" for role in counts if kind + role != "bo"}
+    roles |= {f"{role}_norms{bias}": role for role in "qk" for bias in ("", "_bias")}
+    weights = {name: x for name, x in model.weights.items() if name != "sink"}
+    if weights.keys() - roles.keys() - {"bo"}:
+        return None  # the weight of a norm over the channels of a head
+    for name in roles.keys() & weights.keys():
+        weights[name] = weights[name].flatten(0, 1).unflatten(0, (counts[roles[name]], -1))
     slopes, rotary = model.settings.slopes, model.settings.rotary
     if slopes is not None:
         slopes = alibi_slopes(heads).double()

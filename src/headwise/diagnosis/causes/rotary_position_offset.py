@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.gaps import gaps_of
 
 MOST = 64
+OFFSETS = tuple(offset for offset in range(-MOST, MOST + 1) if offset)
 
 
 class RotaryPositionOffsetCause(Cause):
@@ -38,11 +40,22 @@ class RotaryPositionOffsetCause(Cause):
     stages: ClassVar[tuple[str, ...]] = ("q after rotary", "k after rotary")
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return offsets up to MOST tokens."""
-        if evidence.model.settings.rotary is None:
+        """Return offsets of up to MOST tokens of queries and of keys, not the same for both."""
+        parted = [stage[0] for stage in self.stages if evidence.parted(stage)]
+        if evidence.model.settings.rotary is None or _is_common(evidence):
             return
-        for offset in range(-MOST, MOST + 1):
-            if offset:
-                model = evidence.model.with_rotary(q_offset=offset, k_offset=offset)
+        for role in parted or ("q", "k"):
+            for offset in OFFSETS:
+                model = evidence.model.with_rotary(**{f"{role}_offset": offset})
                 repair = f"positions that are {abs(offset)} {'smaller' if offset > 0 else 'larger'}"
-                yield Variant(model, {"offset": offset}, repair)
+                yield Variant(model, {"role": role, "offset": offset}, repair)
+
+
+def _is_common(evidence: Evidence) -> bool:
+    """True if queries and keys are off by the same number, which changes no score."""
+    stages = ("q after rotary", "k after rotary")
+    if not all(evidence.parted(stage) for stage in stages):
+        return False
+    call = min(evidence.calls, key=lambda call: call.inputs.x.shape[1])
+    models = (evidence.model.with_rotary(q_offset=n, k_offset=n) for n in OFFSETS)
+    return any(not gaps_of(model, [call], stages).parted for model in models)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import distances
 
 MOST = 40
 
@@ -37,15 +38,34 @@ class WindowOffByOneCause(Cause):
     stages: ClassVar[tuple[str, ...]] = ("scores",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return windows of up to MOST keys before a query, and none."""
+        """Return windows of up to MOST keys, and of the lengths that the recorded scores state.
+
+        A window differs before a query, after it, or on both sides; or there is none.
+        """
         settings = evidence.model.settings
         if settings.window is None and not settings.causal:
             return
-        left, right = (None, None) if settings.window is None else settings.window
+        left, right = settings.window or (None, None)
         repair = f"window=({left}, {0 if settings.causal else right})"
-        for other in (*range(MOST), None):
-            if other != left:
-                far = other if right is not None and right == left else right
-                model = evidence.model.with_settings(window=(other, far))
-                keys = "all" if other is None else other + 1
+        for length in dict.fromkeys((None, *range(MOST), *_seen(evidence))):
+            keys = "all" if length is None else length + 1
+            if length != left:
+                far = length if right is not None and right == left else right
+                model = evidence.model.with_settings(window=(length, far))
                 yield Variant(model, {"window": keys}, repair)
+            if right and length != right:
+                model = evidence.model.with_settings(window=(left, length))
+                yield Variant(model, {"window after": keys}, repair)
+
+
+def _seen(evidence: Evidence) -> tuple[int, int]:
+    """Return the largest distances at which recorded scores show a key before and after."""
+    before, after = [0], [0]
+    for call in evidence.calls:
+        scores = call.stages.get("scores")
+        if scores is not None and scores.shape[-1] == call.key_positions.shape[1]:
+            ahead = distances(call).expand(scores.shape)[scores.isfinite()]
+            if ahead.numel():
+                before.append(-int(ahead.min()))
+                after.append(int(ahead.max()))
+    return max(before), max(after)
