@@ -1,0 +1,243 @@
+"""Differences that resemble a cause and are not: the cause is not named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced, distances
+from headwise.diagnosis.simulation.settings import NormForm
+from tests.diagnosis.causes.faulty_models import (
+    BATCH,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    TOKENS,
+    inputs_of,
+    model_of,
+    recorded,
+    searched,
+    with_function,
+)
+
+INFINITE = torch.inf
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+PADDED = torch.arange(TOKENS) < torch.tensor([TOKENS, 13, 9])[:, None]
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A fault that resembles a cause.
+
+    Attributes:
+        cause: the name that must not be given.
+        change: right model -> faulty one.
+        settings: of the right model.
+        is_padded: True if the inputs have a mask.
+        others: causes to search as well; all of them for ().
+    """
+
+    cause: str
+    change: Callable[[AttentionModel], AttentionModel]
+    settings: dict[str, object] = field(default_factory=dict)
+    is_padded: bool = False
+    others: tuple[str, ...] = ()
+
+
+def after(stage: str, function: Callable[[Tensor], Tensor]) -> Callable[..., AttentionModel]:
+    """Return a change that puts a function after a stage."""
+    return lambda model: with_function(model, stage, function)
+
+
+def of_stage(stage: str, function: Callable[[Forced], Tensor]) -> Callable[..., AttentionModel]:
+    """Return a change that computes a stage by a function."""
+    return lambda model: model.with_stage(stage, function)
+
+
+def noise(x: Tensor, size: float = 1e-5) -> Tensor:
+    generator = torch.Generator().manual_seed(len(x.flatten()))
+    return x + size * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+def by_head(numbers: tuple[float, ...]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)[:, None, None]
+
+
+def each_head_its_window(forced: Forced) -> Tensor:
+    windows = torch.tensor([4, 5, 6, 7])[:, None, None]
+    return forced.usual().masked_fill(distances(forced.call) < -windows, -INFINITE)
+
+
+def last_row_shifted(scores: Tensor) -> Tensor:
+    scores = scores.clone()
+    scores[..., -1, -1] = -INFINITE
+    return scores
+
+
+def one_pair_still(forced: Forced) -> Tensor:
+    rotated, bare = forced.usual().clone(), forced[f"{forced.stage[0]} after norm"]
+    for channel in (1, 1 + HEAD_DIM // 2):
+        rotated[..., channel] = bare[..., channel]
+    return rotated
+
+
+def each_sequence_its_offset(forced: Forced) -> Tensor:
+    positions = forced.call.query_positions + torch.arange(BATCH)[:, None]
+    other = replace(forced.call.inputs, positions=positions)
+    return replace(forced, call=replace(forced.call, inputs=other)).usual()
+
+
+def one_sequence(change: Callable[[Tensor], Tensor]) -> Callable[[Forced], Tensor]:
+    """Return scores under a mask that is changed for the second sequence alone."""
+
+    def scores(forced: Forced) -> Tensor:
+        mask = forced.call.inputs.mask
+        assert mask is not None
+        mask = mask.clone()
+        mask[1] = change(mask[1])
+        other = replace(forced.call.inputs, mask=mask)
+        return replace(forced, call=replace(forced.call, inputs=other)).usual()
+
+    return scores
+
+
+def mask_times_five(forced: Forced) -> Tensor:
+    inputs = forced.call.inputs
+    assert inputs.mask is not None
+    bare = replace(forced.call, inputs=replace(inputs, mask=None))
+    return replace(forced, call=bare).usual() + 5.0 * inputs.mask
+
+
+def dropped_without_a_factor(weights: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return weights * (torch.rand(weights.shape, generator=generator) > 0.2)
+
+
+def other_kv_heads(forced: Forced) -> Tensor:
+    keys = forced.keys[:, [0, 1, 1, 0]]
+    return forced["q after rotary"] @ keys.mT * forced.settings.scale
+
+
+def with_theta_and_noise(model: AttentionModel) -> AttentionModel:
+    other = model.with_rotary(theta=30_000.0)
+    return with_function(with_function(other, "q after rotary", noise), "k after rotary", noise)
+
+
+def with_interleaved_keys(model: AttentionModel) -> AttentionModel:
+    order = torch.arange(HEAD_DIM).reshape(2, -1).T.flatten()
+    weights = model.weights
+    return model.with_weights(wk=weights["wk"][:, order], bk=weights["bk"][:, order])
+
+
+def with_half_a_bias(model: AttentionModel) -> AttentionModel:
+    bias = model.weights["bv"].clone()
+    bias[0] *= 0.5
+    return model.with_weights(bv=bias)
+
+
+def with_random_rounding(model: AttentionModel) -> AttentionModel:
+    wq = model.weights["wq"]
+    return model.with_weights(wq=wq + (noise(torch.zeros_like(wq), 1.0).clamp(-1, 1)) * wq * 2**-9)
+
+
+def with_other_weights_beside(model: AttentionModel) -> AttentionModel:
+    wv = model.weights["wv"]
+    return model.with_weights(wv=wv + noise(torch.zeros_like(wv), 0.2))
+
+
+BIASES = ("distance bias coefficient", "distance bias slope rule", "scale", "softcap")
+ROTARY = (
+    "rotary theta",
+    "rotary pairing",
+    "rotary partial width",
+    "rotary attention factor",
+    "rotary position offset",
+    "rotary missing",
+    "rotary permutation missing",
+)
+NORM = {"rotary": None, "norm": NormForm()}
+CAUSAL: dict[str, object] = {"causal": True}
+ALIBI = {"causal": True, "rotary": None, "slopes": SLOPES}
+
+NEAR_MISSES = (
+    NearMiss("scale", after("scores", lambda s: s * by_head((0.9, 1.1, 1.3, 1.5)))),
+    NearMiss("scale", after("scores", lambda s: noise(1.2 * s))),
+    NearMiss("scale twice", lambda model: model.with_settings(scale=HEAD_DIM**-0.75)),
+    NearMiss("softcap", after("scores", lambda s: s / (1 + s.abs() / 8))),
+    NearMiss("softcap", after("scores", lambda s: 8 * torch.erf(s / 8)), {"softcap": 30.0}),
+    NearMiss("window off by one", of_stage("scores", each_head_its_window), CAUSAL),
+    NearMiss("causal alignment", after("scores", last_row_shifted), CAUSAL),
+    NearMiss("kv heads tiled instead of repeated", of_stage("scores", other_kv_heads)),
+    NearMiss("mask polarity", of_stage("scores", one_sequence(torch.logical_not)), {}, True),
+    NearMiss("padding ignored", of_stage("scores", one_sequence(torch.ones_like)), {}, True),
+    NearMiss("padding side", of_stage("scores", one_sequence(lambda m: m.flip(-1))), {}, True),
+    NearMiss("mask added as 0/1", of_stage("scores", mask_times_five), {}, True),
+    NearMiss(
+        "distance bias coefficient",
+        lambda model: model.with_settings(slopes=SLOPES * by_head((2, 3, 4, 5)).flatten()),
+        ALIBI,
+        False,
+        BIASES,
+    ),
+    NearMiss(
+        "distance bias slope rule",
+        lambda model: model.with_settings(slopes=SLOPES + 0.01),
+        ALIBI,
+        False,
+        BIASES,
+    ),
+    NearMiss("sinks", after("weights", lambda w: w * (1 - 0.1 * w.amax(-1, keepdim=True)))),
+    NearMiss("softmax axis", of_stage("weights", lambda f: f["scores"].sigmoid())),
+    NearMiss("softmax dtype", after("weights", lambda w: (w * 64).round() / 64)),
+    NearMiss("dropout left on", after("weights", dropped_without_a_factor)),
+    NearMiss("residual inside", of_stage("output", lambda f: f.usual() + 0.5 * f.call.inputs.x)),
+    NearMiss("norm inside", after("output", lambda y: y / y.abs().amax(-1, keepdim=True))),
+    NearMiss("merge without transpose", after("head outputs", lambda x: x.flip(2))),
+    NearMiss("split without transpose", after("q", lambda q: q.flip(2))),
+    NearMiss("bias missing", with_half_a_bias),
+    NearMiss("dtype's rounding of weights", with_random_rounding),
+    NearMiss("weights at their initial values", with_other_weights_beside),
+    NearMiss("factor", after("v", lambda v: v * (1 + 0.1 * v.tanh()))),
+    NearMiss("qk-norm kind", lambda m: m.with_settings(norm=NormForm(eps=0.1)), NORM),
+    NearMiss(
+        "qk-norm weight offset", lambda m: m.with_settings(norm=NormForm(weight_offset=0.5)), NORM
+    ),
+    NearMiss("qk-norm place", after("q after norm", lambda q: q * q.norm(dim=-1)[..., None]), NORM),
+    NearMiss("rotary theta", with_theta_and_noise, {}, False, ROTARY[:2]),
+    NearMiss("rotary pairing", with_interleaved_keys, {}, False, ROTARY),
+    NearMiss("rotary partial width", of_stage("q after rotary", one_pair_still), {}, False, ROTARY),
+    NearMiss(
+        "rotary attention factor",
+        after("k after rotary", lambda k: k * torch.linspace(0.9, 1.2, HEAD_DIM).double()),
+        {},
+        False,
+        ROTARY,
+    ),
+    NearMiss(
+        "rotary position offset",
+        of_stage("q after rotary", each_sequence_its_offset),
+        {},
+        False,
+        ROTARY,
+    ),
+)
+
+
+@pytest.mark.parametrize("case", NEAR_MISSES, ids=lambda case: case.cause)
+def test_what_resembles_a_cause_is_not_named_so(case: NearMiss) -> None:
+    model = model_of(**case.settings)
+    if model.settings.norm is not None:
+        norms = {f"{role}_norm": torch.linspace(0.5, 1.5, HEAD_DIM).double() for role in "qk"}
+        model = model.with_weights(**norms)
+    inputs = inputs_of(mask=PADDED[:, None, None]) if case.is_padded else inputs_of()
+    result = searched(model, recorded(case.change(model), inputs), *case.others)
+    assert result.causes or result.left.parted
+    assert case.cause not in [each.cause.name for each in result.causes]
+
+
+def test_the_sizes_of_the_model_are_different() -> None:
+    assert len({HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH}) == 5
