@@ -153,7 +153,7 @@ def _answer(diagnosis: Diagnosis) -> str:
 def _single(key: CaseKey) -> Scored:
     case = case_of(key)
     if not isinstance(case.good, ReferenceLayer):
-        return Scored(key.fault, str(key), "not run", is_right=False)
+        return _stack(key, case)
     diagnosis = diagnosis_of(case.good, case.faulty, [case.probe])
     right, names = _right_names(case.truth), _named(diagnosis)
     if key.fault == "dtype only":
@@ -161,6 +161,20 @@ def _single(key: CaseKey) -> Scored:
         return Scored(key.fault, str(key), _answer(diagnosis), is_right, bool(names))
     wrong = bool(names) and names[0] not in right
     return Scored(key.fault, str(key), _answer(diagnosis), len(names) == 1 and not wrong, wrong)
+
+
+def _stack(key: CaseKey, case: FaultCase) -> Scored:
+    """Score a fault of several layers."""
+    assert isinstance(case.good, LayerStack)
+    assert isinstance(case.faulty, LayerStack)
+    with torch.no_grad():
+        diagnosis = compare_runs(run_of(case.faulty, case.probe), run_of(case.good, case.probe))
+    assert diagnosis.model is not None
+    names = diagnosis.model.cause_names
+    right = _right_names(case.truth)
+    is_right = len(names) == 1 and names[0] in right and not diagnosis.model.unexplained
+    answer = " + ".join(names) or str(diagnosis.verdict)
+    return Scored(key.fault, str(key), answer, is_right, any(name not in right for name in names))
 
 
 def _unknown(key: CaseKey) -> Scored:

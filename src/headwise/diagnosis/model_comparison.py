@@ -46,7 +46,7 @@ class LayerComparison:
     def lines(self) -> list[str]:
         """Sentences about the two."""
         if self.is_layer:
-            return [f"`{self.name}` computes what `{self.is_layer}` should: layers exchanged"]
+            return [f"`{self.name}` computes what `{self.is_layer}` should"]
         state = "differs already" if self.has_other_input else "is the same"
         lines = [f"`{self.name}` parts by its own doing; its input {state}"]
         for cause in self.comparison.causes:
@@ -98,11 +98,26 @@ class ModelComparison:
         return [*groups.values()]
 
     @property
+    def exchange(self) -> str:
+        """The name of the fault of layers that compute what others should; "" for none."""
+        names = [layer.other_name for layer in self.layers]
+        moved = [
+            (n, names.index(layer.is_layer))
+            for n, layer in enumerate(self.layers)
+            if layer.is_layer
+        ]
+        if not moved:
+            return ""
+        # Two neighbours that were exchanged move in both directions.
+        shifts = {there - here for here, there in moved}
+        return "layers off by one" if shifts in ({1}, {-1}) else "layers exchanged"
+
+    @property
     def cause_names(self) -> list[str]:
         """The names of the causes in all layers."""
         names: list[str] = []
         for layer in self.parted:
-            names += ["layers exchanged"] if layer.is_layer else layer.comparison.cause_names
+            names += [self.exchange] if layer.is_layer else layer.comparison.cause_names
         return [*dict.fromkeys(names)]
 
     @property
@@ -142,6 +157,7 @@ class ModelComparison:
         ]
         if self.outside:
             lines.append(f"  a difference starts {self.outside}, outside attention")
+        lines += [f"  {self.exchange}"] if self.exchange else []
         for first, *others in self.groups:
             lines += [f"  {line}" for line in first.lines]
             if others:
