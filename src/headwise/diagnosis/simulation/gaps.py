@@ -76,7 +76,9 @@ def gaps_of(
     cells: dict[Cell, Gap] = {}
     misshapen: set[str] = set()  # stages that cannot be computed from recorded ones of other shapes
     for stage in STAGES:
-        if not misshapen.isdisjoint(BEFORE[stage]):
+        if not misshapen.isdisjoint(BEFORE[stage]) or not all(
+            _agree(call, stage) for call in calls
+        ):
             misshapen.add(stage)
         if stage not in stages and not all(_fits(model, call, stage) for call in calls):
             misshapen.add(stage)
@@ -103,10 +105,15 @@ def _fits(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
 
 def _follows_misshapen(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
     """True if a stage is computed from a recorded one that has other heads than the model."""
-    return any(
+    return not _agree(call, stage) or any(
         not _fits(model, call, earlier) or _follows_misshapen(model, call, earlier)
         for earlier in BEFORE[stage]
     )
+
+
+def _agree(call: RecordedCall, stage: str) -> bool:
+    """True if the recorded stages before a stage have the same number of sequences."""
+    return len({len(call.stages[each]) for each in BEFORE[stage] if each in call.stages}) < 2
 
 
 def explains_heads(
