@@ -64,3 +64,18 @@ def test_a_page_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     done = run(tmp_path / "none", tmp_path / "none", "--page", tmp_path)
     assert isinstance(done.exception, OptionError)
     assert "which is a folder" in done.exception.saw
+
+
+def test_weights_are_compared_with_a_running_model(folders: tuple[Path, Path]) -> None:
+    ported, original = folders
+    done = run(ported, "--against-model", original)
+    assert done.exit_code == 1, done.exception
+    assert "`layer 1 of ported copy` parts by its own doing; its input is the same" in done.stdout
+    assert "sign: roles k, factor -1 in the first" in done.stdout
+    assert "`layer 0 of" not in done.stdout
+    assert run(original, "--against-model", original).exit_code == 0
+
+
+def test_one_reference_is_needed(folders: tuple[Path, Path]) -> None:
+    assert run(folders[0]).exit_code == 2
+    assert run(*folders, "--against-model", folders[1]).exit_code == 2

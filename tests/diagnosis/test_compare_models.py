@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,3 +197,18 @@ def test_a_module_without_its_output_projection_is_refused() -> None:
     module = MODELS["bert"]().get_submodule("encoder.layer.1.attention.self")
     with pytest.raises(OptionError, match="also holds the output projection"):
         compare(copy.deepcopy(module), module)
+
+
+def test_a_model_is_compared_with_stored_weights(tmp_path: Path) -> None:
+    good = llama()
+    good.save_pretrained(tmp_path / "original")
+    assert compare(good, tmp_path / "original").verdict is Verdict.TO_ROUNDING
+    with torch.no_grad():
+        good.model.layers[2].self_attn.v_proj.weight.neg_()
+    for pair in ((good, tmp_path / "original"), (tmp_path / "original", good)):
+        diagnosis = compare(*pair)
+        assert diagnosis.verdict is Verdict.DIFFERENT
+        assert diagnosis.model is not None
+        [layer] = diagnosis.model.parted
+        assert layer.comparison.causes[0].name == "sign"
+        assert layer.name.endswith(("layers.2.self_attn", "layer 2 of original"))

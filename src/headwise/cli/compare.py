@@ -24,8 +24,9 @@ def compare(
         Path, typer.Argument(show_default=False, help="The weights in doubt: a file or a folder.")
     ],
     second: Annotated[
-        Path, typer.Argument(show_default=False, help="The weights that they should equal.")
-    ],
+        Path | None,
+        typer.Argument(show_default=False, help="The weights that they should equal."),
+    ] = None,
     *,
     layer: Annotated[
         int | None,
@@ -42,6 +43,14 @@ def compare(
             show_default="inputs that headwise makes",
         ),
     ] = None,
+    against_model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL_DIR",
+            help="Run this model of transformers in place of the second, on random tokens.",
+            show_default=False,
+        ),
+    ] = None,
     heads: Heads = None,
     kv_heads: KvHeads = None,
     head_dim: HeadDim = None,
@@ -56,25 +65,34 @@ def compare(
 
     Without --layer, weights are compared byte for byte, as verify does. With it,
     both layers run on the same inputs, and a cause is named with its repair.
+    With --against-model, each layer runs on the input that it has in the model.
     """
+    if (second is None) == (against_model is None):
+        raise typer.BadParameter("Name the second weights, or --against-model MODEL_DIR.")
+    if against_model is not None and layer is not None:
+        raise typer.BadParameter("--against-model runs every layer: leave out --layer.")
     if inputs is not None and layer is None:
         raise typer.BadParameter("--inputs needs --layer N: weights alone take no input.")
     counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    options = {"layer": layer, "inputs": inputs, **counts}
+    options = {"layer": layer, "inputs": inputs, "against_model": against_model, **counts}
     diagnosis = _run(first, second, options, page, as_json=as_json)
     raise typer.Exit(_status(diagnosis))
 
 
 def _run(
-    first: Path, second: Path, options: Mapping[str, Any], page: Path | None, *, as_json: bool
+    first: Path,
+    second: Path | None,
+    options: Mapping[str, Any],
+    page: Path | None,
+    *,
+    as_json: bool,
 ) -> Diagnosis:
     start = time.perf_counter()
     if page is not None:
         from headwise.support.atomic_write import require_writable
 
         require_writable(page)
-    counts = {name: options[name] for name in NAMES}
-    diagnosis = _compare(first, second, options["layer"], options["inputs"], counts)
+    diagnosis = _compare(first, second, options)
     pages = [] if page is None else [_write(diagnosis, page, first, second, options)]
     print_result(
         *pages,
@@ -85,9 +103,7 @@ def _run(
     return diagnosis
 
 
-def _compare(
-    first: Path, second: Path, layer: int | None, inputs: Path | None, counts: Counts
-) -> Diagnosis:
+def _compare(first: Path, second: Path | None, options: Mapping[str, Any]) -> Diagnosis:
     from headwise.cli.progress_bar import progress_bar
 
     with progress_bar(stderr_console(), "loading torch") as progress:
@@ -95,6 +111,12 @@ def _compare(
         from headwise.diagnosis.compare import compare as compare_layers
         from headwise.diagnosis.verify import verify
 
+        counts: Counts = {name: options[name] for name in NAMES}
+        layer, inputs = options["layer"], options["inputs"]
+        if second is None:
+            from headwise.checkpoints.stored_model import load
+
+            return compare_layers(first, load(options["against_model"]).model)
         if layer is None:
             settings: dict[str, Any] = {**counts, "progress": progress}
             return verify(first, second, **settings)
@@ -112,15 +134,17 @@ def _read(path: Path) -> Any:
 
 
 def _write(
-    diagnosis: Diagnosis, page: Path, first: Path, second: Path, options: Mapping[str, Any]
+    diagnosis: Diagnosis, page: Path, first: Path, second: Path | None, options: Mapping[str, Any]
 ) -> Path:
     from headwise.reports.diagnosis_page import DiagnosisReport, save
 
     given = {name: value for name, value in options.items() if value is not None}
     words = [f"{option_text(name)}={value}" for name, value in given.items()]
-    call = shlex.join(["headwise", "compare", str(first), str(second), *words])
+    stored = [first] if second is None else [first, second]
+    call = shlex.join(["headwise", "compare", *map(str, stored), *words])
     prefix = "" if options["layer"] is None else f"layer {options['layer']} of "
-    names = [prefix + path.resolve().name for path in (first, second)]
+    paths = (first, second or options["against_model"])
+    names = [prefix + path.resolve().name for path in paths]
     report = DiagnosisReport(diagnosis=diagnosis, first=names[0], second=names[1], call=call)
     return save(report, page)
 

@@ -20,9 +20,11 @@ from headwise.diagnosis.probes import SEED, NamedInputs, own_probes
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.black_box import BlackBox
+from headwise.diagnosis.subjects.model_run import ModelRun
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 from headwise.diagnosis.subjects.recording import Recording, is_recording
 from headwise.diagnosis.subjects.running_model import run_model
+from headwise.diagnosis.subjects.stored_layers import run_stored
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.diagnosis.subjects.torch_subject import TorchSubject
 from headwise.diagnosis.subjects.transformers_subject import (
@@ -50,7 +52,8 @@ def compare(a: Comparable, b: Comparable, inputs: ComparisonInputs | None = None
         a: the attention in doubt: a layer of headwise or torch, a function of (batch, tokens,
             width) tensors, or a file of activations that were recorded elsewhere (see
             `headwise.diagnosis.subjects.recording`); weights as a file, folder or state dict are
-            compared with weights; a whole model is compared with a model, attention by attention.
+            compared with weights; a whole model is compared with a model, or with the path of
+            stored weights, attention by attention.
         b: the attention that it should equal. One of the two must be a layer.
         inputs: (batch, tokens, width), or `Inputs`; token ids or keyword arguments of models; None
             for inputs that headwise makes.
@@ -65,9 +68,8 @@ def compare(a: Comparable, b: Comparable, inputs: ComparisonInputs | None = None
     """
     if _is_stored(a) and _is_stored(b):
         return verify(a, b)
-    if _is_model(a, inputs) and _is_model(b, inputs):
-        assert not isinstance(inputs, Inputs)
-        return compare_runs(run_model(a, inputs), run_model(b, inputs))
+    if not isinstance(inputs, Inputs) and (runs := _model_runs(a, b, inputs)):
+        return compare_runs(*runs)
     if isinstance(inputs, Mapping):
         raise OptionError(
             saw="keyword arguments as the inputs of attention layers",
@@ -77,6 +79,21 @@ def compare(a: Comparable, b: Comparable, inputs: ComparisonInputs | None = None
     first, second = _subject("a", a), _subject("b", b)
     probes = _probes(first, second, inputs)
     return Comparison(first, second, probes).diagnosis()
+
+
+def _model_runs(
+    a: object, b: object, inputs: Tensor | Mapping[str, Any] | None
+) -> tuple[ModelRun, ModelRun] | None:
+    """Return runs of two models, or of a model and of layers that are stored; None for others."""
+    if _is_model(a, inputs) and _is_model(b, inputs):
+        return run_model(a, inputs), run_model(b, inputs)
+    if _is_model(a, inputs) and isinstance(b, str | Path):
+        run = run_model(a, inputs)
+        return run, run_stored(Path(b), run)
+    if _is_model(b, inputs) and isinstance(a, str | Path):
+        run = run_model(b, inputs)
+        return run_stored(Path(a), run), run
+    return None
 
 
 def _is_model(value: object, inputs: ComparisonInputs | None) -> TypeGuard[nn.Module]:

@@ -38,14 +38,19 @@ def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
             do="compare layers of the two: compare(a_layer, b_layer)",
         )
     layers = tuple(_compared_layers(first, second))
-    output_gap = relative_gap(first.output, second.output)
+    if first.output is None or second.output is None:
+        output_gap = max(layer.comparison.output_gap for layer in layers)
+        has_other_output = not all(layer.outputs_agree for layer in layers)
+    else:
+        output_gap = relative_gap(first.output, second.output)
+        has_other_output = output_gap > max(first.output_rounding, second.output_rounding)
     comparison = ModelComparison(
         kinds=(first.kind, second.kind),
         inputs=first.inputs,
         seed=SEED,
         layers=layers,
         output_gap=output_gap,
-        has_other_output=output_gap > max(first.output_rounding, second.output_rounding),
+        has_other_output=has_other_output,
     )
     return Diagnosis(verdict=_verdict(comparison), model=comparison)
 
@@ -69,6 +74,7 @@ def _compared_layers(first: ModelRun, second: ModelRun) -> Iterator[LayerCompari
             input_gap=gap,
             has_other_input=gap > max(mine.input_rounding, theirs.input_rounding),
             comparison=_report(first, second, explained),
+            outputs_agree=explained is None or explained.outputs_agree,
             is_layer=is_layer,
             note="" if explained else NO_DATA,
         )

@@ -20,6 +20,7 @@ class LayerComparison:
         input_gap: the relative difference of their inputs.
         has_other_input: True if the inputs differ by more than float32 rounding moves them.
         comparison: of the stages, with the causes; the first runs on its own input.
+        outputs_agree: True if rounding explains the difference of their outputs.
         is_layer: the layer of the second that computes the same instead; "" for none.
         note: the reason why the layers were not compared; "" if they were.
     """
@@ -29,6 +30,7 @@ class LayerComparison:
     input_gap: float
     has_other_input: bool
     comparison: FunctionComparison
+    outputs_agree: bool = True
     is_layer: str = ""
     note: str = ""
 
@@ -63,7 +65,7 @@ class ModelComparison:
         inputs: in words.
         seed: of random inputs.
         layers: their attentions, in the order of the run.
-        output_gap: the relative difference of the models' outputs.
+        output_gap: the relative difference of the outputs; of layers that ran apart, the largest.
         has_other_output: True if the outputs differ by more than float32 rounding moves them.
     """
 
@@ -165,7 +167,7 @@ class ModelComparison:
         skipped = [layer for layer in self.layers if layer.note]
         if skipped:
             lines.append(f"  not compared: {_listed(skipped)}: {skipped[0].note}")
-        lines.append(f"  the outputs of the models differ by {self.output_gap:.2g} of their size")
+        lines.append(f"  the outputs differ by {self.output_gap:.2g} of their size")
         return lines
 
 

@@ -38,14 +38,14 @@ class ModelRun:
     Attributes:
         kind: the class of the model.
         layers: its attentions, in the order of the run.
-        output: the result of the model.
+        output: the result of the model; None where its layers run apart.
         inputs: what the model was given, in words.
         output_rounding: the relative difference that a run in float32 makes in the output.
     """
 
     kind: str
     layers: Sequence[LayerRun]
-    output: Tensor
+    output: Tensor | None
     inputs: str
     output_rounding: float = 0.0
 
