@@ -18,6 +18,23 @@ if TYPE_CHECKING:
 
     from headwise.diagnosis.diagnosis_result import Diagnosis
 
+LayerInput = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.npy",
+        help="Input of the layer, (batch, tokens, width), as NumPy stores it.",
+        show_default="inputs that headwise makes",
+    ),
+]
+ReferenceModel = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="MODEL_DIR",
+        help="Run this model of transformers in place of the second, on random tokens.",
+        show_default=False,
+    ),
+]
+
 
 def compare(
     first: Annotated[
@@ -35,22 +52,8 @@ def compare(
             show_default="compare the weights of all layers",
         ),
     ] = None,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.npy",
-            help="Input of the layer, (batch, tokens, width), as NumPy stores it.",
-            show_default="inputs that headwise makes",
-        ),
-    ] = None,
-    against_model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="MODEL_DIR",
-            help="Run this model of transformers in place of the second, on random tokens.",
-            show_default=False,
-        ),
-    ] = None,
+    inputs: LayerInput = None,
+    against_model: ReferenceModel = None,
     heads: Heads = None,
     kv_heads: KvHeads = None,
     head_dim: HeadDim = None,
