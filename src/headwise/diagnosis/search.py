@@ -35,6 +35,7 @@ class NamedCause:
         model: the model with the fault in the cells that it explains.
         cells: the cells that it explains, to rounding.
         is_partial: True if cells of the same stages did not part, and keep their usual function.
+        left: number of cells that part after it, in the stages where it shows.
         equals: other causes that explain the same cells.
     """
 
@@ -43,6 +44,7 @@ class NamedCause:
     model: AttentionModel
     cells: tuple[Cell, ...]
     is_partial: bool = False
+    left: int = 0
     equals: tuple[str, ...] = ()
 
     @property
@@ -58,11 +60,11 @@ class NamedCause:
         return heads if self.is_partial and WHOLE not in heads else None
 
     @property
-    def rank(self) -> tuple[bool, float, float]:
-        """Sort key: exact causes first, then more stages, then simpler causes."""
+    def rank(self) -> tuple[bool, float, float, int]:
+        """Sort key: exact causes first, then more stages, simpler causes, and fewer gaps left."""
         cost = self.cause.cost + PARAMETER * len(self.variant.parameters)
         cost += RESTRICTION * self.is_partial
-        return (self.cause.is_statistical, -len(self.stages), cost)
+        return (self.cause.is_statistical, -len(self.stages), cost, self.left)
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def _explained(cause: Cause, variant: Variant, evidence: Evidence) -> NamedCause
     if not cells:
         return None
     model, is_partial = _merged(variant, evidence, after, cells)
-    return NamedCause(cause, variant, model, tuple(cells), is_partial)
+    return NamedCause(cause, variant, model, tuple(cells), is_partial, len(after.parted))
 
 
 def _explains_a_call(variant: Variant, evidence: Evidence, stage: str) -> bool:
@@ -194,7 +196,8 @@ def _merged(
     """Return the model with the fault where it explains, and whether that is in part only."""
     explained = {stage for stage, _, _ in cells}
     broken = after.parted
-    if not broken:
+    has_other_heads = variant.model.weights["wq"].shape != evidence.model.weights["wq"].shape
+    if not broken or has_other_heads:  # other heads are never those of some stages alone
         return variant.model, False
     model = evidence.model
     for stage in explained:
@@ -216,7 +219,7 @@ def _best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
             if variant.is_step or size < before:
                 size = (0.0, 0.0) if variant.is_step else size
                 nearest.append((size, len(nearest), cause, variant))
-    pairs: list[tuple[tuple[bool, float, float], int, list[NamedCause]]] = []
+    pairs: list[tuple[tuple[bool, float, float, int], int, list[NamedCause]]] = []
     for _, _, cause, variant in sorted(nearest)[:BEAM]:
         first = NamedCause(cause, variant, variant.model, tuple(evidence.parted(stage)))
         for second in _best(Evidence.of(variant.model, evidence.calls), concerned):

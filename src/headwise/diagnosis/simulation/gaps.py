@@ -76,11 +76,8 @@ def gaps_of(
     cells: dict[Cell, Gap] = {}
     misshapen: set[str] = set()  # stages that cannot be computed from recorded ones of other shapes
     for stage in STAGES:
-        if not misshapen.isdisjoint(BEFORE[stage]) or not all(
-            _agree(call, stage) for call in calls
-        ):
-            misshapen.add(stage)
-        if stage not in stages and not all(_fits(model, call, stage) for call in calls):
+        is_cut_off = any(_follows_misshapen(model, call, stage) for call in calls)
+        if is_cut_off or not misshapen.isdisjoint(BEFORE[stage]):
             misshapen.add(stage)
         if stage not in stages or stage in misshapen:
             continue
