@@ -1,4 +1,4 @@
-"""One of the two normalises its input, or its output, without weights of its own."""
+"""One of the two normalises its input, or its output."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced, project
+from headwise.diagnosis.causes.projection_tokens import flat_tokens
+from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced, project
+
+Norm = Callable[[Tensor], Tensor]
+LEAST_TOKENS = 8  # of which two decide the weight and the bias of a channel
 
 
 class NormInsideCause(Cause):
-    """One of the two normalises its input, or its output, without weights of its own.
+    """One of the two normalises its input, or its output.
 
-    Many modules hold the layer norm of the block: before attention (pre-norm) or after it
-    (post-norm).
+    Many modules hold the layer norm of the block: before attention (pre-norm), or after it and the
+    residual (post-norm). The weights of a norm of the output are read off the recorded outputs; a
+    norm of the input is named without weights alone.
 
     Repair:
         Compare the two without their norms, or put the norm before both.
@@ -34,7 +39,10 @@ class NormInsideCause(Cause):
     stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return layer norm and RMS norm of the input and of the output."""
+        """Return layer norm and RMS norm of the input, and of the output with weights or without.
+
+        A norm of the output may follow a residual.
+        """
         for kind in ("layer", "rms"):
             for eps in (1e-5, 1e-6, 1e-12, 1e-8):
                 norm = partial(_normed, kind, eps)
@@ -44,10 +52,36 @@ class NormInsideCause(Cause):
                 yield Variant(
                     model, {"norm": f"{kind} of the input"}, "normalise both inputs or neither"
                 )
-                model = evidence.model.with_stage("output", partial(_of_output, norm))
-                yield Variant(
-                    model, {"norm": f"{kind} of the output"}, "normalise both outputs or neither"
-                )
+                yield from _norms_of_output(evidence, kind, norm)
+
+
+def _norms_of_output(evidence: Evidence, kind: str, norm: Norm) -> Iterator[Variant]:
+    repair = "normalise both outputs or neither"
+    for has_residual in (False, True):
+        if has_residual and evidence.model.weights["wo"].shape[2] != _width(evidence):
+            continue
+        words = f"{kind} of the output{' and the residual' if has_residual else ''}"
+        model = evidence.model.with_stage("output", partial(_of_output, norm, has_residual))
+        yield Variant(model, {"norm": words}, repair)
+        if (weights := _stated_weights(evidence, model)) is not None:
+            weighted = model.with_stage("output", partial(_multiplied, *weights))
+            yield Variant(weighted, {"norm": words, "weights": "of its own"}, repair)
+
+
+def _width(evidence: Evidence) -> int:
+    return evidence.calls[0].inputs.x.shape[2]
+
+
+def _stated_weights(evidence: Evidence, model: AttentionModel) -> tuple[Tensor, Tensor] | None:
+    """Return the weight and the bias of each channel that make the recorded outputs nearest."""
+    calls = [call for call in evidence.calls if "output" in call.stages]
+    recorded = flat_tokens(call.stages["output"] for call in calls)
+    predicted = flat_tokens(model.predict("output", call) for call in calls)
+    if recorded.shape != predicted.shape or len(recorded) < LEAST_TOKENS:
+        return None
+    x, y = predicted - predicted.mean(0), recorded - recorded.mean(0)
+    weight = (x * y).sum(0) / x.square().sum(0)
+    return weight, recorded.mean(0) - weight * predicted.mean(0)
 
 
 def _normed(kind: str, eps: float, x: Tensor) -> Tensor:
@@ -55,12 +89,16 @@ def _normed(kind: str, eps: float, x: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def _of_input(norm: Callable[[Tensor], Tensor], forced: Forced) -> Tensor:
+def _of_input(norm: Norm, forced: Forced) -> Tensor:
     inputs = forced.call.inputs
     source = None if inputs.source is None else norm(inputs.source.double())
     normed = replace(inputs, x=norm(inputs.x.double()), source=source)
     return project(replace(forced, call=replace(forced.call, inputs=normed)))
 
 
-def _of_output(norm: Callable[[Tensor], Tensor], forced: Forced) -> Tensor:
-    return norm(forced.usual())
+def _of_output(norm: Norm, has_residual: bool, forced: Forced) -> Tensor:
+    return norm(forced.usual() + forced.call.inputs.x if has_residual else forced.usual())
+
+
+def _multiplied(weight: Tensor, bias: Tensor, forced: Forced) -> Tensor:
+    return forced.usual() * weight + bias
