@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from headwise import verify
@@ -72,3 +76,15 @@ def test_weights_with_one_wrong_entry_were_not_initialised_anew() -> None:
     ported[name] = 0.02 * torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
     [module] = verify(right, ported, config=CONFIG).moves
     assert module.causes == ("weights at their initial values",)
+
+
+def test_configs_of_other_rotations_are_not_the_same(tmp_path: Path) -> None:
+    for name, theta in (("short", 1e4), ("long", 5e5)):
+        (tmp_path / name).mkdir()
+        save_file(model(), tmp_path / name / "model.safetensors")
+        config = CONFIG | {"rope_theta": theta, "hidden_size": WIDTH}
+        (tmp_path / name / "config.json").write_text(json.dumps(config), "utf-8")
+    assert verify(tmp_path / "short", tmp_path / "short")
+    diagnosis = verify(tmp_path / "short", tmp_path / "long")
+    assert not diagnosis
+    assert "rope_theta: 10000 in the first, 500000 in the second" in str(diagnosis)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headwise.checkpoints.config import Config
 from headwise.checkpoints.description import COUNTS
 from headwise.diagnosis.candidate_layouts import CandidateLayout
 from headwise.diagnosis.compare_tensors import UNREADABLE, compare_tensors, outputs_of_both
+from headwise.diagnosis.config_differences import config_differences
 from headwise.diagnosis.detect import Given, GivenWeights, narrow_by_values, open_weights
 from headwise.diagnosis.detection_result import Detection
 from headwise.diagnosis.diagnosis_result import Diagnosis, OutputComparison, Verdict
 from headwise.diagnosis.module_moves import ModuleMoves, module_moves
 from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
+from headwise.layouts.module_names import modules_of
 from headwise.support.progress import Progress, no_progress
 
 SIDES = ("first", "second")
@@ -301,6 +303,9 @@ def _diagnosis(
     tensors = compare_tensors(
         first.tensors, second.tensors, mine, theirs, progress=progress, **counts
     )
+    layers = [module.layer for module in modules_of(theirs, second.tensors)]
+    conflicts = config_differences(first.config, second.config, pair.layouts, layers)
+    tensors = replace(tensors, conflicts={**tensors.conflicts, **conflicts})
     runs: list[OutputComparison] = []
     if outputs and pair.can_run and not tensors.unheld:
         config = first.config or second.config
