@@ -103,15 +103,11 @@ class ModelComparison:
     def exchange(self) -> str:
         """The name of the fault of layers that compute what others should; "" for none."""
         names = [layer.other_name for layer in self.layers]
-        moved = [
-            (n, names.index(layer.is_layer))
-            for n, layer in enumerate(self.layers)
-            if layer.is_layer
-        ]
+        moved = [(n, layer.is_layer) for n, layer in enumerate(self.layers) if layer.is_layer]
         if not moved:
             return ""
         # Two neighbours that were exchanged move in both directions.
-        shifts = {there - here for here, there in moved}
+        shifts = {names.index(name) - here if name in names else 0 for here, name in moved}
         return "layers off by one" if shifts in ({1}, {-1}) else "layers exchanged"
 
     @property

@@ -56,4 +56,6 @@ class DropoutLeftOnCause(Cause):
 def _dropped(kept: dict[int, Tensor], factor: float, forced: Forced) -> Tensor:
     usual = forced.usual()
     left = kept.get(id(forced.call.inputs))
-    return usual if left is None else torch.where(left, factor * usual, 0.0)
+    if left is None or left.shape != usual.shape:
+        return usual
+    return torch.where(left, factor * usual, 0.0)
