@@ -79,3 +79,4 @@ def test_weights_are_compared_with_a_running_model(folders: tuple[Path, Path]) -
 def test_one_reference_is_needed(folders: tuple[Path, Path]) -> None:
     assert run(folders[0]).exit_code == 2
     assert run(*folders, "--against-model", folders[1]).exit_code == 2
+    assert run(folders[0], "--against-model", folders[1], "--heads", 4).exit_code == 2

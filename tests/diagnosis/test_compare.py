@@ -40,6 +40,22 @@ def test_a_copy_is_the_same() -> None:
     assert compare(a, copy.deepcopy(a)).verdict is Verdict.SAME
 
 
+def test_a_copy_with_interleaved_rotation_has_no_other_weights() -> None:
+    a = layer(rotary=Rotary(pairing="interleaved"))
+    assert compare(a, copy.deepcopy(a)).verdict is Verdict.SAME
+
+
+def test_a_scale_that_was_folded_into_float32_weights_is_the_same_function() -> None:
+    """A third is rounded in each weight, by more than the float64 run rounds."""
+    a = layer()
+    b = layer(scale=3 * a.head_dim**-0.5)
+    b.load_state_dict(a.state_dict())
+    with torch.no_grad():
+        b.q_proj.weight.div_(3)
+        b.q_proj.bias.div_(3)
+    assert compare(a, b).verdict is Verdict.OTHER_WEIGHTS
+
+
 def test_torchs_layer_and_its_port_are_the_same() -> None:
     assert compare(*torch_pair()).verdict in (Verdict.SAME, Verdict.TO_ROUNDING)
 

@@ -122,7 +122,7 @@ def test_exchanged_layers_are_named() -> None:
     layers[0].self_attn, layers[2].self_attn = layers[2].self_attn, layers[0].self_attn
     diagnosis, comparison = compared(ported, good)
     assert diagnosis.verdict is Verdict.DIFFERENT
-    assert {layer.name: layer.is_layer for layer in comparison.parted} == {
+    assert {layer.name: layer.exchanged_with for layer in comparison.parted} == {
         "model.layers.0.self_attn": "model.layers.2.self_attn",
         "model.layers.2.self_attn": "model.layers.0.self_attn",
     }

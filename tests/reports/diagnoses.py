@@ -100,7 +100,7 @@ def report_of_model() -> DiagnosisReport:
             input_gap=0.0,
             has_other_input=n > 1,
             comparison=function() if n in (1, 2, 3) else same,
-            is_layer="h.4.attn" if n == 3 else "",
+            exchanged_with="h.4.attn" if n == 3 else "",
         )
         for n in range(4)
     ]

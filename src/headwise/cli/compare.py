@@ -77,6 +77,8 @@ def compare(
     if inputs is not None and layer is None:
         raise typer.BadParameter("--inputs needs --layer N: weights alone take no input.")
     counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
+    if against_model is not None and any(counts.values()):
+        raise typer.BadParameter("--against-model takes counts from the files: leave them out.")
     options = {"layer": layer, "inputs": inputs, "against_model": against_model, **counts}
     diagnosis = _run(first, second, options, page, as_json=as_json)
     raise typer.Exit(_status(diagnosis))

@@ -134,7 +134,7 @@ def _verify(
         diagnosis = compare_weights(first, second, **settings)
     for line in diagnosis.lines:
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
-    layers = [module.layer for module in diagnosis.moves if module.layer is not None]
-    if layers:
-        typer.echo(f"To run both: headwise compare {first} {second} --layer {layers[0]}")
+    if diagnosis.moves:
+        layer = diagnosis.moves[0].layer
+        typer.echo(f"To run both: headwise compare {first} {second} --layer {layer}")
     return YES if diagnosis else NO

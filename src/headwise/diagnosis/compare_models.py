@@ -60,11 +60,13 @@ def _compared_layers(first: ModelRun, second: ModelRun) -> Iterator[LayerCompari
     for mine, theirs in zip(first.layers, second.layers, strict=True):
         gap = relative_gap(mine.call.inputs.x, theirs.call.inputs.x)
         model, call = _to_explain(mine, theirs)
-        explained, is_layer = None, ""
+        explained, exchanged_with = None, ""
         if model is not None:
             explained = ExplainedCalls(model, [call], [first.inputs], mine.stored)
-            is_layer = _layer_like(call, theirs, second.layers) if explained.gaps.parted else ""
-            if is_layer:
+            exchanged_with = (
+                _layer_like(call, theirs, second.layers) if explained.gaps.parted else ""
+            )
+            if exchanged_with:
                 explained = replace(explained, candidates=())  # the exchange explains it all
             else:
                 explained = _by_named_causes(explained, named)
@@ -75,10 +77,10 @@ def _compared_layers(first: ModelRun, second: ModelRun) -> Iterator[LayerCompari
             has_other_input=gap > max(mine.input_rounding, theirs.input_rounding),
             comparison=_report(first, second, explained),
             outputs_agree=explained is None or explained.outputs_agree,
-            is_layer=is_layer,
+            exchanged_with=exchanged_with,
             note="" if explained else NO_DATA,
         )
-        if explained and not is_layer:
+        if explained and not exchanged_with:
             named += [n.cause for n in explained.search.causes if n.cause not in named]
 
 
@@ -127,6 +129,6 @@ def _verdict(comparison: ModelComparison) -> Verdict:
         return Verdict.SAME if is_bitwise and not comparison.output_gap else Verdict.TO_ROUNDING
     if not comparison.outside and not comparison.has_other_output:
         return Verdict.OTHER_WEIGHTS
-    if any(layer.comparison.causes or layer.is_layer for layer in parted):
+    if any(layer.comparison.causes or layer.exchanged_with for layer in parted):
         return Verdict.DIFFERENT
     return Verdict.UNKNOWN

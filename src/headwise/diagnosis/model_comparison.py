@@ -21,7 +21,7 @@ class LayerComparison:
         has_other_input: True if the inputs differ by more than float32 rounding moves them.
         comparison: of the stages, with the causes; the first runs on its own input.
         outputs_agree: True if rounding explains the difference of their outputs.
-        is_layer: the layer of the second that computes the same instead; "" for none.
+        exchanged_with: the layer of the second that computes the same instead; "" for none.
         note: the reason why the layers were not compared; "" if they were.
     """
 
@@ -31,7 +31,7 @@ class LayerComparison:
     has_other_input: bool
     comparison: FunctionComparison
     outputs_agree: bool = True
-    is_layer: str = ""
+    exchanged_with: str = ""
     note: str = ""
 
     @property
@@ -42,13 +42,15 @@ class LayerComparison:
     @property
     def is_explained(self) -> bool:
         """True if every difference has a cause."""
-        return bool(self.is_layer) or all(stage.is_explained for stage in self.comparison.parted)
+        return bool(self.exchanged_with) or all(
+            stage.is_explained for stage in self.comparison.parted
+        )
 
     @property
     def lines(self) -> list[str]:
         """Sentences about the two."""
-        if self.is_layer:
-            return [f"`{self.name}` computes what `{self.is_layer}` should"]
+        if self.exchanged_with:
+            return [f"`{self.name}` computes what `{self.exchanged_with}` should"]
         state = "differs already" if self.has_other_input else "is the same"
         lines = [f"`{self.name}` parts by its own doing; its input {state}"]
         for cause in self.comparison.causes:
@@ -103,7 +105,9 @@ class ModelComparison:
     def exchange(self) -> str:
         """The name of the fault of layers that compute what others should; "" for none."""
         names = [layer.other_name for layer in self.layers]
-        moved = [(n, layer.is_layer) for n, layer in enumerate(self.layers) if layer.is_layer]
+        moved = [
+            (n, layer.exchanged_with) for n, layer in enumerate(self.layers) if layer.exchanged_with
+        ]
         if not moved:
             return ""
         # Two neighbours that were exchanged move in both directions.
@@ -115,7 +119,7 @@ class ModelComparison:
         """The names of the causes in all layers."""
         names: list[str] = []
         for layer in self.parted:
-            names += [self.exchange] if layer.is_layer else layer.comparison.cause_names
+            names += [self.exchange] if layer.exchanged_with else layer.comparison.cause_names
         return [*dict.fromkeys(names)]
 
     @property
@@ -138,7 +142,7 @@ class ModelComparison:
                     "other_name": layer.other_name,
                     "input_gap": layer.input_gap,
                     "has_other_input": layer.has_other_input,
-                    "is_layer": layer.is_layer,
+                    "exchanged_with": layer.exchanged_with,
                     "note": layer.note,
                     "comparison": layer.comparison.as_dict(),
                 }
@@ -169,7 +173,7 @@ class ModelComparison:
 
 def _likeness(layer: LayerComparison) -> tuple[str, ...]:
     """Return a key that is equal for layers with the same causes in the same stages."""
-    if layer.is_layer:
+    if layer.exchanged_with:
         return (layer.name,)
     stages = [stage.stage for stage in layer.comparison.parted if not stage.is_explained]
     return (*(line for cause in layer.comparison.causes for line in cause.lines), *stages)

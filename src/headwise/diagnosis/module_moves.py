@@ -25,7 +25,7 @@ class ModuleMoves:
 
     Attributes:
         name: the module in the first; "" if its tensors have no prefix.
-        layer: its layer; None where its name has no number.
+        layer: its layer in the model.
         moves: causes in the order in which they happened, each with its projections.
         causes: their names.
         unexplained: projections that nothing explains.
@@ -33,7 +33,7 @@ class ModuleMoves:
     """
 
     name: str
-    layer: int | None
+    layer: int
     moves: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
     unexplained: tuple[str, ...] = ()

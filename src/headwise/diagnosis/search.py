@@ -85,7 +85,7 @@ def search(evidence: Evidence, causes: Sequence[Cause]) -> Search:
     while evidence.gaps.parted and len(named) < MOST_CAUSES:
         chosen = (
             _best(evidence, causes)
-            or _best_beside(named[-1:], evidence, causes)
+            or _best_beside(named, evidence, causes)
             or _best_pair(evidence, causes)
         )
         if not chosen:
@@ -119,10 +119,9 @@ def _best_beside(
     A cause that does not explain one of its stages may have been there nevertheless, with another
     fault.
     """
-    for last in named:
-        if last.is_partial:
-            return _best(Evidence.of(last.variant.model, evidence.calls), causes)
-    return []
+    if not named or not named[-1].is_partial:
+        return []
+    return _best(Evidence.of(named[-1].variant.model, evidence.calls), causes)
 
 
 def _exact(cause: Cause, evidence: Evidence) -> Iterator[NamedCause]:

@@ -1,4 +1,4 @@
-"""A whole model, run once with the stages of each attention recorded."""
+"""A whole model, run with the stages of each attention recorded."""
 
 from __future__ import annotations
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from headwise.checkpoints.attention_loading import load_attention
 from headwise.diagnosis.subjects.model_run import LayerRun, ModelRun
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 
 
-def run_stored(path: Path, model: ModelRun, **options: Any) -> ModelRun:
+def run_stored(path: Path, model: ModelRun) -> ModelRun:
     """Load as many layers as a model has, and run each on the input of the model's layer.
 
     Args:
         path: the weights, with the settings of their model beside them or in their metadata.
         model: the run of the model.
-        options: further arguments of `headwise.checkpoints.load_attention`.
 
     Raises:
         CheckpointError, OptionError: a layer cannot be loaded.
     """
     layers = []
     for number, other in enumerate(model.layers):
-        subject = NativeSubject(load_attention(path, layer=number, **options))
+        subject = NativeSubject(load_attention(path, layer=number))
         call = subject.record(other.call.inputs)
         run = LayerRun(f"layer {number} of {path.name}", call, subject.model, stored=subject.dtype)
         layers.append(run)
