@@ -40,9 +40,13 @@ def test_a_copy_is_the_same() -> None:
     assert compare(a, copy.deepcopy(a)).verdict is Verdict.SAME
 
 
-def test_a_copy_with_interleaved_rotation_has_no_other_weights() -> None:
-    a = layer(rotary=Rotary(pairing="interleaved"))
+def test_interleaved_layers_keep_the_order_of_their_channels() -> None:
+    rotations = (Rotary(theta=5e5, pairing="interleaved"), Rotary(pairing="interleaved"))
+    a, b = pair(*({"rotary": rotary} for rotary in rotations))
     assert compare(a, copy.deepcopy(a)).verdict is Verdict.SAME
+    diagnosis = compare(a, b)
+    assert diagnosis.function is not None
+    assert [cause.name for cause in diagnosis.function.causes] == ["rotary theta"]
 
 
 def test_a_scale_that_was_folded_into_float32_weights_is_the_same_function() -> None:
