@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis.diagnosis_result import Verdict
+from headwise.diagnosis.simulation.gaps import gaps_of
+from headwise.diagnosis.simulation.stages import Inputs
+from headwise.diagnosis.subjects.native_subject import NativeSubject
 from headwise.errors import OptionError, ShapeError
 from headwise.layers.positions import Alibi
 from headwise.testing import assert_same_function
@@ -41,12 +44,10 @@ def test_a_copy_is_the_same() -> None:
 
 
 def test_interleaved_layers_keep_the_order_of_their_channels() -> None:
-    rotations = (Rotary(theta=5e5, pairing="interleaved"), Rotary(pairing="interleaved"))
-    a, b = pair(*({"rotary": rotary} for rotary in rotations))
-    assert compare(a, copy.deepcopy(a)).verdict is Verdict.SAME
-    diagnosis = compare(a, b)
-    assert diagnosis.function is not None
-    assert [cause.name for cause in diagnosis.function.causes] == ["rotary theta"]
+    """The data of a layer predict its own stages without any cause."""
+    subject = NativeSubject(layer(rotary=Rotary(pairing="interleaved")))
+    call = subject.record(Inputs(torch.randn(2, 7, WIDTH)))
+    assert not gaps_of(subject.model, [call]).parted
 
 
 def test_a_scale_that_was_folded_into_float32_weights_is_the_same_function() -> None:
