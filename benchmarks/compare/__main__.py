@@ -1,4 +1,8 @@
-"""Print how often the cause of a fault is named: ``python -m benchmarks.compare --help``."""
+"""Print how often the cause of a fault is named: ``python -m benchmarks.compare --help``.
+
+A line for each fault says what was named in place of the truth. The table after all suites gives
+the precision and recall of each cause; a case of two faults counts for both of its causes.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from benchmarks.compare.cause_table import cause_table
 from benchmarks.compare.suites import SUITES, Scored
 
 MOST_ANSWERS = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the cases; print a line for each fault, with what was named in place of the truth."""
+    """Run the cases, print a line for each fault and a table of the causes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--suite", choices=SUITES, action="append", help="all of them by default")
     parser.add_argument("--fault", help="the name of one fault")
@@ -22,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=20, help="cases of each fault")
     parser.add_argument("--verbose", action="store_true", help="list the cases that were missed")
     options = parser.parse_args(arguments)
+    every: list[Scored] = []
     for name in options.suite or SUITES:
         start = time.perf_counter()
         results: dict[str, list[Scored]] = defaultdict(list)
@@ -35,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(f"  {case.key}: {scored.answer}", flush=True)
         if results:
             _print(name, results, time.perf_counter() - start)
+        every += [scored for scores in results.values() for scored in scores]
+    print("\n".join(cause_table(every)))
 
 
 def _print(suite: str, results: dict[str, list[Scored]], seconds: float) -> None:

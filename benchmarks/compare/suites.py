@@ -20,6 +20,8 @@ from benchmarks.faults.reference_layer import ReferenceLayer
 from benchmarks.faults.same import SAME
 from benchmarks.faults.subtle import SUBTLE
 from benchmarks.faults.unknown import MECHANISMS
+from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.compare import Comparison
 from headwise.diagnosis.compare_models import compare_runs
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
@@ -39,6 +41,8 @@ class Scored:
         answer: the causes that were named, or the verdict.
         is_right: whether that is the truth.
         has_wrong_cause: whether a cause was named that is not the truth.
+        truths: for each fault of the case, its cause and those that are the same function.
+        named: the causes that were named.
     """
 
     fault: str
@@ -46,6 +50,8 @@ class Scored:
     answer: str
     is_right: bool
     has_wrong_cause: bool = False
+    truths: tuple[tuple[str, ...], ...] = ()
+    named: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,13 @@ def singles(count: int) -> Iterator[Case]:
     for injector in INJECTORS:
         for key in enough_keys(injector, count)[:count]:
             yield Case(key.fault, key.geometry, str(key), partial(_single, key))
+
+
+def left_out(count: int) -> Iterator[Case]:
+    """Return ``count`` cases of every fault of a layer, with its cause taken from the catalogue."""
+    for injector in (each for each in INJECTORS if each.family != "layers"):
+        for key in enough_keys(injector, count)[:count]:
+            yield Case(key.fault, key.geometry, str(key), partial(_left_out, key))
 
 
 def unknowns(count: int) -> Iterator[Case]:
@@ -104,6 +117,7 @@ def layers_of_models(count: int) -> Iterator[Case]:
 
 SUITES: dict[str, Callable[[int], Iterator[Case]]] = {
     "single": singles,
+    "left-out": left_out,
     "unknown": unknowns,
     "same": same,
     "subtle": subtle,
@@ -112,7 +126,9 @@ SUITES: dict[str, Callable[[int], Iterator[Case]]] = {
 }
 
 
-def diagnosis_of(good: Layer, faulty: Layer, probes: Sequence[Probe]) -> Diagnosis:
+def diagnosis_of(
+    good: Layer, faulty: Layer, probes: Sequence[Probe], candidates: Sequence[Cause] = CAUSES
+) -> Diagnosis:
     """Compare a faulty layer with the good one, on the probes of the case and headwise's own."""
     first, second = ReferenceSubject(faulty), ReferenceSubject(good)
     named = [NamedInputs("the probe of the case", inputs_of(probe)) for probe in probes]
@@ -123,7 +139,7 @@ def diagnosis_of(good: Layer, faulty: Layer, probes: Sequence[Probe]) -> Diagnos
         others = own_probes((g.embed_dim, g.key_dim), crosses=g.cross)
         named += [other for other in others if _runs(first, other)]
     with torch.no_grad():
-        return Comparison(first, second, named).diagnosis()
+        return Comparison(first, second, named, candidates).diagnosis()
 
 
 def _runs(subject: ReferenceSubject, probe: NamedInputs) -> bool:
@@ -142,8 +158,9 @@ def _named(diagnosis: Diagnosis) -> list[str]:
     return names + ["unknown"] * (left and bool(names))
 
 
-def _right_names(truth: Truth) -> set[str]:
-    return {truth.cause, *truth.equals, *EQUALS.get(truth.cause, ())}
+def _right_names(truth: Truth) -> tuple[str, ...]:
+    """Return the cause, and those that are the same function."""
+    return tuple(dict.fromkeys([truth.cause, *truth.equals, *EQUALS.get(truth.cause, ())]))
 
 
 def _answer(diagnosis: Diagnosis) -> str:
@@ -160,7 +177,19 @@ def _single(key: CaseKey) -> Scored:
         is_right = diagnosis.verdict in (Verdict.TO_ROUNDING, Verdict.SAME)
         return Scored(key.fault, str(key), _answer(diagnosis), is_right, bool(names))
     wrong = bool(names) and names[0] not in right
-    return Scored(key.fault, str(key), _answer(diagnosis), len(names) == 1 and not wrong, wrong)
+    is_right = len(names) == 1 and not wrong
+    answer = _answer(diagnosis)
+    return Scored(key.fault, str(key), answer, is_right, wrong, (right,), tuple(names))
+
+
+def _left_out(key: CaseKey) -> Scored:
+    """Score a fault whose cause may not be named: no other may be named in its place."""
+    case = case_of(key)
+    out = _right_names(case.truth)
+    candidates = [cause for cause in CAUSES if cause.name not in out]
+    diagnosis = diagnosis_of(case.good, case.faulty, [case.probe], candidates)
+    names = _named(diagnosis)
+    return Scored(key.fault, str(key), _answer(diagnosis), not names, bool(names))
 
 
 def _stack(key: CaseKey, case: FaultCase) -> Scored:
@@ -174,7 +203,8 @@ def _stack(key: CaseKey, case: FaultCase) -> Scored:
     right = _right_names(case.truth)
     is_right = len(names) == 1 and names[0] in right and not diagnosis.model.unexplained
     answer = " + ".join(names) or str(diagnosis.verdict)
-    return Scored(key.fault, str(key), answer, is_right, any(name not in right for name in names))
+    wrong = any(name not in right for name in names)
+    return Scored(key.fault, str(key), answer, is_right, wrong, (right,), tuple(names))
 
 
 def _unknown(key: CaseKey) -> Scored:
@@ -232,8 +262,10 @@ def _pair(
     first, second = rights
     orders = [(first, second), (second, first)]
     is_right = len(names) == 2 and any(names[0] in a and names[1] in b for a, b in orders)
-    wrong = any(each not in first | second for each in names if each != "unknown")
-    return Scored("two faults", f"{key} + {name}", f"{name}: {_answer(diagnosis)}", is_right, wrong)
+    wrong = any(each not in (*first, *second) for each in names if each != "unknown")
+    answer = f"{name}: {_answer(diagnosis)}"
+    both = (first, second)
+    return Scored("two faults", f"{key} + {name}", answer, is_right, wrong, both, tuple(names))
 
 
 def _model(key: CaseKey, case: FaultCase) -> Scored:
@@ -254,4 +286,6 @@ def _model(key: CaseKey, case: FaultCase) -> Scored:
         and names[0] in right
     )
     wrong = any(name not in right for name in names)
-    return Scored("one layer of a model", str(key), f"{key.fault}: {answer}", is_right, wrong)
+    answer = f"{key.fault}: {answer}"
+    fault = "one layer of a model"
+    return Scored(fault, str(key), answer, is_right, wrong, (right,), tuple(names))

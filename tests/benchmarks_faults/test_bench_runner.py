@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from benchmarks.compare.__main__ import main
-from benchmarks.compare.suites import SUITES
+from benchmarks.compare.cause_table import NO_CAUSE, cause_counts, cause_table
+from benchmarks.compare.suites import SUITES, Scored
 
 
 @pytest.mark.parametrize("suite", ["same", "subtle"])
@@ -19,3 +20,36 @@ def test_a_pair_gets_the_right_verdict(suite: str) -> None:
 def test_one_case_is_selected_by_its_key(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--suite", "single", "--case", "scale:mha:init-like:0"])
     assert "1 of   1  scale" in capsys.readouterr().out
+
+
+def scored(truths: tuple[tuple[str, ...], ...], *named: str) -> Scored:
+    return Scored("", "", "", is_right=False, truths=truths, named=named)
+
+
+def test_precision_and_recall_count_each_fault_of_a_case() -> None:
+    scores = [
+        scored((("scale",), ("sign", "minus")), "minus", "scale"),
+        scored((("scale",),), "sign", "unknown"),
+        scored((("sign", "minus"),)),
+    ]
+    counts = cause_counts(scores)
+    assert (counts["scale"].cases, counts["scale"].recalled) == (2, 1)
+    assert (counts["scale"].named, counts["scale"].named_rightly) == (1, 1)
+    assert counts["scale"].instead == {"sign": 1}
+    assert (counts["sign"].cases, counts["sign"].recalled) == (2, 1)
+    assert (counts["sign"].named, counts["sign"].named_rightly) == (1, 0)
+    assert counts["sign"].instead == {NO_CAUSE: 1}
+    assert (counts["minus"].named, counts["minus"].named_rightly) == (1, 1)
+    lines = [" ".join(line.split()) for line in cause_table(scores)]
+    assert "scale 1 of 2 50.0% 1 of 1 100.0% sign (1)" in lines
+
+
+def test_no_table_without_causes() -> None:
+    assert cause_table([scored(())]) == []
+
+
+def test_a_cause_that_is_left_out_is_not_replaced_by_another() -> None:
+    [case] = [c for c in SUITES["left-out"](1) if c.fault == "softcap"]
+    assert case.score().is_right
+    [case] = [c for c in SUITES["single"](1) if c.fault == "softcap"]
+    assert case.score().named == ("softcap",)

@@ -10,6 +10,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.compare_models import compare_runs
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.explained_calls import ExplainedCalls
@@ -173,11 +175,18 @@ class Comparison:
     """Two subjects run on the same inputs.
 
     The causes are those in ``doubtful``. It is the first subject, or the second where the first
-    alone is known as data.
+    alone is known as data. Only ``candidates`` are named.
     """
 
-    def __init__(self, first: Subject, second: Subject, probes: Sequence[NamedInputs]) -> None:
+    def __init__(
+        self,
+        first: Subject,
+        second: Subject,
+        probes: Sequence[NamedInputs],
+        candidates: Sequence[Cause] = CAUSES,
+    ) -> None:
         self.first, self.second, self.probes = first, second, probes
+        self.candidates = candidates
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         assert self.known.model is not None
         runs = [call for probe in probes for call in self.known.calls(probe.inputs)]
@@ -193,7 +202,8 @@ class Comparison:
             recorded = self.doubtful.calls(probe.inputs)
             calls += recorded
             names += [probe.name] * len(recorded)
-        explained = ExplainedCalls(self.model, calls, names, self.doubtful.dtype)
+        dtype = self.doubtful.dtype
+        explained = ExplainedCalls(self.model, calls, names, dtype, self.candidates)
         verdict, blind = explained.verdict, ""
         if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():
             verdict = Verdict.SAME
