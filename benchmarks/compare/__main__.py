@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if results:
             _print(name, results, time.perf_counter() - start)
         every += [scored for scores in results.values() for scored in scores]
-    print("\n".join(cause_table(every)))
+    for line in cause_table(every):
+        print(line)
 
 
 def _print(suite: str, results: dict[str, list[Scored]], seconds: float) -> None:

@@ -207,7 +207,10 @@ def _merged(
 
 
 def _best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
-    """Return two causes that explain a stage together, or nothing."""
+    """Return two causes that explain a stage together, or nothing.
+
+    One cause twice is no pair: that undoes what the first did, and is another name for anything.
+    """
     stage = evidence.gaps.stages[0]
     concerned = [cause for cause in causes if stage in visible_stages(cause, evidence)]
     before = evidence.gaps.size(stage)
@@ -221,7 +224,8 @@ def _best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
     pairs: list[tuple[tuple[bool, float, float, int], int, list[NamedCause]]] = []
     for _, _, cause, variant in sorted(nearest)[:BEAM]:
         first = NamedCause(cause, variant, variant.model, tuple(evidence.parted(stage)))
-        for second in _best(Evidence.of(variant.model, evidence.calls), concerned):
+        others = [each for each in concerned if each is not cause]
+        for second in _best(Evidence.of(variant.model, evidence.calls), others):
             if stage in second.stages:
                 pairs.append((second.rank, len(pairs), [first, second]))
     return min(pairs)[2] if pairs else []

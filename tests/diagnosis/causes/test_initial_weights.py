@@ -8,10 +8,11 @@ from torch import Tensor
 
 from benchmarks.compare.subjects import model_of, record
 from benchmarks.faults.draw import Draw
-from benchmarks.faults.fault_case import default_probe
+from benchmarks.faults.fault_case import Probe, default_probe
 from benchmarks.faults.geometries import GEOMETRIES, Kind, layer_of
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
+from headwise.diagnosis.causes.weights_at_initial_values import InitialWeightsCause
 from headwise.diagnosis.search import NamedCause, search
 
 GEOMETRY = next(each for each in GEOMETRIES if each.name == "gqa-rotary")
@@ -59,3 +60,28 @@ def test_initial_values_that_still_hold_the_right_ones_are_not_named(kind: Kind)
     right = weights("wq", kind)
     mixed = 0.2 * drawn("wq").std() / right.std() * right + 0.96**0.5 * drawn("wq")
     assert searched(kind, wq=mixed) == []
+
+
+def named_alone(tokens: int, **changed: Tensor) -> list[NamedCause]:
+    """The causes of a change of an "init-like" layer, if initial values are the one in question."""
+    mha = next(each for each in GEOMETRIES if each.name == "mha")
+    right = layer_of(mha, "init-like", Draw("weights", "mha"))
+    probe = Probe(Draw("probe").normal(1, tokens, mha.embed_dim))
+    with torch.no_grad():
+        calls = record(right.with_weights(**changed), probe)
+    return list(search(Evidence.of(model_of(right), calls), [InitialWeightsCause()]).causes)
+
+
+def test_right_numbers_in_another_place_are_not_initial_values() -> None:
+    mha = next(each for each in GEOMETRIES if each.name == "mha")
+    stored = layer_of(mha, "init-like", Draw("weights", "mha")).all_weights()
+    other_role = {"wq": stored["wk"], "bq": stored["bk"]}
+    assert named_alone(60, **other_role) == []  # fewer tokens than the 96 columns
+    columns_moved = {
+        "wq": stored["wq"][:, torch.randperm(mha.embed_dim, generator=Draw("order").generator)]
+    }
+    assert named_alone(150, **columns_moved) == []  # the tokens decide every entry
+    uniform = torch.rand(stored["wq"].shape, generator=Draw("fresh").generator).double()
+    for tokens in (60, 150):
+        [named] = named_alone(tokens, wq=(2 * uniform - 1) * mha.embed_dim**-0.5)
+        assert named.cause.name == NAME

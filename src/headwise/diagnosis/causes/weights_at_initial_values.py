@@ -18,10 +18,13 @@ from headwise.diagnosis.moves.initial_values import (
     initialisation_of,
     initialisations,
 )
+from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.simulation.gaps import WHOLE
 
 LEAST_ENTRIES = 400
 PARALLEL = 0.9
+# The relative distance of sorted entries times the root of their number: 1 to 3 for two draws.
+MOVED = 0.1
 MOST_DEVIATIONS = 4  # of the measured variance, in its standard deviations
 # The mean square of sums of products of whitened tokens, relative to that of independent numbers.
 WIDEST = 0.15
@@ -63,28 +66,54 @@ class InitialWeightsCause(Cause):
             whitened = _whitened(x, y)
             if whitened is None or not _is_new(evidence, role, x, whitened):
                 continue
-            for kind in initialisations(role, shapes):
-                if _is_drawn_from(whitened, kind):
-                    yield _variant(evidence, role, x, y, kind)
-                    break
+            kinds = initialisations(role, shapes)
+            kind = next((each for each in kinds if _is_drawn_from(whitened, each)), None)
+            if kind is None:
+                continue
+            variant = _variant(evidence, role, x, y, kind)
+            if not _holds_the_numbers(variant.model.weights[f"w{role}"], rows):
+                yield variant
 
 
 def _is_new(evidence: Evidence, role: str, x: Tensor, products: Tensor) -> bool:
     """True if nothing of the right weights is in the products.
 
-    The products do not correlate with those of the right weights. Where these look initialised
-    themselves, some stage must agree as well.
+    The products do not correlate with those of the right weights of any projection, which may be
+    in this one's place. Where the right weights look initialised themselves, some stage must agree
+    as well.
     """
     rows = rows_of(evidence.model.weights)
-    matrix = rows.flat(role)
-    right = _whitened(x, x @ (matrix if role == "o" else matrix.T).double())
     all_parted = all(evidence.parted(stage) for stage in ("q", "k", "v"))
-    if right is None or (all_parted and initialisation_of(role, rows) is not None):
+    if all_parted and initialisation_of(role, rows) is not None:
         return False
+    roles = [role] if role == "o" else [each for each in rows.roles if each != "o"]
+    for each in roles:
+        matrix = rows.flat(each)
+        if matrix.shape[0 if role == "o" else 1] != x.shape[1]:
+            continue
+        right = _whitened(x, x @ (matrix if role == "o" else matrix.T).double())
+        if right is None or _correlates(products, right, in_place=each == role):
+            return False
+    return True
+
+
+def _correlates(products: Tensor, right: Tensor, *, in_place: bool) -> bool:
+    """True if two rows are parallel, or all rows resemble those of their place a little."""
     ours, theirs = (each / each.norm(dim=0) for each in (products, right))
-    cosines = ours.T @ theirs
-    same_place = float((ours * theirs).sum(0).mean())
-    return float(cosines.abs().max()) < PARALLEL and abs(same_place) < 5 / products.numel() ** 0.5
+    if float((ours.T @ theirs).abs().max()) >= PARALLEL:
+        return True
+    return in_place and abs(float((ours * theirs).sum(0).mean())) >= 5 / products.numel() ** 0.5
+
+
+def _holds_the_numbers(weights: Tensor, rows: Rows) -> bool:
+    """True if the entries of the weights are those of a right projection, in another order."""
+    ours = weights.flatten().sort().values
+    for role in rows.roles:
+        theirs = rows.flat(role).double().flatten().sort().values
+        apart = (ours - theirs).norm() / theirs.norm() if len(ours) == len(theirs) else torch.inf
+        if apart * len(ours) ** 0.5 < MOVED:
+            return True
+    return False
 
 
 def _whitened(x: Tensor, y: Tensor) -> Tensor | None:
