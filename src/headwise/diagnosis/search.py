@@ -153,7 +153,11 @@ def visible_stages(cause: Cause, evidence: Evidence) -> list[str]:
 
 
 def _explained(cause: Cause, variant: Variant, evidence: Evidence) -> NamedCause | None:
-    """Return what a variant explains: all parted cells of at least one stage."""
+    """Return what a variant explains: all parted cells of at least one stage.
+
+    A variant that must be kept from some heads explains nothing if it breaks the heads that it
+    explains in another call.
+    """
     stages = visible_stages(cause, evidence)
     if not any(_explains_a_call(variant, evidence, stage) for stage in stages):
         return None
@@ -166,6 +170,8 @@ def _explained(cause: Cause, variant: Variant, evidence: Evidence) -> NamedCause
     if not cells:
         return None
     model, is_partial = _merged(variant, evidence, after, cells)
+    if is_partial and {*gaps_of(model, evidence.calls, stages).parted} - {*evidence.gaps.parted}:
+        return None
     return NamedCause(cause, variant, model, tuple(cells), is_partial, len(after.parted))
 
 
