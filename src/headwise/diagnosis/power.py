@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import difference
@@ -23,11 +24,10 @@ def blind_spot(model: AttentionModel, calls: Sequence[RecordedCall], unit: torch
     they were recorded, nor else the output by more than rounding, equality says nothing about
     scores.
     """
-    bare = [replace(call, stages={}, dtype=unit) for call in calls]
-    other = model.with_settings(scale=ANOTHER_SCALE * model.settings.scale)
-    stage = "weights" if "weights" in calls[0].stages else "output"
-    if any(_moves(model, other, call, stage) for call in bare):
+    calls = [replace(call, dtype=unit) for call in calls]
+    if any(_shows_scores(model, call) for call in calls):
         return ""
+    bare = [replace(call, stages={}) for call in calls]
     keys = max(call.inputs.key_source.shape[1] for call in calls)
     if keys == 1:
         return "one key: its weight is 1 whatever the scores are"
@@ -41,11 +41,26 @@ def blind_spot(model: AttentionModel, calls: Sequence[RecordedCall], unit: torch
     return "another scale of the scores does not change the output on these inputs"
 
 
-def _equal_tokens(v: torch.Tensor) -> bool:
+def _equal_tokens(v: Tensor) -> bool:
     apart = (v - v[:, :, :1]).abs().amax()
     return bool(apart <= torch.finfo(torch.float32).eps * v.abs().amax())
 
 
-def _moves(model: AttentionModel, other: AttentionModel, call: RecordedCall, stage: str) -> bool:
-    first, second = model.predict(stage, call), other.predict(stage, call)
-    return bool((difference(first, second) > allowed(model, call, stage)).any())
+def _shows_scores(model: AttentionModel, call: RecordedCall) -> bool:
+    """True if other scores would move what was recorded of a call by more than rounding."""
+    other = model.with_settings(scale=ANOTHER_SCALE * model.settings.scale)
+    if not {"scores", "weights"} <= set(call.stages):
+        stage = "weights" if "weights" in call.stages else "output"
+        bare = replace(call, stages={})
+        return _apart(model, bare, stage, other.predict(stage, bare))
+    # From the recorded stages before each, so that only the rounding of one step counts.
+    moved = replace(call, stages={**call.stages, "scores": ANOTHER_SCALE * call.stages["scores"]})
+    return _apart(model, call, "scores", other.predict("scores", call)) and _apart(
+        model, call, "weights", model.predict("weights", moved)
+    )
+
+
+def _apart(model: AttentionModel, call: RecordedCall, stage: str, other: Tensor) -> bool:
+    """True if a stage is apart from what the model computes by more than rounding."""
+    apart = difference(model.predict(stage, call), other)
+    return bool((apart > allowed(model, call, stage)).any())
