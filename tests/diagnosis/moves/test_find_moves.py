@@ -116,6 +116,15 @@ def test_the_number_of_heads_that_was_used_is_named(heads: int) -> None:
     assert (move.roles, move.names["heads"]) == (("k",), heads)
 
 
+@pytest.mark.parametrize("heads", [2, 4])
+def test_the_number_of_heads_is_named_for_interleaved_pairs_too(heads: int) -> None:
+    b = projections("gqa-of-2")
+    a = edited(b, lambda x: pairs(halves(x).reshape(heads, -1, x.shape[2])), "k")
+    [move] = find_moves(a, b, is_interleaved=True).moves
+    assert move.cause == "rotary permutation with a wrong number of heads"
+    assert (move.roles, move.names["heads"]) == (("k",), heads)
+
+
 @pytest.mark.parametrize("width", [4, 8])
 def test_only_the_rotated_channels_are_permuted(width: int) -> None:
     b = projections("mha")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from headwise.layouts.pattern import to_half_split, to_interleaved
 
 SCOPES = (("q", "k"), ("q",), ("k",))
 MISSING, DOUBLED, WRONG_HEADS, WRONG_WIDTH = 50, 60, 70, 650
+Permutation = Callable[[Tensor, int], Tensor]  # of rows (heads, head_dim, 1), of that width
 
 
 def rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
@@ -41,6 +43,8 @@ def rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
 
 def _wrong_heads(sizes: RowSizes) -> Iterator[Draft]:
     whole = sizes.rotary_width in (None, sizes.head_dim)
+    to, back = (interleaved, half_split) if sizes.is_interleaved else (half_split, interleaved)
+    pairs = "half-split" if sizes.is_interleaved else "interleaved"
     for scope in SCOPES if whole and sizes.head_dim % 2 == 0 else ():
         rows = [sizes.count(role) for role in scope]
         counts = [n for n in range(1, max(rows) // 2 + 1) if all(r % (2 * n) == 0 for r in rows)]
@@ -57,11 +61,9 @@ def _wrong_heads(sizes: RowSizes) -> Iterator[Draft]:
                 place,
                 (("heads", heads),),
             )
-            yield name, _each(scope, sizes, lambda x, n=heads: _to_half(x, n))
-            back = MapName(
-                name.cause, f"{text}, to interleaved pairs", (), place + 2, name.parameters
-            )
-            yield back, _each(scope, sizes, lambda x, n=heads: _to_pairs(x, n))
+            yield name, _each(scope, sizes, lambda x, n=heads: _loaded_wrongly(x, n, to, back))
+            name = replace(name, text=f"{text}, to {pairs} pairs", order=place + 2)
+            yield name, _each(scope, sizes, lambda x, n=heads: _stored_wrongly(x, n, to, back))
 
 
 def interleaved(rows: Tensor, width: int) -> Tensor:
@@ -78,16 +80,16 @@ def _rewidth(rows: Tensor, done: int, right: int) -> Tensor:
     return half_split(interleaved(rows, right), done)
 
 
-def _to_half(rows: Tensor, heads: int) -> Tensor:
-    """Return interleaved rows after a permutation to half-split pairs with a wrong head count."""
-    stored = interleaved(rows, rows.shape[1]).reshape(heads, -1, 1)
-    return half_split(stored, stored.shape[1]).reshape(rows.shape)
+def _loaded_wrongly(rows: Tensor, heads: int, to: Permutation, back: Permutation) -> Tensor:
+    """Return rows that were stored for the other pairing, permuted with a wrong head count."""
+    stored = back(rows, rows.shape[1]).reshape(heads, -1, 1)
+    return to(stored, stored.shape[1]).reshape(rows.shape)
 
 
-def _to_pairs(rows: Tensor, heads: int) -> Tensor:
-    """Return rows after a permutation to interleaved pairs with a wrong head count."""
+def _stored_wrongly(rows: Tensor, heads: int, to: Permutation, back: Permutation) -> Tensor:
+    """Return rows that were stored for the other pairing with a wrong head count."""
     stored = rows.reshape(heads, -1, 1)
-    return half_split(interleaved(stored, stored.shape[1]).reshape(rows.shape), rows.shape[1])
+    return to(back(stored, stored.shape[1]).reshape(rows.shape), rows.shape[1])
 
 
 def _widths(sizes: RowSizes) -> list[int]:
