@@ -17,18 +17,21 @@ from headwise.error_budget.verdict import BudgetVerdict
 __all__ = ["Budget", "BudgetVerdict", "assert_same_function"]
 
 
-def assert_same_function(a: Comparable, b: Comparable, inputs: Tensor | None = None) -> None:
+def assert_same_function(
+    a: Comparable, b: Comparable, inputs: Tensor | None = None, *, gradients: bool = False
+) -> None:
     """Raise AssertionError with the diagnosis, unless two attentions are the same function.
 
     Args:
         a: the attention in doubt; see `headwise.compare`.
         b: the attention that it should equal.
         inputs: (batch, tokens, width); None for inputs that headwise makes.
+        gradients: also raise if outputs agree and gradients do not.
 
     Raises:
         AssertionError: they differ, or the inputs could not have shown a difference.
         OptionError, ShapeError: as in `headwise.compare`.
     """
-    diagnosis = compare(a, b, inputs)
+    diagnosis = compare(a, b, inputs, gradients=gradients)
     if not diagnosis:
         raise AssertionError(str(diagnosis))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -16,6 +17,7 @@ from headwise.diagnosis.compare_models import compare_runs
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison
+from headwise.diagnosis.gradients import gradient_gaps
 from headwise.diagnosis.model_as_run import model_as_run
 from headwise.diagnosis.power import blind_spot
 from headwise.diagnosis.probes import SEED, NamedInputs, own_probes
@@ -43,7 +45,13 @@ WEIGHTS = (str, os.PathLike, Mapping)
 UNSTATED = "the layer runs otherwise than its weights and settings state, such as by a hook"
 
 
-def compare(a: Comparable, b: Comparable, inputs: ComparisonInputs | None = None) -> Diagnosis:
+def compare(
+    a: Comparable,
+    b: Comparable,
+    inputs: ComparisonInputs | None = None,
+    *,
+    gradients: bool = False,
+) -> Diagnosis:
     """Say whether two attentions are the same function, and if not, why.
 
     Both run on the same inputs. Where their outputs differ, each stage of ``b`` is computed from
@@ -59,18 +67,23 @@ def compare(a: Comparable, b: Comparable, inputs: ComparisonInputs | None = None
         b: the attention that it should equal. One of the two must be a layer.
         inputs: (batch, tokens, width), or `Inputs`; token ids or keyword arguments of models; None
             for inputs that headwise makes.
+        gradients: compare the gradients of two layers too, if their outputs agree: a `detach()`
+            or another backward pass shows in them alone.
 
     Returns:
         The verdict, the causes with their repair, and the evidence. It is true if both are the
         same function.
 
     Raises:
-        OptionError: neither is a layer, or a function fails, has state, or returns NaN.
+        OptionError: neither is a layer, or a function fails, has state, or returns NaN; or
+            gradients of weights, recordings or whole models.
         ShapeError: the two take tokens of other widths.
     """
     if _is_stored(a) and _is_stored(b):
+        _refuse_gradients("weights", asked=gradients)
         return verify(a, b)
     if not isinstance(inputs, Inputs) and (runs := _model_runs(a, b, inputs)):
+        _refuse_gradients("whole models", asked=gradients)
         return compare_runs(*runs)
     if isinstance(inputs, Mapping):
         raise OptionError(
@@ -79,8 +92,17 @@ def compare(a: Comparable, b: Comparable, inputs: ComparisonInputs | None = None
             do="compare(a, b, x), or compare(model_a, model_b, {'input_ids': tokens})",
         )
     first, second = _subject("a", a), _subject("b", b)
-    probes = _probes(first, second, inputs)
-    return Comparison(first, second, probes).diagnosis()
+    comparison = Comparison(first, second, _probes(first, second, inputs))
+    return comparison.with_gradients() if gradients else comparison.diagnosis()
+
+
+def _refuse_gradients(what: str, *, asked: bool) -> None:
+    if asked:
+        raise OptionError(
+            saw=f"gradients=True for {what}",
+            needed="two attention layers",
+            do="compare(a_layer, b_layer, gradients=True)",
+        )
 
 
 def _model_runs(
@@ -224,6 +246,28 @@ class Comparison:
             gaps=explained.stage_gaps,
         )
         return Diagnosis(verdict=verdict, function=comparison)
+
+    def with_gradients(self) -> Diagnosis:
+        """Return the diagnosis; where outputs agree, gradients must agree as well.
+
+        Those of the weights are compared where the weights are the same.
+        """
+        diagnosis = self.diagnosis()
+        if not diagnosis.verdict.is_same:
+            return diagnosis
+        gaps = gradient_gaps(
+            self.first,
+            self.second,
+            [probe.inputs for probe in self.probes if not probe.inputs.steps],
+            with_weights=diagnosis.verdict is not Verdict.OTHER_WEIGHTS,
+        )
+        assert diagnosis.function is not None
+        agree = all(gap.is_rounding for gap in gaps)
+        return replace(
+            diagnosis,
+            verdict=diagnosis.verdict if agree else Verdict.UNKNOWN,
+            function=replace(diagnosis.function, gradients=gaps),
+        )
 
     def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
         """Return the reason why these inputs could not show a difference; "" if they could."""

@@ -285,6 +285,8 @@ class Diagnosis(Displayed):
         )
 
     def _answer_of(self, comparison: FunctionComparison | ModelComparison) -> str:
+        if self.verdict is Verdict.UNKNOWN and self.function and self.function.gradients:
+            return "Different in training alone: outputs agree, and gradients do not."
         names, left = comparison.cause_names, comparison.unexplained
         causes = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
         rest = f"a part of it; nothing explains {', '.join(left)}" if left else "all of it"

@@ -113,6 +113,33 @@ class FoundCause:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GradientGap:
+    """Difference of one gradient, that of a random sum of outputs.
+
+    Attributes:
+        name: "x", "source", or the weights: "wq", "bo".
+        size: norm of the difference over the norm of the second's gradient.
+        allowed: the size that rounding explains: three times that between a run in float32 and one
+            in float64.
+    """
+
+    name: str
+    size: float
+    allowed: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """True if rounding explains the difference."""
+        return self.size <= self.allowed
+
+    def __str__(self) -> str:
+        return (
+            f"gradient of {self.name}: apart by {self.size:.2g} of its size, of which rounding "
+            f"explains {self.allowed:.2g}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class FunctionComparison:
     """Two attentions run on the same inputs, in float64 where that is possible.
 
@@ -126,6 +153,7 @@ class FunctionComparison:
         causes: the causes, that which explains most first.
         blind: the reason why the inputs could not show a difference; "" if they could.
         gaps: the differences of all stages in all calls, also of those that are the same.
+        gradients: the differences of the gradients; () where they were not compared.
     """
 
     kinds: tuple[str, str]
@@ -137,6 +165,7 @@ class FunctionComparison:
     causes: tuple[FoundCause, ...] = ()
     blind: str = ""
     gaps: tuple[StageGaps, ...] = ()
+    gradients: tuple[GradientGap, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as numbers, texts, lists and dicts, for JSON.
@@ -164,11 +193,15 @@ class FunctionComparison:
             first, *others = cause.lines
             lines += [f"  {number}. {first}", *(f"     {line.strip()}" for line in others)]
         lines += [f"  {stage}" for stage in map(str, self.parted)]
+        lines += [f"  {gap}" for gap in self.gradients if not gap.is_rounding]
         lines += [f"  {self.blind}"] if self.blind else []
         lines.append(
             f"  compared {', '.join(self.stages)} on {len(self.probes)} inputs (seed {self.seed}): "
             f"{'; '.join(self.probes)}"
         )
+        if self.gradients:
+            names = ", ".join(gap.name for gap in self.gradients)
+            lines.append(f"  compared the gradients of {names}")
         return lines
 
 

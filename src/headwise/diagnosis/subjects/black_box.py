@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,34 @@ class BlackBox(Subject):
         """Return the output alone."""
         output = self.output(inputs)
         return RecordedCall(inputs, {"output": output.double()}, output.dtype)
+
+    def gradients(
+        self,
+        inputs: Inputs,
+        direction: Tensor,
+        dtype: torch.dtype,  # noqa: ARG002 (a function computes in its own)
+    ) -> dict[str, Tensor]:
+        """Return the gradients of the inputs.
+
+        Raises:
+            OptionError: no gradient of the output is recorded.
+        """
+        given = {"x": inputs.x, "source": inputs.source}
+        leaves = {n: t.clone().requires_grad_() for n, t in given.items() if t is not None}
+        with torch.enable_grad():
+            output = self._call(replace(inputs, x=leaves["x"], source=leaves.get("source")))
+        if not output.requires_grad:
+            raise _fault(
+                f"{self.kind}, whose output records no gradient",
+                "torch operations from the input to the output, without detach() or NumPy",
+                "compare(a, b) without gradients",
+            )
+        (output * direction.to(output.dtype)).sum().backward()
+        none = torch.zeros(())
+        return {
+            name: none.expand_as(leaf) if leaf.grad is None else leaf.grad
+            for name, leaf in leaves.items()
+        }
 
     def _call(self, inputs: Inputs) -> Tensor:
         x = inputs.x.clone()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from functools import cached_property
+from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.settings import NormForm, RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.subject import Subject
+from headwise.diagnosis.subjects.module_subject import ModuleSubject
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 from headwise.layers.native.layout_conversion import state_per_head
@@ -22,18 +23,23 @@ from headwise.masks.mask import Mask
 from headwise.reference import split_heads
 
 
-class NativeSubject(Subject):
-    """An `Attention`; it is never changed, and it runs without dropout."""
+class NativeSubject(ModuleSubject):
+    """An `Attention`, without dropout."""
+
+    module: Attention
 
     def __init__(self, layer: Attention, kind: str = "headwise.Attention") -> None:
-        self.kind = kind
-        self.layer = copy.deepcopy(layer).eval()
-        self.dtype = next(layer.parameters()).dtype
+        super().__init__(layer, kind)
+
+    def of(self, module: nn.Module) -> Self:
+        """Return the subject of another layer."""
+        assert isinstance(module, Attention)
+        return type(self)(module, self.kind)
 
     @cached_property
     def wide(self) -> Attention:
         """The layer in float64."""
-        return copy.deepcopy(self.layer).double()
+        return copy.deepcopy(self.module).double()
 
     @cached_property
     def model(self) -> AttentionModel:
@@ -41,12 +47,11 @@ class NativeSubject(Subject):
         weights = state_per_head(self.wide, self.wide.state_dict())
         return AttentionModel(settings_of(self.wide), weights)
 
-    @torch.no_grad()
-    def output(self, inputs: Inputs) -> Tensor:
-        """Return the output in the dtype of the layer."""
-        x, source = (_cast(t, self.dtype) for t in (inputs.x, inputs.source))
-        assert x is not None
-        output: Tensor = self.layer(x, source, mask=mask_of(inputs))
+    def run(self, module: nn.Module, inputs: Inputs) -> Tensor:
+        """Return the output of a layer in its dtype."""
+        dtype = next(module.parameters()).dtype
+        source = None if inputs.source is None else inputs.source.to(dtype)
+        output: Tensor = module(inputs.x.to(dtype), source, mask=mask_of(inputs))
         return output
 
     @torch.no_grad()
@@ -103,10 +108,6 @@ def mask_of(inputs: Inputs) -> Mask | None:
     allowed = inputs.mask.expand(batch, -1, queries, keys)
     axes = "batch queries keys" if allowed.shape[1] == 1 else "batch heads queries keys"
     return Mask.may_attend(allowed.squeeze(1) if allowed.shape[1] == 1 else allowed, axes=axes)
-
-
-def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else x.to(dtype)
 
 
 def settings_of(layer: Attention) -> Settings:

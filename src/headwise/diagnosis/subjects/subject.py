@@ -57,3 +57,29 @@ class Subject(ABC):
     @abstractmethod
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the stages that can be reached, computed in float64 where that is possible."""
+
+    def gradients(
+        self,
+        inputs: Inputs,  # noqa: ARG002 (what subjects with gradients take)
+        direction: Tensor,  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        """Return the gradients of the sum of output * direction, computed in ``dtype``.
+
+        Args:
+            inputs: of the call.
+            direction: of the shape of the output.
+            dtype: of the arithmetic; a function computes in its own.
+
+        Returns:
+            The gradients of "x" and of "source" in the shapes of the inputs, and those of the
+            weights, such as "wq", in canonical shapes where they are known.
+
+        Raises:
+            OptionError: what was recorded has no gradients.
+        """
+        raise OptionError(
+            saw=f"gradients=True for {self.kind}",
+            needed="two attentions that can be run with gradients",
+            do="compare(a, b) without gradients",
+        )

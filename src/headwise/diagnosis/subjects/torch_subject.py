@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +12,19 @@ from torch import Tensor, nn
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.subject import Subject
+from headwise.diagnosis.subjects.module_subject import ModuleSubject
 from headwise.errors import OptionError
 from headwise.layouts.registry import layout
 
 
-class TorchSubject(Subject):
-    """`torch.nn.MultiheadAttention` or the drop-in; it runs as a copy in eval mode.
+class TorchSubject(ModuleSubject):
+    """`torch.nn.MultiheadAttention` or the drop-in.
 
     The stages are q, k and v from its weights, its returned weights, their products with v, and
     its output.
     """
+
+    module: nn.MultiheadAttention
 
     def __init__(self, layer: nn.MultiheadAttention) -> None:
         if layer.bias_k is not None or layer.add_zero_attn:
@@ -30,14 +33,17 @@ class TorchSubject(Subject):
                 needed="keys and values that come from tokens alone",
                 do="compare it as a function: compare(lambda x: a(x, x, x)[0], b)",
             )
-        self.kind = f"{type(layer).__module__.split('.')[0]}.{type(layer).__name__}"
-        self.layer = copy.deepcopy(layer).eval()
-        self.dtype = layer.out_proj.weight.dtype
+        super().__init__(layer, f"{type(layer).__module__.split('.')[0]}.{type(layer).__name__}")
+
+    def of(self, module: nn.Module) -> Self:
+        """Return the subject of another layer."""
+        assert isinstance(module, nn.MultiheadAttention)
+        return type(self)(module)
 
     @cached_property
     def wide(self) -> nn.MultiheadAttention:
         """The layer in float64."""
-        return copy.deepcopy(self.layer).double()
+        return copy.deepcopy(self.module).double()
 
     @cached_property
     def model(self) -> AttentionModel:
@@ -48,10 +54,10 @@ class TorchSubject(Subject):
         weights = stored.unpack(self.wide.state_dict(), heads=heads)
         return AttentionModel(Settings(heads, heads, self.wide.head_dim**-0.5), weights)
 
-    @torch.no_grad()
-    def output(self, inputs: Inputs) -> Tensor:
-        """Return the output in the dtype of the layer."""
-        return self._run(self.layer, inputs)[0]
+    def run(self, module: nn.Module, inputs: Inputs) -> Tensor:
+        """Return the output of a layer in its dtype."""
+        assert isinstance(module, nn.MultiheadAttention)
+        return self._run(module, inputs)[0]
 
     @torch.no_grad()
     def record(self, inputs: Inputs) -> RecordedCall:

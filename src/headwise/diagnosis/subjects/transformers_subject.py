@@ -6,7 +6,7 @@ import copy
 import inspect
 import sys
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.module_data import modules_as_data
+from headwise.diagnosis.subjects.module_subject import ModuleSubject
 from headwise.diagnosis.subjects.running_model import first_tensor, record_layers
-from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
 from headwise.huggingface import register_huggingface
 
@@ -38,17 +38,19 @@ def _attribute(module: nn.Module, name: str) -> Any:
     return next((getattr(owner, name) for owner in owners), None)
 
 
-class TransformersSubject(Subject):
-    """An attention module of transformers; it runs as a copy in eval mode.
+class TransformersSubject(ModuleSubject):
+    """An attention module of transformers.
 
     The stages come from a float64 copy that attends by headwise, the output from the module itself
     with its own attention implementation.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.kind = type(module).__name__
-        self.module = copy.deepcopy(module).eval()
-        self.dtype = next(module.parameters()).dtype
+        super().__init__(module, type(module).__name__)
+
+    def of(self, module: nn.Module) -> Self:
+        """Return the subject of another module."""
+        return type(self)(module)
 
     @cached_property
     def model(self) -> AttentionModel | None:
@@ -56,10 +58,9 @@ class TransformersSubject(Subject):
         modules = modules_as_data(_Alone(self.module))
         return modules[0].model if len(modules) == 1 else None
 
-    @torch.no_grad()
-    def output(self, inputs: Inputs) -> Tensor:
-        """Return the output of the module in its dtype."""
-        return first_tensor(_Alone(self.module)(inputs, self.dtype))
+    def run(self, module: nn.Module, inputs: Inputs) -> Tensor:
+        """Return the output of a module in its dtype."""
+        return first_tensor(_Alone(module)(inputs, next(module.parameters()).dtype))
 
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the stages that can be reached, computed in float64."""

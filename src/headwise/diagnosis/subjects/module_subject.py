@@ -1,0 +1,61 @@
+"""Base class of the attention modules of a comparison."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from headwise.diagnosis.simulation.stages import Inputs
+from headwise.diagnosis.subjects.subject import Subject
+
+
+class ModuleSubject(Subject):
+    """An attention module; it runs as a copy in eval mode, and is never changed.
+
+    Attributes:
+        module: the copy, in the dtype of its weights.
+    """
+
+    def __init__(self, module: nn.Module, kind: str) -> None:
+        self.kind = kind
+        self.module = copy.deepcopy(module).eval()
+        self.dtype = next(module.parameters()).dtype
+
+    @abstractmethod
+    def run(self, module: nn.Module, inputs: Inputs) -> Tensor:
+        """Return the output of the module, or of a copy in another dtype."""
+
+    @abstractmethod
+    def of(self, module: nn.Module) -> Self:
+        """Return the subject of another module of this kind."""
+
+    @torch.no_grad()
+    def output(self, inputs: Inputs) -> Tensor:
+        """Return the output of the module in its dtype."""
+        return self.run(self.module, inputs)
+
+    def gradients(self, inputs: Inputs, direction: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the gradients of the inputs, and of the weights where the module is known."""
+        module = copy.deepcopy(self.module).to(dtype).requires_grad_()
+        given = {"x": inputs.x, "source": inputs.source}
+        leaves = {n: t.to(dtype).requires_grad_() for n, t in given.items() if t is not None}
+        with torch.enable_grad():
+            output = self.run(module, replace(inputs, x=leaves["x"], source=leaves.get("source")))
+            if output.requires_grad:
+                (output * direction.to(dtype)).sum().backward()
+        gradients = {name: _or_zeros(leaf) for name, leaf in leaves.items()}
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(_or_zeros(parameter))
+        # Gradients have the shapes of the weights, and are read in the same layout.
+        model = self.of(module).model
+        return gradients | ({} if model is None else dict(model.weights))
+
+
+def _or_zeros(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
