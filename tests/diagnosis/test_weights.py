@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import headwise
 from headwise.diagnosis.diagnosis_result import Verdict
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
+from headwise.layouts import registry
 from headwise.layouts.canonical import State
 
 CONFIG = {"model_type": "gpt2", "n_head": 6}
@@ -257,3 +258,24 @@ def test_counts_may_be_numpys(state: State) -> None:
 def test_a_rotary_width_that_is_given_is_not_called_the_configs(llama: State) -> None:
     found = headwise.detect(llama, heads=4, kv_heads=2, rotary_width=2)
     assert found.refuted["llama"] == "rotary_width: head_dim; the argument says 2 of 4"
+
+
+def test_a_layer_is_compared_with_weights_in_any_layout() -> None:
+    torch.manual_seed(0)
+    layer = headwise.Attention(40, 5, num_kv_heads=1)
+    stored = layer.state_dict()
+    canonical = registry.layout("headwise").unpack(stored, heads=5, kv_heads=1)
+    assert headwise.compare(layer, stored)
+    assert headwise.compare(canonical, layer)
+    canonical["wq"] = canonical["wq"][[1, 0, 2, 3, 4]]
+    diagnosis = headwise.compare(layer, canonical)
+    assert diagnosis.verdict is Verdict.DIFFERENT
+    assert "heads permuted: heads in the order 1 0 2 3 4" in str(diagnosis)
+    original = torch.nn.MultiheadAttention(40, 5)
+    assert headwise.compare(original, original.state_dict())
+
+
+def test_weights_are_not_compared_with_a_function() -> None:
+    stored = headwise.Attention(40, 5).state_dict()
+    with pytest.raises(OptionError, match="b as weights and the other as what runs"):
+        headwise.compare(lambda x: x, stored)

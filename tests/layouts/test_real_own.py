@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from headwise import Attention, Mask, Rotary
 from headwise.layers.native.qk_norm import QKNorm
+from headwise.layouts.registry import layout
 from tests.layouts.real import Real, assert_same_function, inputs, sharpen
 
 
@@ -31,7 +33,18 @@ def headwise_width_norm() -> Real:
     return of_layer(scale=None, rotary=Rotary(), qk_norm=QKNorm(over="width"))
 
 
-CASES = {"headwise": headwise, "headwise-width-norm": headwise_width_norm}
+def canonical() -> Real:
+    """The weights of the layer with a matrix for each head."""
+    real = headwise()
+    state = layout("headwise").unpack(real.state, heads=12, kv_heads=3)
+    return replace(real, state=state)
+
+
+CASES = {
+    "headwise": headwise,
+    "headwise-width-norm": headwise_width_norm,
+    "canonical": canonical,
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -42,6 +42,7 @@ from headwise.layers.native.attention import Attention
 Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
 ComparisonInputs = Tensor | Inputs | Mapping[str, Any]
 WEIGHTS = (str, os.PathLike, Mapping)
+NAMED_LAYERS = (Attention, nn.MultiheadAttention)
 UNSTATED = "the layer runs otherwise than its weights and settings state, such as by a hook"
 
 
@@ -62,8 +63,9 @@ def compare(
         a: the attention in doubt: a layer of headwise or torch, a function of (batch, tokens,
             width) tensors, or a file of activations that were recorded elsewhere (see
             `headwise.diagnosis.subjects.recording`); weights as a file, folder or state dict are
-            compared with weights; a whole model is compared with a model, or with the path of
-            stored weights, attention by attention.
+            compared with weights, those of a layer too; `headwise.verify` takes counts that no
+            config has. A whole model is compared with a model, or with the path of stored weights,
+            attention by attention.
         b: the attention that it should equal. One of the two must be a layer.
         inputs: (batch, tokens, width), or `Inputs`; token ids or keyword arguments of models; None
             for inputs that headwise makes.
@@ -79,9 +81,9 @@ def compare(
             gradients of weights, recordings or whole models.
         ShapeError: the two take tokens of other widths.
     """
-    if _is_stored(a) and _is_stored(b):
+    if _are_weights(a, b):
         _refuse_gradients("weights", asked=gradients)
-        return verify(a, b)
+        return _compare_weights(a, b)
     if not isinstance(inputs, Inputs) and (runs := _model_runs(a, b, inputs)):
         _refuse_gradients("whole models", asked=gradients)
         return compare_runs(*runs)
@@ -94,6 +96,23 @@ def compare(
     first, second = _subject("a", a), _subject("b", b)
     comparison = Comparison(first, second, _probes(first, second, inputs))
     return comparison.with_gradients() if gradients else comparison.diagnosis()
+
+
+def _are_weights(a: object, b: object) -> bool:
+    """True for two sets of weights, and for a set with a layer whose weights have names."""
+    return (
+        (_is_stored(a) and _is_stored(b))
+        or (_is_stored(a) and isinstance(b, NAMED_LAYERS))
+        or (_is_stored(b) and isinstance(a, NAMED_LAYERS))
+    )
+
+
+def _compare_weights(*sides: Any) -> Diagnosis:
+    layer = next((side for side in sides if isinstance(side, NAMED_LAYERS)), None)
+    first, second = (s.state_dict() if isinstance(s, NAMED_LAYERS) else s for s in sides)
+    heads = None if layer is None else layer.num_heads
+    kv_heads = layer.num_kv_heads if isinstance(layer, Attention) else None
+    return verify(first, second, heads=heads, kv_heads=kv_heads)
 
 
 def _refuse_gradients(what: str, *, asked: bool) -> None:
@@ -122,10 +141,10 @@ def _model_runs(
 
 def _is_model(value: object, inputs: ComparisonInputs | None) -> TypeGuard[nn.Module]:
     """True for a model of several layers: it takes tokens or keyword arguments, or embeds."""
-    if not isinstance(value, nn.Module) or isinstance(value, Attention | nn.MultiheadAttention):
+    if not isinstance(value, nn.Module) or isinstance(value, NAMED_LAYERS):
         return False
     takes_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point()
-    holds_several = sum(isinstance(m, Attention | nn.MultiheadAttention) for m in value.modules())
+    holds_several = sum(isinstance(m, NAMED_LAYERS) for m in value.modules())
     return (
         takes_tokens
         or isinstance(inputs, Mapping)
@@ -150,8 +169,8 @@ def _subject(name: str, value: object) -> Subject:
         return Recording(Path(value))
     if isinstance(value, WEIGHTS):
         raise OptionError(
-            saw=f"{name} as weights and the other as a layer",
-            needed="weights on both sides, or what runs on both",
+            saw=f"{name} as weights and the other as what runs",
+            needed="weights on both sides, or a layer of headwise or torch on the other",
             do=f"load the layer: {name}=headwise.checkpoints.load_attention(...)",
         )
     if callable(value):

@@ -1,8 +1,9 @@
-"""The layout of `headwise.Attention`."""
+"""The layouts of headwise: that of `headwise.Attention`, and the canonical form."""
 
 from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
+from headwise.layouts.canonical import AXES
 from headwise.layouts.layout import Layout
 
 _TENSORS = {
@@ -50,5 +51,13 @@ LAYOUTS = (
         optional=("sink",),
         source=_SOURCE,
         note='with QKNorm(over="width")',
+    ),
+    Layout(
+        name="canonical",
+        tensors={name: f"{name}: {' '.join(axes)}" for name, axes in AXES.items()},
+        function=_FUNCTION,
+        optional=tuple(name for name in AXES if name not in ("wq", "wk", "wv", "wo")),
+        source="headwise, src/headwise/layouts/canonical.py",
+        note="the form between all layouts: a matrix for each head, and no fused axis",
     ),
 )
