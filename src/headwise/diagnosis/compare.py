@@ -17,7 +17,7 @@ from headwise.diagnosis.compare_models import compare_runs
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison
-from headwise.diagnosis.gradients import gradient_gaps
+from headwise.diagnosis.gradient_comparison import gradient_gaps
 from headwise.diagnosis.model_as_run import model_as_run
 from headwise.diagnosis.power import blind_spot
 from headwise.diagnosis.probes import SEED, NamedInputs, own_probes
