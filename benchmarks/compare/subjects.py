@@ -160,4 +160,4 @@ def run_of(stack: LayerStack, probe: Probe) -> ModelRun:
         [call] = record(layer, replace(probe, x=x))
         layers.append(LayerRun(f"layers.{index}", call, model_of(layer)))
         x = x + call.stages["output"].to(x.dtype)
-    return ModelRun("LayerStack", layers, x, "the probe of the case")
+    return ModelRun("LayerStack", layers, {"": x}, "the probe of the case")

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import resource
-import warnings
 from collections.abc import Iterable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import transformers
 
 from tools.huggingface_classes import classes, table
+from tools.huggingface_classes.guarded import guarded
 from tools.huggingface_classes.trial import Row, tried
 
-SECONDS, BYTES = 60, 8 * 2**30
 LINES = table.ROOT / "build" / "huggingface.jsonl"  # of a run that is not finished
 
 
@@ -66,30 +62,15 @@ def _rows(model_types: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def _alone(model_type: str) -> dict[str, Any]:
     """One trial in a forked process."""
-    fork = multiprocessing.get_context("fork")
-    receive, send = fork.Pipe(duplex=False)
-    process = fork.Process(target=_child, args=(model_type, send))
-    process.start()
-    send.close()
-    try:
-        if receive.poll(SECONDS):
-            content: dict[str, Any] = receive.recv()
-            return content
-        reason = f"not done after {SECONDS} s"
-    except EOFError:
-        process.join()
-        reason = f"the process ended with {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
+    content = guarded(_record, model_type)
+    if isinstance(content, dict):
+        return content
     kind = classes.model_class(model_type)
-    return Row(model_type, None if kind is None else kind.__name__, reason=reason).record()
+    return Row(model_type, None if kind is None else kind.__name__, reason=content).record()
 
 
-def _child(model_type: str, send: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-    warnings.simplefilter("ignore")
-    send.send(tried(model_type).record())
+def _record(model_type: str) -> dict[str, Any]:
+    return tried(model_type).record()
 
 
 if __name__ == "__main__":

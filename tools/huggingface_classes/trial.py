@@ -34,6 +34,7 @@ class Row:
     """What the table says of a model type.
 
     Attributes:
+        level: of `shrink.LEVELS`, the first with which the class runs.
         ran: classes of softmax attention that ran, and how many layers of each.
         seen: the same of those that the scan has.
         reached: attention calls that the scan has, by what they went through.
@@ -52,6 +53,7 @@ class Row:
     reason: str = ""
     implementation: str = ""
     parameters: int = 0
+    level: int = 0
     inputs: list[str] = field(default_factory=list)
     ran: dict[str, int] = field(default_factory=dict)
     seen: dict[str, int] = field(default_factory=dict)
@@ -74,7 +76,9 @@ class Row:
     def record(self) -> dict[str, Any]:
         """What is worth writing down."""
         return {
-            name: value for name, value in asdict(self).items() if value not in ("", [], {}, None)
+            name: value
+            for name, value in asdict(self).items()
+            if name != "level" and value not in ("", [], {}, None)
         }
 
 
@@ -85,7 +89,7 @@ def tried(model_type: str) -> Row:
     try:
         _fill(row)
     except ERRORS as error:
-        row.reason = _said(error)
+        row.reason = said(error)
     row.seconds = round(time.monotonic() - began, 1)
     return row
 
@@ -97,7 +101,7 @@ def _fill(row: Row) -> None:
         row.verdict = NO_CLASS
         return
     row.class_name = kind.__name__
-    found = _model_and_inputs(kind, row)
+    found = model_and_inputs(kind, row)
     if found is None:
         return
     model, given = found
@@ -115,13 +119,13 @@ def _fill(row: Row) -> None:
     try:
         row.layout, row.layout_by = stored.layout_of(model, given)
     except ERRORS as error:
-        row.notes = [*row.notes, f"not stored: {_said(error)}"]
+        row.notes = [*row.notes, f"not stored: {said(error)}"]
 
 
 # ---- the model -------------------------------------------------------------------------------
 
 
-def _model_and_inputs(
+def model_and_inputs(
     kind: type[PreTrainedModel], row: Row
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """The smallest model of the class that runs, with what it runs on."""
@@ -132,16 +136,18 @@ def _model_and_inputs(
             model = built(kind, row, level)
             given = None if model is None else _running(model, row)
         except ERRORS as error:
-            row.reason = _said(error)
+            row.reason = said(error)
         if model is not None and given is not None:
-            row.reason = ""
+            row.reason, row.level = "", level
             return model, given
         reasons.append(row.reason)
     row.reason = reasons[0]
     return None
 
 
-def built(kind: type[PreTrainedModel], row: Row, level: int = 0) -> PreTrainedModel | None:
+def built(
+    kind: type[PreTrainedModel], row: Row, level: int = 0, *, implementation: str | None = None
+) -> PreTrainedModel | None:
     """The class from a small configuration, with weights that make scores differ."""
     config = small_config(row.model_type, level)
     with torch.device("meta"):
@@ -154,7 +160,8 @@ def built(kind: type[PreTrainedModel], row: Row, level: int = 0) -> PreTrainedMo
         return None
     config = small_config(row.model_type, level)
     torch.manual_seed(0)
-    model: PreTrainedModel = kind._from_config(config, dtype=torch.float32)
+    chosen = {} if implementation is None else {"attn_implementation": implementation}
+    model: PreTrainedModel = kind._from_config(config, dtype=torch.float32, **chosen)
     row.parameters = _parameters(model)
     shaken(model).eval()
     return model
@@ -199,7 +206,7 @@ def _running(model: PreTrainedModel, row: Row) -> dict[str, Any] | None:
         try:
             given = next(attempts, None)
         except ERRORS as error:
-            failures.append(f"inputs: {_said(error)}")
+            failures.append(f"inputs: {said(error)}")
             given = None
         if given is None:
             row.reason = "; ".join(dict.fromkeys(failures)) or "no inputs are known"
@@ -208,7 +215,7 @@ def _running(model: PreTrainedModel, row: Row) -> dict[str, Any] | None:
         try:
             result = comparing.run(model, given)
         except ERRORS as error:
-            failures.append(f"{', '.join(given)}: {_said(error)}")
+            failures.append(f"{', '.join(given)}: {said(error)}")
             continue
         if comparing.outputs(result, given):
             row.notes = list(dict.fromkeys(failures))
@@ -253,7 +260,7 @@ def _scan_and_compare(
         row.reason = _refusal(error, ran)
         return
     except ERRORS as error:
-        row.reason = f"the scan fails: {_said(error)}"
+        row.reason = f"the scan fails: {said(error)}"
         return
     names = [layer.name.partition(" (")[0] for layer in found.layer_scans]
     seen = {name: kind for name, kind in ran.layers.items() if layers.related(name, names)}
@@ -265,7 +272,7 @@ def _scan_and_compare(
     try:
         budgets = comparing.budgets(model, given)
     except ERRORS as error:
-        row.verdict, row.reason = DIFFERS, f"no float64 reference: {_said(error)}"
+        row.verdict, row.reason = DIFFERS, f"no float64 reference: {said(error)}"
         return
     _judge(row, budgets, outputs, usual, is_whole=not missed)
 
@@ -302,10 +309,10 @@ def _reached(through: int, calls: int, seen: dict[str, int]) -> dict[str, int]:
 
 
 def _refusal(error: HeadwiseError, ran: layers.Ran) -> str:
-    said = _said(error)
-    if "no attention was seen" in said:
+    words = said(error)
+    if "no attention was seen" in words:
         return f"own code: {', '.join(sorted(set(ran.layers.values())))}"
-    return f"the scan refuses: {said}"
+    return f"the scan refuses: {words}"
 
 
 def _counted(named: dict[str, str]) -> dict[str, int]:
@@ -317,7 +324,7 @@ def _short(x: float) -> float:
     return float(f"{x:.3g}")
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}"[:240]
 

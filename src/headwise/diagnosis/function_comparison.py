@@ -101,8 +101,12 @@ class FoundCause:
     @property
     def lines(self) -> list[str]:
         """Sentences about the cause."""
+        return self.lines_of("first")
+
+    def lines_of(self, side: str) -> list[str]:
+        """Return sentences about the cause, in the ``side`` of the two that has it."""
         where = f", {self.where} alone" if self.where else ""
-        lines = [f"{self.name}{f': {self.values}' if self.values else ''} in the first{where}"]
+        lines = [f"{self.name}{f': {self.values}' if self.values else ''} in the {side}{where}"]
         lines.append(f"  explains {', '.join(self.stages)} to rounding")
         if self.repair:
             lines.append(f"  repair: {self.repair}")

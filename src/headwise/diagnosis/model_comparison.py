@@ -21,6 +21,8 @@ class LayerComparison:
         has_other_input: True if the inputs differ by more than float32 rounding moves them.
         comparison: of the stages, with the causes; the first runs on its own input.
         outputs_agree: True if rounding explains the difference of their outputs.
+        is_of_second: True if the second runs otherwise than its settings and weights state, and
+            the first as they state; the causes are then those of the second.
         exchanged_with: the layer of the second that computes the same instead; "" for none.
         note: the reason why the layers were not compared; "" if they were.
     """
@@ -32,6 +34,7 @@ class LayerComparison:
     comparison: FunctionComparison
     outputs_agree: bool = True
     exchanged_with: str = ""
+    is_of_second: bool = False
     note: str = ""
 
     @property
@@ -53,8 +56,11 @@ class LayerComparison:
             return [f"`{self.name}` computes what `{self.exchanged_with}` should"]
         state = "differs already" if self.has_other_input else "is the same"
         lines = [f"`{self.name}` parts by its own doing; its input {state}"]
+        if self.is_of_second:
+            lines.append("  the second runs otherwise than its settings and weights state")
+        side = "second" if self.is_of_second else "first"
         for cause in self.comparison.causes:
-            lines += [f"  {line}" for line in cause.lines]
+            lines += [f"  {line}" for line in cause.lines_of(side)]
         return lines + [f"  {stage}" for stage in self.comparison.parted]
 
 
@@ -143,6 +149,7 @@ class ModelComparison:
                     "input_gap": layer.input_gap,
                     "has_other_input": layer.has_other_input,
                     "exchanged_with": layer.exchanged_with,
+                    "is_of_second": layer.is_of_second,
                     "note": layer.note,
                     "comparison": layer.comparison.as_dict(),
                 }

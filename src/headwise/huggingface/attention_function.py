@@ -67,6 +67,27 @@ def attend(
         OptionError: an option is not supported.
         MaskError, ShapeError, DTypeError, DeviceError: the tensors do not fit together.
     """
+    matrix, value = stated_matrix(module, query, key, value, attention_mask, options)
+    dropout = float(options.get("dropout", 0.0))
+    outputs = matrix @ value if dropout == 0 else matrix.dropped(value, dropout_p=dropout)
+    weights = matrix.dense(limit=None) if _weights_requested(options) else None
+    return call_hook(matrix, value, outputs).transpose(1, 2).contiguous(), weights
+
+
+def stated_matrix(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[AttentionMatrix, Tensor]:
+    """Return the attention matrix that the operands of `attend` state, and the values.
+
+    Raises:
+        OptionError: an option is not supported.
+        MaskError, ShapeError, DTypeError, DeviceError: the tensors do not fit together.
+    """
     for name, what in UNSUPPORTED.items():
         if options.get(name) is not None:
             _raise_unsupported(name, what, module)
@@ -81,10 +102,7 @@ def attend(
         softcap=options.get("softcap"),
         sink=options.get("s_aux"),
     )
-    dropout = float(options.get("dropout", 0.0))
-    outputs = matrix @ value if dropout == 0 else matrix.dropped(value, dropout_p=dropout)
-    weights = matrix.dense(limit=None) if _weights_requested(options) else None
-    return call_hook(matrix, value, outputs).transpose(1, 2).contiguous(), weights
+    return matrix, value
 
 
 class _Scores(NamedTuple):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
 from headwise.huggingface.enable import use_headwise_attention
+from headwise.huggingface.observed_attention import observe_attention
 from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.band import Band
 from headwise.scanning.call_context import KeyTokens, PendingProjection, TokenStreams, split_by_head
@@ -250,7 +251,11 @@ class AttentionCapture:
 
 @contextmanager
 def capture_attention(
-    model: nn.Module | None, watch: Watch | None = None, *, on_complete: OnComplete | None = None
+    model: nn.Module | None,
+    watch: Watch | None = None,
+    *,
+    on_complete: OnComplete | None = None,
+    keep_implementation: bool = False,
 ) -> Iterator[AttentionCapture]:
     """Capture every attention call of ``model`` while the block runs.
 
@@ -259,12 +264,16 @@ def capture_attention(
         watch: called at once with each call; returns head outputs to continue with, or None to
             leave them as they are.
         on_complete: called later with each call, when all that is observed around it is recorded.
+        keep_implementation: True if models of transformers compute attention by their own
+            implementation and masks; by default headwise computes it.
     """
     with _capture_lock, ExitStack() as stack:
         capture = AttentionCapture(model, watch, on_complete)
         # Hooks do not run inside a compiled graph, so compiled modules run uncompiled here.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if model is not None:
+        if keep_implementation:
+            stack.enter_context(observe_attention())
+        elif model is not None:
             stack.enter_context(use_headwise_attention(model))
         stack.enter_context(capture.modules.attach_hooks())
         stack.enter_context(attention_hook(capture.show))

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+
+T = TypeVar("T")
 
 # None while nothing watches; then whether a kernel of headwise is calling.
 _is_own: ContextVar[bool | None] = ContextVar("headwise_own_call", default=None)
@@ -32,10 +34,8 @@ def is_kernel_call() -> bool:
     return bool(_is_own.get())
 
 
-def call_for_kernel(
-    function: Callable[..., Tensor], *operands: Tensor, **options: object
-) -> Tensor:
-    """Call one of torch's functions for a kernel of headwise.
+def call_for_kernel(function: Callable[..., T], *operands: Any, **options: Any) -> T:
+    """Call one of torch's functions for a kernel of headwise, or any whose caller reports it.
 
     A compiled graph shows nothing, so nothing is set in one.
     """

@@ -40,9 +40,7 @@ class RowsWithoutKeysCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return NaN, and equal weights over all keys."""
         if any(
-            bool(_empty(call.stages["scores"]).any())
-            for call in evidence.calls
-            if "scores" in call.stages
+            bool(_empty(evidence.model.predict("scores", call)).any()) for call in evidence.calls
         ):
             for words, value in (("NaN", math.nan), ("equal weights", None), ("weights of 1", 1.0)):
                 model = evidence.model.with_stage("weights", partial(_filled, value))

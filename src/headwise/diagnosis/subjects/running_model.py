@@ -20,8 +20,10 @@ from headwise.errors import OptionError
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
 from headwise.support.module_modes import evaluating
+from headwise.support.tensor_containers import map_leaves
 
 BATCH, TOKENS = 2, 24
+COARSE = 1e-4  # of the head outputs; what is below may be rounding
 ModelInputs = Mapping[str, Any]
 Arguments = tuple[tuple[Any, ...], ModelInputs]  # positional and named
 
@@ -43,26 +45,36 @@ def run_model(model: nn.Module, inputs: Tensor | ModelInputs | None = None) -> M
     wide, wide_output = _run_in(torch.float64, model, arguments)
     single, single_output = _run_in(torch.float32, model, arguments)
     stored = next(model.parameters()).dtype
-    gaps = [
-        relative_gap(b.call.inputs.x, a.call.inputs.x) for a, b in zip(wide, single, strict=True)
-    ]
     layers = [
-        replace(layer, input_rounding=gap, stored=stored)
-        for layer, gap in zip(wide, gaps, strict=True)
+        replace(
+            layer,
+            stored=stored,
+            input_rounding=relative_gap(narrow.call.inputs.x, layer.call.inputs.x),
+            roundings={
+                stage: relative_gap(narrow.call.stages[stage], x)
+                for stage, x in layer.call.stages.items()
+                if stage in narrow.call.stages
+            },
+        )
+        for layer, narrow in zip(wide, single, strict=True)
     ]
     return ModelRun(
         kind=type(model).__name__,
         layers=layers,
-        output=wide_output,
+        outputs=wide_output,
         inputs=_in_words(inputs),
-        output_rounding=relative_gap(single_output, wide_output),
+        output_roundings={
+            name: relative_gap(single_output[name], x)
+            for name, x in wide_output.items()
+            if name in single_output
+        },
     )
 
 
 def _run_in(
     dtype: torch.dtype, model: nn.Module, arguments: Arguments
-) -> tuple[list[LayerRun], Tensor]:
-    """Return the attentions and the output of a run in a dtype."""
+) -> tuple[list[LayerRun], dict[str, Tensor]]:
+    """Return the attentions and the outputs of a run in a dtype."""
     positional, named = arguments
     cast_arguments = (
         tuple(_cast(x, dtype) for x in positional),
@@ -71,8 +83,10 @@ def _run_in(
     return record_layers(copy.deepcopy(model).to(dtype), cast_arguments)
 
 
-def record_layers(model: nn.Module, arguments: Arguments) -> tuple[list[LayerRun], Tensor]:
-    """Run a model in eval mode; return its attentions and its output.
+def record_layers(
+    model: nn.Module, arguments: Arguments
+) -> tuple[list[LayerRun], dict[str, Tensor]]:
+    """Run a model in eval mode; return its attentions and its outputs by name.
 
     Raises:
         OptionError: no attention was captured.
@@ -80,19 +94,41 @@ def record_layers(model: nn.Module, arguments: Arguments) -> tuple[list[LayerRun
     calls: list[CapturedCall] = []
     projected = _Projections(model, modules_as_data(model))
     with torch.no_grad(), evaluating(model), projected.hooks():
-        with capture_attention(model, on_complete=calls.append) as capture:
+        with capture_attention(
+            model, on_complete=calls.append, keep_implementation=True
+        ) as capture:
             capture.begin()
             output = model(*arguments[0], **arguments[1])
         capture.require_any(type(model).__name__)
     # transformers computes rotations and norms in float32, whatever the dtype of the model is.
     is_single = hasattr(model, "config")
     dtype = torch.float32 if is_single else next(model.parameters()).dtype
-    return [_layer_run(call, projected, dtype) for call in calls], first_tensor(output)
+    return [_layer_run(call, projected, dtype) for call in calls], output_tensors(output)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    is_floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(dtype) if is_floating else value
+    """Return a value with its floating-point tensors, also those in containers, in a dtype."""
+
+    def cast(part: Any) -> Any:
+        is_floating = isinstance(part, Tensor) and part.is_floating_point()
+        return part.to(dtype) if is_floating else part
+
+    return map_leaves(cast, value)
+
+
+def output_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
+    """Return the floating-point tensors of a model's result, by their names in it."""
+    if isinstance(output, Tensor):
+        return {name: output} if output.is_floating_point() else {}
+    parts: Any = ()
+    if isinstance(output, Mapping):
+        parts = output.items()
+    elif isinstance(output, list | tuple):
+        parts = enumerate(output)
+    tensors: dict[str, Tensor] = {}
+    for key, part in parts:
+        tensors |= output_tensors(part, f"{name}.{key}")
+    return tensors
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -171,17 +207,16 @@ def _layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dtype) 
     source = inputs.get("k") if call.is_cross else None
     matrix = call.matrix
     batch, _, queries, _ = matrix.shape
-    stages = {
-        "q after rotary": matrix.q,
-        "k after rotary": matrix.k,
-        "weights": matrix.dense(),
-    }
+    stages = {"q after rotary": matrix.q, "k after rotary": matrix.k}
+    stages |= {"weights": matrix.dense()} if _does_as_stated(call) else {}
     stages |= {} if call.values is None else {"v": call.values}
     stages |= {} if call.outputs is None else {"head outputs": call.outputs}
     for role, heads in (("q", matrix.q.shape[1]), ("k", matrix.k.shape[1])):
         projected_rows = outputs.get(role)
         if projected_rows is not None and len({*names.values()}) == len(names):
             stages |= _split(role, projected_rows, heads, matrix.q.shape[3])
+    if data is not None and data.model is not None and "q" in stages and matrix.scale == 1:
+        stages["q after rotary"] = _unscaled(matrix.q, stages["q"], data.model.settings.scale)
     output = outputs.get("o")
     if output is not None and output.shape[:-1] == (batch, queries):
         stages["output"] = output
@@ -198,6 +233,19 @@ def _layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dtype) 
         dtype,
     )
     return LayerRun(call.layer, recorded, model)
+
+
+def _unscaled(q: Tensor, projected: Tensor, scale: float) -> Tensor:
+    """Return queries without the scale, where a layer multiplies its projection by the scale."""
+    is_scaled = relative_gap(projected * scale, q) <= COARSE
+    return projected if is_scaled else q
+
+
+def _does_as_stated(call: CapturedCall) -> bool:
+    """True if the head outputs are those of the operands, so that the weights are known."""
+    if call.values is None or call.outputs is None:
+        return True
+    return relative_gap(call.matrix @ call.values, call.outputs) <= COARSE
 
 
 def _split(role: str, rows: Tensor, heads: int, head_dim: int) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ from headwise.diagnosis.subjects.module_data import modules_as_data
 from headwise.diagnosis.subjects.module_subject import ModuleSubject
 from headwise.diagnosis.subjects.running_model import first_tensor, record_layers
 from headwise.errors import OptionError
-from headwise.huggingface import register_huggingface
 
 SOURCES = ("encoder_hidden_states", "key_value_states")  # names of the source of cross attention
 
@@ -65,7 +64,6 @@ class TransformersSubject(ModuleSubject):
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the stages that can be reached, computed in float64."""
         wide = copy.deepcopy(self.module).double()
-        _attribute(wide, "config")._attn_implementation_internal = register_huggingface()
         [layer], _ = record_layers(_Alone(wide), ((inputs, torch.float64), {}))
         stages = dict(layer.call.stages)
         stages.setdefault("output", self.output(inputs).double())

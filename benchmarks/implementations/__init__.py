@@ -1,0 +1,1 @@
+"""`headwise.compare` between the attention implementations of one Hugging Face class."""

@@ -1,0 +1,190 @@
+"""Comparison of two attentions at the same place of two models that ran on the same input.
+
+The first is computed by the settings and weights of the second, from the input that it had. Two
+more facts decide whether that prediction may be believed: whether the second runs as its own
+settings and weights state, and, where the inputs are the same, whether the recorded stages are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from headwise.diagnosis.causes.cause import Cause
+from headwise.diagnosis.explained_calls import ExplainedCalls
+from headwise.diagnosis.function_comparison import FunctionComparison, PartedStage
+from headwise.diagnosis.model_comparison import LayerComparison
+from headwise.diagnosis.probes import SEED
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.gaps import gaps_of
+from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
+from headwise.diagnosis.subjects.model_run import (
+    LayerRun,
+    ModelRun,
+    exceeds_rounding,
+    relative_gap,
+)
+
+NO_DATA = (
+    "the settings of neither could be read (a class without a layout in the catalogue), and their "
+    "inputs differ"
+)
+NOT_AS_STATED = "neither runs as its settings and weights state, and their inputs differ"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPair:
+    """Two attentions at the same place of two models.
+
+    Attributes:
+        first: the model in doubt.
+        second: the model that it should equal.
+        mine: the attention of the first.
+        theirs: that of the second.
+    """
+
+    first: ModelRun
+    second: ModelRun
+    mine: LayerRun
+    theirs: LayerRun
+
+    def compare(self, named: list[Cause]) -> LayerComparison:
+        """Compare the two; ``named`` has the causes of earlier layers, and gets those of this."""
+        if self._model is None:
+            return self._directly(NO_DATA)
+        second = ExplainedCalls(self._model, [self._known.call], self._probes, self.theirs.stored)
+        explained = ExplainedCalls(self._model, [self._doubtful], self._probes, self.mine.stored)
+        if second.gaps.parted and explained.gaps.parted:
+            return self._directly(NOT_AS_STATED)
+        if second.gaps.parted:
+            return self._reported(_by_named_causes(second, named), named, is_of_second=True)
+        exchanged_with = self._layer_like() if explained.gaps.parted else ""
+        if exchanged_with:  # the exchange explains it all
+            return self._reported(
+                replace(explained, candidates=()), named, exchanged_with=exchanged_with
+            )
+        return self._reported(_by_named_causes(explained, named), named)
+
+    @property
+    def _probes(self) -> list[str]:
+        return [self.first.inputs]
+
+    @property
+    def _known(self) -> LayerRun:
+        """The attention that is known as data, that of the second if both are."""
+        return self.theirs if self.theirs.model else self.mine
+
+    @property
+    def _model(self) -> AttentionModel | None:
+        return self._known.model
+
+    @property
+    def _doubtful(self) -> RecordedCall:
+        """The call of the other, with the mask of the known one."""
+        call = self.mine.call if self._known is self.theirs else self.theirs.call
+        known = self._known.call.inputs
+        if known.x.shape[:2] == call.inputs.x.shape[:2]:
+            call = replace(call, inputs=replace(call.inputs, mask=known.mask))
+        return call
+
+    @property
+    def _input_gap(self) -> float:
+        return relative_gap(self.mine.call.inputs.x, self.theirs.call.inputs.x)
+
+    @property
+    def _has_other_input(self) -> bool:
+        roundings = self.mine.input_rounding, self.theirs.input_rounding
+        return exceeds_rounding(self._input_gap, *roundings)
+
+    def _layer_like(self) -> str:
+        """Return the other layer of the second model that computes the same; "" for none."""
+        for layer in self.second.layers:
+            if layer is self.theirs or layer.model is None:
+                continue
+            if not gaps_of(layer.model, [self._doubtful]).parted:
+                return layer.name
+        return ""
+
+    def _directly(self, reason: str) -> LayerComparison:
+        """Compare the recorded stages; ``reason`` says why, where that is not possible either."""
+        if self._has_other_input:
+            return self._layer(self._report(), note=reason)
+        mine, theirs = self.mine.call.stages, self.theirs.call.stages
+        common = tuple(stage for stage in STAGES if stage in mine and stage in theirs)
+        gaps = {stage: relative_gap(mine[stage], theirs[stage]) for stage in common}
+        parted = tuple(
+            PartedStage(stage=stage, size=gap, heads=None, probes=(self.first.inputs,))
+            for stage, gap in gaps.items()
+            if exceeds_rounding(gap, self.mine.rounding(stage), self.theirs.rounding(stage))
+        )
+        report = replace(
+            self._report(),
+            stages=common,
+            parted=parted,
+            output_gap=gaps[common[-1]] if common else torch.nan,
+        )
+        return self._layer(report, outputs_agree=not parted)
+
+    def _reported(
+        self,
+        explained: ExplainedCalls,
+        named: list[Cause],
+        *,
+        exchanged_with: str = "",
+        is_of_second: bool = False,
+    ) -> LayerComparison:
+        report = replace(
+            self._report(),
+            output_gap=explained.output_gap,
+            stages=explained.stages,
+            parted=explained.parted,
+            causes=explained.causes,
+            gaps=explained.stage_gaps,
+        )
+        if not exchanged_with:
+            causes = [each.cause for each in explained.search.causes]
+            named += [cause for cause in causes if cause not in named]
+        return self._layer(
+            report,
+            outputs_agree=explained.outputs_agree,
+            exchanged_with=exchanged_with,
+            is_of_second=is_of_second,
+        )
+
+    def _report(self) -> FunctionComparison:
+        return FunctionComparison(
+            kinds=(self.first.kind, self.second.kind),
+            probes=(self.first.inputs,),
+            seed=SEED,
+            output_gap=torch.nan,
+            stages=(),
+        )
+
+    def _layer(
+        self,
+        comparison: FunctionComparison,
+        *,
+        outputs_agree: bool = True,
+        exchanged_with: str = "",
+        is_of_second: bool = False,
+        note: str = "",
+    ) -> LayerComparison:
+        return LayerComparison(
+            name=self.mine.name,
+            other_name=self.theirs.name,
+            input_gap=self._input_gap,
+            has_other_input=self._has_other_input,
+            comparison=comparison,
+            outputs_agree=outputs_agree,
+            exchanged_with=exchanged_with,
+            is_of_second=is_of_second,
+            note=note,
+        )
+
+
+def _by_named_causes(explained: ExplainedCalls, named: Sequence[Cause]) -> ExplainedCalls:
+    """Return the call explained by the causes that were named before, if they suffice."""
+    likely = replace(explained, candidates=tuple(named))
+    return likely if named and not likely.search.left.parted else explained
