@@ -60,7 +60,8 @@ check: lint suite docs
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks
 
-# The fault bench; choose with CASES='--suite single --fault scale'.
+# The fault bench; choose with CASES='--suite single --fault scale'. CASES='--suite second' runs the
+# second set, which runs only if it is named.
 bench-compare: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.compare $(CASES)
 

@@ -1,7 +1,8 @@
 """Print how often the cause of a fault is named: ``python -m benchmarks.compare --help``.
 
 A line for each fault says what was named in place of the truth. The table after all suites gives
-the precision and recall of each cause; a case of two faults counts for both of its causes.
+the precision and recall of each cause; a case of two faults counts for both of its causes. The
+second set runs only if it is named, ``--suite second``, so that no cause is adapted to it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,22 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from benchmarks.compare.cause_table import cause_table
+from benchmarks.compare.second_suites import SECOND_SUITES
 from benchmarks.compare.suites import SUITES, Scored
 
 MOST_ANSWERS = 4
+SECOND = "second"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the cases, print a line for each fault and a table of the causes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", choices=SUITES, action="append", help="all of them by default")
+    parser.add_argument(
+        "--suite",
+        choices=[*SUITES, SECOND],
+        action="append",
+        help=f"all but {SECOND} by default",
+    )
     parser.add_argument("--fault", help="the name of one fault")
     parser.add_argument("--geometry", help="the name of one geometry")
     parser.add_argument("--case", help="the key of one case, as --verbose prints it")
@@ -28,10 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--verbose", action="store_true", help="list the cases that were missed")
     options = parser.parse_args(arguments)
     every: list[Scored] = []
-    for name in options.suite or SUITES:
+    chosen = options.suite or SUITES
+    suites = {name: SUITES[name] for name in chosen if name != SECOND}
+    for name, cases in (suites | (SECOND_SUITES if SECOND in chosen else {})).items():
         start = time.perf_counter()
         results: dict[str, list[Scored]] = defaultdict(list)
-        for case in SUITES[name](options.count):
+        for case in cases(options.count):
             wanted = (options.fault, options.geometry, options.case)
             names = (case.fault, case.geometry, case.key)
             if all(want in (None, name) for want, name in zip(wanted, names, strict=True)):

@@ -68,7 +68,7 @@ def singles(count: int) -> Iterator[Case]:
     """Return ``count`` cases of every fault."""
     for injector in INJECTORS:
         for key in enough_keys(injector, count)[:count]:
-            yield Case(key.fault, key.geometry, str(key), partial(_single, key))
+            yield Case(key.fault, key.geometry, str(key), partial(score_single, key))
 
 
 def left_out(count: int) -> Iterator[Case]:
@@ -82,14 +82,14 @@ def unknowns(count: int) -> Iterator[Case]:
     """Return ``count`` cases of every mechanism that no cause describes."""
     for mechanism in MECHANISMS:
         for key in enough_keys(mechanism, count)[:count]:
-            yield Case(key.fault, key.geometry, str(key), partial(_unknown, key))
+            yield Case(key.fault, key.geometry, str(key), partial(score_unknown, key))
 
 
 def same(count: int) -> Iterator[Case]:
     """Return about ``count`` pairs of every kind that are the same function."""
     for pair in SAME:
         for key in _keys(pair.name, pair.applies, count):
-            layer = partial(_same, key, pair.make)
+            layer = partial(score_same, key, pair.make)
             yield Case(pair.name, key.geometry, str(key), layer)
 
 
@@ -97,7 +97,7 @@ def subtle(count: int) -> Iterator[Case]:
     """Return about ``count`` pairs of every kind that differ a little."""
     for pair in SUBTLE:
         for key in _keys(pair.name, pair.applies, count):
-            yield Case(pair.name, key.geometry, str(key), partial(_subtle, key, pair.make))
+            yield Case(pair.name, key.geometry, str(key), partial(score_subtle, key, pair.make))
 
 
 def two_faults(count: int) -> Iterator[Case]:
@@ -167,8 +167,9 @@ def _answer(diagnosis: Diagnosis) -> str:
     return " + ".join(_named(diagnosis)) or str(diagnosis.verdict)
 
 
-def _single(key: CaseKey) -> Scored:
-    case = case_of(key)
+def score_single(key: CaseKey, make_case: Callable[[CaseKey], FaultCase] = case_of) -> Scored:
+    """Score a fault of one layer, or of several: its cause alone is right."""
+    case = make_case(key)
     if not isinstance(case.good, ReferenceLayer):
         return _stack(key, case)
     diagnosis = diagnosis_of(case.good, case.faulty, [case.probe])
@@ -207,8 +208,9 @@ def _stack(key: CaseKey, case: FaultCase) -> Scored:
     return Scored(key.fault, str(key), answer, is_right, wrong, (right,), tuple(names))
 
 
-def _unknown(key: CaseKey) -> Scored:
-    case = case_of(key)
+def score_unknown(key: CaseKey, make_case: Callable[[CaseKey], FaultCase] = case_of) -> Scored:
+    """Score a fault without a cause: no cause is right, with its stage and heads."""
+    case = make_case(key)
     diagnosis = diagnosis_of(case.good, case.faulty, [case.probe])
     assert diagnosis.function is not None
     stages = [stage.stage for stage in diagnosis.function.parted]
@@ -226,18 +228,25 @@ def _keys(name: str, applies: Callable[..., bool], count: int) -> list[CaseKey]:
     return [CaseKey(name, g.name, kind, seed) for g, kind, seed in kinds[:count]]
 
 
-def _same(key: CaseKey, make: Callable[[ReferenceLayer, Draw], ReferenceLayer]) -> Scored:
-    good = layer_for(key)
+def score_same(
+    key: CaseKey,
+    make: Callable[[ReferenceLayer, Draw], ReferenceLayer],
+    make_layer: Callable[[CaseKey], ReferenceLayer] = layer_for,
+) -> Scored:
+    """Score a layer and its equal: a verdict of no difference is right."""
+    good = make_layer(key)
     probe = default_probe(good.geometry, Draw("probe", str(key)))
     diagnosis = diagnosis_of(good, make(good, Draw("same", str(key))), [probe])
     return Scored(key.fault, str(key), _verdict(diagnosis), diagnosis.verdict.is_same)
 
 
-def _subtle(
+def score_subtle(
     key: CaseKey,
     make: Callable[[ReferenceLayer, Draw], tuple[ReferenceLayer, ReferenceLayer]],
+    make_layer: Callable[[CaseKey], ReferenceLayer] = layer_for,
 ) -> Scored:
-    good, faulty = make(layer_for(key), Draw("subtle", str(key)))
+    """Score a small difference: a verdict of a difference is right."""
+    good, faulty = make(make_layer(key), Draw("subtle", str(key)))
     probe = default_probe(good.geometry, Draw("probe", str(key)))
     diagnosis = diagnosis_of(good, faulty, [probe])
     is_right = not diagnosis.verdict.is_same

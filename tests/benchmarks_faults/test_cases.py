@@ -20,13 +20,11 @@ from benchmarks.faults.cases import (
 from benchmarks.faults.composed import models, pairs
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import (
-    FaultCase,
     LayerStack,
     Subject,
     default_probe,
     distance,
     first_parting,
-    parted_heads,
 )
 from benchmarks.faults.geometries import GEOMETRIES, KINDS
 from benchmarks.faults.injectors import INJECTORS
@@ -34,36 +32,15 @@ from benchmarks.faults.injectors.injector import Injector
 from benchmarks.faults.same import SAME, SamePair
 from benchmarks.faults.subtle import SUBTLE, SubtlePair
 from benchmarks.faults.unknown import MECHANISMS
+from tests.benchmarks_faults.partings import ROUNDING, assert_parts_as_stated
 
 pytestmark = pytest.mark.slow  # the cases of every fault
 
-ROUNDING = 1e-13
 EVERY = (*INJECTORS, *MECHANISMS)
 
 
-def output_of(case: FaultCase) -> str:
-    last = len(case.good.layers) - 1 if isinstance(case.good, LayerStack) else None
-    return "output" if last is None else f"layer {last} output"
-
-
 def check(key: CaseKey) -> None:
-    """Assert that the output changes, and that the truth names the first parting."""
-    case = case_of(key)
-    good, faulty = case.probe.run(case.good), case.probe.run(case.faulty)
-    output = output_of(case)
-    gaps = [distance(a[output], b[output]) for a, b in zip(good, faulty, strict=True)]
-    assert max(gaps) > 1e-9, key
-    truth = case.truth
-    assert first_parting(good, faulty, ROUNDING) == (truth.step, truth.full_stage), key
-    if truth.stage == "output":
-        assert truth.heads is None, key
-        return
-    values = good[truth.step][truth.full_stage]
-    heads = parted_heads(values, faulty[truth.step][truth.full_stage], truth.stage, ROUNDING)
-    if heads is not None:
-        axis = 1 if truth.stage in ("scores", "weights") else 2
-        expected = range(values.shape[axis]) if truth.heads is None else truth.heads
-        assert heads == set(expected), key
+    assert_parts_as_stated(case_of(key), key)
 
 
 @pytest.mark.parametrize("injector", EVERY, ids=lambda injector: injector.name)
