@@ -30,6 +30,9 @@ ENDS_TESTS := tests/contract tests/layers/torch_api tests/layers/native tests/ke
 .PHONY: demo test suite check lint api bench bench-compare study classes mutants fuzz oldest newest docs clean
 .DEFAULT_GOAL := demo
 
+# Without bytecode on disk, each worker and each process that a test starts compiles all files anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 demo: $(READY)
 	$(BIN)/headwise demo
 	$(BIN)/headwise study

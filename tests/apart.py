@@ -13,10 +13,10 @@ from pathlib import Path
 from tests.root import ROOT
 
 
-def assert_passed_apart(file: Path, count: int, *, chosen: str = "") -> None:
-    """Run so many tests of a file; ``chosen`` is an expression of pytest's -k."""
+def assert_passed_apart(*tests: Path | str, count: int, chosen: str = "") -> None:
+    """Run so many tests of files or node ids; ``chosen`` is an expression of pytest's -k."""
     command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-k", chosen]
-    command += ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", str(file)]
+    command += ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", *map(str, tests)]
     unchecked = os.environ | {"JAXTYPING_DISABLE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=unchecked, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:]

@@ -101,6 +101,7 @@ def test_a_folder_is_refused_before_the_work(shown: Show, tmp_path: Path) -> Non
     assert isinstance(done.exception, OptionError)
 
 
+@pytest.mark.slow
 def test_the_command_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headwise", "study", "parameters", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent
 SEED = 0
 # Words of the differences that are known and not yet mended; none is the aim.
 OPEN: tuple[str, ...] = ()
-# How many cases of each kind the suite has: some 20 s on one core.
+# How many cases of each kind the suite has: some 20 s on one core. `make test` runs half of them.
 COUNTS = {
     "readings": 40,
     "gradients": 35,
@@ -34,9 +34,10 @@ COUNTS = {
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_cases_of_fixed_seeds_are_as_the_oracle_has_them(kind: str) -> None:
-    failures = [failure_of(kind, SEED, index) for index in range(COUNTS[kind])]
+def test_cases_of_fixed_seeds_are_as_the_oracle_has_them(kind: str, first: int) -> None:
+    failures = [failure_of(kind, SEED, index) for index in range(first, COUNTS[kind], 2)]
     told = [str(failure) for failure in failures if failure is not None]
     assert [line for line in told if not any(words in line for words in OPEN)] == []
 

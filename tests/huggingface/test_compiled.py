@@ -11,4 +11,4 @@ from tests.apart import assert_passed_apart
 
 @pytest.mark.slow
 def test_compiled() -> None:
-    assert_passed_apart(Path(__file__).with_name("compiled.py"), 12)
+    assert_passed_apart(Path(__file__).with_name("compiled.py"), count=12)

@@ -151,12 +151,13 @@ class ExplainedCalls:
         """Return the relative difference of the last stage, and whether rounding explains it."""
         last = [stage for stage in STAGES if stage in call.stages][-1]
         bare = replace(call, stages={})
-        mine, theirs = call.stages[last], self.model.predict(last, bare)
+        forced = self.model.forced(last, bare)
+        mine, theirs = call.stages[last], forced.result()
         if mine.shape != theirs.shape:
             return torch.inf, False
         apart = difference(theirs, mine)
         size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
-        is_rounding = bool(((apart == 0) | (apart <= allowed(self.model, bare, last))).all())
+        is_rounding = bool(((apart == 0) | (apart <= allowed(forced))).all())
         return float(apart.norm() / size), is_rounding
 
 

@@ -57,6 +57,7 @@ CALL: dict[str, tuple[str, ...]] = {
     "gate": ("none", "heads", "batch heads"),
 }
 AXES: dict[str, tuple[str, ...]] = {**{name: tuple(v) for name, v in LAYER.items()}, **CALL}
+ORDER = {name: place for place, name in enumerate(AXES)}
 
 
 def allowed(case: Case) -> bool:
@@ -85,7 +86,7 @@ def pairwise(seed: int = 0) -> list[Case]:
                 if axis not in case:
                     fitting = [x for x in AXES[axis] if allowed({**case, axis: x})]
                     gain = [
-                        (_gained(missing, {**case, axis: x}), chance.random(), x) for x in fitting
+                        (_gained_by(missing, case, (axis, x)), chance.random(), x) for x in fitting
                     ]
                     case[axis] = max(gain)[2]
             best = max(best, (_gained(missing, case), case), key=lambda found: found[0])
@@ -102,6 +103,15 @@ def _pairs(case: Case) -> set[tuple[tuple[str, str], tuple[str, str]]]:
 
 def _gained(missing: set[Any], case: Case) -> int:
     return len(missing & _pairs(case))
+
+
+def _gained_by(missing: set[Any], case: Case, added: tuple[str, str]) -> int:
+    """Number of missing pairs of one more option with those of a case."""
+    place = ORDER[added[0]]
+    return sum(
+        ((added, other) if place < ORDER[other[0]] else (other, added)) in missing
+        for other in case.items()
+    )
 
 
 def layer_of(case: Case, dtype: torch.dtype = torch.float64) -> Attention:

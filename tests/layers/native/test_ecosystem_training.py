@@ -22,6 +22,7 @@ from tests.layers.native.ecosystem import (
     Called,
     budget_of,
     layer_of,
+    others_slow,
     tokens,
 )
 from tests.paths import in_eager
@@ -35,7 +36,11 @@ DROPPED = replace(
 )
 
 
-@pytest.mark.parametrize("subject", [*SUBJECTS, DROPPED], ids=lambda own: own.name)
+@pytest.mark.parametrize(
+    "subject",
+    others_slow([*SUBJECTS, DROPPED], "lengths", "sink", DROPPED.name),
+    ids=lambda own: own.name,
+)
 def test_checkpointed_gradients_are_those_of_one_pass(subject: Subject) -> None:
     """Both forms of torch.utils.checkpoint; with dropout the second pass drops the same weights."""
     assert in_eager.checkpointed(subject).word == "works"
@@ -44,7 +49,9 @@ def test_checkpointed_gradients_are_those_of_one_pass(subject: Subject) -> None:
 # ---- autocast ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda own: own.name)
+@pytest.mark.parametrize(
+    "subject", others_slow(SUBJECTS, "lengths", "sink"), ids=lambda own: own.name
+)
 def test_autocast_is_within_the_budget_of_bfloat16(subject: Subject) -> None:
     assert in_eager.autocast(subject).word == "works"
 

@@ -219,7 +219,7 @@ def test_double_backward(pairing: Any) -> None:
 
 @pytest.mark.slow
 def test_compiled_and_exported() -> None:
-    assert_passed_apart(Path(__file__).with_name("compiled.py"), 8)
+    assert_passed_apart(Path(__file__).with_name("compiled.py"), count=8)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, at its first jvp

@@ -39,9 +39,12 @@ def padding() -> Tensor:
     "options",
     [
         {},
-        {"key_padding_mask": padding()},
-        {"key_padding_mask": torch.zeros(BATCH, LENGTH).masked_fill(padding(), -torch.inf)},
-        {"attn_mask": causal(LENGTH)},
+        pytest.param({"key_padding_mask": padding()}, marks=pytest.mark.slow),
+        pytest.param(
+            {"key_padding_mask": torch.zeros(BATCH, LENGTH).masked_fill(padding(), -torch.inf)},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"attn_mask": causal(LENGTH)}, marks=pytest.mark.slow),
         {"attn_mask": causal(LENGTH), "key_padding_mask": padding()},
     ],
     ids=["plain", "padding", "float padding", "causal", "causal and padding"],

@@ -75,7 +75,7 @@ def _low_rank(evidence: Evidence, role: str) -> tuple[int, Tensor] | None:
         return None
     x, recorded = tokens
     predicted = flat_tokens(evidence.model.predict(stage, call) for call in evidence.calls)
-    bound = flat_tokens(allowed(evidence.model, call, stage) for call in evidence.calls)
+    bound = flat_tokens(allowed(evidence.model.forced(stage, call)) for call in evidence.calls)
     if predicted.shape != recorded.shape:
         return None
     change = recorded - predicted

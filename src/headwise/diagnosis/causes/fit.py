@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,10 +27,13 @@ def fit(family: Family, evidence: Evidence, cells: Sequence[Cell]) -> Variant | 
     Gauss and Newton's method from the best starts, with a numerical derivative: where a variant
     is exact, each round doubles the number of right digits.
     """
+    heads: dict[tuple[str, int], list[int]] = {}
+    for stage, number, head in cells:
+        heads.setdefault((stage, number), []).append(head)
 
     def residuals(t: float) -> Tensor:
         variant = family.make(math.exp(t) if family.is_log else t)
-        return _residuals(variant, evidence.calls, cells)
+        return _residuals(variant, evidence.calls, heads)
 
     starts = [math.log(s) if family.is_log else s for s in family.starts]
     sizes = [(float(residuals(t).norm()), t) for t in starts]
@@ -63,10 +66,11 @@ def _descend(
     return size, t
 
 
-def _residuals(variant: Variant, calls: Sequence[RecordedCall], cells: Sequence[Cell]) -> Tensor:
+def _residuals(
+    variant: Variant, calls: Sequence[RecordedCall], heads_of: Mapping[tuple[str, int], list[int]]
+) -> Tensor:
     parts = []
-    for stage, number in dict.fromkeys((stage, number) for stage, number, _ in cells):
-        heads = [head for s, n, head in cells if (s, n) == (stage, number)]
+    for (stage, number), heads in heads_of.items():
         actual = calls[number].stages[stage]
         try:
             predicted = variant.model.predict(stage, calls[number])
@@ -76,6 +80,6 @@ def _residuals(variant: Variant, calls: Sequence[RecordedCall], cells: Sequence[
             return torch.full((1,), math.inf, dtype=torch.float64)
         if WHOLE not in heads:
             predicted, actual = predicted[:, heads], actual[:, heads]
-        apart = (predicted - actual).flatten()
-        parts.append(apart.masked_fill(~apart.isfinite(), 0.0)[:MOST_ENTRIES])
+        apart = (predicted - actual).flatten()[:MOST_ENTRIES]
+        parts.append(apart.masked_fill(~apart.isfinite(), 0.0))
     return torch.cat(parts)

@@ -57,12 +57,19 @@ def _rotated(axis: str, forced: Forced) -> Tensor:
     if rotary is None:  # another cause removed the rotation
         return x
     positions = forced.call.query_positions if role == "q" else forced.call.new_key_positions
-    heads = torch.arange(x.shape[1])[:, None]
-    places = {
-        "head": heads,
-        "position and head": positions[:, None] + heads,
-        "batch": torch.arange(len(x))[:, None, None],
-        "position from the end": positions.flip(-1)[:, None],
-    }
-    angles = places[axis][..., None].double() * rotary.frequencies()
+    places = _places(axis, x, positions[:, None])
+    angles = places[..., None].double() * rotary.frequencies()
     return rotary.turn(x, angles, *rotary.pairs())
+
+
+def _places(axis: str, x: Tensor, positions: Tensor) -> Tensor:
+    heads = torch.arange(x.shape[1])[:, None]
+    match axis:
+        case "head":
+            return heads
+        case "position and head":
+            return positions + heads
+        case "batch":
+            return torch.arange(len(x))[:, None, None]
+        case _:
+            return positions.flip(-1)

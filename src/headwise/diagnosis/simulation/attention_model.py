@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,8 +84,12 @@ class AttentionModel:
 
     def predict(self, stage: str, call: RecordedCall) -> Tensor:
         """Return a stage of the call, computed from the recorded stages before it."""
+        return self.forced(stage, call).result()
+
+    def forced(self, stage: str, call: RecordedCall) -> Forced:
+        """Return a stage of the call, to be computed from the recorded stages before it."""
         recorded = {name: x for name, x in call.stages.items() if name != stage}
-        return Forced(self, call.with_stages(recorded), stage).result()
+        return Forced(self, call.with_stages(recorded), stage)
 
     def run(self, call: RecordedCall) -> dict[str, Tensor]:
         """Return every stage of the call, computed from its inputs alone."""
@@ -116,7 +121,11 @@ class Forced:
         return replace(self, substitute=function)
 
     def result(self) -> Tensor:
-        """Return the stage."""
+        """Return the stage, which is computed once."""
+        return self._result
+
+    @cached_property
+    def _result(self) -> Tensor:
         function = self.model.replaced.get(self.stage)
         return self.usual() if function is None else function(self)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class Gaps:
 
     cells: dict[Cell, Gap] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def parted(self) -> list[Cell]:
         """The cells that rounding does not explain, in the order of the stages."""
         return [cell for cell, gap in self.cells.items() if not gap.is_rounding]
@@ -119,26 +120,28 @@ def explains_heads(
     """True if rounding explains what is left between the model and these heads of a stage."""
     if _follows_misshapen(model, call, stage):
         return False
-    predicted, actual = model.predict(stage, call), call.stages[stage]
+    forced, actual = model.forced(stage, call), call.stages[stage]
+    predicted = forced.result()
     if predicted.shape != actual.shape:
         return False
     apart = difference(predicted, actual)
-    is_rounding = (apart == 0) | (apart <= _bound(model, call, stage))  # a bound may be NaN
+    is_rounding = (apart == 0) | (apart <= _bound(forced, actual))  # a bound may be NaN
     chosen = is_rounding if WHOLE in heads else is_rounding[:, list(heads)]
     return bool(chosen.all())
 
 
-def _bound(model: AttentionModel, call: RecordedCall, stage: str) -> Tensor:
+def _bound(forced: Forced, actual: Tensor) -> Tensor:
     """Return what rounding explains, of the shape of the recorded stage."""
-    bound, shape = allowed(model, call, stage), call.stages[stage].shape
-    return bound if bound.shape == shape else bound.max().expand(shape)
+    bound = allowed(forced)
+    return bound if bound.shape == actual.shape else bound.max().expand(actual.shape)
 
 
 def _gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str) -> dict[int, Gap]:
-    predicted, actual = model.predict(stage, call), call.stages[stage]
+    forced, actual = model.forced(stage, call), call.stages[stage]
+    predicted = forced.result()
     if predicted.shape != actual.shape:
         return {WHOLE: Gap(math.inf, math.inf, math.inf)}
-    apart, bound = difference(predicted, actual), _bound(model, call, stage)
+    apart, bound = difference(predicted, actual), _bound(forced, actual)
     heads = [WHOLE] if stage == "output" else list(range(actual.shape[1]))
     by_head = [
         (x[None] if stage == "output" else x.transpose(0, 1)).flatten(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -57,27 +58,9 @@ class RotaryForm:
 
     def frequencies(self) -> Tensor:
         """Return the angle of each pair for one token, in radians, (pairs,), float64."""
-        frequencies = self._frequencies()
+        base = self.exponent_width or self.width
+        frequencies = _frequencies(self.theta, self.width, base, self.scaling)
         return frequencies if self.dtype is None else frequencies.to(self.dtype).double()
-
-    def _frequencies(self) -> Tensor:
-        pairs, base = self.width // 2, self.exponent_width or self.width
-        exponents = 2 * torch.arange(pairs, dtype=torch.float64) / base
-        plain: Tensor = self.theta**-exponents
-        match self.scaling:
-            case None:
-                return plain
-            case LinearScaling(factor):
-                return plain / factor
-            case NTKScaling() if base == 2:  # one pair, which turns by 1 for each theta
-                return plain
-            case NTKScaling(factor):
-                larger: float = self.theta * factor ** (base / (base - 2))
-                return larger**-exponents
-            case Llama3Scaling():
-                return _llama3(plain, self.scaling)
-            case YarnScaling():
-                return _yarn(plain, self)
 
     def pairs(self) -> tuple[slice, slice]:
         """Return the first and the second channel of each pair."""
@@ -104,6 +87,26 @@ class RotaryForm:
         return turned
 
 
+@lru_cache(maxsize=64)  # a search rotates by the same frequencies thousands of times
+def _frequencies(theta: float, width: int, base: int, scaling: Scaling | None) -> Tensor:
+    exponents = 2 * torch.arange(width // 2, dtype=torch.float64) / base
+    plain: Tensor = theta**-exponents
+    match scaling:
+        case None:
+            return plain
+        case LinearScaling(factor):
+            return plain / factor
+        case NTKScaling() if base == 2:  # one pair, which turns by 1 for each theta
+            return plain
+        case NTKScaling(factor):
+            larger: float = theta * factor ** (base / (base - 2))
+            return larger**-exponents
+        case Llama3Scaling():
+            return _llama3(plain, scaling)
+        case YarnScaling():
+            return _yarn(plain, scaling.ramp(theta, width), scaling.factor)
+
+
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.original_length * plain / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -111,13 +114,11 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     return kept * plain + (1 - kept) * plain / scaling.factor
 
 
-def _yarn(plain: Tensor, form: RotaryForm) -> Tensor:
-    scaling = form.scaling
-    assert isinstance(scaling, YarnScaling)
-    first, last = scaling.ramp(form.theta, form.width)
+def _yarn(plain: Tensor, ramp: tuple[float, float], factor: float) -> Tensor:
+    first, last = ramp
     pairs = torch.arange(len(plain), dtype=torch.float64)
     divided = ((pairs - first) / (last - first)).clamp(0, 1)
-    return plain * (1 - divided) + plain / scaling.factor * divided
+    return plain * (1 - divided) + plain / factor * divided
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import BEFORE, AttentionModel, Forced, distances
+from headwise.diagnosis.simulation.attention_model import BEFORE, Forced, distances
 from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.reference import share_heads
@@ -37,14 +37,13 @@ WEIGHTS_OF = {
 }
 
 
-def allowed(model: AttentionModel, call: RecordedCall, stage: str) -> Tensor:
+def allowed(forced: Forced) -> Tensor:
     """Return the difference that rounding explains, of the shape of the stage."""
+    call, stage = forced.call, forced.stage
     unit = torch.finfo(call.dtype).eps / 2
-    recorded = {name: x for name, x in call.stages.items() if name != stage}
-    call = call.with_stages(recorded)
-    if all(before in recorded for before in BEFORE[stage]) and _is_of_usual_shape(call, stage):
-        return SIDES * _BOUNDS[stage](Forced(model, call, stage), unit)
-    return SIDES * _by_perturbation(model, call, stage, unit)
+    if all(before in call.stages for before in BEFORE[stage]) and _is_of_usual_shape(call, stage):
+        return SIDES * _BOUNDS[stage](forced, unit)
+    return SIDES * _by_perturbation(forced, unit)
 
 
 def _is_of_usual_shape(call: RecordedCall, stage: str) -> bool:
@@ -55,12 +54,13 @@ def _is_of_usual_shape(call: RecordedCall, stage: str) -> bool:
     return (weights.shape[0], weights.shape[-1]) == (batch, call.key_positions.shape[1])
 
 
-def _by_perturbation(model: AttentionModel, call: RecordedCall, stage: str, unit: float) -> Tensor:
+def _by_perturbation(forced: Forced, unit: float) -> Tensor:
     """Return the largest change of a stage when all that it is made of changes by n u.
 
     Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
     (Higham 2002, section 3.1). Some draws of such factors stand for all.
     """
+    model, call, stage = forced.model, forced.call, forced.stage
     terms = max(sum(x.shape[-2:]) for x in (*model.weights.values(), call.inputs.x) if x.dim() > 1)
     generator = torch.Generator().manual_seed(0)
 
@@ -69,7 +69,7 @@ def _by_perturbation(model: AttentionModel, call: RecordedCall, stage: str, unit
         return x.double() * (1 + terms * unit * share.double())
 
     used = _used_weights(call, stage)
-    exact = model.predict(stage, call)
+    exact = forced.result()
     largest = torch.zeros_like(exact)
     for _ in range(DRAWS):
         weights = {name: moved(x) if name in used else x for name, x in model.weights.items()}
