@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import headwise
 from tests.root import ROOT
@@ -190,6 +193,14 @@ def broken(
     """What a check finds in each file that does not pass it."""
     found = {name_of(path): check(tree_of(path)) for path in paths}
     return {name: what for name, what in found.items() if what}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_garbage_collection() -> Iterator[None]:
+    """The trees of all files are kept, and each collection would walk them again."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def test_files_and_functions_keep_their_budget() -> None:
