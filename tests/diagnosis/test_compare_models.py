@@ -208,3 +208,19 @@ def test_a_model_is_compared_with_stored_weights(tmp_path: Path) -> None:
         [layer] = diagnosis.model.parted
         assert layer.comparison.causes[0].name == "sign"
         assert layer.name.endswith(("layers.2.self_attn", "layer 2 of original"))
+
+
+def gemma(window: int) -> Gemma2ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, sliding_window=window))
+
+
+@pytest.mark.parametrize(("window", "named"), [(5, 5), (8, 8), (99, "all")])
+def test_a_window_of_a_mask_is_named(window: int, named: int | str) -> None:
+    """Nearly equal weights of a narrower window look as if some had been dropped."""
+    diagnosis, comparison = compared(gemma(window), gemma(6))
+    assert diagnosis.verdict is Verdict.DIFFERENT
+    assert comparison.cause_names == ["window off by one"]
+    [cause] = comparison.parted[0].comparison.causes
+    assert (cause.parameters, cause.repair) == ({"window": named}, "sliding_window=6")

@@ -37,13 +37,14 @@ class DropoutLeftOnCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the recorded zeros with the factor of the weights that are left."""
-        kept, factors = {}, []
+        kept: dict[object, Tensor] = {}
+        factors = []
         for call in evidence.calls:
             actual = call.stages.get("weights")
             usual = evidence.model.predict("weights", call)
             if actual is None or actual.shape != usual.shape:
                 return
-            kept[id(call.inputs)] = actual != 0
+            kept[call.key] = actual != 0
             ratio = (actual / usual)[(actual != 0) & (usual > 0)]
             factors.append(ratio)
         factor = float(torch.cat(factors).median()) if factors else 1.0
@@ -53,9 +54,9 @@ class DropoutLeftOnCause(Cause):
             yield Variant(model, {"p": rate}, "call eval() before the comparison")
 
 
-def _dropped(kept: dict[int, Tensor], factor: float, forced: Forced) -> Tensor:
+def _dropped(kept: dict[object, Tensor], factor: float, forced: Forced) -> Tensor:
     usual = forced.usual()
-    left = kept.get(id(forced.call.inputs))
+    left = kept.get(forced.call.key)
     if left is None or left.shape != usual.shape:
         return usual
     return torch.where(left, factor * usual, 0.0)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import distances
+from headwise.diagnosis.simulation.attention_model import Forced, distances
+from headwise.diagnosis.simulation.stages import RecordedCall
 
 MOST = 40
 
@@ -44,6 +50,7 @@ class WindowOffByOneCause(Cause):
         """
         settings = evidence.model.settings
         if settings.window is None and not settings.causal:
+            yield from _of_masks(evidence)
             return
         left, right = settings.window or (None, None)
         repair = f"window=({left}, {0 if settings.causal else right})"
@@ -56,6 +63,47 @@ class WindowOffByOneCause(Cause):
             if right and length != right:
                 model = evidence.model.with_settings(window=(left, length))
                 yield Variant(model, {"window after": keys}, repair)
+
+
+def _of_masks(evidence: Evidence) -> Iterator[Variant]:
+    """Return other windows of masks that hold one themselves, as those of transformers do."""
+    lefts = [_left(call) for call in evidence.calls]
+    if None in lefts:
+        return
+    left = max(each for each in lefts if each is not None)
+    for length in (None, *range(MOST)):
+        if length != left:
+            model = evidence.model.with_stage("scores", partial(_with_window, length))
+            keys = "all" if length is None else length + 1
+            yield Variant(model, {"window": keys}, f"sliding_window={left + 1}")
+
+
+def _left(call: RecordedCall) -> int | None:
+    """Return the number of keys before the query in the window of a mask; None without one."""
+    mask = call.inputs.mask
+    if mask is None or not mask.any():
+        return None
+    ahead, whole = distances(call), _without_window(call, mask)
+    left = -int(ahead.expand(mask.shape)[mask].min())
+    has_window = torch.equal(mask, whole & (ahead >= -left)) and not torch.equal(mask, whole)
+    return left if has_window else None
+
+
+def _without_window(call: RecordedCall, mask: Tensor) -> Tensor:
+    """Return the mask with every key that some query sees, up to the query if it is causal."""
+    ahead = distances(call)
+    whole = (mask.any(-1, keepdim=True) & mask.any(-2, keepdim=True)).expand(mask.shape)
+    is_causal = not bool((mask & (ahead > 0)).any())
+    return whole & (ahead <= 0) if is_causal else whole
+
+
+def _with_window(length: int | None, forced: Forced) -> Tensor:
+    mask = forced.call.inputs.mask
+    assert mask is not None
+    whole = _without_window(forced.call, mask)
+    whole = whole if length is None else whole & (distances(forced.call) >= -length)
+    inputs = replace(forced.call.inputs, mask=whole)
+    return replace(forced, call=replace(forced.call, inputs=inputs)).usual()
 
 
 def _seen(evidence: Evidence) -> tuple[int, int]:

@@ -89,12 +89,14 @@ class RecordedCall:
         stages: stage name -> tensor.
         dtype: of the arithmetic that was recorded.
         earlier: calls with the same cache before this one; their keys are keys of this call.
+        key: the same object in all copies of the call, also in those whose numbers were changed.
     """
 
     inputs: Inputs
     stages: Stages
     dtype: torch.dtype = torch.float64
     earlier: tuple[RecordedCall, ...] = field(default=(), repr=False)
+    key: object = field(default_factory=object, repr=False, compare=False)
 
     @property
     def past(self) -> int:
