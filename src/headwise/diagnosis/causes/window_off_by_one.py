@@ -83,8 +83,9 @@ def _left(call: RecordedCall) -> int | None:
     mask = call.inputs.mask
     if mask is None or not mask.any():
         return None
-    ahead, whole = distances(call), _without_window(call, mask)
-    left = -int(ahead.expand(mask.shape)[mask].min())
+    mask, ahead = torch.broadcast_tensors(mask, distances(call))
+    whole = _without_window(call, mask)
+    left = -int(ahead[mask].min())
     has_window = torch.equal(mask, whole & (ahead >= -left)) and not torch.equal(mask, whole)
     return left if has_window else None
 
