@@ -224,3 +224,13 @@ def test_a_window_of_a_mask_is_named(window: int, named: int | str) -> None:
     assert comparison.cause_names == ["window off by one"]
     [cause] = comparison.parted[0].comparison.causes
     assert (cause.parameters, cause.repair) == ({"window": named}, "sliding_window=6")
+
+
+def test_one_token_cannot_show_another_theta() -> None:
+    first, second = llama(), llama(theta=5e5)
+    token = torch.tensor([[3]])
+    diagnosis = compare(first, second, token)
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "one key: its weight is 1 whatever the scores are" in str(diagnosis)
+    assert compare(first, copy.deepcopy(first), token).verdict is Verdict.SAME
+    assert compare(first, second).verdict is Verdict.DIFFERENT

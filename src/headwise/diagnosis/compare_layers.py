@@ -16,6 +16,7 @@ from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison, PartedStage
 from headwise.diagnosis.model_comparison import LayerComparison
+from headwise.diagnosis.power import blind_spot
 from headwise.diagnosis.probes import SEED
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import gaps_of
@@ -98,6 +99,13 @@ class LayerPair:
         roundings = self.mine.input_rounding, self.theirs.input_rounding
         return exceeds_rounding(self._input_gap, *roundings)
 
+    def _blind_spot(self) -> str:
+        """Return the reason why this input could not show another attention; "" if it could."""
+        mine, theirs = self.mine.model, self.theirs.model
+        if self._model is None or (mine and theirs and mine.is_equal(theirs)):
+            return ""
+        return blind_spot(self._model, [self._doubtful], self._doubtful.dtype)
+
     def _layer_like(self) -> str:
         """Return the other layer of the second model that computes the same; "" for none."""
         for layer in self.second.layers:
@@ -137,6 +145,7 @@ class LayerPair:
     ) -> LayerComparison:
         report = replace(
             self._report(),
+            blind="" if explained.gaps.parted else self._blind_spot(),
             output_gap=explained.output_gap,
             stages=explained.stages,
             parted=explained.parted,

@@ -90,6 +90,11 @@ class ModelComparison:
         return [layer for layer in self.layers if layer.parts]
 
     @property
+    def blind(self) -> list[LayerComparison]:
+        """The layers whose settings differ, on an input that could not show it."""
+        return [layer for layer in self.layers if layer.comparison.blind]
+
+    @property
     def outside(self) -> str:
         """The place where a difference starts that no attention makes; "" for none."""
         for layer in self.layers:
@@ -171,6 +176,8 @@ class ModelComparison:
             lines += [f"  {line}" for line in first.lines]
             if others:
                 lines.append(f"  the same in {len(others)} more: {_listed(others)}")
+        if self.blind:
+            lines.append(f"  {_listed(self.blind)}: {self.blind[0].comparison.blind}")
         skipped = [layer for layer in self.layers if layer.note]
         if skipped:
             lines.append(f"  not compared: {_listed(skipped)}: {skipped[0].note}")
