@@ -20,12 +20,19 @@ from headwise.layers.native.attention import Attention
 from headwise.layouts.canonical import BIASES
 from headwise.layouts.conversion_plan import conflicts_of, plan_conversion, rename_steps
 from headwise.layouts.conversion_steps import ConversionStep
-from headwise.layouts.equality import differing_part, differing_tensors, same_bytes
+from headwise.layouts.equality import (
+    differing_entries,
+    differing_part,
+    differing_tensors,
+    same_bytes,
+)
 from headwise.layouts.layout import Layout, is_positive_zero
 from headwise.layouts.module_names import AS_STORED, NamedModule, NameForm, modules_of
 from headwise.layouts.registry import layout
 from headwise.support.progress import Progress, no_progress
 
+KINDS = ("apart", "infinite", "nan", "nan_bits", "zero_signs")  # of entries that differ
+PART = 1 << 20  # entries that are compared at a time
 BATCH, LENGTH = 2, 48
 UNIT = torch.finfo(torch.float64).eps
 UNREADABLE = (OptionError, ShapeError, DTypeError)
@@ -299,25 +306,25 @@ def _biases(modules: Iterable[NamedModule], of: Layout) -> set[str]:
 
 def _numbers(a: Tensor, b: Tensor) -> dict[str, int | float]:
     """Count the entries that differ, by kind: see `TensorEvidence`."""
-    bits = (_bytes(a) != _bytes(b)).any(1)
-    counts: dict[str, int | float] = {"entries": a.numel(), "differing": int(bits.sum())}
+    counts: dict[str, int | float] = {"entries": a.numel(), "differing": 0}
     if not a.is_floating_point():
-        return counts
-    # torch cannot compare float8 numbers: they are widened.
-    x, y = (tensor.double().reshape(-1)[bits] for tensor in (a, b))
-    nan, infinite = (test(x) | test(y) for test in (torch.isnan, torch.isinf))
-    finite = (x - y)[~nan & ~infinite].abs()
-    kinds = {
-        "apart": (x != y) & ~nan & ~infinite,
-        "infinite": infinite & ~nan,
-        "nan": nan & (x.isnan() != y.isnan()),
-        "nan_bits": x.isnan() & y.isnan(),
-        "zero_signs": x == y,
-    }
-    counts |= {name: int(kind.sum()) for name, kind in kinds.items()}
-    return counts | {"largest": float(finite.max()) if len(finite) else 0.0}
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return bytes (entries, bytes of an entry)."""
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+        return counts | {"differing": int(differing_entries(a, b).sum())}
+    counts |= dict.fromkeys((*KINDS, "largest"), 0)
+    for x, y in zip(*(t.reshape(-1).split(PART) for t in (a, b)), strict=True):
+        differ = differing_entries(x, y)
+        counts["differing"] += int(differ.sum())
+        # torch cannot index float8 numbers.
+        x, y = ((t.double() if t.element_size() == 1 else t)[differ].double() for t in (x, y))
+        nan, infinite = (test(x) | test(y) for test in (torch.isnan, torch.isinf))
+        kinds = (
+            (x != y) & ~nan & ~infinite,
+            infinite & ~nan,
+            nan & (x.isnan() != y.isnan()),
+            x.isnan() & y.isnan(),
+            x == y,
+        )
+        for name, kind in zip(KINDS, kinds, strict=True):
+            counts[name] += int(kind.sum())
+        finite = (x - y)[kinds[0]].abs()
+        counts["largest"] = max(counts["largest"], float(finite.max()) if len(finite) else 0.0)
+    return counts

@@ -38,9 +38,18 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     """True if two tensors have the same shape, dtype and bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a, b))
-    x, y = (t.contiguous().view(_BITS[t.element_size()]) for t in (x, y))
-    return torch.equal(x, y)
+    return torch.equal(_bits(a), _bits(b))
+
+
+def differing_entries(a: Tensor, b: Tensor) -> Tensor:
+    """Return True for each entry whose bits differ, of the shape of both."""
+    differ = _bits(a) != _bits(b)
+    return differ.any(-1) if a.is_complex() else differ
+
+
+def _bits(x: Tensor) -> Tensor:
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return x.contiguous().view(_BITS[x.element_size()])
 
 
 def differing_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
