@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.huggingface import attention_function
 from headwise.layers.hooks import call_hook
 from headwise.support.kernel_calls import call_for_kernel
 
@@ -48,7 +47,10 @@ def observe_attention() -> Iterator[None]:
 
 def _observed(function: AttentionFunction, name: str) -> AttentionFunction:
     """Return an attention function that also reports its calls."""
-    if function is attention_function.attend:
+    # Here, since both import transformers, which this module is to do without.
+    from headwise.huggingface.attention_function import attend, stated_matrix
+
+    if function is attend:
         return function  # it reports its calls itself
 
     def observed(
@@ -66,7 +68,7 @@ def _observed(function: AttentionFunction, name: str) -> AttentionFunction:
             stated = {**options, "is_causal": False, "sliding_window": None}
         elif attention_mask is None:
             stated = {**options, "sliding_window": None}
-        matrix, value = attention_function.stated_matrix(
+        matrix, value = stated_matrix(
             module, query, key, value, _as_tensor(attention_mask, query, key), stated
         )
         head_outputs = call_hook(matrix, value, outputs.transpose(1, 2))
