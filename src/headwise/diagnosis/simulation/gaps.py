@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.simulation.attention_model import BEFORE, AttentionModel, Forced
-from headwise.diagnosis.simulation.stage_rounding import allowed
+from headwise.diagnosis.simulation.stage_rounding import allowed, is_far_off
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
 
 # (stage, number of the call, head); the head is -1 for the output, and where shapes differ.
@@ -125,6 +125,9 @@ def explains_heads(
     if predicted.shape != actual.shape:
         return False
     apart = difference(predicted, actual)
+    chosen = apart if WHOLE in heads else apart[:, list(heads)]
+    if is_far_off(forced, chosen):
+        return False
     is_rounding = (apart == 0) | (apart <= _bound(forced, actual))  # a bound may be NaN
     chosen = is_rounding if WHOLE in heads else is_rounding[:, list(heads)]
     return bool(chosen.all())

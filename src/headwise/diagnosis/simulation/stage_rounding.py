@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.simulation.attention_model import BEFORE, Forced, distances
+from headwise.diagnosis.simulation.perturbed import PerturbedTensors
 from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.reference import share_heads
@@ -22,6 +23,8 @@ from headwise.reference import share_heads
 # Both sides round, and the frequencies and slopes of both may be float32.
 SIDES = 2
 DRAWS = 3
+FAR = 30  # times one draw's change: no three draws differ by as much
+PERTURBED = PerturbedTensors()
 FLOAT32 = torch.finfo(torch.float32).eps / 2
 WEIGHTS_OF = {
     "q": ("wq", "bq"),
@@ -39,11 +42,17 @@ WEIGHTS_OF = {
 
 def allowed(forced: Forced) -> Tensor:
     """Return the difference that rounding explains, of the shape of the stage."""
-    call, stage = forced.call, forced.stage
-    unit = torch.finfo(call.dtype).eps / 2
-    if all(before in call.stages for before in BEFORE[stage]) and _is_of_usual_shape(call, stage):
-        return SIDES * _BOUNDS[stage](forced, unit)
+    unit = torch.finfo(forced.call.dtype).eps / 2
+    if _has_formula(forced):
+        return SIDES * _BOUNDS[forced.stage](forced, unit)
     return SIDES * _by_perturbation(forced, unit)
+
+
+def _has_formula(forced: Forced) -> bool:
+    """True if all that the stage is made of was recorded, in its usual shape."""
+    call, stage = forced.call, forced.stage
+    is_recorded = all(before in call.stages for before in BEFORE[stage])
+    return is_recorded and _is_of_usual_shape(call, stage)
 
 
 def _is_of_usual_shape(call: RecordedCall, stage: str) -> bool:
@@ -54,35 +63,55 @@ def _is_of_usual_shape(call: RecordedCall, stage: str) -> bool:
     return (weights.shape[0], weights.shape[-1]) == (batch, call.key_positions.shape[1])
 
 
+def is_far_off(forced: Forced, apart: Tensor) -> bool:
+    """True if a difference is so much larger than rounding that one draw of it says so.
+
+    False where a formula bounds the stage, which costs little.
+    """
+    unit = torch.finfo(forced.call.dtype).eps / 2
+    if _has_formula(forced):
+        return False
+    change = _of_draw(forced, unit, 0).amax() + _terms(forced) * unit * forced.result().abs().amax()
+    return bool(apart.amax() > FAR * SIDES * change)
+
+
 def _by_perturbation(forced: Forced, unit: float) -> Tensor:
     """Return the largest change of a stage when all that it is made of changes by n u.
 
     Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
     (Higham 2002, section 3.1). Some draws of such factors stand for all.
     """
-    model, call, stage = forced.model, forced.call, forced.stage
-    terms = max(sum(x.shape[-2:]) for x in (*model.weights.values(), call.inputs.x) if x.dim() > 1)
-    generator = torch.Generator().manual_seed(0)
-
-    def moved(x: Tensor) -> Tensor:
-        share = torch.rand(x.shape, generator=generator) * 2 - 1
-        return x.double() * (1 + terms * unit * share.double())
-
-    used = _used_weights(call, stage)
     exact = forced.result()
-    largest = torch.zeros_like(exact)
-    for _ in range(DRAWS):
-        weights = {name: moved(x) if name in used else x for name, x in model.weights.items()}
-        inputs = replace(
-            call.inputs,
-            x=moved(call.inputs.x),
-            source=None if call.inputs.source is None else moved(call.inputs.source),
-        )
-        near = replace(call, inputs=inputs, stages={n: moved(x) for n, x in call.stages.items()})
-        other = replace(model, weights=weights, settings=_with_float32_angles(model.settings))
-        change = other.predict(stage, near) - exact
-        largest = torch.maximum(largest, change.abs().nan_to_num(0.0, posinf=0.0))
-    return largest.amax().expand_as(exact) + terms * unit * exact.abs().nan_to_num(0.0, posinf=0.0)
+    largest = torch.stack([_of_draw(forced, unit, draw).amax() for draw in range(DRAWS)]).amax()
+    own = _terms(forced) * unit * exact.abs().nan_to_num(0.0, posinf=0.0)
+    return largest.expand_as(exact) + own
+
+
+def _terms(forced: Forced) -> int:
+    """Return the number of products in the longest sum."""
+    tensors = (*forced.model.weights.values(), forced.call.inputs.x)
+    return max(sum(x.shape[-2:]) for x in tensors if x.dim() > 1)
+
+
+def _of_draw(forced: Forced, unit: float, draw: int) -> Tensor:
+    """Return the change of a stage when all that it is made of is moved once."""
+    model, call, stage = forced.model, forced.call, forced.stage
+    share = _terms(forced) * unit
+
+    def moved(x: Tensor, name: str) -> Tensor:
+        return PERTURBED.moved(x, name, draw, share)
+
+    used, source = _used_weights(call, stage), call.inputs.source
+    weights = {name: moved(x, name) if name in used else x for name, x in model.weights.items()}
+    inputs = replace(
+        call.inputs,
+        x=moved(call.inputs.x, "x"),
+        source=None if source is None else moved(source, "source"),
+    )
+    near = replace(call, inputs=inputs, stages={n: moved(x, n) for n, x in call.stages.items()})
+    other = replace(model, weights=weights, settings=_with_float32_angles(model.settings))
+    change = other.predict(stage, near) - forced.result()
+    return change.abs().nan_to_num(0.0, posinf=0.0)
 
 
 def _used_weights(call: RecordedCall, stage: str) -> set[str]:
