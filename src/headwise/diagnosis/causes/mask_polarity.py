@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from headwise.diagnosis.causes.caller_masks import has_masks, model_with_mask
+from headwise.diagnosis.causes.caller_masks import has_masks, model_with_mask, with_mask
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.attention_model import Forced
+
+# Numbers that hide a key when they are added to its score.
+LOWEST = (-1e4, -1e9, torch.finfo(torch.float32).min)
 
 
 class MaskPolarityCause(Cause):
@@ -39,7 +45,19 @@ class MaskPolarityCause(Cause):
     stages: ClassVar[tuple[str, ...]] = ("scores",)
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the inverted mask of the caller."""
+        """Return the inverted mask of the caller, and large numbers added where it is True."""
         if has_masks(evidence):
+            repair = "pass ~mask: True means may attend"
             model = model_with_mask(evidence, torch.logical_not)
-            yield Variant(model, {}, "pass ~mask: True means may attend")
+            yield Variant(model, {}, repair)
+            for number in LOWEST:
+                model = evidence.model.with_stage("scores", partial(_added, number))
+                yield Variant(model, {"added": number}, repair)
+
+
+def _added(number: float, forced: Forced) -> Tensor:
+    mask = forced.call.inputs.mask
+    if mask is None:
+        return forced.usual()
+    usual = with_mask(lambda _: None, forced).usual()
+    return usual + number * mask.to(usual.dtype)

@@ -83,8 +83,8 @@ def _by_perturbation(forced: Forced, unit: float) -> Tensor:
     """
     exact = forced.result()
     largest = torch.stack([_of_draw(forced, unit, draw).amax() for draw in range(DRAWS)]).amax()
-    own = _terms(forced) * unit * exact.abs().nan_to_num(0.0, posinf=0.0)
-    return largest.expand_as(exact) + own
+    last = _terms(forced) * unit * exact.abs().nan_to_num(0.0, posinf=0.0)
+    return largest.expand_as(exact) + last
 
 
 def _terms(forced: Forced) -> int:
@@ -168,6 +168,9 @@ def _scored(forced: Forced, unit: float) -> Tensor:
     q, keys, settings = forced["q after rotary"], forced.keys, forced.settings
     sizes = q.abs() @ share_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.scale)
     bound = (q.shape[-1] + 8) * unit * sizes
+    scores = forced.result()
+    if scores.shape == bound.shape:  # numbers that are added to products round at their size
+        bound = bound + 8 * unit * scores.abs().nan_to_num(0.0, posinf=0.0)
     if settings.slopes is not None:
         bias = settings.slopes.abs()[:, None, None] * distances(forced.call).abs()
         bound = bound + (8 * unit + FLOAT32) * bias
