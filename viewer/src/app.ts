@@ -1,0 +1,253 @@
+/** The page: what is chosen, the data of it, and the parts that draw it. */
+
+import type { Layer, Meta, Received, Scan, Statistic } from "./contract";
+import { allHeads, statisticOf } from "./heads";
+import type { Lit } from "./top_keys";
+import { Light, type Lights } from "./light";
+import { type HeadId, type HeadMap, Thumbnails, difference, loadMap, sameHead } from "./maps";
+import type { Source } from "./source";
+import { type State, WHOLE, fromHash, toHash } from "./state";
+import { Text } from "./text";
+import { type TopKeys, loadTopKeys } from "./top_keys";
+
+/** What is shown of the chosen head; null where the scan does not have it. */
+export interface Loaded {
+  a: HeadMap | null;
+  b: HeadMap | null;
+  /** A, B or A − B, as the mode says. */
+  map: HeadMap | null;
+  top: TopKeys | null;
+  queries: Text | null;
+  keys: Text | null;
+  received: Received;
+  profiles: Float32Array;
+  thumbnails: Thumbnails;
+}
+
+export interface Part {
+  /** Draw the state; `loaded` is null while the data of another head is on its way. */
+  update(loaded: Loaded | null): void;
+}
+
+type Change = "push" | "replace";
+
+export class App {
+  state: State;
+  loaded: Loaded | null = null;
+  /** The token under the pointer; it takes the place of the pinned one. */
+  hovered: { token: number; direction: State["direction"] } | null = null;
+  readonly light: Light;
+  readonly parts: Part[] = [];
+  /** Told of each change of the state; the notebook's widget follows it. */
+  onChange: () => void = () => undefined;
+  /** Told when the lit tokens change, which may be at every move of the pointer. */
+  onLight: (lights: Lights) => void = () => undefined;
+  private epoch = 0;
+
+  constructor(
+    readonly source: Source,
+    private readonly keepsAddress: boolean,
+  ) {
+    this.state = this.firstState(0);
+    if (keepsAddress) {
+      this.state = this.repaired(fromHash(location.hash));
+      window.addEventListener("hashchange", () => {
+        if (location.hash !== this.address) this.set(this.repaired(fromHash(location.hash)), "replace");
+      });
+    }
+    this.light = new Light(this);
+  }
+
+  // ---- what is chosen ---------------------------------------------------------------------------
+
+  get meta(): Meta {
+    return this.source.reports[this.state.report] as Meta;
+  }
+
+  get scan(): Scan {
+    return this.meta.scans[0] as Scan;
+  }
+
+  get layer(): Layer | null {
+    return this.scan.layers[this.state.layer] ?? null;
+  }
+
+  get statistic(): Statistic | null {
+    return statisticOf(this.scan, this.state.statistic);
+  }
+
+  get chosen(): HeadId {
+    return { scan: 0, layer: this.state.layer, head: this.state.head };
+  }
+
+  /** The head whose tokens are lit: B in mode B, else A. */
+  get shown(): HeadId {
+    return this.state.mode === "B" && this.state.other ? this.state.other : this.chosen;
+  }
+
+  get shownLayer(): Layer | null {
+    return this.meta.scans[this.shown.scan]?.layers[this.shown.layer] ?? null;
+  }
+
+  /** Return a head's name, with the scan's where there are two. */
+  nameOf(id: HeadId): string {
+    const name = `layer ${id.layer}, head ${id.head}`;
+    return this.meta.scans.length > 1 ? `${name}, ${this.meta.scans[id.scan]?.name ?? ""}` : name;
+  }
+
+  private firstState(report: number): State {
+    const scan = this.source.reports[report]?.scans[0];
+    const standout = scan?.standouts[0];
+    const layer = standout?.layer ?? Math.max(0, scan?.layers.findIndex((each) => each.heads.length) ?? 0);
+    return {
+      report,
+      statistic: standout?.statistic ?? scan?.statistics[0]?.name ?? "",
+      layer,
+      head: standout?.head ?? scan?.layers[layer]?.heads[0] ?? 0,
+      order: "layers",
+      filter: "",
+      other: null,
+      mode: "A",
+      sequence: 0,
+      token: null,
+      direction: "keys",
+      zoom: WHOLE,
+      tab: "map",
+      search: "",
+    };
+  }
+
+  /** Return a whole state from the parts of an address; what the report does not have is left out. */
+  private repaired(given: Partial<State>): State {
+    const report = given.report !== undefined && this.source.reports[given.report] ? given.report : 0;
+    const first = this.firstState(report);
+    const state = { ...first, ...given, report };
+    const scans = this.source.reports[report]?.scans ?? [];
+    const has = (id: HeadId): boolean => !!scans[id.scan]?.layers[id.layer]?.heads.includes(id.head);
+    if (!has({ scan: 0, layer: state.layer, head: state.head })) {
+      state.layer = first.layer;
+      state.head = first.head;
+    }
+    if (!scans[0] || !statisticOf(scans[0], state.statistic)) state.statistic = first.statistic;
+    if (state.other && !has(state.other)) state.other = null;
+    if (!state.other) state.mode = "A";
+    state.zoom = state.zoom[0] >= 1 ? state.zoom : WHOLE;
+    return state;
+  }
+
+  private get address(): string {
+    return toHash(this.state, this.firstState(this.state.report));
+  }
+
+  // ---- changes ----------------------------------------------------------------------------------
+
+  /** Change the state, draw it, and put it into the address. */
+  set(change: Partial<State>, how: Change = "push"): void {
+    const before = this.state;
+    this.state = { ...before, ...change };
+    if (!this.state.other) this.state.mode = "A";
+    this.hovered = null;
+    if (this.keepsAddress && this.address !== location.hash) {
+      if (how === "push") location.hash = this.address;
+      else history.replaceState(null, "", this.address);
+    }
+    void this.refresh();
+    this.onChange();
+  }
+
+  choose(id: { layer: number; head: number }, statistic: string = this.state.statistic): void {
+    const layer = this.scan.layers[id.layer];
+    const isOtherText = layer?.query_text !== this.layer?.query_text;
+    this.set({ ...id, statistic, zoom: WHOLE, ...(isOtherText ? { token: null, sequence: 0 } : {}) });
+  }
+
+  compareWith(other: HeadId | null): void {
+    const isItself = other !== null && sameHead(other, this.chosen);
+    this.set({ other: isItself ? null : other, mode: other && !isItself ? "diff" : "A", zoom: WHOLE });
+  }
+
+  /** Choose another report: the address is that of its first view. */
+  chooseReport(report: number): void {
+    this.set(this.firstState(report));
+  }
+
+  /** Pin a token of the sequence, or unpin it if it is pinned. */
+  pin(token: number | null, direction: State["direction"] = this.state.direction): void {
+    const isSame = token === this.state.token && direction === this.state.direction;
+    this.set({ token: isSame ? null : token, direction });
+  }
+
+  /** Preview a token; null goes back to the pinned one. */
+  hover(token: number | null, direction: State["direction"] = this.state.direction): void {
+    if (this.hovered?.token === (token ?? undefined) && this.hovered?.direction === direction) return;
+    this.hovered = token === null ? null : { token, direction };
+    this.light.update();
+  }
+
+  // ---- data -------------------------------------------------------------------------------------
+
+  async refresh(): Promise<void> {
+    const epoch = ++this.epoch;
+    const loading = this.load();
+    // What is cached arrives within a few microtasks; draw once then.
+    const loaded = await loading;
+    if (epoch !== this.epoch) return;
+    this.loaded = loaded;
+    for (const part of this.parts) part.update(loaded);
+    this.light.update();
+  }
+
+  private async load(): Promise<Loaded> {
+    const { source, state } = this;
+    const { report, other } = state;
+    const [a, b, top, queries, keys, received, profile, thumbs] = await Promise.all([
+      loadMap(source, report, this.chosen),
+      other ? loadMap(source, report, other) : null,
+      loadTopKeys(source, report, this.shown),
+      this.loadText(this.shownLayer?.query_text ?? null),
+      this.loadText(this.shownLayer?.key_text ?? null),
+      this.scan.received ? source.received(report, 0) : ([] as Received),
+      this.scan.reach === null ? new Uint8Array() : source.bytes(report, "0/profile"),
+      source.bytes(report, "0/thumbs"),
+    ]);
+    const shown = { A: a, B: b, diff: a && b ? difference(a, b) : null }[state.mode];
+    const profiles = new Float32Array(profile.slice().buffer);
+    return {
+      a, b, map: shown, top, queries, keys, received, profiles,
+      thumbnails: new Thumbnails(this.scan, thumbs),
+    };
+  }
+
+  private readonly texts = new Map<string, Promise<Text>>();
+
+  private loadText(index: number | null): Promise<Text | null> {
+    const { scan } = this.shown;
+    const stream = index === null ? undefined : this.meta.scans[scan]?.texts[index];
+    if (!stream || index === null) return Promise.resolve(null);
+    const key = `${this.state.report}/${scan}/${index}`;
+    let text = this.texts.get(key);
+    if (!text) {
+      text = this.source.words(this.state.report, scan, index).then((words) => new Text(stream, words));
+      this.texts.set(key, text);
+    }
+    return text;
+  }
+
+  // ---- for tests and for a reader of the console --------------------------------------------------
+
+  /** Return what the page shows, as plain data. */
+  dump(): Record<string, unknown> {
+    const { lights } = this.light;
+    return {
+      ...this.state,
+      chosen: this.nameOf(this.chosen),
+      shown: this.nameOf(this.shown),
+      heads: allHeads(this.scan, this.statistic).length,
+      badge: this.light.badge,
+      lit: { what: lights.what, exact: lights.exact, entries: lights.entries },
+      parts: Object.assign({}, ...this.parts.map((part) => ("dump" in part ? (part.dump as () => object)() : {}))),
+    };
+  }
+}
+
+export type { Lit };

@@ -1,0 +1,42 @@
+/** Colour scales: viridis for weights, brown to teal around zero for differences. */
+
+import { interpolateBrBG, interpolateViridis } from "d3-scale-chromatic";
+
+export type RGB = [red: number, green: number, blue: number];
+
+const STEPS = 256;
+
+function palette(interpolate: (position: number) => string): RGB[] {
+  return Array.from({ length: STEPS }, (_, n) => parse(interpolate(n / (STEPS - 1))));
+}
+
+function parse(colour: string): RGB {
+  if (colour.startsWith("#")) {
+    return [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16)) as RGB;
+  }
+  return (colour.match(/\d+/g) ?? []).slice(0, 3).map(Number) as RGB;
+}
+
+const VIRIDIS = palette(interpolateViridis);
+const DIVERGING = palette(interpolateBrBG);
+
+const step = (position: number): number =>
+  Math.round(Math.min(1, Math.max(0, position)) * (STEPS - 1));
+
+/** Return the colour of a position from 0 to 1. */
+export const viridis = (position: number): RGB => VIRIDIS[step(position)] as RGB;
+
+/** Return the colour of a position from −1 to 1; 0 is the neutral middle. */
+export const diverging = (position: number): RGB => DIVERGING[step((position + 1) / 2)] as RGB;
+
+export const css = ([red, green, blue]: RGB): string => `rgb(${red} ${green} ${blue})`;
+
+/** Return black or white, by the larger contrast (relative luminance of WCAG 2). */
+export function ink(colour: RGB): "#000" | "#fff" {
+  const [red, green, blue] = colour.map((channel) => {
+    const part = channel / 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  }) as RGB;
+  const luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  return (luminance + 0.05) ** 2 > 0.05 * 1.05 ? "#000" : "#fff";
+}

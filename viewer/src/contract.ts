@@ -1,0 +1,85 @@
+/** The data of a page, as `headwise.reports` writes it. Indices count from 0. */
+
+export type Kind = "weight" | "share" | "range";
+
+export interface TextStream {
+  name: string;
+  lengths: number[];
+  names: string[];
+}
+
+export interface Layer {
+  name: string;
+  kind: "self" | "cross";
+  num_heads: number;
+  heads: number[];
+  query_text: number | null;
+  key_text: number | null;
+  map: [rows: number, cols: number] | null;
+  blank: number[];
+  top: number[];
+}
+
+export interface Statistic {
+  name: string;
+  label: string;
+  heading: string;
+  unit: string;
+  formula: string;
+  excluded: string;
+  source: string;
+  kind: Kind;
+  low: number;
+  high: number;
+  middle: number | null;
+  first: boolean;
+  rows: (number | null)[][];
+}
+
+export interface Standout {
+  layer: number;
+  head: number;
+  statistic: string;
+  sentence: string;
+}
+
+export interface Scan {
+  name: string;
+  model: string;
+  sequences: number;
+  tokens: number;
+  texts: TextStream[];
+  layers: Layer[];
+  ranks: number;
+  reach: number | null;
+  received: boolean;
+  statistics: Statistic[];
+  standouts: Standout[];
+}
+
+export interface Meta {
+  version: 1;
+  headwise: string;
+  title: string;
+  about: string;
+  read: string;
+  chosen: string;
+  notes: string[];
+  missing: string[];
+  rule: string;
+  command: string | null;
+  scans: Scan[];
+  matched: number[][] | null;
+}
+
+/** A page holds one report, or several to choose from. */
+export type PageMeta = Meta | { reports: Meta[] };
+
+/** The words of a text stream; `ids` index `words`. */
+export interface Words {
+  words: string[];
+  ids: number[];
+}
+
+/** For each layer and head: the keys that receive most, as [key, word, weight]. */
+export type Received = [key: number, word: string, weight: number][][][];

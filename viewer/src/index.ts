@@ -1,0 +1,111 @@
+/** The viewer: of a page that `headwise` wrote, or of a notebook's widget. */
+
+import { App } from "./app";
+import type { PageMeta } from "./contract";
+import { button, element } from "./dom";
+import { nameOf } from "./heads";
+import { Export } from "./parts/export";
+import { Compare, Facts } from "./parts/facts";
+import { Grid } from "./parts/grid";
+import { Header } from "./parts/header";
+import { Keys } from "./parts/keys";
+import { MapPart } from "./parts/map";
+import { Search } from "./parts/search";
+import { TextPane } from "./parts/text_pane";
+import { Source, pageBlobs } from "./source";
+import type { Tab } from "./state";
+import { type WidgetModel, followWidget, widgetSource } from "./widget";
+
+const TABS: [Tab, string][] = [["heads", "Heads"], ["map", "Map"], ["facts", "Facts"], ["text", "Text"]];
+
+/** Build the app in an element. */
+function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): void {
+  const search = new Search(app);
+  const keys = new Keys(app, search);
+  const tools = element("div", { class: "tools" });
+  const compare = new Compare(app, tools);
+  const map = new MapPart(app, compare.root);
+  tools.append(new Export(app, map).root, keys.opener);
+  const header = new Header(app, command(app));
+  const grid = new Grid(app);
+  const facts = new Facts(app);
+  const text = new TextPane(app, search.root);
+  const tabs = tabList(app, root);
+  const parts = [header.root, tabs.root, grid.root, map.root, facts.root, text.root, keys.dialog];
+  root.replaceChildren(element("div", { class: "app" }, ...parts));
+  app.parts.push(header, tabs, grid, compare, map, facts, search, text);
+  app.onLight = (lights) => {
+    map.lit(lights);
+    text.lit(lights);
+  };
+  keys.listen(keysOf);
+}
+
+/** The command that stores the top keys of the chosen head, if the page does not hold them. */
+function command(app: App): HTMLElement {
+  const code = element("code");
+  const copy = button("copy", {}, () => void navigator.clipboard?.writeText(code.textContent ?? ""));
+  const root = element("details", { class: "command" }, element("summary", {}, "single tokens of this head"), code, copy);
+  app.parts.push({
+    update: () => {
+      const { layer, meta, state } = app;
+      root.hidden = !meta.command || !layer || layer.top.includes(state.head);
+      code.textContent = meta.command?.replace("{heads}", nameOf(state)) ?? "";
+    },
+  });
+  return root;
+}
+
+function tabList(app: App, root: HTMLElement): { root: HTMLElement; update(): void } {
+  const list = element("div", { class: "tabs", role: "group", "aria-label": "parts of the page" });
+  for (const [tab, words] of TABS) {
+    const choice = button(words, {}, () => app.set({ tab }, "replace"));
+    choice.dataset["tab"] = tab;
+    list.append(choice);
+  }
+  return {
+    root: list,
+    update: () => {
+      root.dataset["tab"] = app.state.tab;
+      for (const choice of list.querySelectorAll("button")) {
+        choice.setAttribute("aria-pressed", String(choice.dataset["tab"] === app.state.tab));
+      }
+    },
+  };
+}
+
+// ---- a page ----------------------------------------------------------------------------------------
+
+declare global {
+  interface Window {
+    headwise?: { state(): Record<string, unknown>; app: App };
+  }
+}
+
+async function startPage(root: HTMLElement, meta: PageMeta): Promise<void> {
+  const app = new App(new Source(meta, pageBlobs(document)), true);
+  root.classList.add("page");
+  mount(root, app, document);
+  window.headwise = { state: () => app.dump(), app };
+  await app.refresh();
+  performance.mark("headwise-ready");
+}
+
+const pageRoot = document.querySelector<HTMLElement>("#headwise");
+const pageMeta = document.querySelector("#headwise-meta")?.textContent;
+if (pageRoot && pageMeta) void startPage(pageRoot, JSON.parse(pageMeta) as PageMeta);
+
+// ---- a notebook ------------------------------------------------------------------------------------
+
+/** Called by anywidget for each view of the widget. */
+function render({ model, el }: { model: WidgetModel; el: HTMLElement }): void {
+  const app = new App(widgetSource(model), false);
+  const root = element("div", { class: "headwise" });
+  root.style.height = `${Number(model.get("height")) || 800}px`;
+  el.append(root);
+  mount(root, app, root);
+  followWidget(model, app);
+  void app.refresh();
+}
+
+export default { render };

@@ -1,0 +1,144 @@
+/** The tokens that are lit: what a token looks at, or what looks at it, and how exactly. */
+
+import type { App } from "./app";
+import { percent } from "./format";
+import { blockOfToken, tokensOfBlock, tokensPerBlock } from "./maps";
+import type { ExactRow } from "./source";
+import type { Direction } from "./state";
+
+/** Lit tokens from first to last, with a weight: of one token, or of a block of tokens. */
+export interface Entry {
+  first: number;
+  last: number;
+  weight: number;
+}
+
+export interface Lights {
+  /** The token that looks, or is looked at; null if none is pinned or under the pointer. */
+  token: number | null;
+  what: Direction;
+  entries: Entry[];
+  /** "row": every weight, from the kernel; "top": the stored largest; "block": blocks of tokens. */
+  exact: "row" | "top" | "block" | "none";
+}
+
+const DARK: Lights = { token: null, what: "keys", entries: [], exact: "none" };
+
+export class Light {
+  lights: Lights = DARK;
+  badge = "";
+  private readonly rows = new Map<string, ExactRow | "waiting" | "refused">();
+
+  constructor(private readonly app: App) {}
+
+  update(): void {
+    const { app } = this;
+    const token = app.hovered?.token ?? app.state.token;
+    const what = app.hovered?.direction ?? app.state.direction;
+    this.lights = token === null ? { ...DARK, what } : this.of(token, what);
+    this.badge = this.words();
+    app.onLight(this.lights);
+  }
+
+  private of(token: number, what: Direction): Lights {
+    const { app } = this;
+    const text = what === "keys" ? app.loaded?.queries : app.loaded?.keys;
+    if (app.loaded && text && token >= text.lengthOf(app.state.sequence)) return { ...DARK, what };
+    const row = what === "keys" ? this.exactRow(token) : null;
+    if (row) return { token, what, entries: row, exact: "row" };
+    return this.fromTopKeys(token, what) ?? this.fromMap(token, what) ?? { ...DARK, token, what };
+  }
+
+  private fromTopKeys(token: number, what: Direction): Lights | null {
+    const { loaded, state } = this.app;
+    if (!loaded?.top || !loaded.queries || state.mode === "diff") return null;
+    const first = loaded.queries.first[state.sequence] ?? 0;
+    const lit =
+      what === "keys"
+        ? loaded.top.keysOf(first + token)
+        : loaded.top.queriesOf(token, first, loaded.queries.lengthOf(state.sequence));
+    const entries = lit.map(([at, weight]) => ({ first: at, last: at, weight }));
+    return { token, what, entries, exact: "top" };
+  }
+
+  private fromMap(token: number, what: Direction): Lights | null {
+    const { loaded } = this.app;
+    const map = loaded?.map;
+    const [queries, keys] = this.lengths();
+    if (!map || !queries || !keys) return null;
+    const isRow = what === "keys";
+    const [blocks, length] = isRow ? [map.rows, queries] : [map.cols, keys];
+    const [others, spread] = isRow ? [map.cols, keys] : [map.rows, queries];
+    const block = blockOfToken(token, blocks, length);
+    const entries: Entry[] = [];
+    for (let other = 0; other < others; other++) {
+      const weight = map.values[isRow ? block * map.cols + other : other * map.cols + block] ?? 0;
+      const [first, last] = tokensOfBlock(other, others, spread);
+      if (weight !== 0 && last >= first) entries.push({ first, last, weight });
+    }
+    entries.sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
+    return { token, what, entries, exact: "block" };
+  }
+
+  /** Return every weight of a query if the kernel has sent it, and ask for it if not. */
+  private exactRow(token: number): Entry[] | null {
+    const { app } = this;
+    const ask = app.source.exactRow;
+    if (!ask || app.state.mode === "diff") return null;
+    const { scan, layer, head } = app.shown;
+    const key = [app.state.report, scan, layer, head, app.state.sequence, token].join();
+    const known = this.rows.get(key);
+    if (typeof known === "object") {
+      return known.keys.map((at, n) => ({ first: at, last: at, weight: known.weights[n] ?? 0 }));
+    }
+    // Rows of hovered tokens would be asked for faster than they can be computed.
+    if (known === undefined && app.hovered === null) {
+      this.rows.set(key, "waiting");
+      ask(scan, layer, head, app.state.sequence, token).then(
+        (row) => {
+          this.rows.set(key, row);
+          this.update();
+        },
+        () => this.rows.set(key, "refused"),
+      );
+    }
+    return null;
+  }
+
+  /** The lengths of the shown sequence as queries and as keys; the scan's tokens without a text. */
+  lengths(): [queries: number, keys: number] {
+    const { loaded, state, scan } = this.app;
+    const average = scan.sequences ? Math.round(scan.tokens / scan.sequences) : 0;
+    return [
+      loaded?.queries?.lengthOf(state.sequence) ?? average,
+      loaded?.keys?.lengthOf(state.sequence) ?? average,
+    ];
+  }
+
+  /** Return what one cell of the map is, in words: "blocks of 128 tokens". */
+  resolution(): string {
+    const map = this.app.loaded?.map;
+    if (!map) return "no map of this head";
+    const [queries, keys] = this.lengths();
+    const sequences = this.app.scan.sequences;
+    const mean = sequences > 1 ? `, mean of ${sequences} sequences` : "";
+    if (map.rows === queries && map.cols === keys) return `one token a cell${mean}`;
+    const [down, across] = [tokensPerBlock(map.rows, queries), tokensPerBlock(map.cols, keys)];
+    const size = down === across ? down : `${down} queries by ${across} keys`;
+    return `blocks of ${size}${down === across ? " tokens" : ""}${mean}`;
+  }
+
+  private words(): string {
+    const { lights } = this;
+    const map = `Map: ${this.resolution()}.`;
+    if (lights.token === null || lights.exact === "none") return map;
+    if (lights.exact === "row") return `${map} Token: every weight, computed by the kernel.`;
+    const ranks = this.app.scan.ranks;
+    const total = lights.entries.reduce((sum, { weight }) => sum + weight, 0);
+    if (lights.exact === "top" && lights.what === "keys") {
+      return `${map} Token: its ${lights.entries.length} largest weights, ${percent(total)} of all.`;
+    }
+    if (lights.exact === "top") return `${map} Token: the queries that have it among their ${ranks} largest weights.`;
+    return `${map} Token: its block, since this page holds no single tokens of this head.`;
+  }
+}

@@ -1,0 +1,118 @@
+/** Maps of heads in blocks of tokens: values, ranges of tokens, differences, likeness. */
+
+import type { Layer, Scan } from "./contract";
+import type { Source } from "./source";
+
+export interface HeadId {
+  scan: number;
+  layer: number;
+  head: number;
+}
+
+export const sameHead = (a: HeadId, b: HeadId): boolean =>
+  a.scan === b.scan && a.layer === b.layer && a.head === b.head;
+
+/** A map of rows (blocks of queries) by columns (blocks of keys). */
+export interface HeadMap {
+  rows: number;
+  cols: number;
+  /** Row by row: weights from 0 to 1, or differences from −1 to 1. */
+  values: Float32Array;
+}
+
+export const positionOf = (layer: Layer, head: number): number => layer.heads.indexOf(head);
+
+/** Weights of the 256 stored steps: a byte is the rounded square root. */
+export const WEIGHTS = Float32Array.from({ length: 256 }, (_, step) => (step / 255) ** 2);
+
+/** Return the map of a head, or null if the scan has none. */
+export async function loadMap(source: Source, report: number, id: HeadId): Promise<HeadMap | null> {
+  const layer = source.reports[report]?.scans[id.scan]?.layers[id.layer];
+  if (!layer?.map) return null;
+  const [rows, cols] = layer.map;
+  const position = positionOf(layer, id.head);
+  if (position < 0 || layer.blank.includes(position)) return null;
+  const bytes = await source.bytes(report, `${id.scan}/map/${id.layer}`);
+  const size = rows * cols;
+  const own = bytes.subarray(position * size, (position + 1) * size);
+  return own.length === size ? { rows, cols, values: Float32Array.from(own, (b) => WEIGHTS[b] ?? 0) } : null;
+}
+
+/** Return A − B, or null if the blocks are not the same. */
+export function difference(a: HeadMap, b: HeadMap): HeadMap | null {
+  if (a.rows !== b.rows || a.cols !== b.cols) return null;
+  return { ...a, values: a.values.map((value, at) => value - (b.values[at] ?? 0)) };
+}
+
+/** Return the first and the last of n tokens in a block: those i with floor(blocks * i / n) = block. */
+export function tokensOfBlock(block: number, blocks: number, n: number): [number, number] {
+  return [Math.ceil((block * n) / blocks), Math.ceil(((block + 1) * n) / blocks) - 1];
+}
+
+export const blockOfToken = (token: number, blocks: number, n: number): number =>
+  Math.min(blocks - 1, Math.floor((token * blocks) / n));
+
+/** Return the number of tokens in a block in words: "128", or "2 to 3". */
+export function tokensPerBlock(blocks: number, n: number): string {
+  const least = Math.floor(n / blocks);
+  const most = Math.ceil(n / blocks);
+  return least === most || least === 0 ? String(most) : `${least} to ${most}`;
+}
+
+// ---- thumbnails and likeness ---------------------------------------------------------------------
+
+export const THUMB = 16;
+const CELLS = THUMB * THUMB;
+
+/** The pooled maps of all heads of a scan, in the order of layers and heads. */
+export class Thumbnails {
+  private readonly first: number[] = [];
+
+  constructor(
+    private readonly scan: Scan,
+    private readonly bytes: Uint8Array,
+  ) {
+    let total = 0;
+    for (const layer of scan.layers) {
+      this.first.push(total);
+      total += layer.heads.length;
+    }
+  }
+
+  /** Return 16 x 16 bytes, each a rounded square root of a weight; null without a map. */
+  of(layer: number, head: number): Uint8Array | null {
+    const record = this.scan.layers[layer];
+    if (!record?.map) return null;
+    const position = positionOf(record, head);
+    if (position < 0 || record.blank.includes(position)) return null;
+    const at = ((this.first[layer] ?? 0) + position) * CELLS;
+    const own = this.bytes.subarray(at, at + CELLS);
+    return own.length === CELLS ? own : null;
+  }
+
+  /**
+   * Return the heads whose pooled maps differ least from this one. The distance is the share of
+   * the weight that lies elsewhere: half the sum of |a − b| over keys, the mean over queries.
+   */
+  mostSimilar(layer: number, head: number, n: number): { layer: number; head: number; distance: number }[] {
+    const reference = this.of(layer, head);
+    if (!reference) return [];
+    const all: { layer: number; head: number; distance: number }[] = [];
+    this.scan.layers.forEach((record, index) => {
+      for (const other of record.heads) {
+        if (index === layer && other === head) continue;
+        const bytes = this.of(index, other);
+        if (bytes) all.push({ layer: index, head: other, distance: elsewhere(reference, bytes) });
+      }
+    });
+    return all.sort((a, b) => a.distance - b.distance).slice(0, n);
+  }
+}
+
+function elsewhere(a: Uint8Array, b: Uint8Array): number {
+  let total = 0;
+  for (let at = 0; at < CELLS; at++) {
+    total += Math.abs((WEIGHTS[a[at] ?? 0] ?? 0) - (WEIGHTS[b[at] ?? 0] ?? 0));
+  }
+  return total / (2 * THUMB);
+}

@@ -1,0 +1,288 @@
+/** The chosen head in numbers: facts, place among all heads, offsets, definition, likeness. */
+
+import { scaleLinear } from "d3-scale";
+import type { App, Loaded, Part } from "../app";
+import type { Statistic } from "../contract";
+import { css, viridis } from "../colours";
+import { button, element, fitCanvas, rovingFocus, select } from "../dom";
+import { count, long, percent, visible } from "../format";
+import { allHeads, nameOf, rankOf, scalePosition, valueOf } from "../heads";
+import { type HeadId, positionOf } from "../maps";
+import { thumbnail } from "./grid";
+
+const SVG = "http://www.w3.org/2000/svg";
+const MOST_SIMILAR = 5;
+const PROFILE = { width: 264, height: 84, left: 4, bottom: 14 };
+
+export class Facts implements Part {
+  readonly root = element("section", { class: "facts", "aria-label": "the chosen head" });
+  private readonly title = element("h2");
+  private readonly list = element("dl", { "data-part": "facts" });
+  private readonly place = element("canvas", { class: "place", role: "img" });
+  private readonly profile = element("div", { class: "profile", "data-part": "profile" });
+  private readonly zoomY = element("input", { type: "checkbox" });
+  private readonly received = element("p", { class: "small", "data-part": "received" });
+  private readonly similar = element("div", { class: "similar", "data-part": "similar", role: "group", "aria-label": "most similar heads" });
+  private readonly definition = element("div", { class: "small", "data-part": "definition" });
+  private drawn = "";
+
+  constructor(private readonly app: App) {
+    this.zoomY.addEventListener("change", () => this.draw(app.loaded));
+    this.root.append(
+      this.title,
+      this.list,
+      this.place,
+      element("div", { class: "line" }, element("h3", {}, "Weight by offset"), element("label", { class: "small" }, this.zoomY, " zoom y")),
+      this.profile,
+      this.received,
+      element("h3", {}, "Most similar heads"),
+      this.similar,
+      this.definition,
+    );
+    rovingFocus(this.similar, () => 1);
+  }
+
+  update(loaded: Loaded | null): void {
+    const { state } = this.app;
+    const key = JSON.stringify([state.report, state.layer, state.head, state.statistic, state.other, state.mode]);
+    if (loaded && key !== this.drawn) {
+      this.drawn = key;
+      this.draw(loaded);
+    }
+  }
+
+  private draw(loaded: Loaded | null): void {
+    if (!loaded) return;
+    const { state, statistic, layer } = this.app;
+    this.title.textContent = `Layer ${state.layer}, head ${state.head}`;
+    this.title.title = layer?.name ?? "";
+    this.drawList();
+    this.drawPlace(statistic);
+    this.drawProfile(loaded);
+    this.drawReceived(loaded);
+    this.drawSimilar(loaded);
+    this.drawDefinition(statistic);
+  }
+
+  // ---- numbers ----------------------------------------------------------------------------------
+
+  private drawList(): void {
+    const { app } = this;
+    const { scan, statistic, layer } = app;
+    const shown = scan.statistics.filter((each) => each.first || each === statistic);
+    const rows = shown.flatMap((each) => {
+      const value = valueOf(scan, each.name, app.state.layer, app.state.head);
+      const row = element("dd", {}, long(each, value), this.rank(each, value));
+      if (app.state.other) row.append(element("span", { class: "versus" }, ` B: ${long(each, this.valueOfOther(each.name))}`));
+      return [element("dt", { class: each === statistic ? "current" : "" }, each.label), row];
+    });
+    const kind = layer?.kind === "cross" ? [element("dt", {}, "kind"), element("dd", {}, "cross attention")] : [];
+    this.list.replaceChildren(...kind, ...rows);
+  }
+
+  private rank(statistic: Statistic, value: number | null): HTMLElement | null {
+    if (value === null) return null;
+    const [rank, of] = rankOf(allHeads(this.app.scan, statistic), value);
+    return of > 1 ? element("span", { class: "soft" }, ` · ${ordinal(rank)} of ${count(of)}`) : null;
+  }
+
+  private valueOfOther(name: string): number | null {
+    const other = this.app.state.other as HeadId;
+    const scan = this.app.meta.scans[other.scan];
+    return scan ? valueOf(scan, name, other.layer, other.head) : null;
+  }
+
+  /** Draw a line for each head at its value, and the chosen head's line over all. */
+  private drawPlace(statistic: Statistic | null): void {
+    const value = statistic && valueOf(this.app.scan, statistic.name, this.app.state.layer, this.app.state.head);
+    this.place.hidden = !statistic || value === null;
+    if (!statistic || value === null) return;
+    const width = this.root.clientWidth || 280;
+    const context = fitCanvas(this.place, width, 26);
+    const x = (each: number): number => 3 + scalePosition(statistic, each) * (width - 6);
+    context.globalAlpha = 0.45;
+    for (const head of allHeads(this.app.scan, statistic)) {
+      if (head.value === null) continue;
+      context.fillStyle = getComputedStyle(this.root).color;
+      context.fillRect(x(head.value), 10, 1, 14);
+    }
+    context.globalAlpha = 1;
+    context.fillStyle = css(viridis(scalePosition(statistic, value)));
+    context.fillRect(x(value) - 2.5, 2, 5, 24);
+    context.strokeStyle = getComputedStyle(this.root).color;
+    context.strokeRect(x(value) - 2.5, 2.5, 5, 23);
+    const [rank, of] = rankOf(allHeads(this.app.scan, statistic), value);
+    this.place.setAttribute("aria-label", `${statistic.label} of all ${of} heads; this one is ${ordinal(rank)}`);
+  }
+
+  // ---- offsets ----------------------------------------------------------------------------------
+
+  private offsets(loaded: Loaded, layer: number, head: number): Float32Array | null {
+    const { scan } = this.app;
+    const record = scan.layers[layer];
+    if (scan.reach === null || !record) return null;
+    const size = 2 * scan.reach + 2;
+    const before = scan.layers.slice(0, layer).reduce((sum, each) => sum + each.heads.length, 0);
+    const at = (before + positionOf(record, head)) * size;
+    const values = loaded.profiles.subarray(at, at + size);
+    return values.length === size && values.some((value) => !Number.isNaN(value)) ? values : null;
+  }
+
+  private drawProfile(loaded: Loaded): void {
+    const { state, scan } = this.app;
+    const values = this.offsets(loaded, state.layer, state.head);
+    const reach = scan.reach ?? 0;
+    if (!values) {
+      this.profile.replaceChildren(element("p", { class: "soft small" }, "No offsets: the scan has no profile of this head."));
+      return;
+    }
+    const weights = [...values.subarray(0, 2 * reach + 1)];
+    const most = Math.max(...weights.filter((value) => !Number.isNaN(value)), 0);
+    const top = this.zoomY.checked ? Math.max(most, 1e-6) : 1;
+    const y = scaleLinear([0, top], [PROFILE.height - PROFILE.bottom, 2]);
+    const step = (PROFILE.width - 2 * PROFILE.left) / weights.length;
+    const svg = document.createElementNS(SVG, "svg");
+    svg.setAttribute("viewBox", `0 0 ${PROFILE.width} ${PROFILE.height}`);
+    svg.setAttribute("role", "img");
+    const best = weights.indexOf(most) - reach;
+    svg.setAttribute("aria-label", `weight by offset; the most is ${percent(most)} at ${signed(best)}`);
+    weights.forEach((value, n) => {
+      if (Number.isNaN(value)) return;
+      const bar = document.createElementNS(SVG, "rect");
+      const size = Math.max(value > 0 ? 0.75 : 0, y(0) - y(value));
+      attributes(bar, { x: PROFILE.left + n * step + 0.5, y: y(0) - size, width: step - 1, height: size });
+      svg.append(bar);
+    });
+    const texts: [number, string, string][] = [
+      [PROFILE.left, "start", signed(-reach)], [PROFILE.width / 2, "middle", "own position"], [PROFILE.width - PROFILE.left, "end", signed(reach)],
+    ];
+    for (const [x, anchor, words] of texts) svg.append(svgText(x, PROFILE.height - 2, anchor, words));
+    svg.append(svgText(PROFILE.left, 10, "start", percent(top)));
+    const outside = Math.max(0, 1 - (values[2 * reach + 1] ?? 0));
+    this.profile.replaceChildren(
+      svg,
+      element("p", { class: "small" }, `Most: ${percent(most)} at ${signed(best)}. Outside these offsets: ${percent(outside)}.`),
+    );
+  }
+
+  private drawReceived(loaded: Loaded): void {
+    const { state, layer } = this.app;
+    const position = layer ? positionOf(layer, state.head) : -1;
+    const keys = loaded.received[state.layer]?.[position] ?? [];
+    this.received.replaceChildren(
+      ...(keys.length ? ["Receive most: "] : []),
+      ...keys.slice(0, 4).flatMap(([key, word, weight], n) => [
+        n ? ", " : "",
+        element("b", {}, word ? `“${visible(word)}”` : `key ${count(key)}`),
+        ` at ${count(key)} (from ${Number(weight.toPrecision(3))} queries)`,
+      ]),
+    );
+  }
+
+  // ---- other heads and the definition -----------------------------------------------------------
+
+  private drawSimilar(loaded: Loaded): void {
+    const { state } = this.app;
+    const similar = loaded.thumbnails.mostSimilar(state.layer, state.head, MOST_SIMILAR);
+    this.similar.replaceChildren(
+      ...similar.map(({ layer, head, distance }, n) => {
+        const label = `layer ${layer}, head ${head}: ${percent(distance)} of the weight lies elsewhere`;
+        const choice = button("", { "aria-label": label, tabindex: n ? -1 : 0 }, () => this.app.choose({ layer, head }));
+        const bytes = loaded.thumbnails.of(layer, head);
+        choice.append(...(bytes ? [thumbnail(bytes)] : []), element("b", {}, nameOf({ layer, head })), element("span", { class: "soft" }, percent(distance)));
+        return choice;
+      }),
+    );
+    if (!similar.length) this.similar.replaceChildren(element("p", { class: "soft small" }, "No other head has a map."));
+  }
+
+  private drawDefinition(statistic: Statistic | null): void {
+    if (!statistic) return;
+    this.definition.replaceChildren(
+      element("h3", {}, statistic.heading),
+      element("p", { class: "formula" }, statistic.formula),
+      element("p", { class: "soft" }, `Unit: ${statistic.unit}. Excluded: ${statistic.excluded}. Source: ${statistic.source}.`),
+    );
+  }
+}
+
+/** The tools over the map: the head's name, A, B and A − B, what to compare with. */
+export class Compare implements Part {
+  readonly root = element("div", { class: "line compare", "data-part": "compare" });
+  private readonly title = element("h2");
+  private readonly modes = element("div", { class: "modes", role: "group", "aria-label": "shown", "data-follow": "" });
+  private readonly others: HTMLSelectElement;
+
+  constructor(
+    private readonly app: App,
+    tools: HTMLElement,
+  ) {
+    this.others = select("compare with", [], (value) => this.chooseOther(value));
+    for (const [mode, words] of [["A", "A"], ["B", "B"], ["diff", "A − B"]] as const) {
+      const choice = button(words, {}, () => app.set({ mode }));
+      choice.dataset["mode"] = mode;
+      this.modes.append(choice);
+    }
+    rovingFocus(this.modes, () => 1);
+    this.root.append(this.title, this.others, this.modes, tools);
+  }
+
+  private chooseOther(value: string): void {
+    const [scan = 0, layer = 0, head = 0] = value.split(".").map(Number);
+    this.app.compareWith(value ? { scan, layer, head } : null);
+  }
+
+  update(loaded: Loaded | null): void {
+    const { app } = this;
+    const { other, mode } = app.state;
+    this.title.textContent = mode === "diff" && other ? `${app.nameOf(app.chosen)} − ${app.nameOf(other)}` : app.nameOf(app.shown);
+    const options = this.options(loaded);
+    const value = other ? `${other.scan}.${other.layer}.${other.head}` : "";
+    if (other && !options.some(([each]) => each === value)) options.push([value, app.nameOf(other)]);
+    this.others.replaceChildren(...options.map(([each, words]) => element("option", { value: each }, words)));
+    this.others.value = value;
+    this.modes.hidden = !other;
+    for (const choice of this.modes.querySelectorAll("button")) {
+      const isHere = choice.dataset["mode"] === mode;
+      choice.setAttribute("aria-pressed", String(isHere));
+      choice.tabIndex = isHere ? 0 : -1;
+    }
+  }
+
+  private options(loaded: Loaded | null): [string, string][] {
+    const { meta, state, layer } = this.app;
+    const options: [string, string][] = [["", "compare with …"]];
+    const second = meta.scans[1];
+    if (second) {
+      options.push([`1.${state.layer}.${state.head}`, `the same head, ${second.name}`]);
+      const matched = layer ? meta.matched?.[state.layer]?.[positionOf(layer, state.head)] : undefined;
+      if (matched !== undefined && matched !== state.head) {
+        options.push([`1.${state.layer}.${matched}`, `the matched head ${matched}, ${second.name}`]);
+      }
+    }
+    for (const each of loaded?.thumbnails.mostSimilar(state.layer, state.head, MOST_SIMILAR) ?? []) {
+      options.push([`0.${nameOf(each)}`, `the similar head ${nameOf(each)}`]);
+    }
+    return options;
+  }
+}
+
+function ordinal(n: number): string {
+  const tens = n % 100;
+  const end = tens >= 11 && tens <= 13 ? "th" : (["th", "st", "nd", "rd"][n % 10] ?? "th");
+  return `${count(n)}${end}`;
+}
+
+const signed = (offset: number): string => (offset === 0 ? "0" : offset > 0 ? `+${offset}` : `−${-offset}`);
+
+function attributes(target: Element, given: Record<string, number>): void {
+  for (const [name, value] of Object.entries(given)) target.setAttribute(name, value.toFixed(2));
+}
+
+function svgText(x: number, y: number, anchor: string, words: string): SVGTextElement {
+  const text = document.createElementNS(SVG, "text");
+  attributes(text, { x, y });
+  text.setAttribute("text-anchor", anchor);
+  text.textContent = words;
+  return text;
+}

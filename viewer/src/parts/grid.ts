@@ -1,0 +1,158 @@
+/** The heads by layer, as numbers or as small maps, or ranked by the statistic. */
+
+import type { App, Loaded, Part } from "../app";
+import type { Statistic } from "../contract";
+import { css, ink, viridis } from "../colours";
+import { button, element, rovingFocus, select, setOptions } from "../dom";
+import { isShare, long, short } from "../format";
+import { type HeadValue, allHeads, filterOf, nameOf, ranked, scalePosition } from "../heads";
+import { THUMB, type Thumbnails } from "../maps";
+import type { Order } from "../state";
+
+const ORDERS: [Order, string][] = [
+  ["layers", "by layer"],
+  ["maps", "as small maps"],
+  ["value", "most first"],
+];
+
+export class Grid implements Part {
+  readonly root = element("section", { class: "heads", "data-part": "grid", "aria-label": "heads" });
+  private readonly statistics: HTMLSelectElement;
+  private readonly orders: HTMLSelectElement;
+  private readonly filter = element("input", {
+    type: "text", "aria-label": "filter", placeholder: "filter: 3, *.7, > 50", autocomplete: "off", spellcheck: "false",
+  });
+  private readonly unit = element("p", { class: "soft small" });
+  private readonly cells = element("div", { class: "cells", role: "group", "aria-label": "heads of the model" });
+  private readonly buttons = new Map<string, HTMLButtonElement>();
+  private drawn = "";
+  private columns = 1;
+
+  constructor(private readonly app: App) {
+    this.statistics = select("statistic", [], (value) => app.set({ statistic: value }));
+    this.orders = select("order", ORDERS, (value) => app.set({ order: value as Order }));
+    this.filter.addEventListener("input", () => app.set({ filter: this.filter.value }, "replace"));
+    this.root.append(
+      element("div", { class: "line" }, this.statistics, this.orders, this.filter),
+      this.unit,
+      this.cells,
+    );
+    rovingFocus(this.cells, () => this.columns);
+    this.cells.dataset["follow"] = "";
+    this.cells.addEventListener("click", (event) => this.clicked(event));
+    this.cells.addEventListener("keydown", (event) => {
+      const id = idOf(event.target);
+      if (event.key === "c" && id) app.compareWith({ scan: 0, ...id });
+    });
+  }
+
+  private clicked(event: MouseEvent): void {
+    const id = idOf(event.target);
+    if (!id) return;
+    if (event.shiftKey) this.app.compareWith({ scan: 0, ...id });
+    else this.app.choose(id);
+  }
+
+  update(loaded: Loaded | null): void {
+    const { state, statistic, scan } = this.app;
+    const key = [state.report, state.statistic, state.order, state.filter].join("\0");
+    if (key !== this.drawn && loaded) {
+      this.drawn = key;
+      setOptions(this.statistics, statisticOptions(scan.statistics));
+      this.statistics.value = state.statistic;
+      this.orders.value = state.order;
+      if (this.filter.value !== state.filter) this.filter.value = state.filter;
+      this.draw(loaded.thumbnails, statistic);
+    }
+    const other = state.other;
+    for (const [name, cell] of this.buttons) {
+      const isChosen = name === nameOf(state);
+      cell.setAttribute("aria-pressed", String(isChosen));
+      cell.classList.toggle("other", other?.scan === 0 && name === nameOf(other));
+      cell.tabIndex = isChosen ? 0 : -1;
+    }
+  }
+
+  private draw(thumbnails: Thumbnails, statistic: Statistic | null): void {
+    const { scan, state } = this.app;
+    const heads = allHeads(scan, statistic);
+    const test = filterOf(state.filter, statistic);
+    this.filter.setAttribute("aria-invalid", String(test === null));
+    this.unit.textContent = unitLine(statistic);
+    this.buttons.clear();
+    const cellOf = (head: HeadValue): HTMLButtonElement => {
+      const cell = this.cell(head, statistic, state.order === "maps" ? thumbnails : null);
+      cell.classList.toggle("faint", test !== null && !test(head));
+      this.buttons.set(nameOf(head), cell);
+      return cell;
+    };
+    this.cells.className = `cells ${state.order}`;
+    if (state.order === "value") {
+      const kept = ranked(heads).filter((head) => test === null || test(head));
+      this.columns = 1;
+      this.cells.replaceChildren(...kept.map(cellOf));
+      return;
+    }
+    this.columns = Math.max(1, ...scan.layers.map((layer) => layer.heads.length));
+    const rows = scan.layers.map((layer, index) =>
+      element(
+        "div",
+        { class: "row" },
+        element("span", { class: "soft number", title: layer.name }, layer.kind === "cross" ? `${index}×` : String(index)),
+        ...heads.filter((head) => head.layer === index).map(cellOf),
+      ),
+    );
+    this.cells.replaceChildren(...rows);
+  }
+
+  private cell(head: HeadValue, statistic: Statistic | null, thumbnails: Thumbnails | null): HTMLButtonElement {
+    const words = statistic ? long(statistic, head.value) : "no value";
+    const cell = button("", { class: "cell", "aria-label": `layer ${head.layer}, head ${head.head}: ${words}` }, () => undefined);
+    cell.dataset["id"] = nameOf(head);
+    const colour = statistic && head.value !== null ? viridis(scalePosition(statistic, head.value)) : null;
+    if (thumbnails) {
+      const bytes = thumbnails.of(head.layer, head.head);
+      if (bytes) cell.append(thumbnail(bytes));
+      else cell.textContent = "·";
+    } else if (this.app.state.order === "value") {
+      const swatch = element("span", { class: "swatch" });
+      if (colour) swatch.style.background = css(colour);
+      cell.append(swatch, element("b", {}, nameOf(head)), ` ${words}`);
+    } else {
+      cell.textContent = statistic ? short(statistic, head.value) : "·";
+      if (colour) {
+        cell.style.background = css(colour);
+        cell.style.color = ink(colour);
+      }
+    }
+    return cell;
+  }
+}
+
+function idOf(target: EventTarget | null): { layer: number; head: number } | null {
+  const id = (target as Element | null)?.closest<HTMLElement>("[data-id]")?.dataset["id"]?.split(".").map(Number);
+  return id ? { layer: id[0] ?? 0, head: id[1] ?? 0 } : null;
+}
+
+function statisticOptions(statistics: Statistic[]): [string, string][] {
+  const order = [...statistics.filter(({ first }) => first), ...statistics.filter(({ first }) => !first)];
+  return order.map(({ name, label }) => [name, label]);
+}
+
+function unitLine(statistic: Statistic | null): string {
+  if (!statistic) return "";
+  const unit = isShare(statistic) ? statistic.unit.replace("share", "per cent").split(",")[0] : statistic.unit;
+  const ends = isShare(statistic) ? "0 to 100" : `${short(statistic, statistic.low)} to ${short(statistic, statistic.high)}`;
+  return `${unit}; colours from ${ends}. Rows are layers, columns heads.`;
+}
+
+/** Return a canvas with a pooled map; a byte is a position on the colour scale. */
+export function thumbnail(bytes: Uint8Array): HTMLCanvasElement {
+  const canvas = element("canvas", { width: THUMB, height: THUMB, "aria-hidden": "true" });
+  const context = canvas.getContext("2d");
+  const image = context?.createImageData(THUMB, THUMB);
+  if (!context || !image) return canvas;
+  bytes.forEach((byte, at) => image.data.set([...viridis(byte / 255), 255], 4 * at));
+  context.putImageData(image, 0, 0);
+  return canvas;
+}

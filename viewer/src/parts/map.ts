@@ -1,0 +1,382 @@
+/** The map of the chosen head, with token axes, zoom, a cursor and the lit tokens. */
+
+import { axisLeft, axisTop } from "d3-axis";
+import { type ScaleLinear, scaleLinear } from "d3-scale";
+import { select as pick } from "d3-selection";
+import { type D3ZoomEvent, type ZoomBehavior, zoom, zoomIdentity } from "d3-zoom";
+import type { App, Loaded, Part } from "../app";
+import { type RGB, css, diverging, viridis } from "../colours";
+import { eachFrame, element, fitCanvas } from "../dom";
+import { count, percent, range, visible } from "../format";
+import type { Entry, Lights } from "../light";
+import { type HeadMap, blockOfToken, tokensOfBlock } from "../maps";
+import { WHOLE, type Zoom } from "../state";
+
+const MARGIN = { left: 52, top: 30 };
+const MOST_ZOOM = 64;
+const WORD_LENGTH = 9; // characters of a token at an axis
+
+interface Cell {
+  row: number;
+  col: number;
+}
+
+export interface CellFacts {
+  queries: [number, number];
+  keys: [number, number];
+  value: number;
+}
+
+export class MapPart implements Part {
+  readonly root = element("section", { class: "map", "data-part": "map", "aria-label": "map of the head" });
+  readonly canvas = element("canvas", {
+    tabindex: 0, role: "application", "aria-roledescription": "map",
+    "aria-label": "map: arrow keys move over the cells, Enter pins the query",
+  });
+  private readonly over = element("canvas", { class: "over", "aria-hidden": "true" });
+  readonly axes = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  private readonly box = element("div", { class: "box" });
+  private readonly badge = element("p", { class: "badge", "data-part": "badge", role: "status" });
+  private readonly readout = element("p", { class: "readout", "aria-live": "polite" });
+  private readonly legend = element("p", { class: "legend" });
+  private image: HTMLCanvasElement | null = null;
+  private size: [number, number] = [1, 1];
+  private cursor: Cell | null = null;
+  private readonly behaviour: ZoomBehavior<HTMLCanvasElement, unknown>;
+  private isSettingZoom = false;
+
+  constructor(
+    private readonly app: App,
+    tools: HTMLElement,
+  ) {
+    this.box.append(this.canvas, this.over);
+    this.axes.setAttribute("aria-hidden", "true");
+    this.box.append(this.axes);
+    this.root.append(tools, this.box, this.legend, this.readout, this.badge);
+    this.behaviour = zoom<HTMLCanvasElement, unknown>()
+      .scaleExtent([1, MOST_ZOOM])
+      .on("zoom", eachFrame((event: D3ZoomEvent<HTMLCanvasElement, unknown>) => this.zoomed(event)))
+      .on("end", () => this.keepZoom());
+    pick(this.canvas).call(this.behaviour).on("dblclick.zoom", null);
+    const move = eachFrame((event: PointerEvent) => this.pointed(event));
+    this.canvas.addEventListener("pointermove", move);
+    this.canvas.addEventListener("pointerleave", () => {
+      this.cursor = null;
+      this.app.hover(null);
+      this.drawOver(this.app.light.lights);
+    });
+    this.canvas.addEventListener("click", (event) => this.clicked(event));
+    this.canvas.addEventListener("dblclick", () => this.app.set({ zoom: WHOLE }));
+    this.canvas.addEventListener("keydown", (event) => this.keyed(event));
+    new ResizeObserver(eachFrame(() => this.draw())).observe(this.box);
+  }
+
+  // ---- geometry ---------------------------------------------------------------------------------
+
+  private get map(): HeadMap | null {
+    return this.app.loaded?.map ?? null;
+  }
+
+  /** Scales from blocks to CSS pixels of the canvas, under the zoom. */
+  private scales(): { x: ScaleLinear<number, number>; y: ScaleLinear<number, number> } {
+    const [factor, left, top] = this.app.state.zoom;
+    const { rows, cols } = this.map ?? { rows: 1, cols: 1 };
+    return {
+      x: scaleLinear([left * cols, (left + 1 / factor) * cols], [0, this.size[0]]),
+      y: scaleLinear([top * rows, (top + 1 / factor) * rows], [0, this.size[1]]),
+    };
+  }
+
+  private cellAt(event: MouseEvent): Cell | null {
+    const map = this.map;
+    if (!map) return null;
+    const box = this.canvas.getBoundingClientRect();
+    const { x, y } = this.scales();
+    const col = Math.floor(x.invert(event.clientX - box.left));
+    const row = Math.floor(y.invert(event.clientY - box.top));
+    return row < 0 || col < 0 || row >= map.rows || col >= map.cols ? null : { row, col };
+  }
+
+  facts({ row, col }: Cell): CellFacts | null {
+    const map = this.map;
+    if (!map) return null;
+    const [queries, keys] = this.app.light.lengths();
+    return {
+      queries: tokensOfBlock(row, map.rows, queries),
+      keys: tokensOfBlock(col, map.cols, keys),
+      value: map.values[row * map.cols + col] ?? 0,
+    };
+  }
+
+  // ---- input ------------------------------------------------------------------------------------
+
+  private pointed(event: PointerEvent): void {
+    this.moveCursor(this.cellAt(event));
+  }
+
+  private moveCursor(cell: Cell | null): void {
+    this.cursor = cell;
+    const facts = cell && this.facts(cell);
+    if (facts && this.app.state.token === null) {
+      const isKeys = this.app.state.direction === "keys";
+      this.app.hover(isKeys ? facts.queries[0] : facts.keys[0]);
+    }
+    this.tell(facts);
+    this.drawOver(this.app.light.lights);
+  }
+
+  private clicked(event: MouseEvent): void {
+    if (event.defaultPrevented) return; // the end of a drag
+    this.cursor = this.cellAt(event);
+    this.pinCursor();
+  }
+
+  private pinCursor(): void {
+    const facts = this.cursor && this.facts(this.cursor);
+    if (!facts) return;
+    const { direction } = this.app.state;
+    this.app.pin(direction === "keys" ? facts.queries[0] : facts.keys[0], direction);
+    this.tell(facts);
+  }
+
+  private keyed(event: KeyboardEvent): void {
+    const map = this.map;
+    const steps: Record<string, [number, number]> = {
+      ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1],
+    };
+    const step = steps[event.key];
+    if (map && step) {
+      const { row, col } = this.cursor ?? { row: 0, col: 0 };
+      const within = (value: number, n: number): number => Math.min(n - 1, Math.max(0, value));
+      this.moveCursor({ row: within(row + step[0], map.rows), col: within(col + step[1], map.cols) });
+    } else if (event.key === "Enter" || event.key === " ") this.pinCursor();
+    else if (event.key === "+" || event.key === "=") this.zoomBy(2);
+    else if (event.key === "-") this.zoomBy(0.5);
+    else if (event.key === "0") this.app.set({ zoom: WHOLE });
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  private zoomBy(factor: number): void {
+    this.behaviour.scaleBy(pick(this.canvas), factor);
+    this.keepZoom();
+  }
+
+  private zoomed(event: D3ZoomEvent<HTMLCanvasElement, unknown>): void {
+    if (this.isSettingZoom) return;
+    const { k, x, y } = event.transform;
+    const [width, height] = this.size;
+    this.app.state.zoom = [k, -x / (k * width), -y / (k * height)];
+    this.drawView();
+  }
+
+  private keepZoom(): void {
+    if (!this.isSettingZoom) this.app.set({ zoom: this.app.state.zoom }, "replace");
+  }
+
+  private applyZoom([factor, left, top]: Zoom): void {
+    const [width, height] = this.size;
+    this.isSettingZoom = true;
+    this.behaviour.extent([[0, 0], [width, height]]).translateExtent([[0, 0], [width, height]]);
+    this.behaviour.transform(
+      pick(this.canvas),
+      zoomIdentity.translate(-left * factor * width, -top * factor * height).scale(factor),
+    );
+    this.isSettingZoom = false;
+  }
+
+  // ---- drawing ----------------------------------------------------------------------------------
+
+  update(loaded: Loaded | null): void {
+    this.image = loaded?.map ? imageOf(loaded.map, this.app.state.mode === "diff") : null;
+    this.drawLegend(loaded?.map ?? null);
+    this.draw();
+  }
+
+  lit(lights: Lights): void {
+    this.badge.textContent = this.app.light.badge;
+    this.drawOver(lights);
+  }
+
+  private draw(): void {
+    const across = this.box.clientWidth - MARGIN.left - 8;
+    const down = this.box.clientHeight - MARGIN.top - 8;
+    if (across <= 0 || down <= 0) return;
+    const { rows, cols } = this.map ?? { rows: 1, cols: 1 };
+    const cell = Math.min(across / cols, down / rows);
+    this.size = [Math.floor(cell * cols), Math.floor(cell * rows)];
+    for (const canvas of [this.canvas, this.over]) {
+      canvas.style.left = `${MARGIN.left}px`;
+      canvas.style.top = `${MARGIN.top}px`;
+      canvas.style.width = `${this.size[0]}px`;
+      canvas.style.height = `${this.size[1]}px`;
+    }
+    this.applyZoom(this.app.state.zoom);
+    this.drawView();
+  }
+
+  private drawView(): void {
+    const [width, height] = this.size;
+    const context = fitCanvas(this.canvas, width, height);
+    const [factor, left, top] = this.app.state.zoom;
+    if (this.image) {
+      const { width: cols, height: rows } = this.image;
+      context.drawImage(this.image, left * cols, top * rows, cols / factor, rows / factor, 0, 0, width, height);
+    } else {
+      context.fillStyle = getComputedStyle(this.root).color;
+      context.font = "14px system-ui, sans-serif";
+      context.fillText(this.app.loaded ? this.reason() : "…", 12, 24);
+    }
+    this.drawAxes();
+    this.drawOver(this.app.light.lights);
+  }
+
+  private reason(): string {
+    const { loaded, state, layer } = this.app;
+    if (state.mode === "diff" && loaded?.a && loaded.b) return "The two maps have other blocks.";
+    if (!layer?.map) return "The scan has no maps: scan with the statistic map.";
+    return "This head has no map: its weights are no numbers.";
+  }
+
+  private drawAxes(): void {
+    const { x, y } = this.scales();
+    const map = this.map;
+    const [queries, keys] = this.app.light.lengths();
+    this.axes.setAttribute("width", String(this.size[0] + MARGIN.left + 8));
+    this.axes.setAttribute("height", String(this.size[1] + MARGIN.top + 8));
+    const root = pick(this.axes);
+    root.selectAll("g").remove();
+    if (!map) return;
+    const tokens = (scale: ScaleLinear<number, number>, blocks: number, n: number): ScaleLinear<number, number> =>
+      scale.copy().domain(scale.domain().map((block) => (block * n) / blocks));
+    const [across, down] = [tokens(x, map.cols, keys), tokens(y, map.rows, queries)];
+    const { loaded } = this.app;
+    root.append("g").attr("transform", `translate(${MARGIN.left},${MARGIN.top})`).attr("class", "axis")
+      .call(axisTop(across).tickSizeOuter(0).tickValues(ticksOf(across, 62)).tickFormat((at) => this.tick(Number(at), loaded?.keys ?? null, across)));
+    root.append("g").attr("transform", `translate(${MARGIN.left},${MARGIN.top})`).attr("class", "axis")
+      .call(axisLeft(down).tickSizeOuter(0).tickValues(ticksOf(down, 24)).tickFormat((at) => this.tick(Number(at), loaded?.queries ?? null, down)));
+    root.append("text").attr("class", "axis-name").attr("x", MARGIN.left + this.size[0]).attr("y", 10).attr("text-anchor", "end").text("keys →");
+    root.append("text").attr("class", "axis-name").attr("x", 2).attr("y", 10).text("queries ↓");
+  }
+
+  /** Return the label of a token at an axis: its word where there is room, else its index. */
+  private tick(at: number, text: Loaded["keys"], scale: ScaleLinear<number, number>): string {
+    const token = Math.floor(at);
+    const isRoomy = Math.abs(scale(at + 1) - scale(at)) >= 12;
+    const word = isRoomy && text?.isKnown ? visible(text.word(this.app.state.sequence, token)) : "";
+    if (!word) return count(token);
+    const letters = Array.from(word);
+    return letters.length > WORD_LENGTH ? `${letters.slice(0, WORD_LENGTH - 1).join("")}…` : word;
+  }
+
+  private drawOver(lights: Lights): void {
+    const [width, height] = this.size;
+    const context = fitCanvas(this.over, width, height);
+    const map = this.map;
+    if (!map) return;
+    const { x, y } = this.scales();
+    const [queries, keys] = this.app.light.lengths();
+    const isKeys = lights.what === "keys";
+    if (lights.token !== null) {
+      const own = isKeys ? queries : keys;
+      const blocks = isKeys ? map.rows : map.cols;
+      const block = blockOfToken(lights.token, blocks, own);
+      const scale = isKeys ? y : x;
+      const [from, size] = [scale(block), Math.max(2, scale(block + 1) - scale(block))];
+      context.strokeStyle = "#fff";
+      context.lineWidth = 1;
+      if (isKeys) context.strokeRect(-1, from - 0.5, width + 2, size + 1);
+      else context.strokeRect(from - 0.5, -1, size + 1, height + 2);
+      if (lights.exact !== "block") this.markEntries(context, lights.entries, { isKeys, from: from + size / 2 });
+    }
+    if (this.cursor) {
+      const { row, col } = this.cursor;
+      context.strokeStyle = "#ff4d00";
+      context.lineWidth = 2;
+      context.strokeRect(x(col) - 1, y(row) - 1, x(col + 1) - x(col) + 2, y(row + 1) - y(row) + 2);
+    }
+  }
+
+  /** Draw a ring at each lit token, on the line of the token that looks or is looked at. */
+  private markEntries(context: CanvasRenderingContext2D, entries: Entry[], line: { isKeys: boolean; from: number }): void {
+    const map = this.map;
+    if (!map) return;
+    const { x, y } = this.scales();
+    const [queries, keys] = this.app.light.lengths();
+    for (const { first, weight } of entries.slice(0, 200)) {
+      const at = line.isKeys ? x(((first + 0.5) * map.cols) / keys) : y(((first + 0.5) * map.rows) / queries);
+      context.beginPath();
+      context.arc(line.isKeys ? at : line.from, line.isKeys ? line.from : at, 3 + 5 * Math.sqrt(weight), 0, 2 * Math.PI);
+      context.strokeStyle = "#ff4d00";
+      context.lineWidth = 2;
+      context.stroke();
+    }
+  }
+
+  private drawLegend(map: HeadMap | null): void {
+    const isDifference = this.app.state.mode === "diff";
+    const most = map && isDifference ? largest(map) : 1;
+    const stops = isDifference ? [-1, -0.25, 0, 0.25, 1].map((share) => share * most) : [0, 0.01, 0.1, 0.25, 0.5, 1];
+    this.legend.replaceChildren(
+      element("span", { class: "soft" }, isDifference ? "A − B " : "weight "),
+      ...stops.map((value) => {
+        const swatch = element("span", { class: "swatch" });
+        swatch.style.background = css(colourOf(value, isDifference, most));
+        return element("span", { class: "stop" }, swatch, percent(value));
+      }),
+    );
+  }
+
+  private tell(facts: CellFacts | null): void {
+    if (!facts) return;
+    const { loaded, state } = this.app;
+    const words = (text: Loaded["keys"], [first, last]: [number, number]): string => {
+      if (!text?.isKnown) return "";
+      const word = (at: number): string => visible(text.word(state.sequence, at));
+      return first === last ? ` “${word(first)}”` : ` “${word(first)} … ${word(last)}”`;
+    };
+    this.readout.textContent =
+      `query ${range(...facts.queries)}${words(loaded?.queries ?? null, facts.queries)} → ` +
+      `key ${range(...facts.keys)}${words(loaded?.keys ?? null, facts.keys)}: ${percent(facts.value)}`;
+  }
+
+  dump(): object {
+    return { cell: this.cursor && this.facts(this.cursor), readout: this.readout.textContent };
+  }
+}
+
+/** Return about one tick each `pixels`, at whole tokens. */
+function ticksOf(scale: ScaleLinear<number, number>, pixels: number): number[] {
+  const [from = 0, to = 0] = scale.range();
+  const ticks = scale.ticks(Math.max(2, Math.floor(Math.abs(to - from) / pixels)));
+  return [...new Set(ticks.map(Math.floor))];
+}
+
+function largest(map: HeadMap): number {
+  return map.values.reduce((most, value) => Math.max(most, Math.abs(value)), 0.001);
+}
+
+/** Differences are coloured by the signed square root of their share of the largest. */
+function colourOf(value: number, isDifference: boolean, most: number): RGB {
+  if (!isDifference) return viridis(Math.sqrt(value));
+  return diverging(-Math.sign(value) * Math.sqrt(Math.abs(value) / most));
+}
+
+/** Return a map as an image with a pixel for each cell. */
+export function imageOf(map: HeadMap, isDifference: boolean): HTMLCanvasElement {
+  const canvas = element("canvas", { width: map.cols, height: map.rows });
+  const context = canvas.getContext("2d");
+  const image = context?.createImageData(map.cols, map.rows);
+  if (!context || !image) return canvas;
+  const most = isDifference ? largest(map) : 1;
+  map.values.forEach((value, at) => {
+    const [red, green, blue] = colourOf(value, isDifference, most);
+    image.data[4 * at] = red;
+    image.data[4 * at + 1] = green;
+    image.data[4 * at + 2] = blue;
+    image.data[4 * at + 3] = 255;
+  });
+  context.putImageData(image, 0, 0);
+  return canvas;
+}
