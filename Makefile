@@ -11,6 +11,7 @@
 # make fuzz   options at random against an oracle (MINUTES=10 SEED=7)
 # make oldest  the tests that touch torch most, with the oldest torch of the declared range
 # make newest  the same with the newest; each end has an environment of its own, of several GB
+# make viewer  build the page's script and style from viewer/ (needs Node)
 # make docs    the documentation, in site/; fails on a broken link or an undocumented public name
 # make clean   remove everything that was built, the environments too
 #
@@ -27,7 +28,7 @@ OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
 ENDS_TESTS := tests/contract tests/layers/torch_api tests/layers/native tests/kernels tests/paths
 
-.PHONY: demo test suite check lint api bench bench-compare study classes mutants fuzz oldest newest docs clean
+.PHONY: demo test suite check lint api bench bench-compare study classes mutants fuzz oldest newest viewer viewer-current docs clean
 .DEFAULT_GOAL := demo
 
 # Without bytecode on disk, each worker and each process that a test starts compiles all files anew.
@@ -57,8 +58,27 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "documentation: site/index.html"
 
-check: lint suite docs
+check: lint viewer-current suite docs
 	@echo "check: everything passed"
+
+# The script and the style of the pages are in the package, so that installing it needs no Node.
+viewer: viewer/node_modules/.filled
+	cd viewer && npm run --silent types && npm run --silent build
+
+# Fails where the built files are not what viewer/ builds. Without Node nothing is built again.
+ifeq ($(shell command -v npm),)
+viewer-current:
+	@echo "No Node here: the viewer's script is taken as it is."
+else
+viewer-current: viewer/node_modules/.filled
+	cd viewer && npm run --silent types && OUT=../build/viewer npm run --silent build
+	@diff -rq build/viewer src/headwise/reports/static || { \
+		echo "The built files are not those of viewer/. Build them: make viewer"; exit 1; }
+endif
+
+viewer/node_modules/.filled: viewer/package-lock.json
+	cd viewer && npm ci --silent --no-fund --no-audit
+	@touch $@
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks
@@ -119,5 +139,5 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest site build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest viewer/node_modules site build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -95,6 +95,12 @@ export class App {
     return this.meta.scans.length > 1 ? `${name}, ${this.meta.scans[id.scan]?.name ?? ""}` : name;
   }
 
+  /** Return a head's name for a heading with two: "5.3", or "5.3 before" where there are two scans. */
+  shortName(id: HeadId): string {
+    const name = `${id.layer}.${id.head}`;
+    return this.meta.scans.length > 1 ? `${name} ${this.meta.scans[id.scan]?.name ?? ""}` : name;
+  }
+
   private firstState(report: number): State {
     const scan = this.source.reports[report]?.scans[0];
     const standout = scan?.standouts[0];

@@ -235,7 +235,7 @@ export class Compare implements Part {
   update(loaded: Loaded | null): void {
     const { app } = this;
     const { other, mode } = app.state;
-    this.title.textContent = mode === "diff" && other ? `${app.nameOf(app.chosen)} − ${app.nameOf(other)}` : app.nameOf(app.shown);
+    this.title.textContent = mode === "diff" && other ? `${app.shortName(app.chosen)} − ${app.shortName(other)}` : app.nameOf(app.shown);
     const options = this.options(loaded);
     const value = other ? `${other.scan}.${other.layer}.${other.head}` : "";
     if (other && !options.some(([each]) => each === value)) options.push([value, app.nameOf(other)]);

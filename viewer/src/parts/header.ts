@@ -65,7 +65,7 @@ export class Header implements Part {
     this.ways.replaceChildren(
       ...(ways.length ? ways : [element("p", {}, `No head stands out. ${meta.rule}`)]),
       ...(notes.length
-        ? [element("details", {}, element("summary", { tabindex: -1 }, `${notes.length} notes`), ...notes.map((note) => element("p", {}, note)))]
+        ? [element("details", {}, element("summary", { tabindex: -1 }, notes.length === 1 ? "1 note" : `${notes.length} notes`), ...notes.map((note) => element("p", {}, note)))]
         : []),
     );
   }

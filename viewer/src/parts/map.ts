@@ -12,8 +12,9 @@ import type { Entry, Lights } from "../light";
 import { type HeadMap, blockOfToken, tokensOfBlock } from "../maps";
 import { WHOLE, type Zoom } from "../state";
 
-const MARGIN = { left: 52, top: 30 };
-const MOST_ZOOM = 64;
+const MARGIN = { left: 56, top: 34, right: 24, bottom: 8 };
+const FEWEST_TOKENS = 16; // across the map at the largest zoom
+const SQUARE = 2; // pixels of a token from which single weights are drawn
 const WORD_LENGTH = 9; // characters of a token at an axis
 
 interface Cell {
@@ -44,6 +45,7 @@ export class MapPart implements Part {
   private cursor: Cell | null = null;
   private readonly behaviour: ZoomBehavior<HTMLCanvasElement, unknown>;
   private isSettingZoom = false;
+  private hasSquares = false;
 
   constructor(
     private readonly app: App,
@@ -54,7 +56,6 @@ export class MapPart implements Part {
     this.box.append(this.axes);
     this.root.append(tools, this.box, this.legend, this.readout, this.badge);
     this.behaviour = zoom<HTMLCanvasElement, unknown>()
-      .scaleExtent([1, MOST_ZOOM])
       .on("zoom", eachFrame((event: D3ZoomEvent<HTMLCanvasElement, unknown>) => this.zoomed(event)))
       .on("end", () => this.keepZoom());
     pick(this.canvas).call(this.behaviour).on("dblclick.zoom", null);
@@ -178,7 +179,8 @@ export class MapPart implements Part {
   private applyZoom([factor, left, top]: Zoom): void {
     const [width, height] = this.size;
     this.isSettingZoom = true;
-    this.behaviour.extent([[0, 0], [width, height]]).translateExtent([[0, 0], [width, height]]);
+    const closest = Math.max(1, Math.max(...this.app.light.lengths()) / FEWEST_TOKENS);
+    this.behaviour.scaleExtent([1, closest]).extent([[0, 0], [width, height]]).translateExtent([[0, 0], [width, height]]);
     this.behaviour.transform(
       pick(this.canvas),
       zoomIdentity.translate(-left * factor * width, -top * factor * height).scale(factor),
@@ -195,13 +197,19 @@ export class MapPart implements Part {
   }
 
   lit(lights: Lights): void {
-    this.badge.textContent = this.app.light.badge;
+    this.tellResolution();
     this.drawOver(lights);
   }
 
+  /** Say how fine the map is: in the badge, which is always there. */
+  private tellResolution(): void {
+    const squares = this.hasSquares ? ` Squares: the ${this.app.scan.ranks} largest weights of each token.` : "";
+    this.badge.textContent = this.app.light.badge + squares;
+  }
+
   private draw(): void {
-    const across = this.box.clientWidth - MARGIN.left - 8;
-    const down = this.box.clientHeight - MARGIN.top - 8;
+    const across = this.box.clientWidth - MARGIN.left - MARGIN.right;
+    const down = this.box.clientHeight - MARGIN.top - MARGIN.bottom;
     if (across <= 0 || down <= 0) return;
     const { rows, cols } = this.map ?? { rows: 1, cols: 1 };
     const cell = Math.min(across / cols, down / rows);
@@ -223,13 +231,41 @@ export class MapPart implements Part {
     if (this.image) {
       const { width: cols, height: rows } = this.image;
       context.drawImage(this.image, left * cols, top * rows, cols / factor, rows / factor, 0, 0, width, height);
+      this.drawTopKeys(context);
     } else {
       context.fillStyle = getComputedStyle(this.root).color;
       context.font = "14px system-ui, sans-serif";
       context.fillText(this.app.loaded ? this.reason() : "…", 12, 24);
     }
+    this.tellResolution();
     this.drawAxes();
     this.drawOver(this.app.light.lights);
+  }
+
+  /** Draw the stored weights of single tokens over the blocks, as soon as a token has some pixels. */
+  private drawTopKeys(context: CanvasRenderingContext2D): void {
+    this.hasSquares = false;
+    const { loaded, state } = this.app;
+    const map = this.map;
+    if (!map || !loaded?.top || !loaded.queries || state.mode === "diff") return;
+    const [queries, keys] = this.app.light.lengths();
+    const { x, y } = this.scales();
+    const [across, down] = [(map.cols / keys) * (x(1) - x(0)), (map.rows / queries) * (y(1) - y(0))];
+    if (Math.min(across, down) < SQUARE || (map.rows === queries && map.cols === keys)) return;
+    this.hasSquares = true;
+    const first = Math.max(0, Math.floor((y.invert(0) * queries) / map.rows));
+    const last = Math.min(queries - 1, Math.ceil((y.invert(this.size[1]) * queries) / map.rows));
+    const before = loaded.queries.first[state.sequence] ?? 0;
+    context.strokeStyle = "rgb(255 255 255 / 60%)";
+    context.lineWidth = 0.5;
+    for (let query = first; query <= last; query++) {
+      for (const [key, weight] of loaded.top.keysOf(before + query)) {
+        const box = [x((key * map.cols) / keys), y((query * map.rows) / queries), across, down] as const;
+        context.fillStyle = css(viridis(Math.sqrt(weight)));
+        context.fillRect(...box);
+        context.strokeRect(...box);
+      }
+    }
   }
 
   private reason(): string {
@@ -243,8 +279,8 @@ export class MapPart implements Part {
     const { x, y } = this.scales();
     const map = this.map;
     const [queries, keys] = this.app.light.lengths();
-    this.axes.setAttribute("width", String(this.size[0] + MARGIN.left + 8));
-    this.axes.setAttribute("height", String(this.size[1] + MARGIN.top + 8));
+    this.axes.setAttribute("width", String(this.size[0] + MARGIN.left + MARGIN.right));
+    this.axes.setAttribute("height", String(this.size[1] + MARGIN.top + MARGIN.bottom));
     const root = pick(this.axes);
     root.selectAll("g").remove();
     if (!map) return;
@@ -256,7 +292,7 @@ export class MapPart implements Part {
       .call(axisTop(across).tickSizeOuter(0).tickValues(ticksOf(across, 62)).tickFormat((at) => this.tick(Number(at), loaded?.keys ?? null, across)));
     root.append("g").attr("transform", `translate(${MARGIN.left},${MARGIN.top})`).attr("class", "axis")
       .call(axisLeft(down).tickSizeOuter(0).tickValues(ticksOf(down, 24)).tickFormat((at) => this.tick(Number(at), loaded?.queries ?? null, down)));
-    root.append("text").attr("class", "axis-name").attr("x", MARGIN.left + this.size[0]).attr("y", 10).attr("text-anchor", "end").text("keys →");
+    root.append("text").attr("class", "axis-name").attr("x", MARGIN.left + 4).attr("y", 10).text("keys →");
     root.append("text").attr("class", "axis-name").attr("x", 2).attr("y", 10).text("queries ↓");
   }
 
@@ -342,7 +378,7 @@ export class MapPart implements Part {
   }
 
   dump(): object {
-    return { cell: this.cursor && this.facts(this.cursor), readout: this.readout.textContent };
+    return { cell: this.cursor && this.facts(this.cursor), readout: this.readout.textContent, resolution: this.badge.textContent };
   }
 }
 
