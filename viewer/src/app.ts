@@ -4,7 +4,7 @@ import type { Layer, Meta, Received, Scan, Statistic } from "./contract";
 import { allHeads, statisticOf } from "./heads";
 import type { Lit } from "./top_keys";
 import { Light, type Lights } from "./light";
-import { type HeadId, type HeadMap, Thumbnails, difference, loadMap, sameHead } from "./maps";
+import { type HeadId, type HeadMap, Thumbnails, difference, loadMap, positionOf, sameHead } from "./maps";
 import type { Source } from "./source";
 import { type State, WHOLE, fromHash, toHash } from "./state";
 import { Text } from "./text";
@@ -101,19 +101,31 @@ export class App {
     return this.meta.scans.length > 1 ? `${name} ${this.meta.scans[id.scan]?.name ?? ""}` : name;
   }
 
+  /** Return the head of the second scan that a head is compared with: the matched, or the same. */
+  partner({ layer, head }: { layer: number; head: number }, report: number = this.state.report): HeadId | null {
+    const meta = this.source.reports[report];
+    const here = meta?.scans[0]?.layers[layer];
+    const there = meta?.scans[1]?.layers[layer];
+    if (!here || !there) return null;
+    const other = meta?.matched?.[layer]?.[positionOf(here, head)] ?? head;
+    return there.heads.includes(other) ? { scan: 1, layer, head: other } : null;
+  }
+
   private firstState(report: number): State {
     const scan = this.source.reports[report]?.scans[0];
     const standout = scan?.standouts[0];
     const layer = standout?.layer ?? Math.max(0, scan?.layers.findIndex((each) => each.heads.length) ?? 0);
+    const head = standout?.head ?? scan?.layers[layer]?.heads[0] ?? 0;
+    const other = this.partner({ layer, head }, report);
     return {
       report,
       statistic: standout?.statistic ?? scan?.statistics[0]?.name ?? "",
       layer,
-      head: standout?.head ?? scan?.layers[layer]?.heads[0] ?? 0,
+      head,
       order: "layers",
       filter: "",
-      other: null,
-      mode: "A",
+      other,
+      mode: other ? "diff" : "A",
       sequence: 0,
       token: null,
       direction: "keys",
@@ -164,7 +176,10 @@ export class App {
   choose(id: { layer: number; head: number }, statistic: string = this.state.statistic): void {
     const layer = this.scan.layers[id.layer];
     const isOtherText = layer?.query_text !== this.layer?.query_text;
-    this.set({ ...id, statistic, zoom: WHOLE, ...(isOtherText ? { token: null, sequence: 0 } : {}) });
+    const change: Partial<State> = { ...id, statistic, zoom: WHOLE };
+    if (isOtherText) Object.assign(change, { token: null, sequence: 0 });
+    if (this.state.other?.scan === 1) change.other = this.partner(id);
+    this.set(change);
   }
 
   compareWith(other: HeadId | null): void {

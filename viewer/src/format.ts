@@ -8,7 +8,8 @@ const MOST_SHOWN = 32; // characters of a token in the text
 
 export const count = (value: number): string => grouped(value);
 
-const minus = (text: string): string => text.replace(/^-/, "−");
+/** Put a minus sign for the hyphen; a rounded −0 is 0. */
+const minus = (text: string): string => text.replace(/^-(?=[0.]*$)/, "").replace(/^-/, "−");
 
 /** Format a share as per cent: 87 %, 3.4 %, 0.12 %, under 0.01 %. */
 export function percent(share: number): string {

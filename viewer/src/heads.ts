@@ -34,6 +34,21 @@ export function allHeads(scan: Scan, statistic: Statistic | null): HeadValue[] {
   );
 }
 
+/** Return the values of B, or of A − B, for each head of A and its partner in B. */
+export function compared(
+  scans: [Scan, Scan],
+  name: string,
+  mode: "B" | "diff",
+  partner: (head: HeadValue) => { layer: number; head: number } | null,
+): HeadValue[] {
+  return allHeads(scans[0], statisticOf(scans[0], name)).map((head) => {
+    const other = partner(head);
+    const there = other && valueOf(scans[1], name, other.layer, other.head);
+    if (mode === "B") return { ...head, value: there };
+    return { ...head, value: head.value === null || there === null ? null : head.value - there };
+  });
+}
+
 /** Return the heads with the most first; heads without a value come last. */
 export function ranked(heads: HeadValue[]): HeadValue[] {
   return [...heads].sort((a, b) => (b.value ?? -Infinity) - (a.value ?? -Infinity));

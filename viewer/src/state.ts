@@ -44,8 +44,9 @@ export function toHash(state: State, first: State): string {
   parts.push(["s", state.statistic], ["h", `${state.layer}.${state.head}`]);
   add("v", state.order, first.order);
   add("f", state.filter, "");
-  if (state.other) parts.push(["o", `${state.other.scan}.${state.other.layer}.${state.other.head}`]);
-  add("m", state.mode, "A");
+  const other = state.other ? `${state.other.scan}.${state.other.layer}.${state.other.head}` : "none";
+  add("o", other, first.other ? "" : "none");
+  add("m", state.mode, first.mode);
   add("x", String(state.sequence), "0");
   if (state.token !== null) parts.push(["t", String(state.token)]);
   add("d", state.direction, "keys");
@@ -78,6 +79,7 @@ export function fromHash(hash: string): Partial<State> {
   set("order", choice("v", ORDERS));
   set("filter", given.get("f") ?? undefined);
   const other = /^([01])\.(\d+)\.(\d+)$/.exec(given.get("o") ?? "");
+  if (given.get("o") === "none") set("other", null);
   if (other) set("other", { scan: Number(other[1]), layer: Number(other[2]), head: Number(other[3]) });
   set("mode", choice("m", MODES));
   set("sequence", whole("x"));

@@ -53,9 +53,8 @@ export class Facts implements Part {
 
   private draw(loaded: Loaded | null): void {
     if (!loaded) return;
-    const { state, statistic, layer } = this.app;
+    const { state, statistic } = this.app;
     this.title.textContent = `Layer ${state.layer}, head ${state.head}`;
-    this.title.title = layer?.name ?? "";
     this.drawList();
     this.drawPlace(statistic);
     this.drawProfile(loaded);
@@ -76,8 +75,8 @@ export class Facts implements Part {
       if (app.state.other) row.append(element("span", { class: "versus" }, ` B: ${long(each, this.valueOfOther(each.name))}`));
       return [element("dt", { class: each === statistic ? "current" : "" }, each.label), row];
     });
-    const kind = layer?.kind === "cross" ? [element("dt", {}, "kind"), element("dd", {}, "cross attention")] : [];
-    this.list.replaceChildren(...kind, ...rows);
+    const name = `${layer?.name ?? ""}${layer?.kind === "cross" ? ", cross attention" : ""}`;
+    this.list.replaceChildren(...rows, element("dt", {}, "layer"), element("dd", { class: "soft" }, name));
   }
 
   private rank(statistic: Statistic, value: number | null): HTMLElement | null {

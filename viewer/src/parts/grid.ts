@@ -2,10 +2,10 @@
 
 import type { App, Loaded, Part } from "../app";
 import type { Statistic } from "../contract";
-import { css, ink, viridis } from "../colours";
+import { type RGB, css, diverging, ink, viridis } from "../colours";
 import { button, element, rovingFocus, select, setOptions } from "../dom";
 import { isShare, long, short } from "../format";
-import { type HeadValue, allHeads, filterOf, nameOf, ranked, scalePosition } from "../heads";
+import { type HeadValue, allHeads, compared, filterOf, nameOf, ranked, scalePosition } from "../heads";
 import { THUMB, type Thumbnails } from "../maps";
 import type { Order } from "../state";
 
@@ -27,6 +27,7 @@ export class Grid implements Part {
   private readonly buttons = new Map<string, HTMLButtonElement>();
   private drawn = "";
   private columns = 1;
+  private most = 1; // the largest difference, which ends the scale
 
   constructor(private readonly app: App) {
     this.statistics = select("statistic", [], (value) => app.set({ statistic: value }));
@@ -55,7 +56,7 @@ export class Grid implements Part {
 
   update(loaded: Loaded | null): void {
     const { state, statistic, scan } = this.app;
-    const key = [state.report, state.statistic, state.order, state.filter].join("\0");
+    const key = [state.report, state.statistic, state.order, state.filter, this.comparison].join("\0");
     if (key !== this.drawn && loaded) {
       this.drawn = key;
       setOptions(this.statistics, statisticOptions(scan.statistics));
@@ -73,12 +74,30 @@ export class Grid implements Part {
     }
   }
 
+  /** The mode in which all heads of two scans are compared, or null if one scan is shown. */
+  private get comparison(): "B" | "diff" | null {
+    const { mode, other } = this.app.state;
+    return mode === "A" || other?.scan !== 1 ? null : mode;
+  }
+
+  private values(statistic: Statistic | null): HeadValue[] {
+    const { meta, scan } = this.app;
+    const second = meta.scans[1];
+    const mode = this.comparison;
+    if (!mode || !second || !statistic) return allHeads(scan, statistic);
+    return compared([scan, second], statistic.name, mode, (head) => this.app.partner(head));
+  }
+
   private draw(thumbnails: Thumbnails, statistic: Statistic | null): void {
     const { scan, state } = this.app;
-    const heads = allHeads(scan, statistic);
+    const heads = this.values(statistic);
+    this.most = Math.max(1e-9, ...heads.map(({ value }) => Math.abs(value ?? 0)));
     const test = filterOf(state.filter, statistic);
     this.filter.setAttribute("aria-invalid", String(test === null));
-    this.unit.textContent = unitLine(statistic);
+    this.unit.textContent =
+      this.comparison === "diff" && statistic
+        ? `A − B: ${unitOf(statistic)}; colours from −${short(statistic, this.most)} to ${short(statistic, this.most)}.`
+        : unitLine(statistic);
     this.buttons.clear();
     const cellOf = (head: HeadValue): HTMLButtonElement => {
       const cell = this.cell(head, statistic, state.order === "maps" ? thumbnails : null);
@@ -98,18 +117,23 @@ export class Grid implements Part {
       element(
         "div",
         { class: "row" },
-        element("span", { class: "soft number", title: layer.name }, layer.kind === "cross" ? `${index}×` : String(index)),
+        element("span", { class: "soft number" }, layer.kind === "cross" ? `${index}×` : String(index)),
         ...heads.filter((head) => head.layer === index).map(cellOf),
       ),
     );
     this.cells.replaceChildren(...rows);
   }
 
+  private colour({ value }: HeadValue, statistic: Statistic | null): RGB | null {
+    if (!statistic || value === null) return null;
+    return this.comparison === "diff" ? diverging(-value / this.most) : viridis(scalePosition(statistic, value));
+  }
+
   private cell(head: HeadValue, statistic: Statistic | null, thumbnails: Thumbnails | null): HTMLButtonElement {
     const words = statistic ? long(statistic, head.value) : "no value";
     const cell = button("", { class: "cell", "aria-label": `layer ${head.layer}, head ${head.head}: ${words}` }, () => undefined);
     cell.dataset["id"] = nameOf(head);
-    const colour = statistic && head.value !== null ? viridis(scalePosition(statistic, head.value)) : null;
+    const colour = this.colour(head, statistic);
     if (thumbnails) {
       const bytes = thumbnails.of(head.layer, head.head);
       if (bytes) cell.append(thumbnail(bytes));
@@ -139,11 +163,14 @@ function statisticOptions(statistics: Statistic[]): [string, string][] {
   return order.map(({ name, label }) => [name, label]);
 }
 
+function unitOf(statistic: Statistic): string {
+  return isShare(statistic) ? (statistic.unit.replace("share", "per cent").split(",")[0] ?? "") : statistic.unit;
+}
+
 function unitLine(statistic: Statistic | null): string {
   if (!statistic) return "";
-  const unit = isShare(statistic) ? statistic.unit.replace("share", "per cent").split(",")[0] : statistic.unit;
   const ends = isShare(statistic) ? "0 to 100" : `${short(statistic, statistic.low)} to ${short(statistic, statistic.high)}`;
-  return `${unit}; colours from ${ends}. Rows are layers, columns heads.`;
+  return `${unitOf(statistic)}; colours from ${ends}. Rows are layers, columns heads.`;
 }
 
 /** Return a canvas with a pooled map; a byte is a position on the colour scale. */

@@ -40,7 +40,6 @@ export class Header implements Part {
       const heads = scan.layers.reduce((sum, layer) => sum + layer.heads.length, 0);
       this.title.textContent = meta.title;
       this.about.textContent = `${count(heads)} heads · ${meta.read}`;
-      this.about.title = `${meta.about}. ${meta.chosen}`;
       this.fillWays();
     }
     const isHere = (way: HTMLElement): boolean =>
@@ -61,12 +60,18 @@ export class Header implements Part {
       way.append(element("b", {}, `Layer ${layer}, head ${head}`), ` ${sentence}`);
       return way;
     });
-    const notes = [...meta.notes, ...meta.missing];
+    const notes = [meta.about, meta.read, meta.chosen, meta.rule, ...meta.notes, ...meta.missing];
     this.ways.replaceChildren(
-      ...(ways.length ? ways : [element("p", {}, `No head stands out. ${meta.rule}`)]),
-      ...(notes.length
-        ? [element("details", {}, element("summary", { tabindex: -1 }, notes.length === 1 ? "1 note" : `${notes.length} notes`), ...notes.map((note) => element("p", {}, note)))]
-        : []),
+      ...(ways.length ? ways : [element("p", {}, "No head stands out.")]),
+      element(
+        "details",
+        {},
+        element("summary", {}, notesLabel(meta.notes.length)),
+        ...notes.filter(Boolean).map((note) => element("p", { class: "small" }, note)),
+      ),
     );
   }
 }
+
+const notesLabel = (count: number): string =>
+  count ? `About this page, and ${count === 1 ? "a note" : `${count} notes`}` : "About this page";

@@ -49,7 +49,10 @@ export class Search implements Part {
     this.at = (this.at + step + results.length + (this.at < 0 && step < 0 ? 1 : 0)) % results.length;
     const place = results[this.at] as Place;
     this.searched = [this.app.state.report, this.app.shown.scan, place.sequence, this.app.state.search].join("\0");
-    this.app.set({ sequence: place.sequence, token: place.token });
+    // The text that is searched holds keys; under cross attention it holds no queries.
+    const layer = this.app.shownLayer;
+    const isCross = layer !== null && layer.query_text !== layer.key_text;
+    this.app.set({ ...place, ...(isCross ? { direction: "queries" } : {}) });
     this.tell();
   }
 
