@@ -31,7 +31,7 @@ function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): voi
   const facts = new Facts(app);
   const text = new TextPane(app, search.root);
   const tabs = tabList(app, root);
-  const parts = [header.root, tabs.root, grid.root, map.root, facts.root, text.root, keys.dialog];
+  const parts = [header.root, tabs.root, grid.root, map.root, text.root, facts.root, keys.dialog];
   root.replaceChildren(element("div", { class: "app" }, ...parts));
   app.parts.push(header, tabs, grid, compare, map, facts, search, text);
   app.onLight = (lights) => {

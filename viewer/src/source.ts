@@ -68,6 +68,9 @@ export function pageBlobs(page: Document): BlobReader {
   return (name) => {
     const element = page.querySelector(`script[data-blob="${name}"]`);
     if (!element) return null;
-    return Uint8Array.from(atob((element.textContent ?? "").trim()), (c) => c.charCodeAt(0));
+    const text = atob((element.textContent ?? "").trim());
+    const bytes = new Uint8Array(text.length);
+    for (let at = 0; at < text.length; at++) bytes[at] = text.charCodeAt(at);
+    return bytes;
   };
 }

@@ -4,9 +4,9 @@ import type { App } from "../app";
 import { element, select } from "../dom";
 import { allHeads, nameOf } from "../heads";
 import { tokensOfBlock } from "../maps";
-import { type MapPart, imageOf } from "./map";
+import type { MapPart } from "./map";
 
-const SCALE = 4; // pixels of a cell in a picture
+const SCALE = 2; // pixels of a picture for each pixel of the page
 
 type Choice = "png" | "svg" | "map" | "heads" | "lit";
 
@@ -53,9 +53,13 @@ export class Export {
     image.setAttribute("y", String(canvas.offsetTop));
     image.setAttribute("width", String(canvas.clientWidth));
     image.setAttribute("height", String(canvas.clientHeight));
-    image.setAttribute("style", "image-rendering: pixelated");
+    image.setAttribute("image-rendering", "pixelated");
     axes.prepend(image);
     axes.removeAttribute("aria-hidden");
+    // The page's style does not travel with the picture.
+    const ink = getComputedStyle(this.map.root).color;
+    for (const text of axes.querySelectorAll("text")) text.setAttribute("fill", ink);
+    axes.setAttribute("color", ink);
     axes.setAttribute("font-family", "sans-serif");
     axes.setAttribute("font-size", "11");
     const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
@@ -64,15 +68,18 @@ export class Export {
     return new XMLSerializer().serializeToString(axes);
   }
 
-  /** Return the whole map, a square of pixels for each cell. */
-  private png(): Promise<Blob> {
-    const map = this.app.loaded?.map;
-    const source = map ? imageOf(map, this.app.state.mode === "diff") : this.map.canvas;
-    const canvas = element("canvas", { width: SCALE * source.width, height: SCALE * source.height });
+  /** Return the same picture in pixels, on the page's paper. */
+  private async png(): Promise<Blob> {
+    const picture = new Image();
+    const { width, height } = this.map.axes.getBoundingClientRect();
+    picture.src = `data:image/svg+xml,${encodeURIComponent(this.svg())}`;
+    await picture.decode();
+    const canvas = element("canvas", { width: SCALE * width, height: SCALE * height });
     const context = canvas.getContext("2d");
     if (context) {
-      context.imageSmoothingEnabled = false;
-      context.drawImage(source, 0, 0, canvas.width, canvas.height);
+      context.fillStyle = getComputedStyle(this.map.root).getPropertyValue("--paper");
+      context.fillRect(0, 0, canvas.width, canvas.height);
+      context.drawImage(picture, 0, 0, canvas.width, canvas.height);
     }
     return new Promise((resolve) => canvas.toBlob((blob) => resolve(blob ?? new Blob())));
   }

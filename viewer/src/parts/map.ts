@@ -400,7 +400,7 @@ function colourOf(value: number, isDifference: boolean, most: number): RGB {
 }
 
 /** Return a map as an image with a pixel for each cell. */
-export function imageOf(map: HeadMap, isDifference: boolean): HTMLCanvasElement {
+function imageOf(map: HeadMap, isDifference: boolean): HTMLCanvasElement {
   const canvas = element("canvas", { width: map.cols, height: map.rows });
   const context = canvas.getContext("2d");
   const image = context?.createImageData(map.cols, map.rows);

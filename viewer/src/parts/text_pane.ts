@@ -1,7 +1,7 @@
 /** The text, of which only the visible lines exist, with the lit tokens and a minimap. */
 
 import type { App, Loaded, Part } from "../app";
-import { button, eachFrame, element, fitCanvas, select, setOptions } from "../dom";
+import { button, eachFrame, element, fitCanvas, rovingFocus, select, setOptions } from "../dom";
 import { count, percent, visible } from "../format";
 import type { Entry, Lights } from "../light";
 import type { Direction } from "../state";
@@ -19,7 +19,7 @@ export class TextPane implements Part {
   private readonly sheet = element("div", { class: "sheet" });
   private readonly minimap = element("canvas", { class: "minimap", "data-part": "minimap", "aria-hidden": "true" });
   private readonly summary = element("p", { class: "summary", role: "status" });
-  private readonly direction = element("div", { class: "modes", role: "group", "aria-label": "direction" });
+  private readonly direction = element("div", { class: "modes", role: "group", "aria-label": "direction", "data-follow": "" });
   private readonly sequences: HTMLSelectElement;
   private readonly side: HTMLButtonElement;
   private readonly breaker = new LineBreaker(FONT);
@@ -46,6 +46,7 @@ export class TextPane implements Part {
       choice.dataset["direction"] = what;
       this.direction.append(choice);
     }
+    rovingFocus(this.direction, () => 1);
     this.root.append(
       element("div", { class: "line" }, this.sequences, this.side, this.direction, search, this.summary),
       element("div", { class: "pane" }, this.scroller, this.minimap),
@@ -104,7 +105,9 @@ export class TextPane implements Part {
     this.side.hidden = !this.isCross;
     this.side.textContent = this.showsKeys ? "show the queries' text" : "show the keys' text";
     for (const choice of this.direction.querySelectorAll("button")) {
-      choice.setAttribute("aria-pressed", String(choice.dataset["direction"] === state.direction));
+      const isHere = choice.dataset["direction"] === state.direction;
+      choice.setAttribute("aria-pressed", String(isHere));
+      choice.tabIndex = isHere ? 0 : -1;
     }
     this.direction.hidden = this.isCross;
     if (loaded) this.layOut(false);
