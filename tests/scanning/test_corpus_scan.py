@@ -202,7 +202,7 @@ def test_a_run_goes_on_from_parts_of_format_1(tmp_path: Path) -> None:
     assert is_same(replace(scan, notes=whole.notes), whole)
     assert scan.notes.count(FORMAT_1_NOTE) == 1
     assert fields_in(first)["version"] == 1
-    assert fields_in(last)["version"] == 2
+    assert fields_in(last)["version"] == 3
 
 
 def test_a_name_with_half_a_character_is_kept(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A saved scan that was damaged or edited is refused, in format 2 and in format 1."""
+"""A saved scan that was damaged or edited is refused, in format 3 and in format 1."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_other_json_is_refused(text: str, path: Path) -> None:
 
 def test_another_spelling_of_the_json_is_refused(path: Path) -> None:
     about, tensors = fields_in(path), tensors_in(path.read_bytes())
-    for text in (json.dumps(about, sort_keys=True), json_of(about).replace(": 2", ":2", 1)):
+    for text in (json.dumps(about, sort_keys=True), json_of(about).replace(": 3", ":3", 1)):
         path.write_bytes(safetensors_of(tensors, metadata={KEY: text}))
         with pytest.raises(OptionError, match="does not have the digest"):
             HeadScan.load(path)

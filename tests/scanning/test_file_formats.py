@@ -1,4 +1,4 @@
-"""Format 1 of a saved scan, and the ids by which a file knows its statistics."""
+"""Formats 1 and 2 of a saved scan, and the ids by which a file knows its statistics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,14 @@ def test_a_file_of_format_1_loads_with_a_note(tmp_path: Path) -> None:
     again = HeadScan.load(scan.save(tmp_path / "a"))
     assert is_same(again, scan)  # the note stays, once
     assert again.merge(scan).notes == scan.notes
-    assert fields_in(tmp_path / "a")["version"] == 2
+    assert fields_in(tmp_path / "a")["version"] == 3
+
+
+def test_a_file_of_format_2_is_the_same_scan_without_texts() -> None:
+    first, second = HeadScan.load(FORMAT_1), HeadScan.load(FORMAT_1.with_stem("format_2"))
+    assert is_same(first, second)
+    assert second.texts == ()
+    assert [layer.key_text for layer in second.layer_scans] == [None, None]
 
 
 def test_format_1_is_the_same_scan_today() -> None:

@@ -17,7 +17,7 @@ from headwise.kernels.bound_scores import accumulation_dtype
 from headwise.support.integers import as_int64
 from headwise.support.message_text import describe_sizes
 
-CELLS = 64  # a map is this many blocks of queries by this many blocks of keys
+CELLS = 64  # blocks of queries, and of keys, in a map, unless others are chosen
 SAMPLES = 64  # sampled rows of each sequence, at most
 T = TypeVar("T")
 
@@ -124,6 +124,9 @@ class CapturedCall:
         module: the module that ran; None outside of modules.
         state: the first floating-point input of the module.
         is_cross: True if keys and queries are projected from different tensors.
+        layer_index: number of the layer among the scanned layers, in call order.
+        heads: numbers of the heads in their layer; all heads of the layer if None.
+        cells: number of blocks of queries, and of keys, in a map.
     """
 
     matrix: AttentionMatrix
@@ -143,6 +146,9 @@ class CapturedCall:
     module: nn.Module | None = None
     state: Tensor | None = None
     is_cross: bool = False
+    layer_index: int = 0
+    heads: tuple[int, ...] | None = None
+    cells: int = CELLS
 
     def __post_init__(self) -> None:
         batch, _, queries, keys = self.matrix.shape
@@ -208,6 +214,7 @@ class CapturedCall:
             values=chosen(self.values),
             outputs=chosen(self.outputs),
             out_proj=None if self.out_proj is None else self.out_proj.index_select(0, heads),
+            heads=tuple(heads.tolist()),
         )
 
     @cached_property
@@ -220,16 +227,16 @@ class CapturedCall:
     def query_cells(self) -> Int[Tensor, "batch queries"]:
         """The map block of each query, −1 for padding."""
         if self.own_key is None:
-            return _map_cells(self.real_queries)
+            return _map_cells(self.real_queries, self.cells)
         queries = self.matrix.shape[2]
-        cells = _map_cells(self.real_keys)[:, self.own_key : self.own_key + queries]
+        cells = _map_cells(self.real_keys, self.cells)[:, self.own_key : self.own_key + queries]
         return cells.masked_fill(~self.real_queries, -1)
 
     @cached_property
     def key_cells(self) -> Float[Tensor, "batch keys cells"]:
         """1 where a key is in a block of a map."""
-        cells = _map_cells(self.real_keys)
-        return (cells[..., None] == torch.arange(CELLS, device=cells.device)).float()
+        cells = _map_cells(self.real_keys, self.cells)
+        return (cells[..., None] == torch.arange(self.cells, device=cells.device)).float()
 
     @cached_property
     def seen_by(self) -> Int[Tensor, "batch _ keys"]:
@@ -273,8 +280,8 @@ def not_none(value: T | None) -> T:
     return value
 
 
-def _map_cells(real: Bool[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
-    """Return block floor(i * CELLS / n) for the i-th of n real positions, −1 for padding."""
+def _map_cells(real: Bool[Tensor, "batch length"], cells: int) -> Int[Tensor, "batch length"]:
+    """Return block floor(i * cells / n) for the i-th of n real positions, −1 for padding."""
     position = real.long().cumsum(-1) - 1
     count = real.sum(-1, keepdim=True).clamp(min=1)
-    return (position * CELLS // count).masked_fill(~real, -1)
+    return (position * cells // count).masked_fill(~real, -1)

@@ -11,6 +11,7 @@ from headwise.errors import OptionError
 from headwise.scanning import scan_file
 from headwise.scanning.layer_scan import LayerScan, ScanReadings
 from headwise.scanning.scan_diff import ScanDiff
+from headwise.scanning.scanned_text import merge_texts
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.support.display import Displayed
 from headwise.support.message_text import describe_value
@@ -31,6 +32,8 @@ class HeadScan(Displayed, ScanReadings):
         notes: sentences on modules that could not be captured.
         statistics: the requested statistics.
         layer_scans: the summaries of each layer, in call order.
+        texts: the tokens that were read, up to 262,144; `LayerScan.query_text` and
+            `LayerScan.key_text` number them.
 
     Raises:
         OptionError: two statistics with one name, or a layer with neither a summary of a
@@ -76,6 +79,7 @@ class HeadScan(Displayed, ScanReadings):
                 LayerScan.merged(layers, self.statistics)
                 for layers in zip(*(scan.layer_scans for scan in scans), strict=True)
             ),
+            texts=merge_texts([scan.texts for scan in scans]),
         )
 
     def difference(self, other: HeadScan) -> str | None:
@@ -90,7 +94,9 @@ class HeadScan(Displayed, ScanReadings):
         if len(self.layers) != len(other.layers):
             return f"{len(self.layers)} layers, and {len(other.layers)}"
         pairs = zip(self.layer_scans, other.layer_scans, strict=True)
-        differences = (layer.difference(other_layer) for layer, other_layer in pairs)
+        differences = (
+            layer.difference(other_layer, self.statistics) for layer, other_layer in pairs
+        )
         return next((difference for difference in differences if difference), None)
 
     def diff(self, other: HeadScan, *, match: bool = False) -> ScanDiff:

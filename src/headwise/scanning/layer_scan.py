@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.scanned_text import ScannedText
 from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic_error
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
 from headwise.support.integers import as_count
@@ -49,6 +50,8 @@ class LayerScan:
         calls: number of attention calls.
         summaries: the summary of each statistic, by its name.
         missing: the reason why this layer lacks a statistic, by its name.
+        query_text: number of the text in `HeadScan.texts` that the queries read; None if unknown.
+        key_text: the same for the keys.
     """
 
     name: str
@@ -58,6 +61,8 @@ class LayerScan:
     calls: int = 0
     summaries: dict[str, Summary] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    query_text: int | None = None
+    key_text: int | None = None
 
     @classmethod
     def of(cls, call: CapturedCall, heads: tuple[int, ...] | None) -> LayerScan:
@@ -106,7 +111,7 @@ class LayerScan:
             },
         )
 
-    def difference(self, other: LayerScan) -> str | None:
+    def difference(self, other: LayerScan, statistics: Iterable[Statistic]) -> str | None:
         """Return the first difference that prevents a merge with ``other``, or None."""
         if self.name != other.name:
             return f"layer {self.name}, and {other.name} in its place"
@@ -122,6 +127,13 @@ class LayerScan:
                 if name in has.summaries and name not in lacks.summaries:
                     reason = lacks.missing.get(name, "it was not requested")
                     return f"layer {self.name} with {name}, and without: {reason}"
+        for statistic in statistics:
+            name = statistic.definition.name
+            if name not in self.summaries:
+                continue
+            difference = statistic.difference(self.summaries[name], other.summaries[name])
+            if difference is not None:
+                return f"layer {self.name} with {difference}"
         return None
 
 
@@ -135,6 +147,7 @@ class ScanReadings:
     notes: tuple[str, ...]
     statistics: tuple[Statistic, ...]
     layer_scans: tuple[LayerScan, ...]
+    texts: tuple[ScannedText, ...] = ()
 
     def __post_init__(self) -> None:
         names = self.names

@@ -23,6 +23,7 @@ from headwise.scanning.model_inputs import (
     run_model,
 )
 from headwise.scanning.module_calls import unembedding_of, unwrap_compiled
+from headwise.scanning.scanned_text import TextRecorder
 from headwise.scanning.selection import (
     Layers,
     Numbers,
@@ -144,10 +145,12 @@ class _Collector:
         self._calls = self._sequences = self._tokens = 0
         self._first: str | None = None
         self._is_new = True
+        self._texts = TextRecorder()
 
     def next_input(self, capture: AttentionCapture) -> None:
         """Start another input, with other sequences."""
         capture.begin()
+        self._texts.next_input()
         self._is_new = True
 
     def add(self, call: CapturedCall) -> None:
@@ -159,9 +162,12 @@ class _Collector:
             self._sequences += len(call.matrix.q) if self._is_new else 0
             self._tokens += int(call.real_queries.sum())
             self._is_new = False
+        texts = self._texts.record(call)
         layer = self._layers.record_call(call)
         if layer is None:
             return
+        if layer.calls == 1:
+            layer.query_text, layer.key_text = texts
         if layer.heads != tuple(range(layer.num_heads)):
             call = call.of_heads(torch.tensor(layer.heads, device=call.matrix.q.device))
         self._annotate(call)
@@ -209,6 +215,7 @@ class _Collector:
             notes=capture.notes,
             statistics=self._statistics,
             layer_scans=layers,
+            texts=self._texts.texts,
         )
 
 

@@ -36,16 +36,19 @@ from headwise.scanning.scan_schema import (
     fields_of_layer,
     fields_of_statistic,
     layers_of,
+    require_texts,
+    take_texts,
     tensors_of,
 )
 from headwise.scanning.statistics import importance_statistics
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Definition, Statistic
+from headwise.scanning.statistics.top_keys_statistic import TopKeysOfEveryQuery
 from headwise.support.atomic_write import write_whole
 from headwise.support.message_text import describe_value
 from headwise.support.private_torch import is_wrapper
 
-VERSION = 2
+VERSION = 3
 KEY = "headwise.scan"  # of the metadata
 FORMAT_1_NOTE = (
     "numbers of this scan come from a file in format 1, which has no digest, so damage to them "
@@ -76,8 +79,10 @@ def write(scan: ScanReadings, path: Path, *, document: Mapping[str, Any] | None 
         about["document"] = dict(document)
     tensors = tensors_of(scan)
     try:
-        check_fields(about, has_digest=True)
-        layers_of(about["layers"], tensors, scan.statistics)
+        check_fields(about)
+        rest = dict(tensors)
+        take_texts(rest)
+        layers_of(about["layers"], rest, scan.statistics)
     except FieldError as fault:
         raise OptionError(
             saw=f"a scan that cannot be saved: {excerpt(str(fault))}",
@@ -110,13 +115,15 @@ def read(
                 needed="the Statistic objects of the file that are not in headwise's catalogue",
                 do="HeadScan.load(path) for headwise's own",
             )
-    shipped = (*STANDARD, *importance_statistics.STATISTICS)
+    shipped = (*STANDARD, TopKeysOfEveryQuery(), *importance_statistics.STATISTICS)
     known = {statistic.definition.name: statistic for statistic in (*shipped, *statistics)}
     try:
         about, tensors = _read_file(path)
-        check_fields(about, has_digest=about["version"] > 1)
+        check_fields(about)
         in_file = tuple(_statistic(saved, known, path, about) for saved in about["statistics"])
+        texts = take_texts(tensors)
         layer_scans = layers_of(about["layers"], tensors, in_file)
+        require_texts(layer_scans, texts)
     except FieldError as fault:
         raise damaged_file_error(path, fault, remedy) from fault
     notes = about["notes"] + ([FORMAT_1_NOTE] if about["version"] == 1 else [])
@@ -127,6 +134,7 @@ def read(
         "notes": tuple(dict.fromkeys(notes)),
         "statistics": in_file,
         "layer_scans": layer_scans,
+        "texts": texts,
     }, about.get("document")
 
 
@@ -180,16 +188,14 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (ValueError, RecursionError) as error:
         raise FieldError("its metadata cannot be read as the JSON of a scan") from error
     version = check_value(about.get("version"), WHOLE, "version")
-    if version not in (1, VERSION):
+    if version not in range(1, VERSION + 1):
         raise OptionError(
             saw=f"{path}, a scan in format {version}, saved by headwise "
             f"{describe_json(about.get('headwise'))}",
-            needed=f"format 1 or {VERSION}, which headwise {metadata.version('headwise')} reads",
+            needed=f"a format up to {VERSION}, which headwise {metadata.version('headwise')} reads",
             do="load the file with the version of headwise that saved it",
         )
-    if version == VERSION and not (
-        is_as_written and about.get("digest") == _digest(about, tensors)
-    ):
+    if version > 1 and not (is_as_written and about.get("digest") == _digest(about, tensors)):
         raise FieldError("its content does not have the digest that was saved with it")
     return about, tensors
 

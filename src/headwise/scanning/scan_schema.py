@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.scanning.layer_scan import LayerScan, ScanReadings
+from headwise.scanning.scanned_text import ScannedText
 from headwise.scanning.statistics.statistic import (
     Definition,
     Statistic,
@@ -20,6 +21,7 @@ from headwise.scanning.statistics.statistic import (
 WORDS = ("name", "formula", "unit", "excluded", "source", "axes")
 WHOLE = range(2**63)
 MOST_HEADS = 2**20  # of a layer
+TEXTS_OF_LAYER = ("query_text", "key_text")
 LONGEST_SHOWN = 40
 LONGEST_EXCERPT = 400
 
@@ -35,6 +37,8 @@ LAYER = {
     "missing": {...: str},
     "summaries": {...: [str]},
 }
+TEXT = range(-1, 2**16)  # the number of a text, −1 for none
+LAYER_WITH_TEXTS = {**LAYER, "query_text": TEXT, "key_text": TEXT}
 SCAN = {
     "version": WHOLE,
     "headwise": str,
@@ -128,12 +132,20 @@ def fields_of_layer(layer: LayerScan) -> dict[str, Any]:
     """Return the fields of a layer, without its tensors."""
     # The names of the tensors are saved too, so that a missing tensor is noticed.
     summaries = {name: list(summary) for name, summary in layer.summaries.items()}
-    return {**vars(layer), "heads": list(layer.heads), "summaries": summaries}
+    texts = {
+        name: -1 if (text := getattr(layer, name)) is None else text for name in TEXTS_OF_LAYER
+    }
+    return {**vars(layer), "heads": list(layer.heads), "summaries": summaries, **texts}
 
 
 def tensors_of(scan: ScanReadings) -> dict[str, Tensor]:
     """Return every tensor of a scan by its name in a file."""
-    return {
+    texts = {
+        f"texts/{number}/{part}": torch.as_tensor(value, dtype=torch.int32).clone()
+        for number, text in enumerate(scan.texts)
+        for part, value in text._asdict().items()
+    }
+    return texts | {
         # safetensors accepts neither views nor shared memory.
         f"{index}/{name}/{part}": tensor.clone(memory_format=torch.contiguous_format)
         for index, layer in enumerate(scan.layer_scans)
@@ -145,16 +157,17 @@ def tensors_of(scan: ScanReadings) -> dict[str, Tensor]:
 # ---- read ---------------------------------------------------------------------------------------
 
 
-def check_fields(about: dict[str, Any], *, has_digest: bool) -> None:
+def check_fields(about: dict[str, Any]) -> None:
     """Raise FieldError for the first wrong field in the JSON of a scan.
 
-    Args:
-        about: the JSON.
-        has_digest: True if the JSON has a digest and an id for each statistic; False in format 1.
+    From format 2 on the JSON has a digest, and an id for each statistic; from format 3 on a layer
+    names its texts.
     """
     schema: dict[str, Any] = {**SCAN, "document": {...: object}} if "document" in about else SCAN
-    if has_digest:
+    if about["version"] > 1:
         schema = {**schema, "digest": str, "statistics": [{**STATISTIC, "id": str}]}
+    if about["version"] > 2:
+        schema = {**schema, "layers": [LAYER_WITH_TEXTS]}
     check_value(about, schema, "")
     names = [saved["name"] for saved in about["statistics"]]
     if len({*names}) < len(names):
@@ -175,6 +188,34 @@ def _check_layer(layer: dict[str, Any], where: str, names: list[str]) -> None:
             )
     if odd := sorted({*missing, *summaries} - {*names}):
         raise FieldError(f"{where} has {describe_json(odd[0])}, which is not in statistics")
+
+
+def take_texts(tensors: dict[str, Tensor]) -> tuple[ScannedText, ...]:
+    """Return the texts, and remove their tensors.
+
+    Raises:
+        FieldError: a text lacks a tensor, or its lengths are not those of its tokens.
+    """
+    texts: list[ScannedText] = []
+    while (ids := tensors.pop(f"texts/{len(texts)}/ids", None)) is not None:
+        lengths = tensors.pop(f"texts/{len(texts)}/lengths", None)
+        if lengths is None or not _is_text(ids, lengths):
+            raise FieldError(f"the lengths in texts/{len(texts)} are not those of its tokens")
+        texts.append(ScannedText(ids, tuple(lengths.tolist())))
+    return tuple(texts)
+
+
+def _is_text(ids: Tensor, lengths: Tensor) -> bool:
+    is_list = all(tensor.dtype == torch.int32 and tensor.dim() == 1 for tensor in (ids, lengths))
+    return is_list and bool((lengths >= 0).all()) and int(lengths.sum()) == len(ids)
+
+
+def require_texts(layers: Iterable[LayerScan], texts: tuple[ScannedText, ...]) -> None:
+    """Raise FieldError if a layer names a text that the scan does not have."""
+    for layer in layers:
+        for number in (layer.query_text, layer.key_text):
+            if number is not None and number >= len(texts):
+                raise FieldError(f"layer {layer.name} names text {number}, of {len(texts)} texts")
 
 
 def layers_of(
@@ -212,7 +253,8 @@ def _layer(
                 raise FieldError(f"it lacks the tensor {describe_json(key)}")
             summary[part] = tensors.pop(key)
         _check_summary(statistics[name], summary, len(saved["heads"]), where)
-    return LayerScan(**{**saved, "heads": tuple(saved["heads"]), "summaries": summaries})
+    texts = {name: None if saved.get(name, -1) < 0 else saved[name] for name in TEXTS_OF_LAYER}
+    return LayerScan(**{**saved, "heads": tuple(saved["heads"]), "summaries": summaries, **texts})
 
 
 def _check_summary(statistic: Statistic, summary: Summary, heads: int, where: str) -> None:

@@ -19,6 +19,7 @@ from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.integers import is_integer
 from headwise.support.message_text import describe_value
 
+STANDARD_SET = "standard"  # the name of all statistics of the standard set
 MOST_LAYERS = 12  # layers that a message names; the others are counted
 
 Layers = str | Collection[str] | None
@@ -78,6 +79,9 @@ def select_tokens(name: str, tokens: Numbers) -> tuple[int, ...]:
 def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...], tuple[str, ...]]:
     """Return the selected statistics (the standard set for None), and the names among them.
 
+    The name "standard" stands for the standard set; an object of the same name takes the place of
+    one in the set.
+
     Raises:
         OptionError: a name that is not in the standard set, or an entry of another type.
     """
@@ -106,9 +110,14 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...]
                 needed="names of the standard set, or TileStatistic objects",
                 do=f"{entry.__name__}(), an object of the class" if is_class else '["entropy"]',
             )
-    names = tuple(entry for entry in chosen if isinstance(entry, str))
+    names = tuple(entry for entry in chosen if isinstance(entry, str) and entry != STANDARD_SET)
     by_name = dict(zip(names, catalogue.standard_statistics(names), strict=True))
-    return tuple(by_name[x] if isinstance(x, str) else x for x in chosen), names
+    requested = [by_name[x] if isinstance(x, str) else x for x in chosen if x != STANDARD_SET]
+    if STANDARD_SET not in chosen:
+        return tuple(requested), names
+    replaced = {statistic.definition.name for statistic in requested}
+    standard = [s for s in catalogue.STANDARD if s.definition.name not in replaced]
+    return (*standard, *requested), names
 
 
 class SelectedLayers:
@@ -133,6 +142,7 @@ class SelectedLayers:
         layer = self._seen[call.layer]
         if layer is not None:
             layer.calls += 1
+            call.layer_index = self.chosen().index(layer)
         return layer
 
     def chosen(self) -> tuple[LayerScan, ...]:

@@ -40,6 +40,8 @@ MEANINGS = {
     "total_variation:1c4d2ff765082b7f": "total_variation-1",
     "top_keys:ad8bd89fbffefa44": "top_keys-1",
     "map:2e4b192606121d95": "map-1",
+    "map:c477bf5e7e8da89d": "map-1",
+    "top_keys_of_every_query:664c1b056d770322": "top_keys_of_every_query-1",
     "gate_gradient:1c6cf666036f7174": "gate_gradient-1",
     "gate_gradient_normalised:29cb83c30a134d16": "gate_gradient_normalised-1",
     "taylor:0881ab4c088d49d9": "taylor-1",

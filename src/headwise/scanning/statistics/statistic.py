@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -147,6 +147,7 @@ class Definition:
 # ---- the tensors of a summary --------------------------------------------------------------------
 
 HEADS = "heads"  # an axis with one entry for each scanned head
+DTYPES = {"integer": torch.int64, "index": torch.int32, "share": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +158,14 @@ class SummaryPart:
         axes: the axes after heads: a length, `HEADS`, or a name. Axes with the same name have the
             same length within a summary.
         values: "number" for any float64; "count" for a float64 that is a whole number from 0;
-            "weight" for a float64 from 0, or −1 for none; "integer" for any int64.
+            "weight" for a float64 from 0, or −1 for none; "integer" for any int64. "index" for an
+            int32 and "share" for a float32, each from 0 or −1 for none: for large tensors.
+        per_head: False if the tensor has no axis of heads.
     """
 
     axes: tuple[int | str, ...] = ()
-    values: Literal["number", "count", "weight", "integer"] = "number"
+    values: Literal["number", "count", "weight", "integer", "index", "share"] = "number"
+    per_head: bool = True
 
     def fault(self, tensor: Tensor, *, lengths: dict[str, int]) -> str | None:
         """Return the first fault of a tensor, or None.
@@ -170,10 +174,10 @@ class SummaryPart:
             tensor: the tensor to check.
             lengths: the known lengths of named axes, to which new ones are added.
         """
-        dtype = torch.int64 if self.values == "integer" else torch.float64
+        dtype = DTYPES.get(self.values, torch.float64)
         if tensor.dtype != dtype:
             return f"has the dtype {tensor.dtype}, where {dtype} is needed"
-        axes = (HEADS, *self.axes)
+        axes = (HEADS, *self.axes) if self.per_head else self.axes
         if tensor.dim() == len(axes):
             for axis, length in zip(axes, tensor.shape, strict=True):
                 if isinstance(axis, str):
@@ -193,7 +197,8 @@ class SummaryPart:
         ):
             return "holds a number that is no count: a count is a whole number from 0 on"
         # The weights of a model can be NaN, so NaN is not a fault.
-        if self.values == "weight" and bool(((tensor < 0) & (tensor != -1)).any()):
+        is_weight = self.values in ("weight", "share", "index")
+        if is_weight and bool(((tensor < 0) & (tensor != -1)).any()):
             return "holds a negative weight"
         return None
 
@@ -237,6 +242,7 @@ class Statistic:
     parts: ClassVar[Parts | None] = None  # tensors of a summary; None if files do not check them
     needs: tuple[Need, ...] = ()  # attributes of a call that must be known
     reach: int = 0  # largest distance from a query's key that `diagonal` and `band` may ask for
+    cells: int = 0  # blocks of a map that `by_cell` is to have; 0 for any number
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
         """Return the summary of all calls together: by default sums in float64."""
@@ -246,6 +252,10 @@ class Statistic:
             for name, value in other.items():
                 total[name] += value
         return total
+
+    def difference(self, summary: Summary, other: Summary) -> str | None:  # noqa: ARG002
+        """Return why two summaries of one layer cannot be merged, or None if they can."""
+        return None
 
     def result(self, summary: Summary) -> Tensor:
         """Return (heads, *axes) in float64, NaN where nothing counted: by default a mean."""
@@ -363,6 +373,9 @@ def compute_summaries(
                 needed=", ".join(statistic.needs),
                 do="set these attributes of the CapturedCall, or leave the statistic out",
             )
+    cells = max((statistic.cells for statistic in statistics), default=0)
+    if cells not in (0, call.cells):
+        call = replace(call, cells=cells)
     with without_autocast(call.matrix.q):
         gathered = [(statistic, statistic.start(call)) for statistic in statistics]
         reading = [

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from headwise.errors import OptionError
 from headwise.scanning.captured_call import CELLS, CapturedCall
 from headwise.scanning.statistics.row_statistics import EXCLUDED, SHARE
 from headwise.scanning.statistics.statistic import (
@@ -21,8 +22,10 @@ from headwise.scanning.statistics.statistic import (
     mean_over,
 )
 from headwise.scanning.statistics.weight_tile import WeightTile
+from headwise.support.message_text import describe_value
 
 RANKS = 8  # keys in a list of the largest weights
+MAP_SIZES = tuple(2**power for power in range(11))  # numbers of cells that a map may have
 NOTHING = -1.0  # the weight of a rank without a key
 
 
@@ -56,12 +59,16 @@ class OffsetProfile(TileStatistic):
 
 
 class Map(TileStatistic):
-    """The weight from each block of queries to each block of keys."""
+    """The weight from each block of queries to each block of keys.
+
+    ``cells`` is the number of blocks on each side: a power of two up to 1,024.
+    """
 
     definition = Definition(
         name="map",
-        formula=f"cell (a, b): mean over the queries of block a of Σⱼ A[i, j] over the keys of "
-        f"block b; the i-th of n real tokens is in block ⌊{CELLS} i / n⌋",
+        formula="cell (a, b): mean over the queries of block a of Σⱼ A[i, j] over the keys of "
+        "block b; the i-th of n real tokens is in block ⌊c i / n⌋ of c: 64 blocks if no other "
+        "number was chosen",
         unit="share of the weight, 0 to 1; a row of cells sums to 1, less a sink's share",
         excluded=EXCLUDED + "; blocks that no query is in have no value. A sequence shorter than "
         "the map leaves gaps: a coarser one (pyramid) has none",
@@ -69,9 +76,27 @@ class Map(TileStatistic):
         axes=("query_block", "key_block"),
     )
     parts: ClassVar[Parts] = {
-        "sum": SummaryPart(axes=(CELLS, CELLS)),
-        "count": SummaryPart(axes=(CELLS,), values="count"),
+        "sum": SummaryPart(axes=("cells", "cells")),
+        "count": SummaryPart(axes=("cells",), values="count"),
     }
+
+    def __init__(self, cells: int = CELLS) -> None:
+        if not isinstance(cells, int) or cells not in MAP_SIZES:
+            raise OptionError(
+                saw=f"Map(cells={describe_value(cells)})",
+                needed=f"a power of two from 1 to {MAP_SIZES[-1]:,}",
+                do="Map(cells=128)",
+            )
+        self.cells = cells
+
+    def start(self, call: CapturedCall) -> Summary:
+        """Return a sum for each cell, and a number of queries for each block of queries."""
+        heads, device = call.matrix.shape[1], call.matrix.q.device
+        sizes = {"sum": (heads, self.cells, self.cells), "count": (heads, self.cells)}
+        return {
+            name: torch.zeros(size, dtype=torch.float64, device=device)
+            for name, size in sizes.items()
+        }
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
         blocks, weights = tile.by_cell
@@ -83,6 +108,11 @@ class Map(TileStatistic):
         member = (cells[..., None] == inside).to(weights.dtype)
         counted = torch.matmul(tile.counted.to(member.dtype), member)
         gathered["count"][tile.heads, blocks] += counted.double().sum(0)
+
+    def difference(self, summary: Summary, other: Summary) -> str | None:
+        """Return a difference in the number of cells."""
+        here, there = summary["count"].shape[-1], other["count"].shape[-1]
+        return None if here == there else f"a map of {here} cells, and one of {there}"
 
     def result(self, summary: Summary) -> Tensor:
         """(heads, query_block, key_block)."""
@@ -99,7 +129,7 @@ def map_pyramid(summary: Summary) -> dict[int, Tensor]:
     while True:
         size = total.shape[-1]
         maps[size] = total / count[..., None]
-        if size == 1:
+        if size % 2:
             return maps
         total = total.unflatten(1, (size // 2, 2)).unflatten(3, (size // 2, 2)).sum((2, 4))
         count = count.unflatten(1, (size // 2, 2)).sum(2)
