@@ -4,6 +4,8 @@
 # make check   the one gate: format, lint, types, floors, public names, all tests, docs
 # make api     write docs/api.json: public names, commands, JSON keys, exit statuses
 # make bench   the figures, on a machine that does nothing else
+# make bench-viewer  the page in a browser: sizes, first paint, frames
+# make browser install Debian's chromium, with which the tests of the pages run (needs root)
 # make bench-compare  how often headwise.compare names a fault's cause
 # make study   measure the study again, and write what the documentation says of it
 # make classes try every model type of transformers, and write docs/huggingface.md
@@ -28,7 +30,7 @@ OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
 ENDS_TESTS := tests/contract tests/layers/torch_api tests/layers/native tests/kernels tests/paths
 
-.PHONY: demo test suite check lint api bench bench-compare study classes mutants fuzz oldest newest viewer viewer-current docs clean
+.PHONY: demo test suite check lint api bench bench-viewer bench-compare browser study classes mutants fuzz oldest newest viewer viewer-current docs clean
 .DEFAULT_GOAL := demo
 
 # Without bytecode on disk, each worker and each process that a test starts compiles all files anew.
@@ -82,6 +84,14 @@ viewer/node_modules/.filled: viewer/package-lock.json
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks
+
+bench-viewer: $(READY)
+	$(BIN)/python -m benchmarks.viewer
+
+# Playwright drives the browser that is there; nothing is downloaded but Debian's package.
+browser:
+	@command -v chromium chromium-browser google-chrome google-chrome-stable || \
+		{ apt-get update -q && apt-get install -y -q chromium; }
 
 # The fault bench; choose with CASES='--suite single --fault scale'. CASES='--suite second' runs the
 # second set, which runs only if it is named.

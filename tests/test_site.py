@@ -2,56 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from queue import Queue
 from threading import Thread
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
-from tests.reports.browser import BROWSER, FLAGS, NO_BROWSER, needs_a_browser
+from tests.reports.browser import Chromium, chromium, needs_a_browser
 from tests.root import ROOT
 from tools import site
 
 pytestmark = [pytest.mark.slow, needs_a_browser]
 
-# Shows a page in a frame, runs a step there until it returns something, and sends that back.
-PROBE = """<!doctype html><meta charset="utf-8"><body><script>
-const [path, width, step] = JSON.parse(decodeURIComponent(location.hash.slice(1)));
-const frame = document.createElement("iframe");
-frame.style.width = `${width}px`;
-frame.style.height = "800px";
-frame.src = path;
-document.body.append(frame);
-const run = new Function("window", "document", step);
-const again = () => {
-  const answer = frame.contentDocument?.readyState === "complete" &&
-    run(frame.contentWindow, frame.contentDocument);
-  if (answer) fetch("/answer", { method: "POST", body: JSON.stringify(answer) });
-  else setTimeout(again, 200);
-};
-again();
-</script>
-"""
+SECONDS = 60  # until a step returns something
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serves the site, and takes what the probe sends."""
-
-    answers: Queue[Any]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(204)
-        self.end_headers()
-        self.server.answers.put(json.loads(body))  # type: ignore[attr-defined]
+    """Serves the site."""
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -60,39 +34,35 @@ class Handler(SimpleHTTPRequestHandler):
 @dataclass
 class Site:
     folder: Path
-    answers: Queue[Any] = field(default_factory=Queue)
+    home: str
+    browser: Chromium
 
     def probe(self, path: str, step: str, *, width: int = 1280) -> Any:
         """What the step returns, a piece of JavaScript, once it is no longer empty."""
-        assert BROWSER is not None, NO_BROWSER
-        server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=self.folder))
-        server.answers = self.answers  # type: ignore[attr-defined]
-        Thread(target=server.serve_forever, daemon=True).start()
-        home = f"http://127.0.0.1:{server.server_port}"
-        address = f"{home}/probe.html#{quote(json.dumps([path, width, step]))}"
-        profile = f"--user-data-dir={self.folder.parent / 'profile'}"
-        browser = subprocess.Popen(
-            # With a port for a debugger it stays open after the page has loaded.
-            [BROWSER, *FLAGS, profile, "--remote-debugging-port=0", address],
-            stderr=subprocess.DEVNULL,
-        )
+        page = self.browser.browser.new_page(viewport={"width": width, "height": 800})
         try:
-            return self.answers.get(timeout=120)
+            page.goto(self.home + path)
+            end = time.monotonic() + SECONDS
+            while not (answer := page.evaluate(f"(() => {{ {step} }})()")):
+                assert time.monotonic() < end, f"{path}: never an answer"
+                page.wait_for_timeout(100)
+            return answer
         finally:
-            browser.terminate()
-            browser.wait()
-            server.shutdown()
-            server.server_close()
+            page.close()
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Site:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("built") / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    folder.joinpath("probe.html").write_text(PROBE, "utf-8")
-    return Site(folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
+    Thread(target=server.serve_forever, daemon=True).start()
+    with chromium() as browser:
+        yield Site(folder, f"http://127.0.0.1:{server.server_port}", browser)
+    server.shutdown()
+    server.server_close()
 
 
 SEARCHED = """

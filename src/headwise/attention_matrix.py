@@ -1,7 +1,6 @@
 """The attention matrix as a linear operator, without queries x keys memory.
 
-`AttentionMatrix` holds queries, keys and everything that shapes the scores. Head outputs are exact
-products with the matrix; statistics are reductions over its tiles. Weights are before dropout.
+Outputs are exact products, statistics are reductions over tiles. Weights are before dropout.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from headwise.masks.bound_mask import BoundMask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
 from headwise.support.arguments import explain_arguments, require_tensors
+from headwise.support.display import ShownInNotebook
 from headwise.support.integers import as_count
 from headwise.support.matmul import LeftOperand
 from headwise.support.message_text import MATRIX_AXES, broadcasts, describe_value, human_bytes
@@ -50,7 +50,7 @@ class Statistics(NamedTuple):
     received: Float[Tensor, "batch heads keys"]
 
 
-class AttentionMatrix(LeftOperand):
+class AttentionMatrix(ShownInNotebook):
     """The weights (batch, heads, queries, keys) of scaled dot-product attention, as an operator.
 
     ``A @ v`` gives head outputs, ``A.mT @ y`` sums over queries. Statistics of half types are
@@ -186,7 +186,7 @@ class AttentionMatrix(LeftOperand):
         return weights_at(self._problem(), index)
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
-        """Return the whole matrix as a dense tensor, in queries x keys memory.
+        """Return the whole matrix, in queries x keys memory.
 
         Raises:
             LimitError: the result would take more than ``limit`` bytes (2 GiB; None: no limit).

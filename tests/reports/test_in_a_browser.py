@@ -1,4 +1,4 @@
-"""Every page in a real browser: nothing is fetched, nothing overflows, every picture is drawn."""
+"""Every page without script in a real browser: nothing is fetched, nothing overflows."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from headwise.reports import diagnosis_page, scan_page, study_page
+from headwise.reports import diagnosis_page, scan_page, static_scan, study_page
 from headwise.study.experiments.same_weights import SameFunction
 from headwise.study.run import Study
-from tests.reports.browser import DARK, framed, measured, needs_a_browser, with_probe
+from tests.reports.browser import FAULTS, NO_FAULTS, Chromium, needs_a_browser
 from tests.reports.diagnoses import report_of_many_heads, report_of_model, report_of_weights
 from tests.reports.scans import made_up, report
 from tools import study as documentation
 
-pytestmark = [needs_a_browser, pytest.mark.slow]
+pytestmark = needs_a_browser
 
 NAME = "a_name_without_any_place_to_break_it/of-a-model-that-somebody-called-so"
 
 
-def scans_page(heads: int) -> str:
-    found = made_up(heads=heads, length=70, notes=("2 layers were not seen",))
+def report_of(heads: int) -> scan_page.ScanReport:
+    scan = made_up(heads=heads, length=70, notes=("2 layers were not seen",))
     same = SameFunction(NAME, 3, {"headwise.MultiheadAttention": 0.41, "its own layers": 0.38})
-    return scan_page.render(report(found, title=NAME, same_function=same))
+    return report(scan, title=NAME, same_function=same)
 
 
 def studys_page() -> str:
@@ -31,8 +31,9 @@ def studys_page() -> str:
 
 
 PAGES = {
-    "scan-numbers": lambda: scans_page(5),
-    "scan-pictures": lambda: scans_page(17),
+    "scan-numbers": lambda: static_scan.render_static(report_of(5)),
+    "scan-pictures": lambda: static_scan.render_static(report_of(17)),
+    "viewer": lambda: scan_page.render(report_of(5)),
     "study": studys_page,
     "diagnosis": lambda: diagnosis_page.render(report_of_many_heads(NAME)),
     "model": lambda: diagnosis_page.render(report_of_model()),
@@ -41,39 +42,21 @@ PAGES = {
 
 
 @pytest.fixture(scope="module", params=PAGES)
-def copy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_probe(PAGES[request.param](), tmp_path_factory.mktemp(request.param))
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    page = tmp_path_factory.mktemp(request.param) / "page.html"
+    page.write_text(PAGES[request.param](), "utf-8")
+    return page
 
 
-@pytest.mark.parametrize("width", [500, 1280])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (900, True), (390, False)])
 def test_every_picture_is_drawn_and_nothing_overflows(
-    copy: Path, tmp_path: Path, width: int
+    browser: Chromium, path: Path, width: int, dark: bool
 ) -> None:
-    found = measured(copy.as_uri(), tmp_path, width=width)
-    assert found["window"] == width
-    assert found["wide"] <= width
-    assert found["spilled"] == 0
-    assert found["cut"] == []
-    assert found["fetched"] == []
-    assert found["images"] == found["drawn"]
-    assert found["facts"] == 0
-
-
-def test_a_phone(copy: Path, tmp_path: Path) -> None:
-    found = measured(framed(copy, width=360).as_uri(), tmp_path)
-    assert found["window"] == 360
-    assert found["wide"] <= 360
-    assert found["spilled"] == 0
-
-
-def test_dark_where_the_reader_wants_it_dark(copy: Path, tmp_path: Path) -> None:
-    assert measured(copy.as_uri(), tmp_path)["paper"] == "rgb(251, 250, 247)"
-    assert measured(copy.as_uri(), tmp_path, DARK)["paper"] == "rgb(20, 23, 27)"
-
-
-def test_a_map_is_enlarged_where_a_link_leads_to_it(tmp_path: Path) -> None:
-    copy = with_probe(scans_page(5), tmp_path)
-    found = measured(f"{copy.as_uri()}#head-1-2", tmp_path)
-    assert found["images"] >= 15
-    assert found["facts"] == 1
-    assert found["enlarged"] > 300
+    scheme = "dark" if dark else "light"
+    with browser.open(path, width=width, script=False, color_scheme=scheme) as opened:
+        # A page without script cannot be asked from within; Playwright's own world can.
+        assert opened.page.evaluate(FAULTS) == NO_FAULTS
+        paper = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert paper == ("rgb(20, 23, 27)" if dark else "rgb(251, 250, 247)")
+        assert opened.requests == [path.as_uri()]
+        assert opened.complaints == []

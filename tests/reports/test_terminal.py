@@ -60,6 +60,12 @@ BertModel: HeadScan of 1 statistic; 2 layers of 6 heads.
 
 Input: 3 sequences, 72 tokens.
 
+
+ layer  head  heads that stand out                middle head
+ ────────────────────────────────────────────────────────────
+     0     4  has the highest entropy: 4.00 nats    1.49 nats
+
+
 Every head: a row is a layer, a column a head, both counted from 0. In per cent,
 unless a unit is given. Layers: 0 is encoder.layer.0.attention.self, 1 is
 encoder.layer.1.attention.self.
@@ -67,12 +73,7 @@ encoder.layer.1.attention.self.
 Entropy, nats
      0   1   2   3   4   5
 0  0.0 0.5 1.0   · 4.0 3.9
-1  2.0 2.0 1.5 1.5 0.0 0.0
-
-
- layer  head  heads that stand out                middle head
- ────────────────────────────────────────────────────────────
-     0     4  has the highest entropy: 4.00 nats    1.49 nats"""
+1  2.0 2.0 1.5 1.5 0.0 0.0"""
     assert str(scan) == expected
 
 
@@ -94,7 +95,7 @@ def test_it_is_never_wider_than_a_terminal(scan: HeadScan) -> None:
 
 def test_layers_and_heads_that_are_left_out_are_counted() -> None:
     assert "\nDrawn: 48 of 64 layers, 12 of 12 heads" in str(many_layers(64, "layers.{}"))
-    assert "\nDrawn: 2 of 2 layers, 78 of 96 heads\n" in str(random_scan(layers=2, heads=96))
+    assert "\nDrawn: 2 of 2 layers, 78 of 96 heads" in str(random_scan(layers=2, heads=96))
     assert "Drawn: " not in str(many_layers(48, "layers.{}"))
 
 
@@ -102,10 +103,6 @@ def test_layers_are_named_and_a_page_is_not() -> None:
     text = " ".join(str(many_layers(9, "h.{}")).split())
     assert "Layers: 0 is h.0, 1 is h.1, 2 is h.2, ..., 8 is h.8." in text
     assert "page" not in text
-
-
-def test_a_deep_model_has_fewer_pictures() -> None:
-    assert [str(many_layers(n, "h.{}")).count("Drawn here: 2 of") for n in (24, 25)] == [0, 1]
 
 
 def test_heads_that_were_not_scanned_and_layers_of_other_sizes() -> None:
@@ -122,7 +119,6 @@ def test_heads_that_were_not_scanned_and_layers_of_other_sizes() -> None:
 def test_heads_without_differences_have_no_picture(row: list[float]) -> None:
     text = str(numbers(row))
     assert "Every head" not in text
-    assert "Drawn here: 0 of 1 number of each head." in text
     assert "No head stands out." in text
 
 

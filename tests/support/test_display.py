@@ -7,8 +7,12 @@ from pkgutil import resolve_name
 
 import pytest
 
+from headwise import AttentionMatrix, Mask
 from headwise.diagnosis.diagnosis_result import Diagnosis
-from headwise.support.display import DRAWN_BY, Displayed, render
+from headwise.layouts.layout import Layout
+from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.scan_diff import ScanDiff
+from headwise.support.display import DRAWN_BY, Displayed, ShownInNotebook, render
 from tests.scanning.scans import random_scan
 
 
@@ -18,10 +22,13 @@ def test_what_draws_is_there(target: str) -> None:
 
 
 def test_every_class_of_the_table_takes_its_forms_from_it() -> None:
-    scan = random_scan()
-    assert {name for name, _ in DRAWN_BY} == {type(scan).__name__, Diagnosis.__name__}
-    assert isinstance(scan, Displayed)
-    assert issubclass(Diagnosis, Displayed)
+    printed = {HeadScan, ScanDiff, Diagnosis}
+    shown = printed | {Mask, AttentionMatrix, Layout}
+    assert {name for name, _ in DRAWN_BY} == {each.__name__ for each in shown}
+    assert all(issubclass(each, ShownInNotebook) for each in shown)
+    assert all(issubclass(each, Displayed) for each in printed)
+    texts = {name for name, form in DRAWN_BY if form == "text"}
+    assert texts == {"HeadScan", "ScanDiff"}  # a diagnosis has a text of its own
 
 
 def test_a_scan_has_a_plain_repr_and_rich_forms() -> None:

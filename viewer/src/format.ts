@@ -72,7 +72,7 @@ function visibleCharacter(character: string): string {
   if (character === "\n") return "⏎";
   if (character === "\t") return "⇥";
   const code = character.codePointAt(0) ?? 0;
-  if (code < 0x20) return String.fromCodePoint(0x2400 + code);
+  if (code < 0x20) return `\\x${code.toString(16).padStart(2, "0")}`;
   // Joiners belong to emoji and scripts; other format and control characters are invisible.
   if (/[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029]/u.test(character) && code !== 0x200d && code !== 0x200c) {
     return `[U+${code.toString(16).toUpperCase().padStart(4, "0")}]`;

@@ -20,6 +20,7 @@ const TABS: [Tab, string][] = [["heads", "Heads"], ["map", "Map"], ["facts", "Fa
 
 /** Build the app in an element. */
 function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): void {
+  const role = keysOf === document ? "main" : null;
   const search = new Search(app);
   const keys = new Keys(app, search);
   const tools = element("div", { class: "tools" });
@@ -32,7 +33,7 @@ function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): voi
   const text = new TextPane(app, search.root);
   const tabs = tabList(app, root);
   const parts = [header.root, tabs.root, grid.root, map.root, text.root, facts.root, keys.dialog];
-  root.replaceChildren(element("div", { class: "app" }, ...parts));
+  root.replaceChildren(element("div", { class: "app", role }, ...parts));
   app.parts.push(header, tabs, grid, compare, map, facts, search, text);
   app.onLight = (lights) => {
     map.lit(lights);
@@ -87,6 +88,8 @@ async function startPage(root: HTMLElement, meta: PageMeta): Promise<void> {
   root.classList.add("page");
   mount(root, app, document);
   window.headwise = { state: () => app.dump(), app };
+  // The empty parts appear first, and no task of the start is long.
+  await new Promise((resume) => setTimeout(resume));
   await app.refresh();
   performance.mark("headwise-ready");
 }

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headwise.cli.output import NO
-from headwise.errors import MissingExtraError, OptionError
+from headwise.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.reports.scan_page import ScanReport
+    from headwise.reports.scan_report import ScanReport
 
 PAGE = Path("headwise-demo/index.html")
-SECOND_PAGE = "scan.html"
+SMALL, TRAINED = "The small model that ships with headwise", "A trained encoder"
 
 
 def demo(
-    out: Annotated[
-        Path,
-        typer.Option(help=f"The main HTML page; {SECOND_PAGE} of the small model is beside it."),
-    ] = PAGE,
+    out: Annotated[Path, typer.Option(help="The HTML page to write, of both models.")] = PAGE,
     *,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every number as JSON instead of pictures.")
@@ -33,9 +30,9 @@ def demo(
     """Scan every attention head of two models.
 
     The first is the small model that ships with headwise, as in headwise scan --demo.
-    The second is a trained encoder, all-MiniLM-L6-v2. The main page shows it, and also
-    whether headwise's layers with its weights are the same function. If the encoder is
-    not installed, the main page shows the small model.
+    The second is a trained encoder, all-MiniLM-L6-v2. The page shows both, and also
+    whether headwise's layers with the encoder's weights are the same function. If the
+    encoder is not installed, the page shows the small model.
     """
     import time
 
@@ -43,45 +40,61 @@ def demo(
     from headwise.cli.scan.command import scan_report
     from headwise.cli.scan.scan_options import ScanOptions
     from headwise.reports.scan_page import save
+    from headwise.support.atomic_write import require_writable
 
-    beside = _second_page_path(out)
+    require_writable(out)
     start = time.perf_counter()
-    tiny = scan_report(ScanOptions(demo=True, page=beside))
+    tiny = scan_report(ScanOptions(demo=True, page=out))
     try:
         trained = _scan_trained_encoder(out)
     except MissingExtraError as error:
         trained, missing = None, error
         if as_json:
             _print_missing_encoder(missing, stderr_console())
-    pages = [save(tiny, beside), save(trained, out)] if trained else [save(tiny, out)]
+    page = save(out, *([trained, tiny] if trained else [tiny]))
 
-    def show(console: Console) -> None:
-        from headwise.reports.terminal import show_scan
-
-        _print_heading(console, "The small model that ships with headwise")
-        show_scan(tiny, console)
-        _print_heading(console, "A trained encoder")
-        show_scan(trained, console) if trained else _print_missing_encoder(missing, console)
-
-    def plain() -> dict[str, Any]:
-        return {"scan": tiny.as_json(), "encoder": trained.as_json() if trained else None}
-
-    print_result(*pages, start=start, show=show, as_json=plain if as_json else None)
+    shown = _Shown(tiny, trained, None if trained else missing)
+    print_result(
+        page,
+        start=start,
+        show=shown.conclusions,
+        as_json=shown.as_json if as_json else None,
+        details=shown.grids,
+    )
     if trained and not (trained.same_function and trained.same_function.holds):
         raise typer.Exit(NO)
 
 
-def _second_page_path(page: Path) -> Path:
-    """Return the path of the page of the small model; check the main path before any work."""
-    from headwise.support.atomic_write import require_writable
+@dataclass(frozen=True, eq=False)
+class _Shown:
+    """Both reports as the terminal shows them: the conclusions of both first, then the grids."""
 
-    if page.name.casefold() == SECOND_PAGE:
-        raise OptionError(
-            saw=f"--out {page}, the name of the second page",
-            needed="another name for the main page",
-            do=f"--out {page.with_name(PAGE.name)}",
-        )
-    return require_writable(page).with_name(SECOND_PAGE)
+    tiny: ScanReport
+    trained: ScanReport | None
+    missing: MissingExtraError | None
+
+    def conclusions(self, console: Console) -> None:
+        from headwise.reports.terminal import show_conclusions
+
+        _print_heading(console, SMALL)
+        show_conclusions(self.tiny, console)
+        _print_heading(console, TRAINED)
+        if self.trained is not None:
+            show_conclusions(self.trained, console)
+        elif self.missing is not None:
+            _print_missing_encoder(self.missing, console)
+
+    def grids(self, console: Console) -> None:
+        from headwise.reports.terminal import show_grid
+
+        for heading, report in ((SMALL, self.tiny), (TRAINED, self.trained)):
+            if report is not None:
+                _print_heading(console, heading)
+                show_grid(report, console)
+
+    def as_json(self) -> dict[str, Any]:
+        trained = None if self.trained is None else self.trained.as_json()
+        return {"scan": self.tiny.as_json(), "encoder": trained}
 
 
 def _scan_trained_encoder(page: Path) -> ScanReport:

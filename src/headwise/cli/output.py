@@ -83,8 +83,13 @@ def print_result(
     start: float,
     show: Callable[[Console], None],
     as_json: Callable[[], Any] | None,
+    details: Callable[[Console], None] | None = None,
 ) -> None:
-    """Print the result with ``show``, or as JSON if ``as_json`` is not None, and name the pages."""
+    """Print the result with ``show``, or as JSON if ``as_json`` is not None, and name the pages.
+
+    ``details`` come after the pages, which are then named once more: the last line is what a
+    reader of a long text sees.
+    """
     from rich.console import Console
 
     seconds = time.perf_counter() - start
@@ -94,6 +99,14 @@ def print_result(
     else:
         console = Console(highlight=False)
         show(console)
+    text = f"The {'page' if len(pages) == 1 else 'pages'}:"
     if pages:
-        text = f"{seconds:.1f} s. The {'page' if len(pages) == 1 else 'pages'}:"
-        console.print(text, *map(str, pages), sep="\n", markup=False, soft_wrap=True)
+        _print_lines(console, f"{seconds:.1f} s. {text}", *map(str, pages))
+    if details is not None and as_json is None:
+        console.print()
+        details(console)
+        _print_lines(console, text, *map(str, pages))
+
+
+def _print_lines(console: Console, *lines: str) -> None:
+    console.print(*lines, sep="\n", markup=False, soft_wrap=True)

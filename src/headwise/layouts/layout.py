@@ -24,6 +24,7 @@ from headwise.layouts.pattern import (
     to_interleaved,
     unpack,
 )
+from headwise.support.display import ShownInNotebook
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(ShownInNotebook):
     """One layout. Both directions follow from it; "Weight layouts" in the docs shows an example.
 
     Attributes:

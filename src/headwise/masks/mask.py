@@ -36,6 +36,7 @@ from headwise.masks.clauses.prefix import prefix_of
 from headwise.masks.clauses.segments import PackedRow, Segments, offsets_of, segment_ids_of
 from headwise.masks.clauses.where import Predicate, Where
 from headwise.masks.conventions import allowed_entries, allowed_matrix, require_bool
+from headwise.support.display import ShownInNotebook
 from headwise.support.integers import as_count, as_int64
 from headwise.support.message_text import describe_value
 
@@ -43,7 +44,7 @@ OneKind = TypeVar("OneKind", bound=Clause)
 
 
 @dataclass(frozen=True, eq=False)
-class Mask:
+class Mask(ShownInNotebook):
     """A lazy mask. Build one with a classmethod, combine with ``&``; ``Mask()`` allows all."""
 
     clauses: tuple[Clause, ...] = ()
@@ -273,21 +274,23 @@ class Mask:
         )
 
     def draw(
-        self,
-        queries: int | None = None,
-        keys: int | None = None,
-        *,
-        batch: int = 0,
-        head: int = 0,
+        self, queries: int | None = None, keys: int | None = None, *, batch: int = 0, head: int = 0
     ) -> str:
         """The mask as a picture: a row per query, 1 = may attend. Known sizes may be left out.
 
         Raises:
             OptionError: sizes that are no numbers, or a sequence or a head that is not there.
         """
-        shape = self._known_sizes(_drawn("queries", queries), _drawn("keys", keys))
+        rows = self.dense(queries, keys, batch=batch, head=head)
+        return "\n".join(" ".join("1" if x else "0" for x in row) for row in rows.tolist())
+
+    def dense(
+        self, queries: int | None = None, keys: int | None = None, *, batch: int = 0, head: int = 0
+    ) -> Bool[Tensor, "_queries _keys"]:
+        """Return which queries of a sequence may attend to which keys, as `draw` shows it."""
+        shape = self.known_sizes(_drawn("queries", queries), _drawn("keys", keys))
         if shape["batch"] == 0:
-            return ""
+            return torch.zeros(0, 0, dtype=torch.bool)
         for name, index, size in (("batch", batch, shape["batch"]), ("head", head, shape["heads"])):
             number = as_count(index)
             if number is None or not -size <= number < size:
@@ -298,10 +301,10 @@ class Mask:
                 )
         bound = self.bind(**shape, device=self._device())
         rows = bound.at(torch.arange(shape["queries"], device=self._device()))
-        rows = rows.expand(shape["batch"], shape["heads"], -1, -1)[batch, head]
-        return "\n".join(" ".join("1" if x else "0" for x in row) for row in rows.tolist())
+        return rows.expand(shape["batch"], shape["heads"], -1, -1)[batch, head]
 
-    def _known_sizes(self, queries: int | None, keys: int | None) -> dict[str, int]:
+    def known_sizes(self, queries: int | None = None, keys: int | None = None) -> dict[str, int]:
+        """Return the sizes of batch, heads, queries and keys that the clauses name, else 1."""
         known = [clause.known_sizes() for clause in self.clauses]
         batch, heads, mask_queries, mask_keys = (
             max((sizes[axis] for sizes in known), default=1) for axis in range(4)

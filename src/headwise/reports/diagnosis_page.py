@@ -17,7 +17,7 @@ from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.function_comparison import FunctionComparison, page_of
 from headwise.diagnosis.model_comparison import LayerComparison
 from headwise.reports import png_images, stage_heat_map
-from headwise.reports.page_templates import template_environment
+from headwise.reports.page_templates import secured, template_environment
 from headwise.reports.stage_heat_map import StageTables
 from headwise.support.atomic_write import write_whole
 from headwise.support.message_text import describe_count
@@ -115,7 +115,7 @@ def render(report: DiagnosisReport) -> str:
         "quoted": mark_quoted,
     }
     model = report.diagnosis.model
-    return environment.get_template("diagnosis.html").render(
+    page = environment.get_template("diagnosis.html").render(
         report=report,
         version=report.versions["headwise"],
         diagnosis=report.diagnosis,
@@ -133,6 +133,7 @@ def render(report: DiagnosisReport) -> str:
         ticks=[(size, 100 * stage_heat_map.size_position(size)) for size in stage_heat_map.TICKS],
         describe_count=describe_count,
     )
+    return secured(page)
 
 
 def mark_quoted(text: str) -> Markup:

@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from headwise.reports.page_templates import template_environment
+from headwise.reports.page_templates import secured, template_environment
 from headwise.study import charts
 from headwise.study.charts import Figure
 from headwise.study.question import Answer
@@ -71,7 +71,8 @@ def render(result: Study) -> str:
     # matplotlib escapes the text in the pictures.
     pictures = {answer.question.id: Markup(svg(answer)) for answer in result.answers}
     template = template_environment().get_template("study.html")
-    return template.render(study=result, pictures=pictures, version=result.setting["headwise"])
+    page = template.render(study=result, pictures=pictures, version=result.setting["headwise"])
+    return secured(page)
 
 
 def require_matplotlib() -> None:

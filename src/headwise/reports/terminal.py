@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.style import Style
@@ -15,18 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.reports.png_images import css, ink
-from headwise.reports.scan_page import MAP, ScanReport
+from headwise.reports.scan_report import ScanReport
 from headwise.reports.wording import (
     RULE,
     DrawnStatistic,
     Scale,
+    clearest_statistic,
     standout_heads,
-    terminal_statistics,
 )
 from headwise.support.message_text import describe_count
 
 if TYPE_CHECKING:
     from headwise.scanning.head_scan import HeadScan
+    from headwise.scanning.scan_diff import ScanDiff
     from headwise.study.question import Answer
     from headwise.study.run import Study
 
@@ -34,8 +34,7 @@ WIDTH = 80  # columns of `print`
 LEVELS = "▁▂▃▄▅▆▇█"
 NO_VALUE = "·"
 MOST_ROWS = 48  # layers of one picture
-SHORT_MODEL = 24  # layers up to which `print` draws all pictures of a terminal
-FEW_PICTURES = 2  # of a model with more layers
+MOST_CHANGES = 8  # heads of a difference
 MOST_NAMES = 3  # layers that are named
 GAP = 2  # columns between pictures, and of an indent
 
@@ -47,39 +46,31 @@ def scan_text(scan: HeadScan) -> str:
     # In a notebook, rich would write to the cell and not to the file without force_jupyter=False.
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
     with console.capture() as capture:
-        show_scan(ScanReport.of(scan), console, has_page=False)
+        show_conclusions(ScanReport.of(scan), console)
+        show_grid(ScanReport.of(scan), console)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
-def show_scan(report: ScanReport, console: Console, *, has_page: bool = True) -> None:
-    """Print the input, a few pictures of every head, and sentences on heads that stand out.
+def diff_text(diff: ScanDiff) -> str:
+    """Return the text of ``print(diff)``: the heads that changed most."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
+    table = _table({"layer": True, "head": True, "apart": True})
+    for change in diff.top(n=MOST_CHANGES):
+        table.add_row(str(change.layer_index), str(change.head), f"{change.value:.3g}")
+    with console.capture() as capture:
+        _print_paragraph(console, f"{diff!r}. The heads that changed most over all statistics:")
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
-    Args:
-        report: the report.
-        console: the console to print to.
-        has_page: True if the report was also written as a page, to which the text may refer.
-    """
+
+def show_conclusions(report: ScanReport, console: Console) -> None:
+    """Print the input, the notes, and the heads that stand out."""
     _print_paragraph(console, f"{report.title}: {report.about}; {report.sizes}.")
     _print_paragraph(console, f"Input: {report.read}. {report.chosen}")
     if same := report.same_function:
         _print_paragraph(console, same.summary, "green" if same.holds else "bold red")
     for note in report.all_notes:
         _print_paragraph(console, f"Note: {note}.", "bold red")
-    pictures, layers = terminal_statistics(report.scan), report.scan.layers
-    if not has_page and len(layers) > SHORT_MODEL:
-        pictures = pictures[:FEW_PICTURES]
-    if pictures:
-        _print_paragraph(
-            console,
-            "Every head: a row is a layer, a column a head, both counted from 0. In per cent, "
-            f"unless a unit is given. Layers: {_layer_names(layers)}.",
-        )
-        drawn: list[RenderableType] = [
-            draw_statistic(statistic, console.width) for statistic in pictures
-        ]
-        console.print(Columns(drawn, padding=(0, GAP)))
-    if rest := _left_out(report, len(pictures), has_page=has_page):
-        _print_paragraph(console, rest)
     if heads := standout_heads(report.scan):
         table = _table({"layer": True, "head": True, "heads that stand out": False})
         table.add_column("middle head", justify="right")
@@ -87,8 +78,21 @@ def show_scan(report: ScanReport, console: Console, *, has_page: bool = True) ->
             position = (str(standout.head.layer_index), str(standout.head.head))
             table.add_row(*position, Text(standout.sentence), Text(standout.middle))
         console.print(table)
+        console.print()
     elif report.num_heads > 1:
         _print_paragraph(console, f"No head stands out. {RULE}")
+
+
+def show_grid(report: ScanReport, console: Console) -> None:
+    """Print every head in the statistic that tells heads apart best, and what is missing."""
+    if (statistic := clearest_statistic(report.scan)) is not None:
+        _print_paragraph(
+            console,
+            "Every head: a row is a layer, a column a head, both counted from 0. In per cent, "
+            f"unless a unit is given. Layers: {_layer_names(report.scan.layers)}.",
+        )
+        console.print(draw_statistic(statistic, console.width))
+        console.print()
     for sentence in report.not_measured:
         _print_paragraph(console, sentence, "dim")
 
@@ -98,22 +102,6 @@ def _layer_names(layers: tuple[str, ...]) -> str:
     names = [f"{row} is {name}" for row, name in enumerate(layers)]
     skipped = ["..."] if len(names) > MOST_NAMES + 1 else []
     return ", ".join([*names[:MOST_NAMES], *skipped, *names[MOST_NAMES:][-1:]])
-
-
-def _left_out(report: ScanReport, pictures: int, *, has_page: bool) -> str:
-    """Return a sentence on the numbers that are not drawn, and on the page that has them."""
-    numbers = len(report.scan.scalars)
-    rest, maps = numbers - pictures, MAP in report.scan.measured
-    chosen = (
-        f"Drawn here: {pictures} of {describe_count(numbers, 'number')} of each head."
-        if rest
-        else ""
-    )
-    left_out = [describe_count(rest, "more number")] if rest else []
-    left_out += ["a map of every head"] if maps else []
-    if not has_page or not left_out:
-        return chosen
-    return f"{chosen} The page also has {' and '.join(left_out)}."
 
 
 def draw_statistic(statistic: DrawnStatistic, width: int) -> Text:

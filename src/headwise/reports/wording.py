@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from headwise.reports import png_images
 from headwise.scanning.head_scan import HeadScan
@@ -12,7 +15,6 @@ from headwise.scanning.statistics.catalogue import PICTURED
 from headwise.scanning.statistics.statistic import Definition
 
 WIDTH = "effective_keys"
-MOST_PICTURES = 6
 LEAST_SHARE = 0.05  # a head with a smaller share of its weight does not stand out by this share
 # A head stands out if its value is so many times that of the middle head, or so many times less.
 # Without this factor some head would stand out even if all heads were alike.
@@ -22,6 +24,14 @@ RULE = (
     "middle head, and for shares 5 percentage points more. It also stands out if it attends to the "
     "fewest tokens, and to at most half as many as the middle head."
 )
+
+
+WEIGHTS = (
+    "Weights show where a head attends, and not how the model uses it. A row of weights sums to 1, "
+    "less the share of a learned sink."
+)
+# A scale spans at least this part of the median, so that equal heads have about one colour.
+LEAST_SPAN = 0.1
 
 
 @dataclass(frozen=True)
@@ -117,18 +127,36 @@ def drawn_statistic(scan: HeadScan, name: str) -> DrawnStatistic:
     """Return a scalar statistic of the scan with its scale."""
     values, definition = scan[name], scan.definition(name)
     real = values[values.isfinite()]
-    low, high = (float(real.min()), float(real.max())) if real.numel() else (0.0, 0.0)
+    middle = float(real.median()) if real.numel() else float("nan")
     return DrawnStatistic(
         name=name,
         label=definition.heading,
         definition=definition,
         rows=values.tolist(),
-        middle=float(real.median()) if real.numel() else float("nan"),
-        # The scale of shares is from 0 to 1, whatever the values.
-        scale=Scale(
-            definition.drawn, *((low, high) if definition.drawn == "range" else (0.0, 1.0))
-        ),
+        middle=middle,
+        scale=_scale(scan, definition, real, middle),
     )
+
+
+def _scale(scan: HeadScan, definition: Definition, real: Tensor, middle: float) -> Scale:
+    """Return the scale: from the definition, or around the values, but never of a narrow range."""
+    if definition.drawn != "range":
+        return Scale(definition.drawn, 0.0, 1.0)
+    if not real.numel():
+        return Scale("range", 0.0, 0.0)
+    if definition.name == "entropy":
+        return Scale("range", 0.0, math.log(max(2, _longest_text(scan))))
+    low, high = float(real.min()), float(real.max())
+    missing = LEAST_SPAN * abs(middle) - (high - low)
+    if missing > 0:
+        low, high = low - missing / 2, high + missing / 2
+    return Scale("range", low, high)
+
+
+def _longest_text(scan: HeadScan) -> int:
+    """Return the largest number of tokens of a sequence, as far as it is known."""
+    lengths = [length for text in scan.texts for length in text.lengths]
+    return max(lengths, default=scan.tokens)
 
 
 def drawn_statistics(scan: HeadScan) -> list[DrawnStatistic]:
@@ -139,33 +167,25 @@ def drawn_statistics(scan: HeadScan) -> list[DrawnStatistic]:
 
 
 def statistics_with_picture(scan: HeadScan) -> list[DrawnStatistic]:
-    """Return the statistics with a picture; `statistics_without_picture` returns the others."""
-    return [s for s in drawn_statistics(scan) if _reason_without_picture(scan, s) is None]
+    """Return the statistics in whose picture heads differ."""
+    return [s for s in drawn_statistics(scan) if _has_picture(scan, s)]
 
 
-def statistics_without_picture(scan: HeadScan) -> dict[str, list[str]]:
-    """Return the names of the statistics without a picture, by the reason."""
-    reasons: dict[str, list[str]] = {}
-    for statistic in drawn_statistics(scan):
-        if (reason := _reason_without_picture(scan, statistic)) is not None:
-            reasons.setdefault(reason, []).append(statistic.name)
-    return reasons
-
-
-def _reason_without_picture(scan: HeadScan, statistic: DrawnStatistic) -> str | None:
+def _has_picture(scan: HeadScan, statistic: DrawnStatistic) -> bool:
     reach = next(s.reach for s in scan.statistics if s.definition.name == statistic.name)
-    if statistic.name.startswith("within_") and reach >= scan.tokens - 1:
-        # The longest of several texts is unknown, but no longer than all texts together.
-        return f"no token is further away in {scan.tokens:,} tokens"
-    if statistic.is_constant:
-        return f"every head has {statistic.format_long(statistic.middle)}"
-    return None
+    # No token is further away. The longest of several texts is no longer than all together.
+    is_everything = statistic.name.startswith("within_") and reach >= scan.tokens - 1
+    return not is_everything and not statistic.is_constant
 
 
-def terminal_statistics(scan: HeadScan) -> list[DrawnStatistic]:
-    """Return the few statistics that a terminal shows, in which heads differ."""
-    varying = (statistic for statistic in statistics_with_picture(scan) if statistic.varies_enough)
-    return _without_duplicates(varying)[:MOST_PICTURES]
+def clearest_statistic(scan: HeadScan) -> DrawnStatistic | None:
+    """Return the statistic of the first head that stands out, else the first in which heads differ.
+
+    None if heads differ in none.
+    """
+    if standouts := standout_heads(scan):
+        return drawn_statistic(scan, standouts[0].statistic)
+    return next((each for each in statistics_with_picture(scan) if each.varies_enough), None)
 
 
 @dataclass(frozen=True)
@@ -175,6 +195,7 @@ class StandoutHead:
     head: HeadValue
     sentence: str
     middle: str
+    statistic: str
 
 
 def standout_heads(scan: HeadScan) -> list[StandoutHead]:
@@ -216,7 +237,7 @@ def _standout_head(
         )
         if scan.sequences == 1:
             value = f"about {_format_token_count(head.value)} of {scan.tokens:,} tokens"
-    return StandoutHead(head, phrase.format(value), middle)
+    return StandoutHead(head, phrase.format(value), middle, statistic.name)
 
 
 def _format_token_count(count: float) -> str:

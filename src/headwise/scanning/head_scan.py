@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any, Literal
 
 from headwise.errors import OptionError
 from headwise.scanning import scan_file
@@ -13,7 +14,8 @@ from headwise.scanning.layer_scan import LayerScan, ScanReadings
 from headwise.scanning.scan_diff import ScanDiff
 from headwise.scanning.scanned_text import merge_texts
 from headwise.scanning.statistics.statistic import Statistic
-from headwise.support.display import Displayed
+from headwise.support.atomic_write import write_whole
+from headwise.support.display import Displayed, render
 from headwise.support.message_text import describe_value
 
 
@@ -115,6 +117,87 @@ class HeadScan(Displayed, ScanReadings):
         """
         _require_scan(other)
         return ScanDiff.between(self, other, match=match)
+
+    # ---- pages ------------------------------------------------------------------------------
+
+    def save_page(
+        self,
+        path: str | PathLike[str],
+        *,
+        title: str | None = None,
+        name_of: Callable[[int], str] | None = None,
+    ) -> Path:
+        """Write the viewer's page of this scan, a single offline file, and return its path.
+
+        Args:
+            path: the HTML file; it is replaced as a whole.
+            title: the name of the model; its class if None.
+            name_of: returns the text of a token id; without it, tokens are numbers.
+
+        Raises:
+            OptionError: nothing can be written there.
+        """
+        return write_whole(Path(path), render(self, "page", title=title, name_of=name_of))
+
+    def view(
+        self,
+        *,
+        model: Any = None,
+        inputs: Any = None,
+        other: HeadScan | None = None,
+        title: str | None = None,
+        name_of: Callable[[int], str] | None = None,
+        height: int = 800,
+    ) -> Any:
+        """Return the viewer as a widget of a notebook.
+
+        ``widget.selected_head`` is [layer, head]: it follows the page, and setting it moves the
+        page.
+
+        Args:
+            model: the model that was scanned; the kernel then computes exact rows on demand.
+            inputs: its inputs, as `headwise.scan` got them.
+            other: another scan of the same layers and heads, to compare with.
+            title: the name of the model; its class if None.
+            name_of: returns the text of a token id; without it, tokens are numbers.
+            height: of the widget, in pixels.
+
+        Raises:
+            OptionError: a model without inputs, or inputs without a model.
+            MissingExtraError: anywidget is not installed.
+        """
+        options = {"title": title, "name_of": name_of, "height": height}
+        return render(self, "widget", model=model, inputs=inputs, other=other, **options)
+
+    def plot(
+        self,
+        kind: Literal["map", "grid", "profile"] = "grid",
+        *,
+        layer: int | None = None,
+        head: int | None = None,
+        statistic: str | None = None,
+        ax: Any = None,
+        width: float = 3.35,
+    ) -> Any:
+        """Return a matplotlib Figure, at the quality of a paper: the pictures of the viewer.
+
+        Text stays text in PDF and SVG, and colours are those of the page.
+
+        Args:
+            kind: "grid" for layers x heads of a statistic, "map" for the weights of a head in
+                blocks, "profile" for its weights by offset.
+            layer: the layer's number in the scan; that of the first head that stands out if None.
+            head: the head's number; that of the first head that stands out if None.
+            statistic: of a grid; the one of the first head that stands out if None.
+            ax: matplotlib axes to draw into, instead of a new figure.
+            width: of a new figure, in inches; 3.35 is a column of many journals.
+
+        Raises:
+            OptionError: a kind, a statistic or a head that the scan does not have.
+            MissingExtraError: matplotlib is not installed.
+        """
+        options = {"layer": layer, "head": head, "statistic": statistic, "ax": ax, "width": width}
+        return render(self, "figure", kind=kind, **options)
 
     # ---- save and load ----------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class HeadValue(NamedTuple):
     value: float
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class LayerScan:
     """Summaries of the statistics of one layer, updated with every attention call.
 
@@ -63,6 +63,14 @@ class LayerScan:
     missing: dict[str, str] = field(default_factory=dict)
     query_text: int | None = None
     key_text: int | None = None
+
+    def __repr__(self) -> str:
+        heads = f"{len(self.heads)} of {self.num_heads}"
+        count = str(self.num_heads) if len(self.heads) == self.num_heads else heads
+        sizes = {"heads": count, "calls": self.calls, "statistics": len(self.summaries)}
+        sizes |= {"missing": len(self.missing)} if self.missing else {}
+        words = ", ".join(f"{name}={value}" for name, value in sizes.items())
+        return f"LayerScan({self.name!r}, {self.kind} attention, {words})"
 
     @classmethod
     def of(cls, call: CapturedCall, heads: tuple[int, ...] | None) -> LayerScan:

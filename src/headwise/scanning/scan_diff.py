@@ -16,10 +16,12 @@ Statistics that name keys and tokens, such as the keys that receive most, have n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -34,14 +36,16 @@ from headwise.scanning.layer_scan import (
     head_table,
     top_heads,
 )
+from headwise.support.atomic_write import write_whole
+from headwise.support.display import Displayed, render
 from headwise.support.optional_imports import require
 
 FIELD = "field"  # the axis of a statistic that names keys and tokens
 APART = "apart"  # the distance of two heads, among the columns of a table
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ScanDiff:
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class ScanDiff(Displayed):
     """The difference of two scans with equal numbers of layers and heads, from `HeadScan.diff`.
 
     Attributes:
@@ -75,9 +79,66 @@ class ScanDiff:
         return cls(before=before, after=after, names=names, assignment=assignment)
 
     @property
+    def scalars(self) -> tuple[str, ...]:
+        """Names of the statistics with one number for each head."""
+        return tuple(name for name in self.names if not self.before.definition(name).axes)
+
+    @property
     def layers(self) -> tuple[str, ...]:
         """Names of the layers, as in ``before``."""
         return self.before.layers
+
+    def __repr__(self) -> str:
+        heads = len(self.before.heads)
+        moved = sum(
+            head != partner
+            for layer, partners in zip(self.before.layer_scans, self.assignment, strict=True)
+            for head, partner in zip(layer.heads, partners, strict=True)
+        )
+        models = dict.fromkeys((self.before.model, self.after.model))
+        matched = f", matched={moved} to another head" if moved else ""
+        sizes = f"layers={len(self.layers)}, heads={heads}, statistics={len(self.names)}"
+        return f"ScanDiff({' to '.join(models)}, {sizes}{matched})"
+
+    def save_page(
+        self,
+        path: str | PathLike[str],
+        *,
+        names: tuple[str, str] = ("before", "after"),
+        title: str | None = None,
+        name_of: Callable[[int], str] | None = None,
+    ) -> Path:
+        """Write the viewer's page of both scans, and return its path.
+
+        A is ``after`` and B is ``before``, so that A − B is the difference.
+
+        Args:
+            path: the HTML file; it is replaced as a whole.
+            names: names of the two scans.
+            title: the name of the model; its class if None.
+            name_of: returns the text of a token id; without it, tokens are numbers.
+
+        Raises:
+            OptionError: nothing can be written there.
+        """
+        page = render(self, "page", names=names, title=title, name_of=name_of)
+        return write_whole(Path(path), page)
+
+    def plot(self, statistic: str | None = None, *, ax: Any = None, width: float = 3.35) -> Any:
+        """Return a matplotlib Figure of the change of a statistic: layers x heads.
+
+        The colours are centred on 0.
+
+        Args:
+            statistic: the statistic; the one with the largest change if None.
+            ax: matplotlib axes to draw into, instead of a new figure.
+            width: of a new figure, in inches.
+
+        Raises:
+            OptionError: a statistic that one of the scans lacks, or with several numbers a head.
+            MissingExtraError: matplotlib is not installed.
+        """
+        return render(self, "figure", statistic=statistic, ax=ax, width=width)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -160,8 +221,7 @@ class ScanDiff:
         partners = torch.full(self.apart.shape, -1)
         for index, layer in enumerate(self.before.layer_scans):
             partners[index, list(layer.heads)] = torch.tensor(self.assignment[index])
-        scalars = [name for name in self.names if not self.before.definition(name).axes]
-        changes = {name: self[name] for name in scalars}
+        changes = {name: self[name] for name in self.scalars}
         return head_table(self.before.heads, {"after": partners, APART: self.apart, **changes})
 
 

@@ -6,34 +6,49 @@ Packages that measure therefore do not import packages that draw.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Literal
+from typing import Any, Literal
 
-Form = Literal["text", "html"]
+Form = Literal["text", "html", "page", "figure", "widget"]
 
 # (class, form) -> the function that draws a result of this class
 DRAWN_BY: dict[tuple[str, Form], str] = {
     ("HeadScan", "text"): "headwise.reports.terminal.scan_text",
-    ("HeadScan", "html"): "headwise.reports.scan_page.render_in_frame",
+    ("HeadScan", "html"): "headwise.reports.static_scan.render_in_frame",
+    ("HeadScan", "page"): "headwise.reports.scan_page.render_scan",
+    ("HeadScan", "figure"): "headwise.reports.figures.plot_scan",
+    ("HeadScan", "widget"): "headwise.reports.widget.view_scan",
+    ("ScanDiff", "text"): "headwise.reports.terminal.diff_text",
+    ("ScanDiff", "html"): "headwise.reports.notebook_forms.diff_html",
+    ("ScanDiff", "page"): "headwise.reports.scan_page.render_diff",
+    ("ScanDiff", "figure"): "headwise.reports.figures.plot_diff",
     ("Diagnosis", "html"): "headwise.reports.diagnosis_page.render_in_frame",
+    ("Mask", "html"): "headwise.reports.notebook_forms.mask_html",
+    ("AttentionMatrix", "html"): "headwise.reports.notebook_forms.matrix_html",
+    ("Layout", "html"): "headwise.reports.notebook_forms.layout_html",
 }
 
 
-class Displayed:
-    """Base of results: ``print`` shows their text, and a notebook their page."""
-
-    def __str__(self) -> str:
-        return render(self, "text")
+class ShownInNotebook:
+    """Base of results: a notebook shows their HTML."""
 
     def _repr_html_(self) -> str:
-        return render(self, "html")
+        html: str = render(self, "html")
+        return html
 
 
-def render(result: object, form: Form) -> str:
-    """Return a result in one of its rich forms.
+class Displayed(ShownInNotebook):
+    """Base of results: ``print`` shows their text, and a notebook their HTML."""
+
+    def __str__(self) -> str:
+        text: str = render(self, "text")
+        return text
+
+
+def render(result: object, form: Form, **options: Any) -> Any:
+    """Return a result in one of its rich forms, with the options of the function that draws it.
 
     Raises:
         KeyError: the table has no such form of its class.
     """
     module, _, name = DRAWN_BY[type(result).__name__, form].rpartition(".")
-    drawing: str = getattr(import_module(module), name)(result)
-    return drawing
+    return getattr(import_module(module), name)(result, **options)

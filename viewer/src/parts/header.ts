@@ -6,7 +6,7 @@ import { count } from "../format";
 import { nameOf } from "../heads";
 
 export class Header implements Part {
-  readonly root = element("header", { class: "top" });
+  readonly root = element("div", { class: "top" });
   private readonly title = element("h1");
   private readonly about = element("p", { class: "soft" });
   private readonly ways = element("div", { class: "ways", "data-part": "standouts", "data-follow": "" });

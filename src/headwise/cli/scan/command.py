@@ -11,7 +11,7 @@ from headwise.cli.output import INTERRUPTED
 from headwise.cli.scan.scan_options import ScanOptions
 
 if TYPE_CHECKING:
-    from headwise.reports.scan_page import ScanReport
+    from headwise.reports.scan_report import ScanReport
 
 PAGE = Path("headwise-scan/index.html")
 
@@ -62,6 +62,18 @@ Layers = Annotated[
         callback=_split_names, help="Layers by number or pattern: '*layer.3.*'.", show_default="all"
     ),
 ]
+TopKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        callback=_split_names,
+        help="Heads of which the page shows single tokens: 3.7,4.0 (layer.head), all or none.",
+        show_default="all, if they are few and the text is short",
+    ),
+]
+MapCells = Annotated[
+    int | None,
+    typer.Option(help="Blocks of a map on each side.", show_default="128"),
+]
 Out = Annotated[
     Path | None, typer.Option(help="A folder for the scan, in which a run can be resumed.")
 ]
@@ -85,6 +97,8 @@ def scan(
     length: Length = None,
     stats: Stats = None,
     layers: Layers = None,
+    top_keys: TopKeys = None,
+    map_cells: MapCells = None,
     out: Out = None,
     page: Page = PAGE,
     trust_remote_code: TrustRemoteCode = False,
@@ -113,13 +127,14 @@ def _scan(options: ScanOptions, *, as_json: bool) -> None:
 
     from headwise.cli.scan.run_scan import KEPT
     from headwise.reports.scan_page import save
-    from headwise.reports.terminal import show_scan
+    from headwise.reports.terminal import show_conclusions, show_grid
 
     print_result(
-        save(report, options.page),
+        save(options.page, report),
         start=start,
-        show=lambda terminal: show_scan(report, terminal),
+        show=lambda terminal: show_conclusions(report, terminal),
         as_json=report.as_json if as_json else None,
+        details=lambda terminal: show_grid(report, terminal),
     )
     if options.out is not None:
         console = stderr_console() if as_json else Console(highlight=False)

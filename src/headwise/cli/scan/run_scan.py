@@ -10,9 +10,10 @@ from functools import partial
 
 import torch
 
+from headwise.cli.scan.chosen_statistics import chosen_statistics
 from headwise.cli.scan.model_and_text import ModelToScan, TextToRead, load_model, texts_to_read
 from headwise.cli.scan.scan_options import ScanOptions
-from headwise.reports.scan_page import ScanReport
+from headwise.reports.scan_report import ScanReport
 from headwise.reports.wording import escape_unprintable
 from headwise.scanning.corpus_scan import PARTS, SCAN, list_parts, scan_corpus
 from headwise.scanning.estimate import (
@@ -25,7 +26,7 @@ from headwise.scanning.estimate import (
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.model_inputs import explain_token_failure, list_inputs, run_model
 from headwise.scanning.scan import scan
-from headwise.scanning.statistics import catalogue
+from headwise.scanning.selection import Statistics
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.atomic_write import require_writable, write_whole
 from headwise.support.message_text import describe_count
@@ -44,6 +45,7 @@ class PreparedScan:
     options: ScanOptions
     subject: ModelToScan
     texts: Sequence[TextToRead]
+    statistics: Sequence[TileStatistic]
     estimate: Estimate
     calls: int  # attention calls for each text
 
@@ -73,7 +75,13 @@ class PreparedScan:
     def run(self, progress: Progress) -> ScanReport:
         """Run the scan, save it if there is --out, and return the report."""
         steps = _CallCount(progress, self.calls, len(self.texts))
-        scan_one = partial(_scan, self.options, self.subject, progress=steps.call)
+        scan_one = partial(
+            _scan,
+            self.options,
+            self.subject,
+            statistics=self.statistics,
+            progress=steps.call,
+        )
         is_saved = self.options.out is not None
         return ScanReport(
             scan=self._corpus(scan_one, steps) if is_saved else scan_one(self.texts[0].ids),
@@ -83,6 +91,7 @@ class PreparedScan:
             chosen=self.subject.chosen,
             notes=self.subject.notes,
             name_of=self.subject.name_of,
+            command=self.options.command_with_top_keys,
         )
 
     def _corpus(self, scan_one: partial[HeadScan], steps: _CallCount) -> HeadScan:
@@ -94,7 +103,9 @@ class PreparedScan:
             options.out,
             made_with={
                 "weights": subject.model.state_dict(),
-                "statistics (--stats)": [s.definition.name for s in _statistics(options)],
+                "statistics (--stats)": [s.definition.name for s in self.statistics],
+                "maps (--map-cells)": max((s.cells for s in self.statistics), default=0),
+                "top keys (--top-keys)": options.top_keys,
                 "layers (--layers)": options.layer_patterns,
                 "length (--length)": options.length,
                 "separators": sorted(subject.separators.values()),
@@ -144,7 +155,6 @@ def prepare(options: ScanOptions) -> PreparedScan:
     Raises:
         HeadwiseError: a failure that can be known before the work.
     """
-    statistics = _statistics(options)
     require_writable(options.page)
     subject = load_model(options)
     texts = texts_to_read(subject, options)
@@ -152,10 +162,11 @@ def prepare(options: ScanOptions) -> PreparedScan:
         subject.require_tokens(text.ids)
     trial = texts[0].ids[:, :TRIAL]
     with explain_token_failure(subject.title, trial.shape[1], do=INSTEAD):
-        _scan(options, subject, trial)
+        tried = _scan(options, subject, trial, statistics=options.stats)
         (once,) = list_inputs(subject.inputs(trial))
         calls = record_call_sizes(subject.model, lambda: run_model(subject.model, once))
     lengths = [text.ids.shape[1] for text in texts]
+    statistics = chosen_statistics(options, tried, max(lengths))
     expected = estimate(subject.model, calls, statistics, lengths, held_bytes=process_memory())
     if not options.force:
         require_memory(
@@ -163,15 +174,7 @@ def prepare(options: ScanOptions) -> PreparedScan:
             what=f"{max(lengths):,} tokens of {subject.title}",
             do="--length N with fewer tokens, --stats with fewer statistics, or --force",
         )
-    return PreparedScan(options, subject, texts, expected, len(calls))
-
-
-def _statistics(options: ScanOptions) -> Sequence[TileStatistic]:
-    return (
-        catalogue.STANDARD
-        if options.stats is None
-        else catalogue.standard_statistics(options.stats)
-    )
+    return PreparedScan(options, subject, texts, statistics, expected, len(calls))
 
 
 def _scan(
@@ -179,12 +182,13 @@ def _scan(
     subject: ModelToScan,
     ids: torch.Tensor,
     *,
+    statistics: Statistics,
     progress: Progress | None = None,
 ) -> HeadScan:
     return scan(
         subject.model,
         subject.inputs(ids),
-        statistics=options.stats,
+        statistics=statistics,
         layers=options.layer_patterns,
         separators=tuple(subject.separators.values()),
         specials=subject.specials,

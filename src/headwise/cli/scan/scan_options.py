@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,22 @@ class ScanOptions:
     stats: Sequence[str] | None = None
     layers: Sequence[str] | None = None
     out: Path | None = None
+    top_keys: Sequence[str] | None = None
+    map_cells: int | None = None
     trust_remote_code: bool = False
     force: bool = False
+
+    @property
+    def command_with_top_keys(self) -> str:
+        """The same command for single tokens of other heads, with {heads} for these."""
+        words = ["headwise", "scan", "--demo" if self.demo else str(self.model_dir)]
+        for path in self.text or ():
+            words += ["--text", str(path)]
+        words += ["--tokens", str(self.tokens)] if self.tokens is not None else []
+        words += ["--random-repeats"] if self.random_repeats else []
+        words += ["--length", str(self.length)] if self.length is not None else []
+        words += ["--out", str(self.out)] if self.out is not None else []
+        return " ".join([*map(shlex.quote, words), "--top-keys", "{heads}"])
 
     @property
     def layer_patterns(self) -> tuple[str, ...] | None:
@@ -72,6 +87,13 @@ class ScanOptions:
                 saw=f"--out {self.out}, which is a file",
                 needed="a folder to write into",
                 do="--out with the path of a folder",
+            )
+        sizes = [2**power for power in range(11)]
+        if self.map_cells is not None and self.map_cells not in sizes:
+            raise OptionError(
+                saw=f"--map-cells {self.map_cells}",
+                needed=f"a power of two from 1 to {sizes[-1]:,}",
+                do="--map-cells 128",
             )
         if self.stats is not None:
             from headwise.scanning.statistics.catalogue import STANDARD, unknown_statistic_error

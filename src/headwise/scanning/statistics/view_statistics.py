@@ -99,6 +99,7 @@ class Map(TileStatistic):
         }
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
+        """Add the weights of the tile to the cells."""
         blocks, weights = tile.by_cell
         key_cells = tile.call.key_cells[tile.batches, tile.columns].to(weights.dtype)
         weights = torch.matmul(weights, key_cells[:, None])

@@ -1,23 +1,25 @@
-"""The page of a scan: complete in itself, and its numbers are the scan's."""
+"""The static form of a scan: complete in itself, and its numbers are the scan's."""
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import struct
 import zlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from headwise.reports import png_images, wording
-from headwise.reports.scan_page import ScanReport, render, save, standout_cards
+from headwise.reports.scan_report import ScanReport
+from headwise.reports.static_scan import render_static as render
+from headwise.reports.static_scan import standout_cards
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.view_statistics import map_pyramid
-from tests.reports.html import Element, Tree, everything, outside
+from tests.reports.html import Element, Tree, outside
 from tests.reports.scans import HEADS, LAYERS, LENGTH, made_up, report
 
 
@@ -52,29 +54,23 @@ def test_nothing_is_loaded_from_outside(shown: ScanReport) -> None:
     assert "a &lt;text&gt; &amp; more" in html
 
 
-def test_every_number_of_every_picture(page: Element, scan: HeadScan) -> None:
-    tables = {t.attributes["data-statistic"]: t for t in page.all("table", class_="grid")}
-    assert set(tables) == set(scan.scalars) - {"within_64", "within_256"}  # of 37 tokens
-    for name, table in tables.items():
-        titles = [cell.attributes["title"] for cell in table.all("td")]
-        values = scan[name].flatten().tolist()
-        assert titles == [
-            f"layer {n // HEADS}, head {n % HEADS}: {value:.4g}" for n, value in enumerate(values)
-        ]
+def test_every_number_of_the_grid(page: Element, shown: ScanReport, scan: HeadScan) -> None:
+    (table,) = page.all("table", class_="grid")
+    name = standout_cards(shown)[0].reasons[0].statistic
+    assert table.attributes["data-statistic"] == name
+    short = wording.drawn_statistic(scan, name).scale.format_short
+    cells = [cell.text for cell in table.all("td")]
+    assert cells == [short(value) for value in scan[name].flatten().tolist()]
 
 
-def test_every_statistic_is_explained_beside_its_picture(page: Element, scan: HeadScan) -> None:
-    (section,) = page.all("section", id="numbers")
-    explained = section.all("details")
-    assert len(explained) == len(scan.scalars) - 2
-    for details in explained:
-        definition = scan.definition(details.all("code")[0].text)
-        said = [part.text for part in details.all("dd")]
-        assert said == [definition.formula, definition.unit, definition.excluded, definition.source]
+def test_every_statistic_is_explained(page: Element, scan: HeadScan) -> None:
+    (words,) = page.all("dl", class_="defs")
+    formulas = [each.text for each in words.all("span", class_="formula")]
+    assert formulas == [scan.definition(name).formula for name in scan.measured]
 
 
 def test_the_table_has_every_head(page: Element, scan: HeadScan) -> None:
-    (table,) = page.all("table", id="table")
+    (table,) = page.all("table", class_="plain")
     rows = [[cell.text for cell in row.all("td")] for row in table.all("tr")[1:]]
     names = [one.name for one in wording.drawn_statistics(scan)]
     assert rows == [
@@ -85,22 +81,13 @@ def test_the_table_has_every_head(page: Element, scan: HeadScan) -> None:
 
 def test_every_head_has_its_map(page: Element, scan: HeadScan) -> None:
     figures = page.all("figure", class_="map")
-    assert [figure.attributes["id"] for figure in figures] == [
-        f"head-{layer}-{head}" for layer in range(LAYERS) for head in range(HEADS)
-    ]
+    assert len(figures) == LAYERS * HEADS
     for place, figure in enumerate(figures):
         # 37 tokens leave gaps in a map of 64 x 64 cells; 32 is the finest that has none.
         layer, head = divmod(place, HEADS)
         values = map_pyramid(scan.layer_scans[layer].summaries["map"])[32][head]
         expected = (values.sqrt() * 254).round().int().tolist()
         assert indices_of(figure.all("img")[0].attributes["src"]) == expected
-
-
-def test_every_link_leads_somewhere(page: Element) -> None:
-    places = {e.attributes["id"] for e in everything(page) if "id" in e.attributes}
-    links = {a.attributes["href"].removeprefix("#") for a in page.all("a")}
-    assert links
-    assert links <= places
 
 
 def test_a_page_needs_its_words(page: Element) -> None:
@@ -131,9 +118,11 @@ def test_a_card_shows_the_neighbours_and_what_receives_most(
 ) -> None:
     for card in standout_cards(shown):
         profile = scan["offset_profile"][card.layer, card.head]
-        assert card.offsets == [
-            (place - 16, value) for place, value in enumerate(profile.tolist()) if value == value
-        ]
+        expected = [(n - 16, x) for n, x in enumerate(profile.float().tolist()) if x == x]
+        assert card.offsets == expected
+        weights = scan.layer_scans[card.layer].summaries["offset_profile"]
+        inside = float(weights["sum"][card.head].sum()) / LENGTH
+        assert card.outside == pytest.approx(1 - inside)
         key, token, share = scan["most_received"][card.layer, card.head, 0].tolist()
         assert card.received[0] == (f"<{int(token)}>", int(key), share)
 
@@ -229,21 +218,16 @@ def test_everything_is_visible(text: str, seen: str) -> None:
     assert wording.escape_unprintable(text) == seen
 
 
-def test_what_has_nothing_to_show_has_no_picture_but_a_reason(scan: HeadScan) -> None:
-    assert wording.statistics_without_picture(scan) == {
-        "no token is further away in 37 tokens": ["within_64", "within_256"]
-    }
+def test_what_has_nothing_to_show_has_no_picture(scan: HeadScan) -> None:
+    names = [each.name for each in wording.statistics_with_picture(scan)]
+    assert {*scan.scalars} - {*names} == {"within_64", "within_256"}  # of 37 tokens
     at_most = with_values("within_16", [0.9, 0.5, 0.1], tokens=17)
     assert wording.statistics_with_picture(at_most) == []  # the first and the last are 16 apart
     assert [one.name for one in wording.statistics_with_picture(replace(at_most, tokens=18))] == [
         "within_16"
     ]
     same = with_values("first_token", [0.301, 0.3, 0.2999])
-    assert wording.statistics_without_picture(same) == {"every head has 30 %": ["first_token"]}
-    root = Tree(render(report(same))).root
-    assert root.all("table", class_="grid") == []
-    assert "first_token (every head has 30 %)" in root.text
-    assert len(root.all("table", id="table")[0].all("th")) == 2  # the table still has it
+    assert wording.statistics_with_picture(same) == []
 
 
 # ---- other scans --------------------------------------------------------------------------------
@@ -273,14 +257,15 @@ def test_many_heads_are_a_picture() -> None:
     wide = made_up(layers=2, heads=17, names=["entropy", "first_token"])
     root = Tree(render(report(wide))).root
     assert root.all("table", class_="grid") == []
-    images = root.all("img", class_="picture")
-    assert len(images) == 2
-    first = next(i for i in images if i.attributes["alt"].startswith("Weight on the first"))
-    expected = (wide["first_token"].sqrt() * 254).round().int().tolist()
-    assert indices_of(first.attributes["src"]) == expected
+    (image,) = root.all("img", class_="picture")
+    name = standout_cards(report(wide))[0].reasons[0].statistic
+    drawn = wording.drawn_statistic(wide, name)
+    expected = [[round(254 * drawn.scale.position(x)) for x in row] for row in drawn.rows]
+    assert indices_of(image.attributes["src"]) == expected
 
 
-def test_a_head_that_was_not_looked_at(scan: HeadScan) -> None:
+def test_a_head_that_was_not_looked_at() -> None:
+    scan = made_up(names=["entropy", "map"])
     last = scan.layer_scans[-1]
     part = replace(
         last,
@@ -297,23 +282,10 @@ def test_a_head_that_was_not_looked_at(scan: HeadScan) -> None:
     )
     fewer = replace(scan, layer_scans=(*scan.layer_scans[:-1], part))
     root = Tree(render(report(fewer))).root
-    (table,) = root.all("table", **{"class": "grid", "data-statistic": "entropy"})
+    (table,) = root.all("table", class_="grid")
     row = [cell.text for cell in table.all("tr")[-1].all("td")]
     assert [place for place, text in enumerate(row) if text == "·"] == [0, 2, 4]
     assert len(root.all("figure", class_="map")) == 2 * HEADS + 2
-
-
-@pytest.mark.slow
-def test_the_largest_page_that_is_promised_fits() -> None:
-    # Maps of noise, which nothing can compress, in place of a reading of 16,384 tokens.
-    one = made_up(layers=1, heads=12, length=70)
-    layer = one.layer_scans[0]
-    cells = {"sum": torch.rand(12, 64, 64, dtype=torch.float64), "count": torch.ones(12, 64)}
-    noisy = replace(layer, summaries={**layer.summaries, "map": cells})
-    whole = replace(one, layer_scans=tuple(replace(noisy, name=f"layer.{n}") for n in range(12)))
-    html = render(report(whole))
-    assert len(Tree(html).root.all("figure", class_="map")) == 144
-    assert len(html.encode()) <= 6_000_000
 
 
 def test_json_is_plain_and_complete(shown: ScanReport, scan: HeadScan) -> None:
@@ -321,11 +293,6 @@ def test_json_is_plain_and_complete(shown: ScanReport, scan: HeadScan) -> None:
     assert [head["entropy"] for head in record["heads"]] == scan["entropy"].flatten().tolist()
     assert [one["name"] for one in record["statistics"]] == list(scan.scalars)
     assert record["read"]["tokens"] == LENGTH
-
-
-def test_save_writes_what_render_gives(shown: ScanReport, tmp_path: Path) -> None:
-    written = save(shown, tmp_path / "new" / "page.html")
-    assert written.read_text("utf-8") == render(shown)
 
 
 # ---- numbers as few digits ----------------------------------------------------------------------
@@ -351,6 +318,16 @@ def test_scales() -> None:
     assert weight.colour(0.25) == png_images.viridis(0.5)
     assert wording.Scale("range", 2.0, 4.0).position(3.0) == 0.5
     assert wording.Scale("range", 2.0, 2.0).position(2.0) == 0.5
+
+
+def test_heads_that_are_alike_have_about_one_colour() -> None:
+    scale = wording.drawn_statistic(
+        with_values("effective_keys", [123.0, 124.0, 126.0]), "effective_keys"
+    ).scale
+    assert scale.high - scale.low == pytest.approx(0.1 * 124)
+    assert abs(scale.position(126.0) - scale.position(123.0)) < 0.25
+    entropy = wording.drawn_statistic(with_values("entropy", [1.0, 2.0]), "entropy").scale
+    assert (entropy.low, entropy.high) == (0.0, pytest.approx(math.log(LENGTH)))
 
 
 def indices_of(address: str) -> list[list[int]]:

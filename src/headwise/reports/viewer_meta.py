@@ -1,0 +1,133 @@
+"""Data of the viewer in words: layers, statistics with their scales, heads that stand out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from headwise.errors import MissingExtraError
+from headwise.reports import viewer_blobs, wording
+from headwise.reports.scan_report import ScanReport
+from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.layer_scan import LayerScan
+from headwise.scanning.statistics.view_statistics import RANKS
+
+VERSION = 1  # of the data; viewer/src/contract.ts has the same
+FIRST = ("previous_token", "induction", "first_token", "effective_keys", "separator")
+
+
+def report_meta(
+    report: ScanReport, second: HeadScan | None, names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the data of a report in words, of one scan or of two."""
+    scans = [report.scan] if second is None else [report.scan, second]
+    return {
+        "version": VERSION,
+        "headwise": report.versions["headwise"],
+        "title": report.title,
+        "about": f"{report.about}: {report.sizes}.",
+        "read": report.read,
+        "chosen": report.chosen,
+        "notes": list(report.all_notes),
+        "missing": report.not_measured,
+        "rule": f"{wording.RULE} {wording.WEIGHTS}",
+        "command": report.command,
+        "scans": [_scan(scan, name) for scan, name in zip(scans, names, strict=True)],
+        "matched": None if second is None else _matched(report.scan, second),
+    }
+
+
+def _scan(scan: HeadScan, name: str) -> dict[str, Any]:
+    drawn = wording.drawn_statistics(scan)
+    return {
+        "name": name,
+        "model": scan.model,
+        "sequences": scan.sequences,
+        "tokens": scan.tokens,
+        "texts": [
+            {
+                "name": f"text {number}",
+                "lengths": list(text.lengths),
+                "names": [f"text {nth}" for nth in range(len(text.lengths))],
+            }
+            for number, text in enumerate(scan.texts)
+        ],
+        "layers": [_layer(scan, layer) for layer in scan.layer_scans],
+        "ranks": _ranks(scan),
+        "reach": viewer_blobs.OFFSET_REACH if viewer_blobs.OFFSETS in scan.measured else None,
+        "received": viewer_blobs.RECEIVED in scan.measured,
+        "statistics": [_statistic(scan, statistic) for statistic in drawn],
+        "standouts": [
+            {
+                "layer": standout.head.layer_index,
+                "head": standout.head.head,
+                "statistic": standout.statistic,
+                "sentence": f"{standout.sentence}; the middle head: {standout.middle}",
+            }
+            for standout in wording.standout_heads(scan)
+        ],
+    }
+
+
+def _layer(scan: HeadScan, layer: LayerScan) -> dict[str, Any]:
+    maps = viewer_blobs.head_maps(scan, layer)
+    is_blank = [] if maps is None else [bool(math.isnan(values.sum())) for values in maps]
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "num_heads": layer.num_heads,
+        "heads": list(layer.heads),
+        "query_text": layer.query_text,
+        "key_text": layer.key_text,
+        "map": None if maps is None else list(maps.shape[1:]),
+        "blank": [position for position, blank in enumerate(is_blank) if blank],
+        "top": viewer_blobs.heads_with_top_keys(scan, layer),
+    }
+
+
+def _ranks(scan: HeadScan) -> int:
+    for layer in scan.layer_scans:
+        if (summary := layer.summaries.get(viewer_blobs.TOP_KEYS)) is not None:
+            return int(summary["key"].shape[-1])
+    return RANKS
+
+
+def _statistic(scan: HeadScan, statistic: wording.DrawnStatistic) -> dict[str, Any]:
+    definition = statistic.definition
+    rows = [
+        [_number(statistic.rows[index][head]) for head in layer.heads]
+        for index, layer in enumerate(scan.layer_scans)
+    ]
+    return {
+        "name": statistic.name,
+        "label": definition.label,
+        "heading": definition.heading,
+        "unit": definition.unit,
+        "formula": definition.formula,
+        "excluded": definition.excluded,
+        "source": definition.source,
+        "kind": statistic.scale.kind,
+        "low": statistic.scale.low,
+        "high": statistic.scale.high,
+        "middle": _number(statistic.middle),
+        "first": statistic.name in FIRST,
+        "rows": rows,
+    }
+
+
+def _number(value: float) -> float | None:
+    """Return six digits of a value, None where there is none."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _matched(first: HeadScan, second: HeadScan) -> list[list[int]] | None:
+    """Return for each head the head of the other scan that it is matched with, by layer.
+
+    Without scipy, which assigns them, each head is compared with the same head.
+    """
+    try:
+        diff = first.diff(second, match=True)
+    except MissingExtraError:
+        return None
+    return [list(heads) for heads in diff.assignment]

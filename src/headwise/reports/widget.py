@@ -1,0 +1,86 @@
+"""The viewer as a widget of a notebook: the page's script, with a kernel behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from headwise.errors import OptionError
+from headwise.reports.scan_page import viewer_data, viewer_file
+from headwise.reports.scan_report import ScanReport
+from headwise.scanning.exact_rows import ExactRows
+from headwise.scanning.head_scan import HeadScan
+from headwise.support.optional_imports import require
+
+MOST_KEYS = 64  # of an exact row that is sent
+Reply = dict[str, Any]
+
+
+def view_scan(
+    scan: HeadScan,
+    *,
+    model: Any,
+    inputs: Any,
+    other: HeadScan | None,
+    title: str | None,
+    name_of: Callable[[int], str] | None,
+    height: int,
+) -> Any:
+    """Return the widget as `HeadScan.view` says."""
+    if (model is None) != (inputs is None):
+        raise OptionError(
+            saw="model without inputs" if inputs is None else "inputs without model",
+            needed="both, so that the kernel can compute rows; or neither",
+            do="scan.view(model=model, inputs=ids)",
+        )
+    report = replace(ScanReport.of(scan, title=title, name_of=name_of), second=other)
+    meta, blobs = viewer_data(report)
+    rows = None if model is None else ExactRows(model, inputs)
+    widget = _widget_class()(meta=meta, blobs=blobs, computes_rows=rows is not None, height=height)
+    if rows is not None:
+
+        def answer(widget: Any, message: Any, _buffers: Any) -> None:
+            widget.send(answer_row(scan, rows, message))
+
+        widget.on_msg(answer)
+    return widget
+
+
+def answer_row(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:
+    """Return the largest weights of a row, or the reason why there is none."""
+    _, layer, head, sequence, query = message["row"]
+    name = scan.layers[layer]
+    try:
+        weights = rows.row(name, head, sequence=sequence, query=query)
+    except OptionError as error:
+        return {"id": message["id"], "refused": error.saw}
+    largest, keys = weights.topk(min(MOST_KEYS, len(weights)))
+    some = largest > 0
+    return {
+        "id": message["id"],
+        "keys": keys[some].tolist(),
+        "weights": largest[some].double().tolist(),
+    }
+
+
+@cache
+def _widget_class() -> type[Any]:
+    anywidget = require("anywidget", purpose="which shows a widget", pip="'headwise[notebook]'")
+    traitlets = require("traitlets", purpose="which shows a widget", pip="'headwise[notebook]'")
+
+    base: Any = anywidget.AnyWidget
+
+    class HeadViewer(base):  # type: ignore[misc]
+        """The viewer. ``selected_head`` is [layer, head], and follows and moves the page."""
+
+        _esm = viewer_file("viewer.js")
+        _css = viewer_file("viewer.css")
+        meta = traitlets.Dict().tag(sync=True)
+        blobs = traitlets.Dict().tag(sync=True)
+        computes_rows = traitlets.Bool(False).tag(sync=True)
+        height = traitlets.Int(800).tag(sync=True)
+        selected_head = traitlets.List(allow_none=True, default_value=None).tag(sync=True)
+
+    return HeadViewer

@@ -1,0 +1,141 @@
+"""axe finds nothing; targets are large enough; colours can be told apart; paper and other modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise.reports import diagnosis_page, scan_page, static_scan
+from headwise.reports.png_images import viridis
+from tests.reports.browser import Chromium, Opened, needs_a_browser
+from tests.reports.diagnoses import report_of_model
+from tests.reports.viewer_scans import viewer_report, viewer_scan
+
+pytestmark = needs_a_browser
+
+AXE = files("axe_playwright_python").joinpath("axe.min.js")
+PAGES: dict[str, Callable[[], str]] = {
+    "viewer": lambda: scan_page.render(viewer_report(viewer_scan())),
+    "two": lambda: scan_page.render(viewer_report(viewer_scan(), second=viewer_scan())),
+    "static": lambda: static_scan.render_static(viewer_report(viewer_scan())),
+    "diagnosis": lambda: diagnosis_page.render(report_of_model()),
+}
+
+
+@pytest.fixture(scope="module", params=PAGES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    page = tmp_path_factory.mktemp(request.param) / f"{request.param}.html"
+    page.write_text(PAGES[request.param](), "utf-8")
+    return page
+
+
+@pytest.fixture(scope="module")
+def viewer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    page = tmp_path_factory.mktemp("viewer") / "page.html"
+    page.write_text(PAGES["viewer"](), "utf-8")
+    return page
+
+
+def violations(opened: Opened) -> list[str]:
+    """What axe finds: the rule, and the first element that breaks it."""
+    opened.page.evaluate(AXE.read_text("utf-8"))
+    found: dict[str, Any] = opened.page.evaluate("axe.run({ resultTypes: ['violations'] })")
+    return [f"{each['id']}: {each['nodes'][0]['html'][:200]}" for each in found["violations"]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str) -> None:
+    waits = path.stem in ("viewer", "two")
+    with browser.open(path, waits=waits, color_scheme=scheme) as opened:
+        if waits:
+            opened.do("headwise.app.pin(7)", "s.token === 7")
+        assert violations(opened) == []
+
+
+def test_axe_can_find_something(browser: Chromium, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<!doctype html><html><body><img src='data:,'><button></button></body></html>")
+    with browser.open(page, waits=False) as opened:
+        assert {each.split(":")[0] for each in violations(opened)} >= {"image-alt", "button-name"}
+
+
+@pytest.mark.parametrize(("touch", "least"), [(False, 24), (True, 44)])
+def test_targets_are_large_enough(browser: Chromium, viewer: Path, touch: bool, least: int) -> None:
+    width = 390 if touch else 1400
+    with browser.open(viewer, width=width, has_touch=touch, is_mobile=touch) as opened:
+        for tab in ("heads", "map", "facts", "text"):
+            opened.do(f"headwise.app.set({{ tab: '{tab}' }})", f"s.tab === '{tab}'")
+            small = opened.page.evaluate(
+                """(least) => [...document.querySelectorAll("button, select, input, summary")]
+                  .filter((e) => e.checkVisibility() && e.type !== "checkbox")
+                  .map((e) => [e.outerHTML.slice(0, 80), e.getBoundingClientRect()])
+                  .filter(([, box]) => Math.min(box.width, box.height) < least - 0.5)
+                  .map(([html, box]) => `${html} ${box.width} x ${box.height}`)""",
+                least,
+            )
+            assert small == []
+
+
+@pytest.mark.parametrize("kind", ["protanopia", "deuteranopia", "tritanopia"])
+def test_the_scale_is_ordered_for_every_eye(browser: Chromium, viewer: Path, kind: str) -> None:
+    with browser.open(viewer) as opened:
+        session = opened.page.context.new_cdp_session(opened.page)
+        session.send("Emulation.setEmulatedVisionDeficiency", {"type": kind})
+        steps = [viridis(n / 8) for n in range(9)]
+        opened.page.evaluate(
+            """(steps) => {
+              document.body.replaceChildren(...steps.map(([r, g, b]) => {
+                const cell = document.createElement("div");
+                cell.style.cssText =
+                  `float:left;width:20px;height:20px;background:rgb(${r},${g},${b})`;
+                return cell;
+              }));
+            }""",
+            steps,
+        )
+        clip = {"x": 8, "y": 8, "width": 180, "height": 12}
+        shown = _pixels(opened.page.screenshot(clip=clip))
+        luminance = [_luminance(shown[n * 20 + 2]) for n in range(9)]
+        assert luminance == sorted(luminance)
+        assert min(b - a for a, b in pairwise(luminance)) > 0.004
+
+
+def _pixels(png: bytes) -> list[tuple[int, ...]]:
+    """The first row of a picture."""
+    from io import BytesIO
+
+    from matplotlib.image import imread
+
+    row = imread(BytesIO(png), format="png")[6]
+    return [tuple(int(255 * part) for part in pixel[:3]) for pixel in row]
+
+
+def _luminance(colour: tuple[int, ...]) -> float:
+    linear = [(c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_forced_colours_keep_the_scale(browser: Chromium, viewer: Path) -> None:
+    with browser.open(viewer, forced_colors="active") as opened:
+        colours = opened.page.evaluate(
+            "[...document.querySelectorAll('.cell')]"
+            ".map((cell) => getComputedStyle(cell).backgroundColor)"
+        )
+        assert len({*colours}) > 5
+
+
+def test_reduced_motion_moves_nothing(browser: Chromium, viewer: Path) -> None:
+    with browser.open(viewer, reduced_motion="reduce") as opened:
+        moving = opened.page.evaluate(
+            """[...document.querySelectorAll("*")].filter((e) => {
+              const style = getComputedStyle(e);
+              return style.animationName !== "none" || parseFloat(style.transitionDuration) > 0 ||
+                style.scrollBehavior === "smooth";
+            }).length"""
+        )
+        assert moving == 0

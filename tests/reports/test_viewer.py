@@ -1,0 +1,378 @@
+"""The viewer in a real browser: what is clicked, typed and pointed at, and what it then shows."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwise.reports.png_images import viridis
+from headwise.reports.scan_page import save
+from headwise.reports.scan_report import ScanReport
+from headwise.scanning.head_scan import HeadScan
+from tests.reports.browser import Chromium, Opened, needs_a_browser
+from tests.reports.viewer_scans import WORDS, gpt2_sized, viewer_report, viewer_scan
+
+pytestmark = needs_a_browser
+
+MAP = "[data-part=map] canvas"
+LENGTH = 640
+HEAD = "s.layer === {} && s.head === {}"
+
+
+@pytest.fixture(scope="module")
+def scan() -> HeadScan:
+    return viewer_scan(length=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, scan: HeadScan) -> Path:
+    return save(tmp_path_factory.mktemp("viewer") / "page.html", viewer_report(scan))
+
+
+@pytest.fixture
+def opened(browser: Chromium, path: Path) -> Iterator[Opened]:
+    with browser.open(path) as opened:
+        yield opened
+        assert opened.complaints == []
+        assert [address.partition("#")[0] for address in opened.requests] == [path.as_uri()]
+
+
+def choose(opened: Opened, layer: int, head: int) -> None:
+    opened.page.click(f'[data-id="{layer}.{head}"]')
+    opened.wait(HEAD.format(layer, head))
+
+
+# ---- the ways in ---------------------------------------------------------------------------------
+
+
+def test_the_first_view_is_the_first_head_that_stands_out(opened: Opened) -> None:
+    page, state = opened.page, opened.state()
+    first = page.locator("[data-part=standouts] button").first
+    assert first.get_attribute("aria-pressed") == "true"
+    assert first.get_attribute("data-head") == f"{state['layer']}.{state['head']}"
+    assert first.get_attribute("data-statistic") == state["statistic"]
+    page.click('[data-part=standouts] button:has-text("induction")')
+    opened.wait("s.statistic === 'induction' && s.layer === 1 && s.head === 2")
+    assert page.locator('[data-id="1.2"]').get_attribute("aria-pressed") == "true"
+    assert "92 %" in page.inner_text("[data-part=facts]")
+
+
+def test_one_screen_without_scrolling(opened: Opened) -> None:
+    sizes = opened.page.evaluate(
+        "[document.documentElement.scrollHeight, innerHeight, document.documentElement.scrollWidth,"
+        " innerWidth]"
+    )
+    assert sizes == [900, 900, 1400, 1400]
+
+
+def test_statistics_orders_and_filters(opened: Opened, scan: HeadScan) -> None:
+    page = opened.page
+    page.select_option('[aria-label="statistic"]', "entropy")
+    opened.wait("s.statistic === 'entropy'")
+    cells = page.locator("[data-part=grid] .cell").all_inner_texts()
+    assert cells == [f"{value:.1f}" for value in scan["entropy"].flatten().tolist()]
+    page.select_option('[aria-label="order"]', "value")
+    opened.wait("s.order === 'value'")
+    names = page.locator("[data-part=grid] .cell b").all_inner_texts()
+    top = scan.top("entropy", 15)
+    assert names == [f"{head.layer_index}.{head.head}" for head in top]
+    page.fill('[aria-label="filter"]', "> 4")
+    opened.wait("s.filter === '> 4'")
+    assert page.locator("[data-part=grid] .cell").count() == int((scan["entropy"] > 4).sum())
+    page.fill('[aria-label="filter"]', "??")
+    opened.wait("s.filter === '??'")
+    assert page.locator('[aria-label="filter"]').get_attribute("aria-invalid") == "true"
+    page.fill('[aria-label="filter"]', "")
+    page.select_option('[aria-label="order"]', "maps")
+    opened.wait("s.order === 'maps'")
+    assert page.locator("[data-part=grid] .cell canvas").count() == 15
+
+
+# ---- a token and the map -------------------------------------------------------------------------
+
+
+def lit_keys(scan: HeadScan, query: int) -> list[tuple[int, float]]:
+    """The stored keys of a query of layer 1, head 0."""
+    summary = scan.layer_scans[1].summaries["top_keys_of_every_query"]
+    keys, shares = summary["key"][0, query].tolist(), summary["share"][0, query].tolist()
+    return [(key, share) for key, share in zip(keys, shares, strict=True) if share > 0]
+
+
+def test_a_pinned_token_lights_its_top_keys(opened: Opened, scan: HeadScan) -> None:
+    choose(opened, 1, 0)
+    opened.page.click('[data-t="7"]')
+    opened.wait("s.token === 7")
+    lit = opened.state()["lit"]
+    assert lit["exact"] == "top"
+    seen = [(entry["first"], entry["weight"]) for entry in lit["entries"]]
+    for (key, weight), (expected, share) in zip(seen, lit_keys(scan, 7), strict=True):
+        assert key == expected
+        assert abs(weight**0.5 - share**0.5) <= 0.5 / 255 + 1e-6
+        classes = opened.page.locator(f'[data-t="{key}"]').get_attribute("class") or ""
+        assert "lit-" in classes
+    assert "pinned" in (opened.page.locator('[data-t="7"]').get_attribute("class") or "")
+    assert "largest weights" in opened.page.inner_text("[data-part=badge]")
+
+
+def test_the_queries_that_look_at_a_token(opened: Opened, scan: HeadScan) -> None:
+    choose(opened, 1, 0)
+    opened.page.click('[data-direction="queries"]')
+    opened.page.click('[data-t="3"]')
+    opened.wait("s.token === 3 && s.direction === 'queries'")
+    lit = {entry["first"] for entry in opened.state()["lit"]["entries"]}
+    expected = {q for q in range(LENGTH) if 3 in [key for key, _ in lit_keys(scan, q)]}
+    assert lit == expected != set()
+
+
+def test_a_head_without_top_keys_shows_blocks_and_the_command(opened: Opened) -> None:
+    choose(opened, 1, 3)
+    opened.page.click('[data-t="7"]')
+    opened.wait("s.token === 7")
+    state = opened.state()
+    assert state["lit"]["exact"] == "block"
+    assert opened.page.inner_text("[data-part=badge]").startswith("Map: blocks of 5 tokens.")
+    opened.page.click(".command summary")
+    assert opened.page.inner_text(".command code") == "headwise scan FOLDER --top-keys 1.3"
+
+
+def test_pointing_previews_and_leaving_goes_back(opened: Opened) -> None:
+    choose(opened, 1, 0)
+    opened.page.click('[data-t="7"]')
+    opened.wait("s.token === 7")
+    opened.page.hover('[data-t="9"]')
+    opened.poll("headwise.app.light.lights.token === 9")
+    opened.page.hover("h1")
+    opened.poll("headwise.app.light.lights.token === 7")
+
+
+def test_a_cell_of_the_map_says_its_tokens_and_value(opened: Opened, scan: HeadScan) -> None:
+    choose(opened, 0, 1)
+    box = opened.page.locator(MAP).first.bounding_box()
+    assert box is not None
+    row, col, cells = 90, 45, 128
+    cell = box["width"] / cells
+    opened.page.mouse.click(box["x"] + (col + 0.5) * cell, box["y"] + (row + 0.5) * cell)
+    opened.wait("s.token !== null")
+    state = opened.state()
+    facts = state["parts"]["cell"]
+    assert facts["queries"] == [450, 454]
+    assert facts["keys"] == [225, 229]
+    expected = float(scan["map"][0, 1, row, col])
+    assert abs(facts["value"] ** 0.5 - expected**0.5) <= 0.5 / 255 + 1e-6
+    assert state["token"] == 450
+    assert "query 450 to 454" in state["parts"]["readout"]
+    # The text has scrolled to the query.
+    assert opened.page.locator('[data-t="450"]').is_visible()
+
+
+def test_the_colours_of_the_map_are_the_weights(opened: Opened, scan: HeadScan) -> None:
+    choose(opened, 0, 1)
+    weights = scan["map"][0, 1]
+    places = [(100, 50), (100, 100), (20, 110), (3, 2), (64, 0), (64, 64)]
+    colours = opened.page.evaluate(
+        """(places) => {
+          const canvas = document.querySelector("[data-part=map] canvas");
+          const { width, height } = canvas;
+          const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+          const at = (n, size) => Math.floor(((n + 0.5) / 128) * size);
+          return places.map(([row, col]) => {
+            const start = 4 * (at(row, height) * width + at(col, width));
+            return [...data.slice(start, start + 3)];
+          });
+        }""",
+        places,
+    )
+    for (row, col), colour in zip(places, colours, strict=True):
+        expected = viridis(float(weights[row, col]) ** 0.5)
+        # Two tables of viridis, and the byte in which the weight is stored.
+        assert max(abs(a - b) for a, b in zip(colour, expected, strict=True)) <= 6
+
+
+def test_zoom_shows_single_tokens(opened: Opened) -> None:
+    choose(opened, 1, 0)
+    opened.do("headwise.app.set({ zoom: [20, 0.9, 0.9] })", "s.zoom[0] === 20")
+    assert "Squares: the 4 largest weights" in opened.state()["parts"]["resolution"]
+    opened.page.dblclick(MAP, position={"x": 50, "y": 50})
+    opened.wait("s.zoom[0] === 1")
+    assert "Squares" not in opened.state()["parts"]["resolution"]
+
+
+# ---- search, addresses, keys ---------------------------------------------------------------------
+
+
+def test_search(opened: Opened, scan: HeadScan) -> None:
+    page = opened.page
+    page.keyboard.press("/")
+    page.keyboard.type("RABBIT")
+    ids = scan.texts[0].ids.tolist()
+    places = [n for n, token in enumerate(ids) if WORDS[token] == " rabbit"]
+    opened.wait(f"s.parts.results === {len(places)}")
+    page.keyboard.press("Enter")
+    opened.wait(f"s.token === {places[0]}")
+    page.keyboard.press("Escape")
+    page.keyboard.press("n")
+    opened.wait(f"s.token === {places[1]}")
+    page.keyboard.press("N")
+    opened.wait(f"s.token === {places[0]}")
+    page.fill("[data-part=search] input", "#321")
+    opened.wait("s.parts.results === 1")
+    page.keyboard.press("Enter")
+    opened.wait("s.token === 321")
+    assert page.locator('[data-t="321"]').is_visible()
+    page.fill("[data-part=search] input", "white whale")
+    opened.page.wait_for_selector("text=not in the text")
+
+
+def test_an_address_is_a_view_and_back_goes_back(browser: Chromium, path: Path) -> None:
+    address = "#s=entropy&h=2.4&t=17&d=queries&z=4,0.25,0.25"
+    with browser.open(path, address=address) as opened:
+        state = opened.state()
+        assert (state["layer"], state["head"], state["statistic"]) == (2, 4, "entropy")
+        assert (state["token"], state["direction"], state["zoom"]) == (
+            17,
+            "queries",
+            [4, 0.25, 0.25],
+        )
+        choose(opened, 0, 1)
+        choose(opened, 0, 2)
+        opened.page.go_back()
+        opened.wait(HEAD.format(0, 1))
+        opened.page.go_back()
+        opened.wait(HEAD.format(2, 4) + " && s.token === 17")
+        opened.page.go_forward()
+        opened.wait(HEAD.format(0, 1))
+    with browser.open(path, address="#s=nothing&h=99.1&t=x&m=diff&z=0,1") as opened:
+        assert opened.state()["layer"] < 3
+        assert opened.complaints == []
+
+
+def test_keys(opened: Opened) -> None:
+    page = opened.page
+    choose(opened, 1, 2)
+    page.keyboard.press("ArrowRight")
+    opened.wait(HEAD.format(1, 3))
+    page.keyboard.press("ArrowUp")
+    opened.wait(HEAD.format(0, 3))
+    page.keyboard.press("]")
+    opened.wait(HEAD.format(0, 4))
+    page.keyboard.press("]")
+    opened.wait(HEAD.format(1, 0))
+    page.keyboard.press("d")
+    opened.wait("s.direction === 'queries'")
+    page.focus(MAP)
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    opened.wait("s.token !== null")
+    page.keyboard.press("Escape")
+    opened.wait("s.token === null")
+    page.keyboard.press("?")
+    assert page.is_visible("dialog[open]")
+    page.keyboard.press("Escape")
+    assert not page.is_visible("dialog[open]")
+
+
+def test_at_most_15_tab_stops_before_the_text(opened: Opened) -> None:
+    stops = 0
+    while not opened.page.evaluate("document.activeElement.closest('.scroller') !== null"):
+        opened.page.keyboard.press("Tab")
+        stops += 1
+        assert stops <= 16
+    assert stops > 5
+
+
+# ---- comparing, and files ------------------------------------------------------------------------
+
+
+def test_two_heads_are_compared(opened: Opened, scan: HeadScan) -> None:
+    choose(opened, 0, 1)
+    opened.page.click('[data-id="2.3"]', modifiers=["Shift"])
+    opened.wait("s.mode === 'diff'")
+    state = opened.state()
+    assert state["other"] == {"scan": 0, "layer": 2, "head": 3}
+    values = opened.page.evaluate("[...headwise.app.loaded.map.values]")
+    expected = (scan["map"][0, 1] - scan["map"][2, 3]).flatten()
+    # Each of the two is right to half a step of the square root, so a value w to about √w / 255.
+    assert (torch.tensor(values) - expected).abs().max() <= 2 * (1 / 255 + 0.25 / 255**2)
+    opened.page.click('[data-mode="B"]')
+    opened.wait("s.shown === 'layer 2, head 3'")
+    opened.page.keyboard.press("x")
+    opened.wait("s.mode === 'diff'")
+
+
+def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Path) -> None:
+    moved = viewer_scan(length=LENGTH)
+    moved.layer_scans[1].summaries["induction"]["sum"][2] = 0.1
+    report = viewer_report(scan, second=moved, names=("before", "after"))
+    with browser.open(save(tmp_path / "two.html", report)) as opened:
+        opened.page.select_option('[aria-label="statistic"]', "induction")
+        opened.wait("s.statistic === 'induction' && s.mode === 'diff'")
+        assert opened.page.inner_text('[data-id="1.2"]') == "82"
+        assert opened.page.inner_text('[data-id="1.3"]') == "0"
+        choose(opened, 1, 2)
+        assert opened.state()["other"]["scan"] == 1
+        assert opened.page.inner_text("[data-part=compare] h2").endswith("after")
+        assert opened.complaints == []
+
+
+@pytest.mark.parametrize("choice", ["png", "svg", "map", "heads", "lit"])
+def test_exports(opened: Opened, scan: HeadScan, tmp_path: Path, choice: str) -> None:
+    choose(opened, 1, 0)
+    opened.page.click('[data-t="7"]')
+    opened.wait("s.token === 7")
+    with opened.page.expect_download() as download:
+        opened.page.select_option("[data-part=export]", choice)
+    file = tmp_path / "export"
+    download.value.save_as(file)
+    if choice == "png":
+        assert file.read_bytes().startswith(b"\x89PNG")
+        assert len(file.read_bytes()) > 2000
+    elif choice == "svg":
+        assert file.read_text("utf-8").startswith("<svg")
+        assert "data:image/png;base64," in file.read_text("utf-8")
+        assert "layer 1, head 0" in file.read_text("utf-8")
+    else:
+        rows = list(csv.reader(io.StringIO(file.read_text("utf-8"))))
+        expected = {"map": 128 * 128, "heads": 15, "lit": len(lit_keys(scan, 7))}
+        assert len(rows) == 1 + expected[choice]
+        if choice == "heads":
+            column = rows[0].index("entropy")
+            values = [float(row[column]) for row in rows[1:]]
+            assert values == pytest.approx(scan["entropy"].flatten().tolist(), rel=1e-5)
+
+
+# ---- other readers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1400, 900, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_widths(browser: Chromium, path: Path, width: int, scheme: str) -> None:
+    touch = width == 390
+    with browser.open(path, width=width, color_scheme=scheme, has_touch=touch) as opened:
+        page = opened.page
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        if touch:
+            for tab in ("heads", "facts", "text", "map"):
+                page.click(f'[data-tab="{tab}"] >> nth=-1')
+                opened.wait(f"s.tab === '{tab}'")
+                assert page.locator(f"section.{tab}").is_visible()
+                assert page.locator("section:visible").count() == 1
+        assert opened.complaints == []
+
+
+def test_a_page_of_16384_tokens_is_small_in_the_browser(browser: Chromium, tmp_path: Path) -> None:
+    report: ScanReport = gpt2_sized()
+    with browser.open(save(tmp_path / "page.html", report)) as opened:
+        opened.do("headwise.app.pin(9000)", "s.token === 9000")
+        opened.do("headwise.app.set({ search: 'rabbit' })", "s.parts.results > 100")
+        assert opened.page.evaluate("document.querySelectorAll('*').length") <= 3000
+        assert opened.page.locator('[data-t="9000"]').is_visible()
+
+
+def test_print_takes_at_most_four_pages(opened: Opened) -> None:
+    pdf = opened.page.pdf(format="A4", print_background=True)
+    assert 1 <= pdf.count(b"/Type /Page\n") + pdf.count(b"/Type /Page ") <= 4

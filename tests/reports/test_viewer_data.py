@@ -1,0 +1,262 @@
+"""The data of the viewer's page: sizes, hostile texts, and values within their quantisation."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headwise import AttentionMatrix, Mask, scan
+from headwise.reports.scan_page import render, save, viewer_data, viewer_file
+from headwise.reports.scan_report import ScanReport
+from headwise.reports.viewer_blobs import THUMB, head_maps, thumbnails
+from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.statistics.top_keys_statistic import TopKeysOfEveryQuery
+from headwise.scanning.statistics.view_statistics import Map
+from tests.reports.html import Tree, everything
+from tests.reports.viewer_scans import (
+    HOSTILE,
+    RANKS,
+    WORDS,
+    gpt2_sized,
+    large,
+    viewer_report,
+    viewer_scan,
+)
+from tests.scanning.models import BATCH, HEADS, LENGTH, SOURCE, t5, tokens
+
+FILES = Path(__file__).parents[1] / "scanning" / "files"
+QUERIES = 23  # no other axis has this length
+
+
+def blobs_of(report: ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
+    meta, deflated = viewer_data(report)
+    return meta, {name: zlib.decompress(blob) for name, blob in deflated.items()}
+
+
+def weights(stored: bytes) -> np.ndarray[Any, Any]:
+    return (np.frombuffer(stored, np.uint8) / 255.0) ** 2
+
+
+def real_scan(length: int = QUERIES, **options: Any) -> tuple[HeadScan, torch.Tensor]:
+    """A scan of a small matrix, and its dense weights."""
+    generator = torch.Generator().manual_seed(1)
+    q, k = (3 * torch.randn(1, HEADS, length, 7, generator=generator) for _ in range(2))
+    matrix = AttentionMatrix(q, k, mask=Mask.causal())
+    wanted = ["standard", Map(**options), TopKeysOfEveryQuery(ranks=RANKS)]
+    return scan(matrix, torch.zeros_like(q), statistics=wanted), matrix.dense()[0].double()
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def test_a_short_text_has_a_cell_for_each_token() -> None:
+    read, dense = real_scan()
+    meta, blobs = blobs_of(ScanReport.of(read))
+    assert meta["scans"][0]["layers"][0]["map"] == [QUERIES, QUERIES]
+    shown = weights(blobs["0/map/0"]).reshape(HEADS, QUERIES, QUERIES)
+    # The stated quantisation: half a step of 1/255 in the square root.
+    assert np.abs(np.sqrt(shown) - dense.sqrt().numpy()).max() <= 0.5 / 255 + 1e-6
+
+
+def test_blocks_are_those_of_the_pooled_matrix() -> None:
+    read, dense = real_scan(length=4 * QUERIES, cells=16)
+    meta, blobs = blobs_of(ScanReport.of(read))
+    assert meta["scans"][0]["layers"][0]["map"] == [16, 16]
+    block = torch.arange(4 * QUERIES) * 16 // (4 * QUERIES)
+    member = (block[:, None] == torch.arange(16)).double()
+    pooled = torch.einsum("hqk,qr,kc->hrc", dense, member, member) / member.sum(0)[:, None]
+    shown = weights(blobs["0/map/0"]).reshape(HEADS, 16, 16)
+    assert np.abs(np.sqrt(shown) - pooled.sqrt().numpy()).max() <= 0.5 / 255 + 1e-6
+
+
+def test_top_keys_are_those_of_the_matrix() -> None:
+    read, dense = real_scan()
+    meta, blobs = blobs_of(ScanReport.of(read))
+    assert meta["scans"][0]["layers"][0]["top"] == list(range(HEADS))
+    assert meta["scans"][0]["ranks"] == RANKS
+    share, key = dense.topk(RANKS)
+    for head in range(HEADS):
+        planes = np.frombuffer(blobs[f"0/top/0.{head}"], np.uint8).reshape(3, QUERIES, RANKS)
+        stored = weights(planes[2].tobytes()).reshape(QUERIES, RANKS)
+        assert np.abs(np.sqrt(stored) - share[head].sqrt().numpy()).max() <= 0.5 / 255 + 1e-6
+        is_key = stored > 0
+        keys = planes[0].astype(int) + 256 * planes[1].astype(int)
+        assert (keys[is_key] == key[head].numpy()[is_key]).all()
+
+
+@pytest.mark.parametrize("length", [65_536, 65_537])
+def test_keys_of_a_long_text_take_more_bytes(length: int) -> None:
+    report = viewer_report(viewer_scan(layers=1, heads=2, length=length))
+    _, blobs = blobs_of(report)
+    planes = 2 if length == 65_536 else 4
+    stored = np.frombuffer(blobs["0/top/0.0"], np.uint8).reshape(planes + 1, length * RANKS)
+    keys = sum(stored[plane].astype(np.int64) << (8 * plane) for plane in range(planes))
+    key = report.scan.layer_scans[0].summaries["top_keys_of_every_query"]["key"][0].flatten()
+    assert (keys == key.clamp(min=0).numpy()).all()
+
+
+def test_offsets_end_with_the_weight_inside_of_them() -> None:
+    read, dense = real_scan(length=4 * QUERIES)
+    _, blobs = blobs_of(ScanReport.of(read))
+    profile = np.frombuffer(blobs["0/profile"], "<f4").reshape(HEADS, 34)
+    near = torch.arange(4 * QUERIES)
+    inside = dense * ((near[:, None] - near).abs() <= 16)
+    assert np.allclose(profile[:, -1], inside.sum((1, 2)) / (4 * QUERIES), atol=1e-6)
+
+
+@pytest.mark.parametrize("cells", [5, 16, 40])
+def test_thumbnails_keep_the_weight_of_a_row(cells: int) -> None:
+    maps = np.random.default_rng(0).dirichlet([0.3] * cells, (HEADS, cells))
+    pooled = thumbnails(maps)
+    assert pooled.shape == (HEADS, THUMB, THUMB)
+    assert np.allclose(pooled.sum(-1), 1)
+    if cells == THUMB:
+        assert np.allclose(pooled, maps)
+
+
+# ---- what a scan may lack ------------------------------------------------------------------------
+
+
+def test_a_head_without_numbers_has_no_map() -> None:
+    read = viewer_scan()
+    summary = read.layer_scans[0].summaries["map"]
+    summary["sum"][2] = torch.nan
+    read.layer_scans[0].summaries["entropy"]["sum"][2] = torch.nan
+    meta, blobs = blobs_of(viewer_report(read))
+    layer = meta["scans"][0]["layers"][0]
+    assert layer["blank"] == [2]
+    entropy = next(s for s in meta["scans"][0]["statistics"] if s["name"] == "entropy")
+    assert [value is None for value in entropy["rows"][0]] == [False, False, True, False, False]
+    assert len(blobs["0/map/0"]) == 5 * layer["map"][0] * layer["map"][1]
+
+
+def test_cross_attention_has_two_texts() -> None:
+    inputs = {"input_ids": tokens(BATCH, SOURCE), "decoder_input_ids": tokens(BATCH, LENGTH)}
+    read = scan(t5(), inputs, statistics=["map", TopKeysOfEveryQuery()])
+    meta, blobs = blobs_of(ScanReport.of(read))
+    texts = meta["scans"][0]["texts"]
+    assert [text["lengths"] for text in texts] == [[SOURCE] * BATCH, [LENGTH] * BATCH]
+    cross = [layer for layer in meta["scans"][0]["layers"] if layer["kind"] == "cross"]
+    assert {(layer["query_text"], layer["key_text"]) for layer in cross} == {(1, 0)}
+    # Blocks of several texts are only as many as the shorter side has tokens.
+    assert all(max(layer["map"]) <= SOURCE for layer in cross)
+    index = meta["scans"][0]["layers"].index(cross[0])
+    assert len(blobs[f"0/top/{index}.0"]) == 3 * BATCH * LENGTH * 4
+
+
+def test_an_old_scan_has_no_texts() -> None:
+    report = ScanReport.of(HeadScan.load(FILES / "format_2.safetensors"))
+    meta, blobs = blobs_of(report)
+    assert meta["scans"][0]["texts"] == []
+    assert all(layer["query_text"] is None for layer in meta["scans"][0]["layers"])
+    assert not [name for name in blobs if "/text/" in name]
+    assert render(report)
+
+
+def test_other_scans_are_pages_too() -> None:
+    read = viewer_scan(layers=1, heads=1, length=1, top=1)
+    assert blobs_of(viewer_report(read))[0]["scans"][0]["layers"][0]["map"] == [1, 1]
+    empty = replace(read, layer_scans=(), texts=())
+    assert render(viewer_report(empty))
+    assert head_maps(read, replace(read.layer_scans[0], summaries={})) is None
+
+
+def test_two_scans_and_their_matched_heads() -> None:
+    before = viewer_scan()
+    layers = []
+    order = torch.tensor([1, 0, 2, 4, 3])
+    for layer in before.layer_scans:
+        summaries = {
+            name: {
+                part: value[order] if part != "lengths" and len(value) == 5 else value
+                for part, value in summary.items()
+            }
+            for name, summary in layer.summaries.items()
+        }
+        layers.append(replace(layer, summaries=summaries))
+    after = replace(before, layer_scans=tuple(layers))
+    meta, blobs = blobs_of(viewer_report(before, second=after, names=("before", "after")))
+    assert [each["name"] for each in meta["scans"]] == ["before", "after"]
+    assert meta["matched"] == [order.tolist()] * 3
+    assert {name.split("/")[0] for name in blobs} == {"0", "1"}
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def data_in(page: str) -> tuple[Any, dict[str, str]]:
+    root = Tree(page).root
+    (meta,) = (e for e in everything(root) if e.attributes.get("id") == "headwise-meta")
+    blobs = {
+        e.attributes["data-blob"]: e.text for e in root.all("script") if "data-blob" in e.attributes
+    }
+    return json.loads(meta.text), blobs
+
+
+def test_the_page_holds_the_data_and_a_policy() -> None:
+    report = viewer_report(viewer_scan())
+    page = render(report)
+    meta, blobs = data_in(page)
+    expected_meta, expected = viewer_data(report)
+    assert meta == json.loads(json.dumps(expected_meta))
+    assert {name: base64.b64decode(text) for name, text in blobs.items()} == expected
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert re.fullmatch(
+        r"default-src 'none'; img-src data:; style-src 'sha256-[\w+/=]+'"
+        r"; script-src 'sha256-[\w+/=]+'",
+        policy[1],
+    )
+    outside_of_data = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"\sstyle=|\son\w+=", outside_of_data)
+
+
+def test_several_reports_are_one_page() -> None:
+    page = render(viewer_report(viewer_scan(), title="one"), viewer_report(viewer_scan(top=0)))
+    meta, blobs = data_in(page)
+    assert [report["title"] for report in meta["reports"]] == ["one", "made-up"]
+    assert "0:0/map/0" in blobs
+    assert "1:0/map/2" in blobs
+    assert [h.text for h in Tree(page).root.all("h1")] == [
+        "What 15 attention heads of one attend to",
+        "What 15 attention heads of made-up attend to",
+    ]
+
+
+def test_hostile_words_stay_words() -> None:
+    words = (*HOSTILE, *WORDS)
+    page = render(viewer_report(viewer_scan(words=words), words=words, title=HOSTILE[1]))
+    assert page.count("<script") == page.count("</script>")
+    assert 'onerror="' not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    meta, blobs = data_in(page)
+    assert meta["title"] == HOSTILE[1]
+    text = json.loads(zlib.decompress(base64.b64decode(blobs["0/text/0"])))
+    assert [text["words"][n] for n in text["ids"][: len(words)]] == list(words)
+
+
+def test_a_page_is_written_as_a_whole(tmp_path: Path) -> None:
+    report = viewer_report(viewer_scan())
+    written = save(tmp_path / "new" / "page.html", report)
+    assert written.read_text("utf-8") == render(report)
+
+
+def test_sizes() -> None:
+    parts = (viewer_file("viewer.js") + viewer_file("viewer.css")).encode()
+    assert len(gzip.compress(parts)) <= 120_000
+    assert "</script" not in viewer_file("viewer.js")
+    assert len(render(gpt2_sized()).encode()) <= 6_000_000
+
+
+@pytest.mark.slow
+def test_the_largest_page_that_is_promised_fits() -> None:
+    assert len(render(large()).encode()) <= 25_000_000

@@ -1,0 +1,135 @@
+"""The widget of a notebook: its traits, rows from the kernel, and its script in a browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwise import scan
+from headwise.bundled_models import tiny
+from headwise.errors import OptionError
+from headwise.reports.scan_page import viewer_data, viewer_file
+from headwise.reports.scan_report import ScanReport
+from headwise.scanning.exact_rows import ExactRows
+from headwise.scanning.head_scan import HeadScan
+from tests.reports.browser import Chromium, needs_a_browser
+
+EPS = torch.finfo(torch.float32).eps
+TEXT = "the quick brown fox jumps over the lazy dog. " * 3
+
+# What anywidget gives to the script: a model with traits, and messages to the kernel.
+HOST = """<!doctype html><meta charset="utf-8"><title>host</title><style>CSS</style>
+<div id="cell"></div>
+<script type="application/json" id="state">STATE</script>
+<script type="module">
+import widget from "data:text/javascript;base64,SCRIPT";
+const traits = JSON.parse(document.getElementById("state").textContent);
+for (const [name, text] of Object.entries(traits.blobs)) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  traits.blobs[name] = new DataView(bytes.buffer);
+}
+const heard = {};
+window.sent = [];
+window.model = {
+  get: (name) => traits[name],
+  set: (name, value) => { traits[name] = value; },
+  save_changes: () => {},
+  on: (event, act) => { (heard[event] ??= []).push(act); },
+  send: (content) => window.sent.push(content),
+  tell: (event, ...given) => (heard[event] ?? []).forEach((act) => act(...given)),
+};
+widget.render({ model: window.model, el: document.getElementById("cell") });
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.load()
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return tiny.encode(TEXT)[None]
+
+
+@pytest.fixture(scope="module")
+def read(model: Any, ids: torch.Tensor) -> HeadScan:
+    return scan(model, ids)
+
+
+def test_traits(read: HeadScan, model: Any, ids: torch.Tensor) -> None:
+    widget = read.view(title="tiny", height=500)
+    meta, blobs = viewer_data(ScanReport.of(read, title="tiny"))
+    assert widget.meta == meta
+    assert widget.blobs == blobs
+    assert (widget.height, widget.computes_rows, widget.selected_head) == (500, False, None)
+    widget.selected_head = [2, 0]
+    assert widget.get_state()["selected_head"] == [2, 0]
+    assert read.view(model=model, inputs=ids).computes_rows
+    two = read.view(other=read)
+    assert len(two.meta["scans"]) == 2
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_model_needs_its_inputs(read: HeadScan, model: Any) -> None:
+    with pytest.raises(OptionError, match="model without inputs"):
+        read.view(model=model)
+
+
+def test_the_kernel_answers_with_exact_rows(read: HeadScan, model: Any, ids: torch.Tensor) -> None:
+    widget = read.view(model=model, inputs=ids)
+    sent: list[Any] = []
+    widget.send = sent.append
+    widget._msg_callbacks(widget, {"row": [0, 2, 0, 0, 100], "id": 7}, [])
+    widget._msg_callbacks(widget, {"row": [0, 2, 0, 0, 10_000], "id": 8}, [])
+    row = ExactRows(model, ids).row(read.layers[2], 0, sequence=0, query=100)
+    assert sent[0]["id"] == 7
+    assert len(sent[0]["keys"]) == 64
+    for key, weight in zip(sent[0]["keys"], sent[0]["weights"], strict=True):
+        assert weight == pytest.approx(float(row[key]), abs=EPS)
+    assert sent[0]["weights"] == sorted(sent[0]["weights"], reverse=True)
+    assert sent[1] == {"id": 8, "refused": "query 10000 of head 0"}
+
+
+@needs_a_browser
+def test_the_script_in_a_browser(browser: Chromium, read: HeadScan, tmp_path: Path) -> None:
+    meta, blobs = viewer_data(ScanReport.of(read))
+    traits = {
+        "meta": meta,
+        "blobs": {name: base64.b64encode(blob).decode() for name, blob in blobs.items()},
+        "computes_rows": True,
+        "height": 600,
+        "selected_head": [2, 0],
+    }
+    page = tmp_path / "host.html"
+    script = base64.b64encode(viewer_file("viewer.js").encode()).decode()
+    state = json.dumps(traits).replace("<", "\\u003c")
+    html = HOST.replace("CSS", viewer_file("viewer.css")).replace("STATE", state)
+    page.write_text(html.replace("SCRIPT", script), "utf-8")
+    with browser.open(page, waits=False) as opened:
+        opened.poll("document.querySelector('[data-id=\"2.0\"][aria-pressed=true]') !== null")
+        # Python chooses a head, then the reader does.
+        opened.page.evaluate(
+            "model.set('selected_head', [1, 2]); model.tell('change:selected_head')"
+        )
+        opened.poll("document.querySelector('[data-id=\"1.2\"][aria-pressed=true]') !== null")
+        opened.page.click('[data-id="3.4"]')
+        opened.poll("JSON.stringify(model.get('selected_head')) === '[3,4]'")
+        opened.page.click('[data-t="20"]')
+        opened.poll("sent.length === 1")
+        asked = opened.page.evaluate("sent[0]")
+        assert asked["row"] == [0, 3, 4, 0, 20]
+        opened.page.evaluate(
+            "model.tell('msg:custom', { id: sent[0].id, keys: [3, 5], weights: [0.7, 0.3] })"
+        )
+        opened.poll("document.querySelector('[data-t=\"3\"]').className.includes('lit-')")
+        assert "computed by the kernel" in opened.page.inner_text("[data-part=badge]")
+        assert opened.complaints == []
+        assert [address for address in opened.requests if not address.startswith("data:")] == [
+            page.as_uri()
+        ]
