@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -9,11 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.testing.compare import compare_images
 
+from headwise import scan as scan_model
+from headwise.bundled_models import tiny
 from headwise.errors import MissingExtraError, OptionError
+from headwise.reports import wording
 from headwise.reports.figures import clearest_change, diverging
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.statistics.view_statistics import Map
 from tests.reports.viewer_scans import viewer_scan
+from tests.root import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +47,26 @@ def test_a_map_has_token_axes(scan: HeadScan) -> None:
     figure = scan.plot("map", layer=2, head=3)
     image = image_of(figure)
     assert np.allclose(image.get_array(), scan["map"][2, 3].numpy())
-    assert image.get_extent() == [0, 640, 640, 0]
+    assert image.get_extent() == [-0.5, 639.5, 639.5, -0.5]
     assert figure.axes[0].get_title() == "layer 2, head 3"
+    assert figure.axes[1].get_ylabel() == "weight of a block of 5 tokens"
+
+
+def test_a_map_of_a_short_text_names_its_tokens() -> None:
+    short = scan_model(tiny.load(), tiny.encode("a $x$ b")[None], statistics=["map"])
+    figure = short.plot("map", layer=1, head=2, name_of=lambda token: chr(token)[:1])
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels[1:] == ["a", "␣", r"\$", "x", r"\$", "␣", "b"]
+    assert figure.axes[1].get_ylabel() == "weight"
+    figure.savefig(BytesIO(), format="svg")
+
+
+def test_a_map_of_texts_of_several_lengths_has_no_token_axes() -> None:
+    texts = [tiny.encode(text)[None] for text in ("one text", "a longer text")]
+    figure = scan_model(tiny.load(), texts, statistics=["map"]).plot("map")
+    assert image_of(figure).get_extent() == [0, 1, 1, 0]
+    assert figure.axes[0].get_xlabel() == "key (share of the text)"
+    assert figure.axes[1].get_ylabel() == "weight of a block, mean of 2 texts"
 
 
 def test_a_profile_says_what_is_outside(scan: HeadScan) -> None:
@@ -50,7 +75,14 @@ def test_a_profile_says_what_is_outside(scan: HeadScan) -> None:
     assert np.allclose(heights, scan["offset_profile"][0, 1].numpy(), atol=1e-6)
     assert figure.axes[0].get_ylim() == (0, 1)
     outside = 1 - float(scan["offset_profile"][0, 1].sum())
-    assert figure.axes[0].get_title().endswith(f"{outside:.0%} outside")
+    assert f"{100 * outside:.0f} % of the weight lies outside" in figure.axes[0].get_title()
+
+
+def test_a_profile_of_a_causal_head_ends_at_the_query(scan: HeadScan) -> None:
+    causal = viewer_scan()
+    causal.layer_scans[0].summaries["offset_profile"]["sum"][1, 17:] = 0
+    assert len(causal.plot("profile", layer=0, head=1).axes[0].patches) == 17
+    assert len(scan.plot("profile", layer=0, head=1).axes[0].patches) == 33
 
 
 def test_a_difference_is_centred_on_zero(scan: HeadScan) -> None:
@@ -64,6 +96,16 @@ def test_a_difference_is_centred_on_zero(scan: HeadScan) -> None:
     assert clearest_change(scan.diff(scan)) is None
 
 
+def test_a_small_change_is_pale(scan: HeadScan) -> None:
+    other = viewer_scan()
+    other.layer_scans[1].summaries["induction"]["sum"][2] -= 1e-6
+    other.layer_scans[0].summaries["entropy"]["sum"][2] += 1e-6
+    diff = scan.diff(other)
+    assert image_of(diff.plot("induction")).norm.vmax == wording.LEAST_SHARE
+    middle = wording.drawn_statistic(scan, "entropy").middle
+    assert image_of(diff.plot("entropy")).norm.vmax == pytest.approx(0.1 * middle)
+
+
 def test_text_stays_text(scan: HeadScan, tmp_path: Path) -> None:
     figure = scan.plot("map")
     figure.savefig(tmp_path / "a.svg")
@@ -71,6 +113,21 @@ def test_text_stays_text(scan: HeadScan, tmp_path: Path) -> None:
     figure.savefig(tmp_path / "a.pdf")
     assert b"/Type3" not in (tmp_path / "a.pdf").read_bytes()
     assert figure.get_size_inches()[0] == pytest.approx(3.35)
+
+
+def test_a_label_is_inside_its_figure() -> None:
+    figure = viewer_scan(layers=2).plot("grid", statistic="previous_token")
+    figure.savefig(BytesIO())
+    for axes in figure.axes:
+        box = axes.get_tightbbox().transformed(figure.transFigure.inverted())
+        assert 0 <= box.y0 < box.y1 <= 1
+        assert 0 <= box.x0 < box.x1 <= 1
+
+
+def test_a_notebook_shows_a_figure_without_pyplot(scan: HeadScan) -> None:
+    assert scan.plot("map")._repr_png_().startswith(b"\x89PNG")
+    again = pickle.loads(pickle.dumps(scan.plot("profile")))
+    assert again.axes[0].get_ylim() == (0, 1)
 
 
 def test_axes_of_a_figure_are_used(scan: HeadScan) -> None:
@@ -81,6 +138,15 @@ def test_axes_of_a_figure_are_used(scan: HeadScan) -> None:
     assert scan.plot("grid", ax=axes) is figure
     assert len(axes.images) == 1
     figure.savefig(BytesIO())
+
+
+def test_the_picture_of_the_documentation(tmp_path: Path) -> None:
+    ids = tiny.encode("the quick brown fox jumps over the lazy dog. " * 4)[None]
+    figure = scan_model(tiny.load(), ids, statistics=[Map(cells=128)]).plot("map", layer=2, head=0)
+    drawn, kept = tmp_path / "figure.png", tmp_path / "kept.png"
+    figure.savefig(drawn, dpi=150)
+    kept.write_bytes(ROOT.joinpath("docs/images/viewer/figure.png").read_bytes())
+    assert compare_images(str(kept), str(drawn), tol=5) is None
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +34,17 @@ def test_a_difference_is_a_signed_grid() -> None:
     html = scan.diff(other)._repr_html_()
     assert outside(html) == []
     cells = [cell.text for cell in Tree(html).root.all("table")[0].all("td")]
-    assert cells[5 + 2] == "-0.5"
-    assert set(cells) == {"-0.5", "+0"}
+    assert cells[5 + 2] == "−0.5"
+    assert set(cells) == {"−0.5", "0"}
+    heads = [row.all("td")[0].text for row in Tree(html).root.all("table")[1].all("tr")[1:]]
+    assert heads == ["1.2"]
+    assert "No head has changed" in scan.diff(scan)._repr_html_()
+
+
+def test_a_small_change_is_pale() -> None:
+    scan, other = viewer_scan(), viewer_scan()
+    other.layer_scans[1].summaries["induction"]["sum"][2] -= 1e-3
+    assert "Colours: −0.05 to 0.05" in scan.diff(other)._repr_html_()
 
 
 def test_a_mask_is_drawn() -> None:
@@ -44,6 +55,16 @@ def test_a_mask_is_drawn() -> None:
     assert torch.equal(Mask.causal().dense(4), torch.ones(4, 4).tril().bool())
     wide = Mask.may_attend(torch.ones(1, 2**23, dtype=torch.bool), axes="batch keys")
     assert "img" not in wide._repr_html_()
+    empty = Mask.may_attend(torch.ones(0, 5, 5, dtype=torch.bool), axes="batch queries keys")
+    assert "img" not in empty._repr_html_()
+
+
+def test_a_large_mask_is_a_small_picture_of_its_shape() -> None:
+    wide = Mask.may_attend(torch.ones(500, 2000).tril().bool(), axes="queries keys")
+    (picture,) = Tree(wide._repr_html_()).root.all("img")
+    assert "width:96px;height:24px" in picture.attributes["style"]
+    png = base64.b64decode(picture.attributes["src"].partition(",")[2])
+    assert struct.unpack(">II", png[16:24]) == (96, 96)
 
 
 def test_a_matrix_is_a_few_thumbnails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,27 @@ def test_the_kernel_answers_with_exact_rows(read: HeadScan, model: Any, ids: tor
     assert sent[1] == {"id": 8, "refused": "query 10000 of head 0"}
 
 
+def test_rows_of_the_other_scan_are_not_those_of_the_model(
+    read: HeadScan, model: Any, ids: torch.Tensor
+) -> None:
+    widget = read.view(model=model, inputs=ids, other=scan(model, tiny.encode("another")[None]))
+    sent: list[Any] = []
+    widget.send = sent.append
+    widget._msg_callbacks(widget, {"row": [1, 2, 0, 0, 3], "id": 7}, [])
+    assert sent == [{"id": 7, "refused": "the model is that of the first scan"}]
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_head_that_is_not_there_cannot_be_selected(read: HeadScan) -> None:
+    widget = read.view()
+    for head in ([4, 0], [0, 8], [1]):
+        with pytest.raises(OptionError, match="4 layers and 32 heads"):
+            widget.selected_head = head
+    widget.selected_head = (3, 7)
+    assert widget.selected_head == [3, 7]
+    widget.selected_head = None
+
+
 @needs_a_browser
 def test_the_script_in_a_browser(browser: Chromium, read: HeadScan, tmp_path: Path) -> None:
     meta, blobs = viewer_data(ScanReport.of(read))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from io import BytesIO
+import textwrap
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from headwise.errors import OptionError
 from headwise.reports import viewer_blobs, wording
 from headwise.reports.png_images import RGB
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.scan_diff import ScanDiff
 from headwise.support.message_text import describe_value
 from headwise.support.optional_imports import require
@@ -22,19 +23,20 @@ if TYPE_CHECKING:
 
 KINDS = ("grid", "map", "profile")
 ROW = 0.2  # inches of a layer in a grid
+AROUND = 0.6  # inches above and below the rows of a grid
+LEAST_HEIGHT = 1.5  # inches of a grid
 PROFILE_HEIGHT = 1.6  # inches
-# Text that stays text, so that a journal can set and search it.
-STYLE = {
-    "pdf.fonttype": 42,
-    "ps.fonttype": 42,
-    "svg.fonttype": "none",
-    "font.size": 8,
-    "axes.linewidth": 0.6,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-}
+LETTERS = 13  # of a label, in an inch
+MOST_TICKS = 16
+MOST_TOKENS = 48  # of a map with the text of each token beside it
+MOST_LETTERS = 16  # of such a token
 # The ends and the middle of the diverging scale: ColorBrewer's BrBG, by Cynthia Brewer.
 _LOW, _MIDDLE, _HIGH = (1, 102, 94), (245, 245, 245), (140, 81, 10)
+
+Names = Callable[[int], str]
+
+
+# ---- the change between two scans ----------------------------------------------------------------
 
 
 def diverging(position: float) -> RGB:
@@ -57,6 +59,41 @@ def clearest_change(diff: ScanDiff) -> str | None:
     return best
 
 
+def change_end(diff: ScanDiff, name: str) -> float:
+    """Return the end of the scale of a change: the largest, but no change so small that none is.
+
+    The end of a share is at least `wording.LEAST_SHARE`, that of others `wording.LEAST_SPAN` of
+    the median head.
+    """
+    assert isinstance(diff.before, HeadScan)
+    drawn = wording.drawn_statistic(diff.before, name)
+    is_share = drawn.scale.kind != "range"
+    least = wording.LEAST_SHARE if is_share else wording.LEAST_SPAN * abs(drawn.middle)
+    changes = diff[name]
+    return max([float(change) for change in changes.abs().nan_to_num().flatten()] + [least, 1e-9])
+
+
+def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -> Figure:
+    """Draw the change of a statistic as `ScanDiff.plot` says."""
+    name = statistic or clearest_change(diff) or next(iter(diff.scalars), None)
+    if name not in diff.scalars:
+        raise OptionError(
+            saw=f"statistic={describe_value(statistic)}",
+            needed=f"one number for each head that both scans have: {', '.join(diff.scalars)}",
+            do="choose from these",
+        )
+    end = change_end(diff, name)
+    colours = _matplotlib("colors")
+    steps = np.linspace(-1, 1, 255)
+    scale = colours.ListedColormap([np.array(diverging(step)) / 255 for step in steps])
+    label = f"change of {diff.before.definition(name).label}"
+    with _style():
+        return _grid(diff[name].numpy(), label, ax, width, cmap=scale, vmin=-end, vmax=end)
+
+
+# ---- a scan --------------------------------------------------------------------------------------
+
+
 def plot_scan(
     scan: HeadScan,
     *,
@@ -64,6 +101,7 @@ def plot_scan(
     layer: int | None,
     head: int | None,
     statistic: str | None,
+    name_of: Names | None,
     ax: Any,
     width: float,
 ) -> Figure:
@@ -76,31 +114,11 @@ def plot_scan(
         )
     with _style():
         if kind == "grid":
-            return _grid(scan, statistic, ax, width)
+            return _plot_grid(scan, statistic, ax, width)
         layer, head = _chosen_head(scan, layer, head)
-        draw = _map if kind == "map" else _profile
-        return draw(scan, layer, head, ax, width)
-
-
-def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -> Figure:
-    """Draw the change of a statistic as `ScanDiff.plot` says."""
-    name = statistic or clearest_change(diff)
-    if name is None or name not in diff.scalars:
-        raise OptionError(
-            saw=f"statistic={describe_value(statistic)}",
-            needed=f"one number for each head that both scans have: {', '.join(diff.scalars)}",
-            do="choose from these",
-        )
-    change = diff[name].numpy()
-    most = float(np.nanmax(np.abs(change), initial=1e-9))
-    colours = _matplotlib("colors")
-    steps = np.linspace(-1, 1, 255)
-    scale = colours.ListedColormap([np.array(diverging(step)) / 255 for step in steps])
-    with _style():
-        figure, axes = _axes(ax, width, ROW * len(change) + 0.6)
-        image = axes.imshow(change, cmap=scale, vmin=-most, vmax=most, aspect="auto")
-        _finish_grid(figure, axes, image, f"change of {name.replace('_', ' ')}")
-    return figure
+        if kind == "map":
+            return _plot_map(scan, layer, head, name_of, ax, width)
+        return _plot_profile(scan, layer, head, ax, width)
 
 
 def _chosen_head(scan: HeadScan, layer: int | None, head: int | None) -> tuple[int, int]:
@@ -122,6 +140,115 @@ def _chosen_head(scan: HeadScan, layer: int | None, head: int | None) -> tuple[i
     return layer, head
 
 
+def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> Figure:
+    if statistic is None:
+        clearest = wording.clearest_statistic(scan)
+        statistic = clearest.name if clearest else next(iter(scan.scalars), None)
+    if statistic not in scan.scalars:
+        raise OptionError(
+            saw=f"statistic={describe_value(statistic)}",
+            needed=f"one number for each head: {', '.join(scan.scalars)}",
+            do="choose from these",
+        )
+    drawn = wording.drawn_statistic(scan, statistic)
+    low, high = drawn.scale.low, drawn.scale.high
+    norm = _norm(low, max(high, low + 1e-9), power=0.5 if drawn.scale.kind == "weight" else 1.0)
+    unit = drawn.unit if drawn.scale.kind == "range" else drawn.definition.unit.split(",")[0]
+    label = f"{drawn.definition.label}, {unit}"
+    return _grid(scan[statistic].numpy(), label, ax, width, cmap="viridis", norm=norm)
+
+
+def _grid(values: Any, label: str, ax: Any, width: float, **colours: Any) -> Figure:
+    height = max(LEAST_HEIGHT, ROW * len(values) + AROUND)
+    figure, axes = _axes(ax, width, height)
+    image = axes.imshow(values, aspect="auto", **colours)
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(_whole_numbers())
+    inches = axes.get_position().height * figure.get_figheight()
+    wrapped = textwrap.fill(label, max(LETTERS, int(LETTERS * inches)))
+    figure.colorbar(image, ax=axes, label=wrapped)
+    return figure
+
+
+def _plot_map(
+    scan: HeadScan, layer: int, head: int, name_of: Names | None, ax: Any, width: float
+) -> Figure:
+    record = scan.layer_scans[layer]
+    maps = viewer_blobs.head_maps(scan, record)
+    if maps is None:
+        raise _missing_statistic(viewer_blobs.MAP)
+    values = maps[record.heads.index(head)]
+    figure, axes = _axes(ax, width, width * 0.86)
+    texts = (record.key_text, record.query_text)
+    lengths = [viewer_blobs.lengths_of(scan, text) for text in texts]
+    # Texts of several lengths have no token in common at a place of the map.
+    ends = [max(each) if len(set(each)) == 1 else 1 for each in lengths]
+    extent = (-0.5, ends[0] - 0.5, ends[1] - 0.5, -0.5) if min(ends) > 1 else (0, 1, 1, 0)
+    image = axes.imshow(values, cmap="viridis", norm=_norm(), extent=extent)
+    places = "" if min(ends) > 1 else " (share of the text)"
+    axes.set_xlabel(f"key{places}")
+    axes.set_ylabel(f"query{places}")
+    axes.set_title(f"layer {layer}, head {head}")
+    if name_of is not None and (ends[1], ends[0]) == values.shape:
+        _name_tokens(axes, scan, record, name_of)
+    label = "weight" if (ends[1], ends[0]) == values.shape else _blocks(ends, values.shape)
+    if len(lengths[0]) > 1:
+        label += f", mean of {len(lengths[0])} texts"
+    figure.colorbar(image, ax=axes, label=label, fraction=0.046)
+    return figure
+
+
+def _blocks(ends: Sequence[int], shape: Sequence[int]) -> str:
+    """Return what a cell of the map is."""
+    if min(ends) <= 1:
+        return "weight of a block"
+    keys, queries = map(_tokens_of_block, ends, reversed(shape))
+    tokens = keys if keys == queries else f"{queries} queries by {keys} keys"
+    return f"weight of a block of {tokens}{' tokens' if keys == queries else ''}"
+
+
+def _tokens_of_block(length: int, blocks: int) -> str:
+    least, most = length // blocks, -(-length // blocks)
+    return str(most) if least in (most, 0) else f"{least} to {most}"
+
+
+def _name_tokens(axes: Axes, scan: HeadScan, record: LayerScan, name_of: Names) -> None:
+    """Write the text of each token beside a map of few tokens."""
+    for axis, text in ((axes.xaxis, record.key_text), (axes.yaxis, record.query_text)):
+        ids = [] if text is None else scan.texts[text].ids.tolist()
+        if 0 < len(ids) <= MOST_TOKENS and min(ids) >= 0:
+            words = [wording.escape_unprintable(name_of(token))[:MOST_LETTERS] for token in ids]
+            # A dollar sign would begin mathematics.
+            axis.set_ticks(range(len(ids)), [word.replace("$", r"\$") for word in words])
+    axes.tick_params("x", rotation=90)
+    axes.tick_params(labelsize=min(8, 160 / max(1, len(axes.get_yticks()))))
+
+
+def _plot_profile(scan: HeadScan, layer: int, head: int, ax: Any, width: float) -> Figure:
+    record = scan.layer_scans[layer]
+    if viewer_blobs.OFFSETS not in record.summaries:
+        raise _missing_statistic(viewer_blobs.OFFSETS)
+    *weights, inside = viewer_blobs.offset_profiles(record)[record.heads.index(head)].tolist()
+    reach = len(weights) // 2
+    figure, axes = _axes(ax, width, PROFILE_HEIGHT)
+    heights = np.nan_to_num(np.array(weights))
+    last = reach if heights[reach + 1 :].any() else 0  # a causal head has no later keys
+    shown = slice(0, reach + 1 + last)
+    axes.bar(np.arange(-reach, last + 1), heights[shown], color="#1b716d", width=0.8)
+    axes.set_ylim(0, 1)
+    axes.xaxis.set_major_locator(_whole_numbers())
+    axes.set_xlabel("offset of the key from the query, tokens")
+    axes.set_ylabel("weight")
+    outside = f"{100 * max(0, 1 - inside):.0f} % of the weight lies outside"
+    axes.set_title(f"layer {layer}, head {head}; {outside}")
+    return figure
+
+
+# ---- matplotlib ----------------------------------------------------------------------------------
+
+
 def _matplotlib(module: str) -> Any:
     return require(f"matplotlib.{module}", purpose="which draws figures", pip="matplotlib")
 
@@ -129,97 +256,28 @@ def _matplotlib(module: str) -> Any:
 def _style() -> Any:
     """Return a context in which text has the size of a paper, and stays text."""
     _matplotlib("figure")
-    return require("matplotlib", purpose="which draws figures", pip="matplotlib").rc_context(STYLE)
+    from headwise.reports.paper_figure import paper_style
+
+    return paper_style()
 
 
 def _axes(ax: Any, width: float, height: float) -> tuple[Figure, Axes]:
     """Return the axes to draw into; a new figure keeps no state of pyplot."""
     if ax is not None:
         return ax.figure, ax
-
-    class PaperFigure(_matplotlib("figure").Figure):  # type: ignore[misc]
-        """A figure whose files hold its text as text."""
-
-        def savefig(self, *given: Any, **named: Any) -> None:
-            with _style():
-                super().savefig(*given, **named)
-
-        def _repr_png_(self) -> bytes:
-            """Return the picture that a notebook shows, also without pyplot."""
-            buffer = BytesIO()
-            self.savefig(buffer, format="png", dpi=150)
-            return buffer.getvalue()
+    from headwise.reports.paper_figure import PaperFigure
 
     figure = PaperFigure(figsize=(width, height), layout="compressed")
     return figure, figure.add_subplot()
 
 
-def _grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> Figure:
-    if statistic is not None and statistic not in scan.scalars:
-        raise OptionError(
-            saw=f"statistic={describe_value(statistic)}",
-            needed=f"one number for each head: {', '.join(scan.scalars)}",
-            do="choose from these",
-        )
-    clearest = wording.clearest_statistic(scan)
-    name = statistic or (clearest.name if clearest else scan.scalars[0])
-    drawn = wording.drawn_statistic(scan, name)
-    values = scan[name].numpy()
-    figure, axes = _axes(ax, width, ROW * len(values) + 0.6)
-    low, high = drawn.scale.low, drawn.scale.high
-    norm = _norm(low, max(high, low + 1e-9), power=0.5 if drawn.scale.kind == "weight" else 1.0)
-    image = axes.imshow(values, cmap="viridis", norm=norm, aspect="auto")
-    _finish_grid(figure, axes, image, drawn.definition.label)
-    return figure
-
-
-def _finish_grid(figure: Figure, axes: Axes, image: Any, label: str) -> None:
-    axes.set_xlabel("head")
-    axes.set_ylabel("layer")
-    figure.colorbar(image, ax=axes, label=label)
+def _whole_numbers() -> Any:
+    return _matplotlib("ticker").MaxNLocator(MOST_TICKS, integer=True)
 
 
 def _norm(low: float = 0.0, high: float = 1.0, *, power: float = 0.5) -> Any:
     """Return a scale of colours; that of weights follows the square root, as on the page."""
     return _matplotlib("colors").PowerNorm(power, low, high)
-
-
-def _map(scan: HeadScan, layer: int, head: int, ax: Any, width: float) -> Figure:
-    record = scan.layer_scans[layer]
-    maps = viewer_blobs.head_maps(scan, record)
-    if maps is None:
-        raise _missing_statistic(viewer_blobs.MAP)
-    values = maps[record.heads.index(head)]
-    figure, axes = _axes(ax, width, width * 0.86)
-    lengths = [
-        max(viewer_blobs.lengths_of(scan, text), default=size)
-        for text, size in zip((record.query_text, record.key_text), values.shape, strict=True)
-    ]
-    extent = (0, lengths[1], lengths[0], 0)
-    image = axes.imshow(
-        values, cmap="viridis", norm=_norm(), extent=extent, interpolation="nearest"
-    )
-    axes.set_xlabel("key")
-    axes.set_ylabel("query")
-    axes.set_title(f"layer {layer}, head {head}")
-    figure.colorbar(image, ax=axes, label="weight", fraction=0.046)
-    return figure
-
-
-def _profile(scan: HeadScan, layer: int, head: int, ax: Any, width: float) -> Figure:
-    record = scan.layer_scans[layer]
-    if viewer_blobs.OFFSETS not in record.summaries:
-        raise _missing_statistic(viewer_blobs.OFFSETS)
-    *weights, inside = viewer_blobs.offset_profiles(record)[record.heads.index(head)].tolist()
-    reach = len(weights) // 2
-    figure, axes = _axes(ax, width, PROFILE_HEIGHT)
-    offsets = torch.arange(-reach, reach + 1).numpy()
-    axes.bar(offsets, np.nan_to_num(np.array(weights)), color="#1b716d", width=0.8)
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("offset of the key from the query")
-    axes.set_ylabel("weight")
-    axes.set_title(f"layer {layer}, head {head}: {max(0, 1 - inside):.0%} outside")
-    return figure
 
 
 def _missing_statistic(name: str) -> OptionError:

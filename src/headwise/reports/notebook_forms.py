@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from markupsafe import escape
+from torch import nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.layouts.layout import Layout
 from headwise.masks.mask import Mask
 from headwise.reports import png_images
-from headwise.reports.figures import clearest_change, diverging
+from headwise.reports.figures import change_end, clearest_change, diverging
 from headwise.scanning.scan_diff import ScanDiff
 
 UNKNOWN = 16  # queries of a mask that does not know how many there are
 MOST_PAIRS = 2**22  # queries x keys of a mask that is drawn
 MOST_WORK = 2**30  # queries x keys x heads x head_dim of a matrix that is computed to be drawn
+MOST_CELLS = 96  # of the picture of a mask, on each side
 CELLS = 32  # of a thumbnail on each side
 MOST_HEADS = 8
 MOST_CHANGES = 8
-PIXELS = 96  # of a picture on each side
+PIXELS = 96  # of a picture on its longer side
+LEAST_PIXELS = 12  # on its shorter side
 
 
 def mask_html(mask: Mask) -> str:
@@ -27,9 +30,14 @@ def mask_html(mask: Mask) -> str:
     size = queries or UNKNOWN
     if size * max(size, known["keys"]) > MOST_PAIRS:
         return _caption(f"{mask!r}")
-    allowed = mask.dense(size)
-    drawn = f"first sequence and head, {allowed.shape[0]} queries by {allowed.shape[1]} keys"
-    picture = _picture(allowed.double().tolist(), f"mask of the {drawn}")
+    allowed = mask.dense(size).double()
+    rows, columns = allowed.shape
+    if not rows * columns:
+        return _caption(f"{mask!r}")
+    drawn = f"first sequence and head, {rows} queries by {columns} keys, bright where allowed"
+    blocks = (min(rows, MOST_CELLS), min(columns, MOST_CELLS))
+    shares = nn.functional.adaptive_avg_pool2d(allowed[None], blocks)[0]
+    picture = _picture(shares.tolist(), f"mask of the {drawn}", shape=(rows, columns))
     return f"<figure>{picture}{_caption(f'{mask!r}: {drawn}')}</figure>"
 
 
@@ -41,7 +49,7 @@ def matrix_html(matrix: AttentionMatrix) -> str:
         return _caption(f"{matrix!r}")
     pooled = matrix.pool(min(CELLS, queries), min(CELLS, keys))[0, :MOST_HEADS].double()
     pictures = "".join(
-        _picture(values.clamp(min=0).sqrt().tolist(), f"map of head {head}")
+        _picture(values.clamp(min=0).sqrt().tolist(), f"map of head {head}", shape=(queries, keys))
         for head, values in enumerate(pooled)
     )
     shown = f"heads 0 to {len(pooled) - 1} of the first sequence, in blocks"
@@ -63,42 +71,48 @@ def layout_html(layout: Layout) -> str:
 
 
 def diff_html(diff: ScanDiff) -> str:
-    """Return the heads that changed most, and a grid of the statistic that changed most."""
-    rows = "".join(
-        f"<tr><td>{change.layer_index}.{change.head}</td><td>{change.value:.3g}</td></tr>"
-        for change in diff.top(n=MOST_CHANGES)
-    )
-    table = (
-        f"<table><thead><tr><th>head</th><th>apart</th></tr></thead><tbody>{rows}</tbody></table>"
-    )
+    """Return a grid of the statistic that changed most, and the heads that changed most."""
+    moved = [change for change in diff.top(n=MOST_CHANGES) if change.value > 0]
+    if not moved:
+        return f"<div>{_caption(repr(diff))}No head has changed.</div>"
     name = clearest_change(diff)
     grid = "" if name is None else _signed_grid(diff, name)
+    rows = "".join(
+        f"<tr><td>{change.layer_index}.{change.head}</td><td>{change.value:.3g}</td></tr>"
+        for change in moved
+    )
+    head = "<tr><th>layer.head</th><th>distance over all statistics</th></tr>"
+    table = f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
     return f"<div>{_caption(repr(diff))}{grid}{table}</div>"
 
 
 def _signed_grid(diff: ScanDiff, name: str) -> str:
-    change = diff[name]
-    most = float(change.abs().nan_to_num().max()) or 1.0
+    change, end = diff[name], change_end(diff, name)
     rows = "".join(
-        f"<tr><th>{index}</th>{''.join(_cell(value, most) for value in row)}</tr>"
+        f"<tr><th>{index}</th>{''.join(_cell(value, end) for value in row)}</tr>"
         for index, row in enumerate(change.tolist())
     )
     heads = "".join(f"<th>{head}</th>" for head in range(change.shape[1]))
-    title = f"{escape(name.replace('_', ' '))}: change, from −{most:.3g} to {most:.3g}"
+    label = escape(diff.before.definition(name).label)
+    title = (
+        f"Change of {label}. A row is a layer, a column a head. Colours: −{end:.3g} to {end:.3g}."
+    )
     return f"<div>{title}</div><table><tr><th></th>{heads}</tr>{rows}</table>"
 
 
-def _cell(value: float, most: float) -> str:
+def _cell(value: float, end: float) -> str:
     if value != value:
         return "<td>·</td>"
-    colour = diverging(value / most)
+    colour = diverging(value / end)
     style = f"background:{png_images.css(colour)};color:{png_images.ink(colour)}"
-    return f'<td style="{style}">{value:+.2g}</td>'
+    words = f"{value:+.2g}".replace("-", "−") if value else "0"
+    return f'<td style="{style}">{words}</td>'
 
 
-def _picture(rows: list[list[float]], words: str) -> str:
+def _picture(rows: list[list[float]], words: str, *, shape: tuple[int, int]) -> str:
     image = png_images.positions_png(rows) if rows and rows[0] else ""
-    size = f"width:{PIXELS}px;height:{PIXELS}px;image-rendering:pixelated;margin-right:4px"
+    height, width = (max(LEAST_PIXELS, round(PIXELS * size / max(*shape, 1))) for size in shape)
+    size = f"width:{width}px;height:{height}px;image-rendering:pixelated;margin-right:4px"
     return f'<img src="{image}" alt="{escape(words)}" style="{size}">'
 
 

@@ -12,6 +12,7 @@ from headwise.reports.scan_page import viewer_data, viewer_file
 from headwise.reports.scan_report import ScanReport
 from headwise.scanning.exact_rows import ExactRows
 from headwise.scanning.head_scan import HeadScan
+from headwise.support.message_text import describe_value
 from headwise.support.optional_imports import require
 
 MOST_KEYS = 64  # of an exact row that is sent
@@ -50,10 +51,11 @@ def view_scan(
 
 def answer_row(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:
     """Return the largest weights of a row, or the reason why there is none."""
-    _, layer, head, sequence, query = message["row"]
-    name = scan.layers[layer]
+    number, layer, head, sequence, query = message["row"]
+    if number:
+        return {"id": message["id"], "refused": "the model is that of the first scan"}
     try:
-        weights = rows.row(name, head, sequence=sequence, query=query)
+        weights = rows.row(scan.layers[layer], head, sequence=sequence, query=query)
     except OptionError as error:
         return {"id": message["id"], "refused": error.saw}
     largest, keys = weights.topk(min(MOST_KEYS, len(weights)))
@@ -82,5 +84,18 @@ def _widget_class() -> type[Any]:
         computes_rows = traitlets.Bool(False).tag(sync=True)
         height = traitlets.Int(800).tag(sync=True)
         selected_head = traitlets.List(allow_none=True, default_value=None).tag(sync=True)
+
+        @traitlets.validate("selected_head")  # type: ignore[untyped-decorator]
+        def _require_head(self, proposal: Any) -> Any:
+            head = proposal["value"]
+            layers = self.meta["scans"][0]["layers"]
+            heads = [(at, number) for at, layer in enumerate(layers) for number in layer["heads"]]
+            if head is None or tuple(head) in heads:
+                return head
+            raise OptionError(
+                saw=f"selected_head={describe_value(head)}",
+                needed=f"[layer, head]: the scan has {len(layers)} layers and {len(heads)} heads",
+                do="widget.selected_head = [0, 0]",
+            )
 
     return HeadViewer

@@ -176,6 +176,7 @@ class HeadScan(Displayed, ScanReadings):
         layer: int | None = None,
         head: int | None = None,
         statistic: str | None = None,
+        name_of: Callable[[int], str] | None = None,
         ax: Any = None,
         width: float = 3.35,
     ) -> Any:
@@ -189,6 +190,7 @@ class HeadScan(Displayed, ScanReadings):
             layer: the layer's number in the scan; that of the first head that stands out if None.
             head: the head's number; that of the first head that stands out if None.
             statistic: of a grid; the one of the first head that stands out if None.
+            name_of: returns the text of a token id; a map of up to 48 tokens then shows them.
             ax: matplotlib axes to draw into, instead of a new figure.
             width: of a new figure, in inches; 3.35 is a column of many journals.
 
@@ -196,8 +198,8 @@ class HeadScan(Displayed, ScanReadings):
             OptionError: a kind, a statistic or a head that the scan does not have.
             MissingExtraError: matplotlib is not installed.
         """
-        options = {"layer": layer, "head": head, "statistic": statistic, "ax": ax, "width": width}
-        return render(self, "figure", kind=kind, **options)
+        chosen = {"layer": layer, "head": head, "statistic": statistic, "name_of": name_of}
+        return render(self, "figure", kind=kind, **chosen, ax=ax, width=width)
 
     # ---- save and load ----------------------------------------------------------------------
 
