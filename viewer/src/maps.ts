@@ -62,6 +62,7 @@ export function tokensPerBlock(blocks: number, n: number): string {
 // ---- thumbnails and likeness ---------------------------------------------------------------------
 
 export const THUMB = 16;
+export const MOST_SIMILAR = 5; // heads that are named as most similar
 const CELLS = THUMB * THUMB;
 
 /** The pooled maps of all heads of a scan, in the order of layers and heads. */

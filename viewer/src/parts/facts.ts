@@ -4,14 +4,13 @@ import { scaleLinear } from "d3-scale";
 import type { App, Loaded, Part } from "../app";
 import type { Statistic } from "../contract";
 import { css, viridis } from "../colours";
-import { button, element, fitCanvas, rovingFocus, select } from "../dom";
+import { button, element, fitCanvas, rovingFocus } from "../dom";
 import { count, long, percent, visible } from "../format";
 import { allHeads, nameOf, rankOf, scalePosition, valueOf } from "../heads";
-import { type HeadId, positionOf } from "../maps";
+import { type HeadId, MOST_SIMILAR, positionOf } from "../maps";
 import { thumbnail } from "./grid";
 
 const SVG = "http://www.w3.org/2000/svg";
-const MOST_SIMILAR = 5;
 const PROFILE = { width: 264, height: 84, left: 4, bottom: 14 };
 
 export class Facts implements Part {
@@ -202,67 +201,6 @@ export class Facts implements Part {
       element("p", { class: "formula" }, statistic.formula),
       element("p", { class: "soft" }, `Unit: ${statistic.unit}. Excluded: ${statistic.excluded}. Source: ${statistic.source}.`),
     );
-  }
-}
-
-/** The tools over the map: the head's name, A, B and A − B, what to compare with. */
-export class Compare implements Part {
-  readonly root = element("div", { class: "line compare", "data-part": "compare" });
-  private readonly title = element("h2");
-  private readonly modes = element("div", { class: "modes", role: "group", "aria-label": "shown", "data-follow": "" });
-  private readonly others: HTMLSelectElement;
-
-  constructor(
-    private readonly app: App,
-    tools: HTMLElement,
-  ) {
-    this.others = select("compare with", [], (value) => this.chooseOther(value));
-    for (const [mode, words] of [["A", "A"], ["B", "B"], ["diff", "A − B"]] as const) {
-      const choice = button(words, {}, () => app.set({ mode }));
-      choice.dataset["mode"] = mode;
-      this.modes.append(choice);
-    }
-    rovingFocus(this.modes, () => 1);
-    this.root.append(this.title, this.others, this.modes, tools);
-  }
-
-  private chooseOther(value: string): void {
-    const [scan = 0, layer = 0, head = 0] = value.split(".").map(Number);
-    this.app.compareWith(value ? { scan, layer, head } : null);
-  }
-
-  update(loaded: Loaded | null): void {
-    const { app } = this;
-    const { other, mode } = app.state;
-    this.title.textContent = mode === "diff" && other ? `${app.shortName(app.chosen)} − ${app.shortName(other)}` : app.nameOf(app.shown);
-    const options = this.options(loaded);
-    const value = other ? `${other.scan}.${other.layer}.${other.head}` : "";
-    if (other && !options.some(([each]) => each === value)) options.push([value, app.nameOf(other)]);
-    this.others.replaceChildren(...options.map(([each, words]) => element("option", { value: each }, words)));
-    this.others.value = value;
-    this.modes.hidden = !other;
-    for (const choice of this.modes.querySelectorAll("button")) {
-      const isHere = choice.dataset["mode"] === mode;
-      choice.setAttribute("aria-pressed", String(isHere));
-      choice.tabIndex = isHere ? 0 : -1;
-    }
-  }
-
-  private options(loaded: Loaded | null): [string, string][] {
-    const { meta, state, layer } = this.app;
-    const options: [string, string][] = [["", "compare with …"]];
-    const second = meta.scans[1];
-    if (second) {
-      options.push([`1.${state.layer}.${state.head}`, `the same head, ${second.name}`]);
-      const matched = layer ? meta.matched?.[state.layer]?.[positionOf(layer, state.head)] : undefined;
-      if (matched !== undefined && matched !== state.head) {
-        options.push([`1.${state.layer}.${matched}`, `the matched head ${matched}, ${second.name}`]);
-      }
-    }
-    for (const each of loaded?.thumbnails.mostSimilar(state.layer, state.head, MOST_SIMILAR) ?? []) {
-      options.push([`0.${nameOf(each)}`, `the similar head ${nameOf(each)}`]);
-    }
-    return options;
   }
 }
 

@@ -5,12 +5,13 @@ import { type ScaleLinear, scaleLinear } from "d3-scale";
 import { select as pick } from "d3-selection";
 import { type D3ZoomEvent, type ZoomBehavior, zoom, zoomIdentity } from "d3-zoom";
 import type { App, Loaded, Part } from "../app";
-import { type RGB, css, diverging, viridis } from "../colours";
+import { css, viridis } from "../colours";
 import { eachFrame, element, fitCanvas } from "../dom";
 import { count, percent, range, visible } from "../format";
 import type { Entry, Lights } from "../light";
 import { type HeadMap, blockOfToken, tokensOfBlock } from "../maps";
 import { WHOLE, type Zoom } from "../state";
+import { colourOf, imageOf, largest } from "./map_image";
 
 const MARGIN = { left: 56, top: 34, right: 24, bottom: 8 };
 const FEWEST_TOKENS = 16; // across the map at the largest zoom
@@ -351,6 +352,7 @@ export class MapPart implements Part {
   }
 
   private drawLegend(map: HeadMap | null): void {
+    this.legend.hidden = map === null;
     const isDifference = this.app.state.mode === "diff";
     const most = map && isDifference ? largest(map) : 1;
     const stops = isDifference ? [-1, -0.25, 0, 0.25, 1].map((share) => share * most) : [0, 0.01, 0.1, 0.25, 0.5, 1];
@@ -387,32 +389,4 @@ function ticksOf(scale: ScaleLinear<number, number>, pixels: number): number[] {
   const [from = 0, to = 0] = scale.range();
   const ticks = scale.ticks(Math.max(2, Math.floor(Math.abs(to - from) / pixels)));
   return [...new Set(ticks.map(Math.floor))];
-}
-
-function largest(map: HeadMap): number {
-  return map.values.reduce((most, value) => Math.max(most, Math.abs(value)), 0.001);
-}
-
-/** Differences are coloured by the signed square root of their share of the largest. */
-function colourOf(value: number, isDifference: boolean, most: number): RGB {
-  if (!isDifference) return viridis(Math.sqrt(value));
-  return diverging(-Math.sign(value) * Math.sqrt(Math.abs(value) / most));
-}
-
-/** Return a map as an image with a pixel for each cell. */
-function imageOf(map: HeadMap, isDifference: boolean): HTMLCanvasElement {
-  const canvas = element("canvas", { width: map.cols, height: map.rows });
-  const context = canvas.getContext("2d");
-  const image = context?.createImageData(map.cols, map.rows);
-  if (!context || !image) return canvas;
-  const most = isDifference ? largest(map) : 1;
-  map.values.forEach((value, at) => {
-    const [red, green, blue] = colourOf(value, isDifference, most);
-    image.data[4 * at] = red;
-    image.data[4 * at + 1] = green;
-    image.data[4 * at + 2] = blue;
-    image.data[4 * at + 3] = 255;
-  });
-  context.putImageData(image, 0, 0);
-  return canvas;
 }

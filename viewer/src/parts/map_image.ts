@@ -1,0 +1,34 @@
+/** A map as an image: a pixel for each cell, nothing in between. */
+
+import { type RGB, diverging, viridis } from "../colours";
+import { element } from "../dom";
+import type { HeadMap } from "../maps";
+
+/** Return the largest difference of a map, which ends its scale. */
+export function largest(map: HeadMap): number {
+  return map.values.reduce((most, value) => Math.max(most, Math.abs(value)), 0.001);
+}
+
+/** Differences are coloured by the signed square root of their share of the largest. */
+export function colourOf(value: number, isDifference: boolean, most: number): RGB {
+  if (!isDifference) return viridis(Math.sqrt(value));
+  return diverging(-Math.sign(value) * Math.sqrt(Math.abs(value) / most));
+}
+
+/** Return a map as an image with a pixel for each cell. */
+export function imageOf(map: HeadMap, isDifference: boolean): HTMLCanvasElement {
+  const canvas = element("canvas", { width: map.cols, height: map.rows });
+  const context = canvas.getContext("2d");
+  const image = context?.createImageData(map.cols, map.rows);
+  if (!context || !image) return canvas;
+  const most = isDifference ? largest(map) : 1;
+  map.values.forEach((value, at) => {
+    const [red, green, blue] = colourOf(value, isDifference, most);
+    image.data[4 * at] = red;
+    image.data[4 * at + 1] = green;
+    image.data[4 * at + 2] = blue;
+    image.data[4 * at + 3] = 255;
+  });
+  context.putImageData(image, 0, 0);
+  return canvas;
+}
