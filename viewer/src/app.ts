@@ -2,36 +2,17 @@
 
 import type { Layer, Meta, Received, Scan, Statistic } from "./contract";
 import { allHeads, statisticOf } from "./heads";
-import type { Lit } from "./top_keys";
-import { Light, type Lights } from "./light";
-import { type HeadId, type HeadMap, Thumbnails, difference, loadMap, positionOf, sameHead } from "./maps";
+import { Light } from "./light";
+import { type HeadId, Thumbnails, difference, loadMap, positionOf, sameHead } from "./maps";
 import type { Source } from "./source";
 import { type State, WHOLE, fromHash, toHash } from "./state";
 import { Text } from "./text";
-import { type TopKeys, loadTopKeys } from "./top_keys";
-
-/** What is shown of the chosen head; null where the scan does not have it. */
-export interface Loaded {
-  a: HeadMap | null;
-  b: HeadMap | null;
-  /** A, B or A − B, as the mode says. */
-  map: HeadMap | null;
-  top: TopKeys | null;
-  queries: Text | null;
-  keys: Text | null;
-  received: Received;
-  profiles: Float32Array;
-  thumbnails: Thumbnails;
-}
-
-export interface Part {
-  /** Draw the state; `loaded` is null while the data of another head is on its way. */
-  update(loaded: Loaded | null): void;
-}
+import { loadTopKeys } from "./top_keys";
+import type { Lights, Loaded, Part, View } from "./view";
 
 type Change = "push" | "replace";
 
-export class App {
+export class App implements View {
   state: State;
   loaded: Loaded | null = null;
   /** The token under the pointer; it takes the place of the pinned one. */
@@ -271,4 +252,3 @@ export class App {
   }
 }
 
-export type { Lit };

@@ -1,26 +1,10 @@
 /** The tokens that are lit: what a token looks at, or what looks at it, and how exactly. */
 
-import type { App } from "./app";
 import { percent } from "./format";
 import { blockOfToken, tokensOfBlock, tokensPerBlock } from "./maps";
 import type { ExactRow } from "./source";
 import type { Direction } from "./state";
-
-/** Lit tokens from first to last, with a weight: of one token, or of a block of tokens. */
-export interface Entry {
-  first: number;
-  last: number;
-  weight: number;
-}
-
-export interface Lights {
-  /** The token that looks, or is looked at; null if none is pinned or under the pointer. */
-  token: number | null;
-  what: Direction;
-  entries: Entry[];
-  /** "row": every weight, from the kernel; "top": the stored largest; "block": blocks of tokens. */
-  exact: "row" | "top" | "block" | "none";
-}
+import type { Entry, Lights, View } from "./view";
 
 const DARK: Lights = { token: null, what: "keys", entries: [], exact: "none" };
 
@@ -29,7 +13,7 @@ export class Light {
   badge = "";
   private readonly rows = new Map<string, ExactRow | "waiting" | "refused">();
 
-  constructor(private readonly app: App) {}
+  constructor(private readonly app: View) {}
 
   update(): void {
     const { app } = this;

@@ -1,9 +1,10 @@
 /** The tools over the map: the head's name, what it is compared with, and A, B or A − B. */
 
-import type { App, Loaded, Part } from "../app";
+import type { App } from "../app";
 import { button, element, rovingFocus, select } from "../dom";
 import { nameOf } from "../heads";
 import { MOST_SIMILAR, positionOf } from "../maps";
+import type { Loaded, Part } from "../view";
 
 export class Compare implements Part {
   readonly root = element("div", { class: "line compare", "data-part": "compare" });

@@ -1,7 +1,7 @@
 /** The chosen head in numbers: facts, place among all heads, offsets, definition, likeness. */
 
 import { scaleLinear } from "d3-scale";
-import type { App, Loaded, Part } from "../app";
+import type { App } from "../app";
 import type { Statistic } from "../contract";
 import { css, viridis } from "../colours";
 import { button, element, fitCanvas, rovingFocus } from "../dom";
@@ -9,6 +9,7 @@ import { count, long, percent, visible } from "../format";
 import { allHeads, nameOf, rankOf, scalePosition, valueOf } from "../heads";
 import { type HeadId, MOST_SIMILAR, positionOf } from "../maps";
 import { thumbnail } from "./grid";
+import type { Loaded, Part } from "../view";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PROFILE = { width: 264, height: 84, left: 4, bottom: 14 };

@@ -1,6 +1,6 @@
 /** The heads by layer, as numbers or as small maps, or ranked by the statistic. */
 
-import type { App, Loaded, Part } from "../app";
+import type { App } from "../app";
 import type { Statistic } from "../contract";
 import { type RGB, css, diverging, ink, viridis } from "../colours";
 import { button, element, rovingFocus, select, setOptions } from "../dom";
@@ -8,6 +8,7 @@ import { isShare, long, short } from "../format";
 import { type HeadValue, allHeads, compared, filterOf, nameOf, ranked, scalePosition } from "../heads";
 import { THUMB, type Thumbnails } from "../maps";
 import type { Order } from "../state";
+import type { Loaded, Part } from "../view";
 
 const ORDERS: [Order, string][] = [
   ["layers", "by layer"],

@@ -1,9 +1,10 @@
 /** What the page is of, and the heads that stand out: the ways in. */
 
-import type { App, Part } from "../app";
+import type { App } from "../app";
 import { button, element, rovingFocus, select } from "../dom";
 import { count } from "../format";
 import { nameOf } from "../heads";
+import type { Part } from "../view";
 
 export class Header implements Part {
   readonly root = element("div", { class: "top" });

@@ -4,14 +4,14 @@ import { axisLeft, axisTop } from "d3-axis";
 import { type ScaleLinear, scaleLinear } from "d3-scale";
 import { select as pick } from "d3-selection";
 import { type D3ZoomEvent, type ZoomBehavior, zoom, zoomIdentity } from "d3-zoom";
-import type { App, Loaded, Part } from "../app";
+import type { App } from "../app";
 import { css, viridis } from "../colours";
 import { eachFrame, element, fitCanvas } from "../dom";
 import { count, percent, range, visible } from "../format";
-import type { Entry, Lights } from "../light";
 import { type HeadMap, blockOfToken, tokensOfBlock } from "../maps";
 import { WHOLE, type Zoom } from "../state";
 import { colourOf, imageOf, largest } from "./map_image";
+import type { Entry, Lights, Loaded, Part } from "../view";
 
 const MARGIN = { left: 56, top: 34, right: 24, bottom: 8 };
 const FEWEST_TOKENS = 16; // across the map at the largest zoom

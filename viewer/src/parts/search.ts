@@ -1,9 +1,10 @@
 /** Search over the text and over token indices: "/" begins, "n" and "N" go on. */
 
-import type { App, Part } from "../app";
+import type { App } from "../app";
 import { element } from "../dom";
 import { count } from "../format";
 import type { Place } from "../text";
+import type { Part } from "../view";
 
 export class Search implements Part {
   readonly root = element("div", { class: "search", "data-part": "search" });

@@ -1,12 +1,12 @@
 /** The text, of which only the visible lines exist, with the lit tokens and a minimap. */
 
-import type { App, Loaded, Part } from "../app";
+import type { App } from "../app";
 import { button, eachFrame, element, fitCanvas, rovingFocus, select, setOptions } from "../dom";
 import { count, percent, visible } from "../format";
-import type { Entry, Lights } from "../light";
 import type { Direction } from "../state";
 import type { Text } from "../text";
 import { LineBreaker, type Lines, lineOf } from "./lines";
+import type { Entry, Lights, Loaded, Part } from "../view";
 
 const LINE = 26; // height of a line, in pixels
 const GUTTER = 64; // width of the token indices

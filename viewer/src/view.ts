@@ -1,0 +1,54 @@
+/** What the parts of the page read: what is chosen, the data of it, and the lit tokens. */
+
+import type { Received, Scan } from "./contract";
+import type { HeadId, HeadMap, Thumbnails } from "./maps";
+import type { Source } from "./source";
+import type { Direction, State } from "./state";
+import type { Text } from "./text";
+import type { TopKeys } from "./top_keys";
+
+/** Lit tokens from first to last, with a weight: of one token, or of a block of tokens. */
+export interface Entry {
+  first: number;
+  last: number;
+  weight: number;
+}
+
+export interface Lights {
+  /** The token that looks, or is looked at; null if none is pinned or under the pointer. */
+  token: number | null;
+  what: Direction;
+  entries: Entry[];
+  /** "row": every weight, from the kernel; "top": the stored largest; "block": blocks of tokens. */
+  exact: "row" | "top" | "block" | "none";
+}
+
+/** What is shown of the chosen head; null where the scan does not have it. */
+export interface Loaded {
+  a: HeadMap | null;
+  b: HeadMap | null;
+  /** A, B or A − B, as the mode says. */
+  map: HeadMap | null;
+  top: TopKeys | null;
+  queries: Text | null;
+  keys: Text | null;
+  received: Received;
+  profiles: Float32Array;
+  thumbnails: Thumbnails;
+}
+
+export interface Part {
+  /** Draw the state; `loaded` is null while the data of another head is on its way. */
+  update(loaded: Loaded | null): void;
+}
+
+/** The chosen head of the page with its data, as the light reads it. */
+export interface View {
+  readonly state: State;
+  readonly loaded: Loaded | null;
+  readonly hovered: { token: number; direction: Direction } | null;
+  readonly source: Source;
+  readonly scan: Scan;
+  readonly shown: HeadId;
+  readonly onLight: (lights: Lights) => void;
+}
