@@ -50,7 +50,7 @@ class Statistics(NamedTuple):
     received: Float[Tensor, "batch heads keys"]
 
 
-class AttentionMatrix(ShownInNotebook):
+class AttentionMatrix(LeftOperand, ShownInNotebook):
     """The weights (batch, heads, queries, keys) of scaled dot-product attention, as an operator.
 
     ``A @ v`` gives head outputs, ``A.mT @ y`` sums over queries. Statistics of half types are
