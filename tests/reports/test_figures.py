@@ -16,7 +16,7 @@ from headwise import scan as scan_model
 from headwise.bundled_models import tiny
 from headwise.errors import MissingExtraError, OptionError
 from headwise.reports import wording
-from headwise.reports.figures import clearest_change, diverging
+from headwise.reports.scan_changes import clearest_change, diverging
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.view_statistics import Map
 from tests.reports.viewer_scans import viewer_scan

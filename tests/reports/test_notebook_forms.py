@@ -24,8 +24,13 @@ def test_plain_reprs() -> None:
     )
     diff = scan.diff(viewer_scan())
     assert repr(diff) == "ScanDiff(MadeUp, layers=3, heads=15, statistics=7)"
-    assert str(diff).startswith(f"{diff!r}. The heads that changed most")
-    assert max(map(len, str(diff).splitlines())) <= 80
+    assert str(diff) == f"{diff!r}. No head has changed."
+    other = viewer_scan()
+    other.layer_scans[1].summaries["induction"]["sum"][2] -= 0.5
+    *_, columns, _, row = str(scan.diff(other)).splitlines()
+    assert columns.split() == ["layer", "head", "distance", "change", "of", "induction"]
+    assert row.split()[:2] == ["1", "2"]
+    assert row.split()[-1] == "-0.5"
 
 
 def test_a_difference_is_a_signed_grid() -> None:

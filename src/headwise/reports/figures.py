@@ -10,7 +10,7 @@ import numpy as np
 
 from headwise.errors import OptionError
 from headwise.reports import viewer_blobs, wording
-from headwise.reports.png_images import RGB
+from headwise.reports.scan_changes import change_end, clearest_change, diverging
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.scan_diff import ScanDiff
@@ -30,47 +30,8 @@ LETTERS = 13  # of a label, in an inch
 MOST_TICKS = 16
 MOST_TOKENS = 48  # of a map with the text of each token beside it
 MOST_LETTERS = 16  # of such a token
-# The ends and the middle of the diverging scale: ColorBrewer's BrBG, by Cynthia Brewer.
-_LOW, _MIDDLE, _HIGH = (1, 102, 94), (245, 245, 245), (140, 81, 10)
 
 Names = Callable[[int], str]
-
-
-# ---- the change between two scans ----------------------------------------------------------------
-
-
-def diverging(position: float) -> RGB:
-    """Return the colour of a position from −1 (teal) over 0 (white) to 1 (brown)."""
-    share = min(1.0, abs(position))
-    end = _HIGH if position > 0 else _LOW
-    red, green, blue = (round(m + (e - m) * share) for m, e in zip(_MIDDLE, end, strict=True))
-    return red, green, blue
-
-
-def clearest_change(diff: ScanDiff) -> str | None:
-    """Return the scalar with the largest change beside the span of its scale; None without any."""
-    best, most = None, 0.0
-    for name in diff.scalars:
-        assert isinstance(diff.before, HeadScan)
-        scale = wording.drawn_statistic(diff.before, name).scale
-        change = float(diff[name].abs().nan_to_num().max()) / max(scale.high - scale.low, 1e-12)
-        if change > most:
-            best, most = name, change
-    return best
-
-
-def change_end(diff: ScanDiff, name: str) -> float:
-    """Return the end of the scale of a change: the largest, but no change so small that none is.
-
-    The end of a share is at least `wording.LEAST_SHARE`, that of others `wording.LEAST_SPAN` of
-    the median head.
-    """
-    assert isinstance(diff.before, HeadScan)
-    drawn = wording.drawn_statistic(diff.before, name)
-    is_share = drawn.scale.kind != "range"
-    least = wording.LEAST_SHARE if is_share else wording.LEAST_SPAN * abs(drawn.middle)
-    changes = diff[name]
-    return max([float(change) for change in changes.abs().nan_to_num().flatten()] + [least, 1e-9])
 
 
 def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -> Figure:
@@ -89,9 +50,6 @@ def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -
     label = f"change of {diff.before.definition(name).label}"
     with _style():
         return _grid(diff[name].numpy(), label, ax, width, cmap=scale, vmin=-end, vmax=end)
-
-
-# ---- a scan --------------------------------------------------------------------------------------
 
 
 def plot_scan(
@@ -244,9 +202,6 @@ def _plot_profile(scan: HeadScan, layer: int, head: int, ax: Any, width: float) 
     outside = f"{100 * max(0, 1 - inside):.0f} % of the weight lies outside"
     axes.set_title(f"layer {layer}, head {head}; {outside}")
     return figure
-
-
-# ---- matplotlib ----------------------------------------------------------------------------------
 
 
 def _matplotlib(module: str) -> Any:

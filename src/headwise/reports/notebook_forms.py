@@ -9,7 +9,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.layouts.layout import Layout
 from headwise.masks.mask import Mask
 from headwise.reports import png_images
-from headwise.reports.figures import change_end, clearest_change, diverging
+from headwise.reports.scan_changes import change_end, changed_heads, clearest_change, diverging
 from headwise.scanning.scan_diff import ScanDiff
 
 UNKNOWN = 16  # queries of a mask that does not know how many there are
@@ -18,7 +18,6 @@ MOST_WORK = 2**30  # queries x keys x heads x head_dim of a matrix that is compu
 MOST_CELLS = 96  # of the picture of a mask, on each side
 CELLS = 32  # of a thumbnail on each side
 MOST_HEADS = 8
-MOST_CHANGES = 8
 PIXELS = 96  # of a picture on its longer side
 LEAST_PIXELS = 12  # on its shorter side
 
@@ -72,7 +71,7 @@ def layout_html(layout: Layout) -> str:
 
 def diff_html(diff: ScanDiff) -> str:
     """Return a grid of the statistic that changed most, and the heads that changed most."""
-    moved = [change for change in diff.top(n=MOST_CHANGES) if change.value > 0]
+    moved = changed_heads(diff)
     if not moved:
         return f"<div>{_caption(repr(diff))}No head has changed.</div>"
     name = clearest_change(diff)

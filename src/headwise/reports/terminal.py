@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.reports.png_images import css, ink
+from headwise.reports.scan_changes import changed_heads, clearest_change
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.wording import (
     RULE,
@@ -34,7 +35,6 @@ WIDTH = 80  # columns of `print`
 LEVELS = "▁▂▃▄▅▆▇█"
 NO_VALUE = "·"
 MOST_ROWS = 48  # layers of one picture
-MOST_CHANGES = 8  # heads of a difference
 MOST_NAMES = 3  # layers that are named
 GAP = 2  # columns between pictures, and of an indent
 
@@ -54,12 +54,21 @@ def scan_text(scan: HeadScan) -> str:
 def diff_text(diff: ScanDiff) -> str:
     """Return the text of ``print(diff)``: the heads that changed most."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
-    table = _table({"layer": True, "head": True, "apart": True})
-    for change in diff.top(n=MOST_CHANGES):
-        table.add_row(str(change.layer_index), str(change.head), f"{change.value:.3g}")
+    heads, name = changed_heads(diff), clearest_change(diff)
+    changes = (
+        {} if name is None else {f"change of {diff.before.definition(name).label}": diff[name]}
+    )
+    columns = ("layer", "head", "distance", *changes)
+    table = _table(dict.fromkeys(columns, True))
+    for head in heads:
+        values = [f"{change[head[1], head[2]]:+.3g}" for change in changes.values()]
+        table.add_row(str(head.layer_index), str(head.head), f"{head.value:.3g}", *values)
     with console.capture() as capture:
-        _print_paragraph(console, f"{diff!r}. The heads that changed most over all statistics:")
-        console.print(table)
+        if heads:
+            _print_paragraph(console, f"{diff!r}. The heads that changed most:")
+            console.print(table)
+        else:
+            _print_paragraph(console, f"{diff!r}. No head has changed.")
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 

@@ -1,0 +1,52 @@
+"""Changes between two scans: the heads and the statistic that changed most, and their colours."""
+
+from __future__ import annotations
+
+from headwise.reports import wording
+from headwise.reports.png_images import RGB
+from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.layer_scan import HeadValue
+from headwise.scanning.scan_diff import ScanDiff
+
+MOST_CHANGES = 8  # heads that are listed
+# The ends and the middle of the diverging scale: ColorBrewer's BrBG, by Cynthia Brewer.
+_LOW, _MIDDLE, _HIGH = (1, 102, 94), (245, 245, 245), (140, 81, 10)
+
+
+def changed_heads(diff: ScanDiff) -> list[HeadValue]:
+    """Return the heads that changed most over all statistics; none of them is unchanged."""
+    return [change for change in diff.top(n=MOST_CHANGES) if change.value > 0]
+
+
+def diverging(position: float) -> RGB:
+    """Return the colour of a position from −1 (teal) over 0 (white) to 1 (brown)."""
+    share = min(1.0, abs(position))
+    end = _HIGH if position > 0 else _LOW
+    red, green, blue = (round(m + (e - m) * share) for m, e in zip(_MIDDLE, end, strict=True))
+    return red, green, blue
+
+
+def clearest_change(diff: ScanDiff) -> str | None:
+    """Return the scalar with the largest change beside the span of its scale; None without any."""
+    best, most = None, 0.0
+    for name in diff.scalars:
+        assert isinstance(diff.before, HeadScan)
+        scale = wording.drawn_statistic(diff.before, name).scale
+        change = float(diff[name].abs().nan_to_num().max()) / max(scale.high - scale.low, 1e-12)
+        if change > most:
+            best, most = name, change
+    return best
+
+
+def change_end(diff: ScanDiff, name: str) -> float:
+    """Return the end of the scale of a change: the largest, but no change so small that none is.
+
+    The end of a share is at least `wording.LEAST_SHARE`, that of others `wording.LEAST_SPAN` of
+    the median head.
+    """
+    assert isinstance(diff.before, HeadScan)
+    drawn = wording.drawn_statistic(diff.before, name)
+    is_share = drawn.scale.kind != "range"
+    least = wording.LEAST_SHARE if is_share else wording.LEAST_SPAN * abs(drawn.middle)
+    changes = diff[name]
+    return max([float(change) for change in changes.abs().nan_to_num().flatten()] + [least, 1e-9])
