@@ -319,6 +319,17 @@ def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Pat
         assert opened.complaints == []
 
 
+def test_scans_that_are_all_but_equal_look_equal(
+    browser: Chromium, scan: HeadScan, tmp_path: Path
+) -> None:
+    moved = viewer_scan(length=LENGTH)
+    moved.layer_scans[1].summaries["induction"]["sum"][2] -= 0.001
+    with browser.open(save(tmp_path / "two.html", viewer_report(scan, second=moved))) as opened:
+        opened.page.select_option('[aria-label="statistic"]', "induction")
+        opened.wait("s.statistic === 'induction' && s.mode === 'diff'")
+        assert "colours from −5 to 5" in opened.page.inner_text("[data-part=grid]")
+
+
 @pytest.mark.parametrize("choice", ["png", "svg", "map", "heads", "lit"])
 def test_exports(opened: Opened, scan: HeadScan, tmp_path: Path, choice: str) -> None:
     choose(opened, 1, 0)

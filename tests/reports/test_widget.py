@@ -24,7 +24,7 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 3
 
 # What anywidget gives to the script: a model with traits, and messages to the kernel.
 HOST = """<!doctype html><meta charset="utf-8"><title>host</title><style>CSS</style>
-<div id="cell"></div>
+<div id="cell"></div><div id="again"></div>
 <script type="application/json" id="state">STATE</script>
 <script type="module">
 import widget from "data:text/javascript;base64,SCRIPT";
@@ -43,8 +43,12 @@ window.model = {
   send: (content) => window.sent.push(content),
   tell: (event, ...given) => (heard[event] ?? []).forEach((act) => act(...given)),
 };
-widget.render({ model: window.model, el: document.getElementById("cell") });
+window.show = (cell) => widget.render({ model: window.model, el: document.getElementById(cell) });
+window.show("cell");
 </script>"""
+
+
+BADGE = "document.querySelector('[data-part=badge]').textContent"
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +150,21 @@ def test_the_script_in_a_browser(browser: Chromium, read: HeadScan, tmp_path: Pa
         asked = opened.page.evaluate("sent[0]")
         assert asked["row"] == [0, 3, 4, 0, 20]
         opened.page.evaluate(
-            "model.tell('msg:custom', { id: sent[0].id, keys: [3, 5], weights: [0.7, 0.3] })"
+            "model.tell('msg:custom', { id: sent[0].id, keys: [3, 5], weights: [0.7, 0.2] })"
         )
         opened.poll("document.querySelector('[data-t=\"3\"]').className.includes('lit-')")
-        assert "computed by the kernel" in opened.page.inner_text("[data-part=badge]")
+        badge = opened.page.inner_text("[data-part=badge]")
+        assert badge.endswith("its 2 largest weights, 90 % of all, computed by the kernel.")
+        opened.page.click('[data-t="21"]')
+        opened.poll("sent.length === 2 && sent[1].id === sent[0].id + 1")
+        opened.page.evaluate(
+            "model.tell('msg:custom', { id: sent[1].id, refused: 'no such query' })"
+        )
+        opened.poll(f"{BADGE}.includes('the kernel has no row: no such query')")
+        # The kernel answers all views of a widget, so another view asks with other numbers.
+        opened.page.evaluate("show('again')")
+        opened.page.click('#again [data-t="22"]')
+        opened.poll("sent.length === 3 && Math.abs(sent[2].id - sent[1].id) > 1")
         assert opened.complaints == []
         assert [address for address in opened.requests if not address.startswith("data:")] == [
             page.as_uri()

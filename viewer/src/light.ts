@@ -11,7 +11,7 @@ const DARK: Lights = { token: null, what: "keys", entries: [], exact: "none" };
 export class Light {
   lights: Lights = DARK;
   badge = "";
-  private readonly rows = new Map<string, ExactRow | "waiting" | "refused">();
+  private readonly rows = new Map<string, ExactRow | "waiting" | { refused: string }>();
 
   constructor(private readonly app: View) {}
 
@@ -70,9 +70,9 @@ export class Light {
     const ask = app.source.exactRow;
     if (!ask || app.state.mode === "diff") return null;
     const { scan, layer, head } = app.shown;
-    const key = [app.state.report, scan, layer, head, app.state.sequence, token].join();
+    const key = this.keyOfRow(token);
     const known = this.rows.get(key);
-    if (typeof known === "object") {
+    if (typeof known === "object" && "keys" in known) {
       return known.keys.map((at, n) => ({ first: at, last: at, weight: known.weights[n] ?? 0 }));
     }
     // Rows of hovered tokens would be asked for faster than they can be computed.
@@ -83,10 +83,18 @@ export class Light {
           this.rows.set(key, row);
           this.update();
         },
-        () => this.rows.set(key, "refused"),
+        (why: Error) => {
+          this.rows.set(key, { refused: why.message });
+          this.update();
+        },
       );
     }
     return null;
+  }
+
+  private keyOfRow(token: number): string {
+    const { scan, layer, head } = this.app.shown;
+    return [this.app.state.report, scan, layer, head, this.app.state.sequence, token].join();
   }
 
   /** The lengths of the shown sequence as queries and as keys; the scan's tokens without a text. */
@@ -116,13 +124,15 @@ export class Light {
     const { lights } = this;
     const map = `Map: ${this.resolution()}.`;
     if (lights.token === null || lights.exact === "none") return map;
-    if (lights.exact === "row") return `${map} Token: every weight, computed by the kernel.`;
     const ranks = this.app.scan.ranks;
     const total = lights.entries.reduce((sum, { weight }) => sum + weight, 0);
-    if (lights.exact === "top" && lights.what === "keys") {
-      return `${map} Token: its ${lights.entries.length} largest weights, ${percent(total)} of all.`;
-    }
+    const largest = `its ${lights.entries.length} largest weights, ${percent(total)} of all`;
+    if (lights.exact === "row") return `${map} Token: ${largest}, computed by the kernel.`;
+    if (lights.exact === "top" && lights.what === "keys") return `${map} Token: ${largest}.`;
     if (lights.exact === "top") return `${map} Token: the queries that have it among their ${ranks} largest weights.`;
-    return `${map} Token: its block, since this page holds no single tokens of this head.`;
+    const row = this.rows.get(this.keyOfRow(lights.token));
+    const isRefused = typeof row === "object" && "refused" in row && lights.what === "keys";
+    const why = isRefused ? `the kernel has no row: ${row.refused}` : "this page holds no single tokens of this head";
+    return `${map} Token: its block, since ${why}.`;
   }
 }

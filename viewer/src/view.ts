@@ -19,7 +19,7 @@ export interface Lights {
   token: number | null;
   what: Direction;
   entries: Entry[];
-  /** "row": every weight, from the kernel; "top": the stored largest; "block": blocks of tokens. */
+  /** "row": the largest weights, from the kernel; "top": the stored largest; "block": blocks of tokens. */
   exact: "row" | "top" | "block" | "none";
 }
 

@@ -30,7 +30,8 @@ export function widgetSource(model: WidgetModel): Source {
 function rowAsker(model: WidgetModel): RowAsker | null {
   if (!model.get("computes_rows")) return null;
   const waiting = new Map<number, { answer: (row: ExactRow) => void; refuse: (why: Error) => void }>();
-  let last = 0;
+  // The kernel answers every view of the widget: each view counts from a number of its own.
+  let last = Math.floor(Math.random() * 2 ** 48);
   model.on("msg:custom", (reply: Reply) => {
     const asked = waiting.get(reply.id);
     waiting.delete(reply.id);
