@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ window.show("cell");
 </script>"""
 
 
+ROOT_ELEMENT = "document.querySelector('.headwise')"
+LIGHT, DARK = "rgb(251, 250, 247)", "rgb(20, 23, 27)"
+THEMES = (
+    ("data-jp-theme-light", "false", DARK),
+    ("data-jp-theme-light", "true", LIGHT),
+    ("data-vscode-theme-kind", "vscode-dark", DARK),
+    ("data-vscode-theme-kind", "vscode-light", LIGHT),
+)
 BADGE = "document.querySelector('[data-part=badge]').textContent"
 
 
@@ -121,8 +130,8 @@ def test_a_head_that_is_not_there_cannot_be_selected(read: HeadScan) -> None:
     widget.selected_head = None
 
 
-@needs_a_browser
-def test_the_script_in_a_browser(browser: Chromium, read: HeadScan, tmp_path: Path) -> None:
+def host(read: HeadScan, folder: Path) -> Path:
+    """A page that gives the script what anywidget gives it."""
     meta, blobs = viewer_data(ScanReport.of(read))
     traits = {
         "meta": meta,
@@ -131,11 +140,17 @@ def test_the_script_in_a_browser(browser: Chromium, read: HeadScan, tmp_path: Pa
         "height": 600,
         "selected_head": [2, 0],
     }
-    page = tmp_path / "host.html"
+    page = folder / "host.html"
     script = base64.b64encode(viewer_file("viewer.js").encode()).decode()
     state = json.dumps(traits).replace("<", "\\u003c")
     html = HOST.replace("CSS", viewer_file("viewer.css")).replace("STATE", state)
     page.write_text(html.replace("SCRIPT", script), "utf-8")
+    return page
+
+
+@needs_a_browser
+def test_the_script_in_a_browser(browser: Chromium, read: HeadScan, tmp_path: Path) -> None:
+    page = host(read, tmp_path)
     with browser.open(page, waits=False) as opened:
         opened.poll("document.querySelector('[data-id=\"2.0\"][aria-pressed=true]') !== null")
         # Python chooses a head, then the reader does.
@@ -169,3 +184,25 @@ def test_the_script_in_a_browser(browser: Chromium, read: HeadScan, tmp_path: Pa
         assert [address for address in opened.requests if not address.startswith("data:")] == [
             page.as_uri()
         ]
+
+
+@needs_a_browser
+def test_the_theme_and_the_keys_of_a_notebook(
+    browser: Chromium, read: HeadScan, tmp_path: Path
+) -> None:
+    with browser.open(host(read, tmp_path), waits=False) as opened:
+        page = opened.page
+        opened.poll("document.querySelector('[data-id=\"2.0\"]') !== null")
+        page.evaluate("document.addEventListener('keydown', () => { window.heard = true; })")
+        page.focus('[data-id="2.0"]')
+        page.keyboard.press("x")  # cuts a cell of JupyterLab
+        page.keyboard.press("]")
+        opened.poll("document.querySelector('[data-id=\"2.1\"][aria-pressed=true]') !== null")
+        assert page.evaluate("window.heard === undefined")
+        assert page.locator("[data-lm-suppress-shortcuts=true]").count() == 1
+        for system, (attribute, value, background) in product(("light", "dark"), THEMES):
+            page.emulate_media(color_scheme=system)
+            page.evaluate(f"document.body.setAttribute({attribute!r}, {value!r})")
+            opened.poll(f"getComputedStyle({ROOT_ELEMENT}).backgroundColor === {background!r}")
+            page.evaluate(f"document.body.removeAttribute({attribute!r})")
+            opened.poll(f"!{ROOT_ELEMENT}.dataset.theme")

@@ -15,7 +15,7 @@ import { Search } from "./parts/search";
 import { TextPane } from "./parts/text_pane";
 import { Source, pageBlobs } from "./source";
 import type { Tab } from "./state";
-import { type WidgetModel, followWidget, widgetSource } from "./widget";
+import { type WidgetModel, followWidget, settle, widgetSource } from "./widget";
 
 const TABS: [Tab, string][] = [["heads", "Heads"], ["map", "Map"], ["facts", "Facts"], ["text", "Text"]];
 
@@ -101,8 +101,8 @@ if (pageRoot && pageMeta) void startPage(pageRoot, JSON.parse(pageMeta) as PageM
 
 // ---- a notebook ------------------------------------------------------------------------------------
 
-/** Called by anywidget for each view of the widget. */
-function render({ model, el }: { model: WidgetModel; el: HTMLElement }): void {
+/** Called by anywidget for each view of the widget; the returned function, when the view is closed. */
+function render({ model, el }: { model: WidgetModel; el: HTMLElement }): () => void {
   const app = new App(widgetSource(model), false);
   const root = element("div", { class: "headwise" });
   root.style.height = `${Number(model.get("height")) || 800}px`;
@@ -110,6 +110,7 @@ function render({ model, el }: { model: WidgetModel; el: HTMLElement }): void {
   mount(root, app, root);
   followWidget(model, app);
   void app.refresh();
+  return settle(root);
 }
 
 export default { render };

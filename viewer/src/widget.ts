@@ -66,3 +66,27 @@ export function followWidget(model: WidgetModel, app: App): void {
   if (Array.isArray(first) && !isHere(first)) app.choose({ layer: first[0] as number, head: first[1] as number });
   else app.onChange();
 }
+
+/** Return the theme of the notebook, JupyterLab's or VS Code's; null if the system's is taken. */
+function themeOf(body: HTMLElement): "light" | "dark" | null {
+  const { jpThemeLight, vscodeThemeKind } = body.dataset;
+  if (jpThemeLight) return jpThemeLight === "false" ? "dark" : "light";
+  if (vscodeThemeKind) return vscodeThemeKind.endsWith("light") ? "light" : "dark";
+  return null;
+}
+
+/** Give an element the theme and the keys of a notebook; the returned function ends this. */
+export function settle(root: HTMLElement): () => void {
+  // Else "x" would cut the cell.
+  root.dataset["lmSuppressShortcuts"] = "true";
+  root.addEventListener("keydown", (event) => event.stopPropagation());
+  const follow = (): void => {
+    const theme = themeOf(document.body);
+    if (theme) root.dataset["theme"] = theme;
+    else delete root.dataset["theme"];
+  };
+  const observer = new MutationObserver(follow);
+  observer.observe(document.body, { attributes: true });
+  follow();
+  return () => observer.disconnect();
+}
