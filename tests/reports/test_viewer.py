@@ -58,7 +58,7 @@ def test_the_first_view_is_the_first_head_that_stands_out(opened: Opened) -> Non
     assert first.get_attribute("data-statistic") == state["statistic"]
     page.click('[data-part=standouts] button:has-text("induction")')
     opened.wait("s.statistic === 'induction' && s.layer === 1 && s.head === 2")
-    assert page.locator('[data-id="1.2"]').get_attribute("aria-pressed") == "true"
+    opened.poll("document.querySelector('[data-id=\"1.2\"]').ariaPressed === 'true'")
     assert "92 %" in page.inner_text("[data-part=facts]")
 
 
@@ -319,9 +319,19 @@ def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Pat
         assert opened.complaints == []
 
 
-def test_scans_that_are_all_but_equal_look_equal(
-    browser: Chromium, scan: HeadScan, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("width", [1150, 800])
+def test_a_lit_token_moves_nothing(browser: Chromium, path: Path, width: int) -> None:
+    with browser.open(path, width=width) as opened:
+        choose(opened, 1, 1)
+        opened.page.locator('[data-t="7"]').scroll_into_view_if_needed()
+        parts = [opened.page.locator(each).first for each in (MAP, '[data-t="7"]')]
+        before = [part.bounding_box() for part in parts]
+        opened.page.hover('[data-t="7"]')
+        opened.poll("document.querySelector('[data-part=badge]').textContent.includes('Token:')")
+        assert [part.bounding_box() for part in parts] == before
+
+
+def test_nearly_equal_scans_look_equal(browser: Chromium, scan: HeadScan, tmp_path: Path) -> None:
     moved = viewer_scan(length=LENGTH)
     moved.layer_scans[1].summaries["induction"]["sum"][2] -= 0.001
     with browser.open(save(tmp_path / "two.html", viewer_report(scan, second=moved))) as opened:

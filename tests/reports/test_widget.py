@@ -80,7 +80,9 @@ def test_traits(read: HeadScan, model: Any, ids: torch.Tensor) -> None:
     meta, blobs = viewer_data(ScanReport.of(read, title="tiny"))
     assert widget.meta == meta
     assert widget.blobs == blobs
-    assert (widget.height, widget.computes_rows, widget.selected_head) == (500, False, None)
+    first = meta["scans"][0]["standouts"][0]
+    assert (widget.height, widget.computes_rows) == (500, False)
+    assert widget.selected_head == [first["layer"], first["head"]]
     widget.selected_head = [2, 0]
     assert widget.get_state()["selected_head"] == [2, 0]
     assert read.view(model=model, inputs=ids).computes_rows
@@ -130,7 +132,7 @@ def test_a_head_that_is_not_there_cannot_be_selected(read: HeadScan) -> None:
     widget.selected_head = None
 
 
-def host(read: HeadScan, folder: Path) -> Path:
+def host(read: HeadScan, folder: Path, *, selected_head: list[int] | None) -> Path:
     """A page that gives the script what anywidget gives it."""
     meta, blobs = viewer_data(ScanReport.of(read))
     traits = {
@@ -138,7 +140,7 @@ def host(read: HeadScan, folder: Path) -> Path:
         "blobs": {name: base64.b64encode(blob).decode() for name, blob in blobs.items()},
         "computes_rows": True,
         "height": 600,
-        "selected_head": [2, 0],
+        "selected_head": selected_head,
     }
     page = folder / "host.html"
     script = base64.b64encode(viewer_file("viewer.js").encode()).decode()
@@ -150,7 +152,7 @@ def host(read: HeadScan, folder: Path) -> Path:
 
 @needs_a_browser
 def test_the_script_in_a_browser(browser: Chromium, read: HeadScan, tmp_path: Path) -> None:
-    page = host(read, tmp_path)
+    page = host(read, tmp_path, selected_head=[2, 0])
     with browser.open(page, waits=False) as opened:
         opened.poll("document.querySelector('[data-id=\"2.0\"][aria-pressed=true]') !== null")
         # Python chooses a head, then the reader does.
@@ -187,10 +189,25 @@ def test_the_script_in_a_browser(browser: Chromium, read: HeadScan, tmp_path: Pa
 
 
 @needs_a_browser
+def test_a_new_view_sends_nothing_and_contains_its_parts(
+    browser: Chromium, read: HeadScan, tmp_path: Path
+) -> None:
+    # Python may have chosen a head that is still on its way: the page must not answer with its own.
+    page = host(read, tmp_path, selected_head=None)
+    with browser.open(page, waits=False, width=900) as opened:
+        opened.poll("document.querySelector('[data-t=\"3\"]') !== null")
+        assert opened.page.evaluate("model.get('selected_head')") is None
+        whole, text = (opened.page.locator(part).bounding_box() for part in (".headwise", ".text"))
+        assert whole is not None
+        assert text is not None
+        assert text["y"] + text["height"] <= whole["y"] + whole["height"]
+
+
+@needs_a_browser
 def test_the_theme_and_the_keys_of_a_notebook(
     browser: Chromium, read: HeadScan, tmp_path: Path
 ) -> None:
-    with browser.open(host(read, tmp_path), waits=False) as opened:
+    with browser.open(host(read, tmp_path, selected_head=[2, 0]), waits=False) as opened:
         page = opened.page
         opened.poll("document.querySelector('[data-id=\"2.0\"]') !== null")
         page.evaluate("document.addEventListener('keydown', () => { window.heard = true; })")

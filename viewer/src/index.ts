@@ -105,7 +105,7 @@ if (pageRoot && pageMeta) void startPage(pageRoot, JSON.parse(pageMeta) as PageM
 function render({ model, el }: { model: WidgetModel; el: HTMLElement }): () => void {
   const app = new App(widgetSource(model), false);
   const root = element("div", { class: "headwise" });
-  root.style.height = `${Number(model.get("height")) || 800}px`;
+  root.style.setProperty("--height", `${Number(model.get("height")) || 800}px`);
   el.append(root);
   mount(root, app, root);
   followWidget(model, app);

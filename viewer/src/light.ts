@@ -76,7 +76,7 @@ export class Light {
       return known.keys.map((at, n) => ({ first: at, last: at, weight: known.weights[n] ?? 0 }));
     }
     // Rows of hovered tokens would be asked for faster than they can be computed.
-    if (known === undefined && app.hovered === null) {
+    if (known === undefined && token === app.state.token) {
       this.rows.set(key, "waiting");
       ask(scan, layer, head, app.state.sequence, token).then(
         (row) => {

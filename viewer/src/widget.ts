@@ -63,8 +63,8 @@ export function followWidget(model: WidgetModel, app: App): void {
     if (app.scan.layers[layer]?.heads.includes(number)) app.choose({ layer, head: number });
   });
   const first = model.get("selected_head");
+  // The page sends no head of its own at the start: Python may be about to choose another.
   if (Array.isArray(first) && !isHere(first)) app.choose({ layer: first[0] as number, head: first[1] as number });
-  else app.onChange();
 }
 
 /** Return the theme of the notebook, JupyterLab's or VS Code's; null if the system's is taken. */

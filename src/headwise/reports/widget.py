@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from headwise.errors import OptionError
+from headwise.reports import wording
 from headwise.reports.scan_page import viewer_data, viewer_file
 from headwise.reports.scan_report import ScanReport
 from headwise.scanning.exact_rows import ExactRows
@@ -40,6 +41,7 @@ def view_scan(
     meta, blobs = viewer_data(report)
     rows = None if model is None else ExactRows(model, inputs)
     widget = _widget_class()(meta=meta, blobs=blobs, computes_rows=rows is not None, height=height)
+    widget.selected_head = _first_head(scan)
     if rows is not None:
 
         def answer(widget: Any, message: Any, _buffers: Any) -> None:
@@ -47,6 +49,14 @@ def view_scan(
 
         widget.on_msg(answer)
     return widget
+
+
+def _first_head(scan: HeadScan) -> list[int] | None:
+    """Return the head that the page shows first: one that stands out, else the first of all."""
+    standouts = wording.standout_heads(scan)
+    if standouts:
+        return [standouts[0].head.layer_index, standouts[0].head.head]
+    return next(([index, head] for _, index, head in scan.heads), None)
 
 
 def answer_row(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:
