@@ -1,0 +1,7 @@
+"""Attention over several processes, on torch.distributed: heads, sequence, documents, files.
+
+No other room imports torch.distributed. Nothing here starts a process group: torchrun does, or the
+caller.
+"""
+
+from __future__ import annotations

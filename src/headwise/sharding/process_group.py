@@ -1,0 +1,80 @@
+"""Checks of the process group, the device mesh and the inputs that all ranks must share."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from headwise.errors import OptionError
+
+START = (
+    "start the script with `torchrun --nproc-per-node=2 script.py`, "
+    'and call torch.distributed.init_process_group("gloo") in it'
+)
+
+
+def require_process_group(call: str) -> None:
+    """Raise OptionError unless torch.distributed has a process group.
+
+    Args:
+        call: the call that needs it, as the caller wrote it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise OptionError(
+            saw=f"{call} without a process group", needed="an initialised process group", do=START
+        )
+
+
+def require_mesh(mesh: DeviceMesh, call: str) -> None:
+    """Raise OptionError unless the mesh has one dimension and holds this process."""
+    require_process_group(call)
+    if not isinstance(mesh, DeviceMesh):
+        raise OptionError(
+            saw=f"{call} with a mesh of type {type(mesh).__name__}",
+            needed="a DeviceMesh",
+            do='mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))',
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        raise OptionError(
+            saw=f"{call} with a mesh of {mesh.ndim} dimensions, {tuple(mesh.shape)}",
+            needed="one dimension, over which the work is divided",
+            do=f'mesh["{names[0]}"] for one of {", ".join(names)}',
+        )
+    if mesh.get_coordinate() is None:
+        raise OptionError(
+            saw=f"{call} on rank {dist.get_rank()}, which is not in the mesh "
+            f"{mesh.mesh.flatten().tolist()}",
+            needed="a call on the ranks of the mesh alone",
+            do="leave out the call on the other ranks, or make a mesh of all of them",
+        )
+
+
+def require_same_on_every_rank(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Raise OptionError on every rank if the ranks hold different tensors.
+
+    The ranks compare the shape, the sum and the sum of squares in float64: 11 numbers. Tensors that
+    are permutations of each other pass.
+    """
+    numbers = _fingerprint(tensor)
+    gathered = [torch.empty_like(numbers) for _ in range(mesh.size())]
+    dist.all_gather(gathered, numbers, group=mesh.get_group())
+    differing = [rank for rank, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
+    if differing:
+        raise OptionError(
+            saw=f"{name} differs between ranks: rank {differing[0]} of the mesh holds another "
+            f"{name} than rank 0",
+            needed=f"the same {name} on all {mesh.size()} ranks",
+            do=f"torch.distributed.broadcast({name}, src=0), or load the same file everywhere",
+        )
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Return the axes, up to 8 lengths, the sum and the sum of squares, in float64."""
+    shape = [float(tensor.dim()), *map(float, tensor.shape[:8])]
+    numbers = tensor.detach().double().nan_to_num(nan=0.5)
+    sums = torch.stack([numbers.sum(), numbers.square().sum()])
+    lengths = torch.tensor(shape + [0.0] * (9 - len(shape)), dtype=torch.float64)
+    return torch.cat([lengths.to(tensor.device), sums])
