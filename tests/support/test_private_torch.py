@@ -22,7 +22,13 @@ from headwise.support.private_torch import (
 )
 from headwise.support.tracing import may_read_values
 
-PRIVATE = ("_linear_pointwise", "_interpreter_stack", "_dispatch_modes", "_make_wrapper")
+PRIVATE = (
+    "_linear_pointwise",
+    "_interpreter_stack",
+    "_dispatch_modes",
+    "_make_wrapper",
+    "_process_group_named",
+)
 
 
 @pytest.fixture
@@ -81,6 +87,8 @@ def test_what_is_assumed_of_a_torch_that_does_not_answer() -> None:
     assert seen(in_forward_mode, forward_mode)  # by public functions, at some cost
     with pytest.raises(ImportError, match="TorchDispatchMode"):
         private_torch._NoDispatchMode()
+    with pytest.raises(ImportError, match="process group"):
+        private_torch.process_group_named("0")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")

@@ -5,3 +5,7 @@ caller.
 """
 
 from __future__ import annotations
+
+from headwise.sharding.counted_bytes import SentBytes, counted_bytes
+
+__all__ = ["SentBytes", "counted_bytes"]

@@ -12,7 +12,9 @@ speed, memory or a check of values is lost:
 | `_C._len_torch_dispatch_stack` | `in_dispatch_mode` answers yes: values are not checked |
 | `Tensor._make_wrapper_subclass` | masks of transformers' models are written |
 | `_C._disabled_torch_function_impl` | the same |
-| `utils._python_dispatch.TorchDispatchMode` | two questions of the study raise an ImportError |
+| `utils._python_dispatch.TorchDispatchMode` | questions of the study, and counts of bytes, raise an ImportError |
+| `_ops.OpOverload._schema` | bytes that a rank sends cannot be counted |
+| `_C._distributed_c10d._resolve_process_group` | the same, for functional collectives |
 | `utils._python_dispatch.is_traceable_wrapper_subclass` | `is_wrapper` asks the tensor itself |
 """
 
@@ -39,6 +41,7 @@ _interpreter_stack = find("_C._functorch.peek_interpreter_stack")
 _dispatch_modes = find("_C._len_torch_dispatch_stack")
 _make_wrapper = find("Tensor._make_wrapper_subclass")
 _is_wrapper = find("utils._python_dispatch.is_traceable_wrapper_subclass")
+_process_group_named = find("_C._distributed_c10d._resolve_process_group")
 no_torch_function = find("_C._disabled_torch_function_impl")
 
 # (x, weight, bias) -> x @ weight.T + bias by oneDNN's product, where `HAS_ONEDNN_LINEAR`.
@@ -96,11 +99,26 @@ class _NoDispatchMode:
     def __init__(self) -> None:
         raise ImportError(
             f"torch {torch.__version__} has no TorchDispatchMode, by which headwise counts the"
-            " operators of a call. Install another version of torch to measure this question."
+            " operators and the bytes of a call. Install another version of torch to count them."
         )
 
 
 DispatchMode: Any = find("utils._python_dispatch.TorchDispatchMode") or _NoDispatchMode
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of the arguments of an operator, as a dispatch mode gets it."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def process_group_named(name: str) -> Any:
+    """Return the process group to which functional collectives refer by this name."""
+    if _process_group_named is None:
+        raise ImportError(
+            f"torch {torch.__version__} does not say which process group a functional collective"
+            " uses. Install another version of torch to count its bytes."
+        )
+    return _process_group_named(name)
 
 
 def end_graph(why: str) -> None:
