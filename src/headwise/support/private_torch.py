@@ -12,7 +12,7 @@ speed, memory or a check of values is lost:
 | `_C._len_torch_dispatch_stack` | `in_dispatch_mode` answers yes: values are not checked |
 | `Tensor._make_wrapper_subclass` | masks of transformers' models are written |
 | `_C._disabled_torch_function_impl` | the same |
-| `utils._python_dispatch.TorchDispatchMode` | questions of the study, and counts of bytes, raise an ImportError |
+| `utils._python_dispatch.TorchDispatchMode` | operators and bytes are not counted: ImportError |
 | `_ops.OpOverload._schema` | bytes that a rank sends cannot be counted |
 | `_C._distributed_c10d._resolve_process_group` | the same, for functional collectives |
 | `utils._python_dispatch.is_traceable_wrapper_subclass` | `is_wrapper` asks the tensor itself |
