@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise import reference
@@ -15,6 +18,7 @@ from headwise.kernels import dense, tiled, tiled_op, tiles
 from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.kernel import Task
 from headwise.kernels.tiled import KernelResult, Requested, UpstreamGradients
+from headwise.masks.clause import MatrixPart, Span
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from tests import strategies
@@ -94,6 +98,35 @@ def test_a_tile_that_is_hidden_whole_still_gives_its_sink_a_gradient() -> None:
         (gradient,) = torch.autograd.grad(found.maximum.sum(), sink)
     torch.testing.assert_close(alone, torch.full((4,), 298.0))
     assert bool((gradient < 0).all())
+
+
+@given(strategies.problems(), st.integers(0, 33))
+@settings(max_examples=30)
+def test_parts_by_keys_have_the_gradient_of_the_whole(p: strategies.Problem, first: int) -> None:
+    problem = bound(replace(p, sink=None))
+    whole = tiled.forward(problem, p.v, None, Requested())
+    upstream = torch.randn(whole.out.shape, dtype=torch.float64)
+    needs = (problem.bias.table is not None, [True] * len(problem.bias.tensors))
+
+    def backward(problem: BoundScores, v: Tensor, means: Tensor | None) -> tiled.Gradients:
+        gradients = UpstreamGradients(upstream, *[None] * 7, row_means=means)
+        statistics = (whole.peak, whole.log_sum)
+        return tiled.backward(problem, v, None, statistics, gradients, needs)
+
+    expected = backward(problem, p.v, None)
+    batch, _, queries, keys = p.shape
+    means = (upstream * whole.out).sum(-1)
+    parts = []
+    for span in (Span(0, min(first, keys)), Span(min(first, keys), keys)):
+        place = MatrixPart(Span(0, batch), Span(0, queries), span)
+        if span.size:
+            k, v = (x[:, :, span.first : span.stop] for x in (p.k, p.v))
+            mask, bias = problem.mask.within(place), problem.bias.within(place)
+            parts.append(backward(replace(problem, k=k, mask=mask, bias=bias), v, means))
+    near = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-10)
+    near(sum(part.q for part in parts), expected.q)
+    near(torch.cat([part.k for part in parts], 2), expected.k)
+    near(torch.cat([part.v for part in parts], 2), expected.v)
 
 
 # ---- memory ----------------------------------------------------------------------------------

@@ -9,14 +9,17 @@ import jaxtyping
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise import AttentionMatrix
 from headwise.errors import HeadwiseError, MaskError
+from headwise.masks.clause import MatrixPart, MatrixSizes, Span
 from headwise.masks.clauses import lower_clauses, rebuild_clauses
 from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias, bias_within
 from tests.masks.test_mask import LENGTHS, SHAPE, WHOLE, bind, brute, tiles
-from tests.strategies import allowed
+from tests.strategies import Problem, allowed, problems
 
 CU_SEQLENS, KEY_CU_SEQLENS = torch.tensor([2, 7, 7, 20]), torch.tensor([0, 11, 15, 29])
 
@@ -57,10 +60,39 @@ def test_divided_rectangles_and_their_rest_are_the_mask(
     again = torch.zeros_like(whole)
     for piece in division.rectangles:
         rows, columns = slice(*piece.queries), slice(*piece.keys)
-        again[piece.batch, :, rows, columns] = division.rest.within(piece).at(
+        again[piece.batch, :, rows, columns] = division.rest.within(piece.part).at(
             torch.arange(piece.queries.size)
         )[0]
     assert torch.equal(again, whole)
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[Problem, MatrixPart]:
+    """A problem, and some sequences, queries and keys of it; none of an axis may be drawn."""
+    p = draw(problems())
+    spans = (
+        Span(*sorted(draw(st.tuples(*[st.integers(0, size)] * 2))))
+        for size in (p.shape[0], *p.shape[2:])
+    )
+    return p, MatrixPart(*spans)
+
+
+@given(parts())
+def test_a_part_of_a_matrix_has_its_part_of_the_mask_and_of_the_bias(
+    drawn: tuple[Problem, MatrixPart],
+) -> None:
+    p, place = drawn
+    sizes = (place.batches.size, p.shape[1], place.queries.size, place.keys.size)
+    if 0 in sizes:
+        return
+    mask, bias = p.mask or Mask(), p.score_bias or ScoreBias()
+    part = Mask(bind(mask, p.shape).within(place).clauses)  # may be bound again
+    part_of_bias = bias_within(bias, place, MatrixSizes(*p.shape))
+    batches, rows, columns = (slice(*span) for span in place)
+    v = p.v[batches, :, columns]
+    cut = Problem(p.q[batches, :, rows], p.k[batches, :, columns], v, part, part_of_bias)
+    assert cut.shape == sizes
+    assert torch.equal(cut.dense_bias(), p.dense_bias()[batches, :, rows, columns])
 
 
 @given(tiles())

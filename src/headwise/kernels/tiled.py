@@ -201,6 +201,7 @@ class UpstreamGradients:
     received: Tensor | None
     average: Tensor | None
     cells: Tensor | None
+    row_means: Tensor | None = None  # sum p dp of rows of which the problem is a part
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,7 +345,8 @@ def _gradient_of_scores(
 ) -> Tensor:
     """Return ds = p (dp - sum p dp + dlog_sum) in dp's memory; add the sink's gradient."""
     at = tile.batches, tile.heads, tile.rows
-    mean = torch.linalg.vecdot(p, dp)
+    known = upstream.row_means
+    mean = torch.linalg.vecdot(p, dp) if known is None else known[at].clone()
     constant = torch.zeros_like(mean) if upstream.log_sum is None else upstream.log_sum[at].clone()
     sink = _cut_sink(problem, tile)
     if sink is not None and gradients.sink is not None:

@@ -118,7 +118,7 @@ def tasks_by_sequence(task: Task) -> Iterator[list[Task]]:
 
 
 def _restrict(problem: BoundScores, piece: Rectangle, q: Tensor, k: Tensor) -> BoundScores:
-    mask, bias = problem.mask.within(piece), problem.bias.within(piece)
+    mask, bias = problem.mask.within(piece.part), problem.bias.within(piece.part)
     return replace(problem, q=q, k=k, mask=mask, bias=bias)
 
 

@@ -12,7 +12,16 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from headwise.errors import DeviceError
-from headwise.masks.clause import WHOLE, Clause, Index, MaskBlock, MatrixSizes, Rectangle, Span
+from headwise.masks.clause import (
+    WHOLE,
+    Clause,
+    Index,
+    MaskBlock,
+    MatrixPart,
+    MatrixSizes,
+    Rectangle,
+    Span,
+)
 from headwise.masks.clauses.band import Band
 
 
@@ -129,9 +138,10 @@ class BoundMask:
         rest = tuple(clause for clause, rectangles in parts if rectangles is None)
         return BlockDiagonal(tuple(r for r in common if r.cells), replace(self, clauses=rest))
 
-    def within(self, place: Rectangle) -> BoundMask:
-        """Return the mask of one rectangle, as a mask of that size."""
-        sizes = MatrixSizes(1, self.sizes.heads, place.queries.size, place.keys.size)
+    def within(self, place: MatrixPart) -> BoundMask:
+        """Return the mask of one part of the matrix, as a mask of that size."""
+        batch, queries, keys = (span.size for span in place)
+        sizes = MatrixSizes(batch, self.sizes.heads, queries, keys)
         clauses = tuple(clause.cut(place, self.sizes) for clause in self.clauses)
         return BoundMask(sizes, self.device, clauses)
 

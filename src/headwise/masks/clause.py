@@ -57,12 +57,25 @@ class Span(NamedTuple):
         return Span(max(self.first, other.first), min(self.stop, other.stop))
 
 
+class MatrixPart(NamedTuple):
+    """Some sequences of a batch, some queries and some keys."""
+
+    batches: Span
+    queries: Span
+    keys: Span
+
+
 class Rectangle(NamedTuple):
     """Some queries and some keys of one sequence."""
 
     batch: int
     queries: Span
     keys: Span
+
+    @property
+    def part(self) -> MatrixPart:
+        """The same pairs as a part of the whole matrix."""
+        return MatrixPart(Span(self.batch, self.batch + 1), self.queries, self.keys)
 
     @property
     def cells(self) -> int:
@@ -116,8 +129,8 @@ class Clause(ABC):
         """True = may attend, at (query, key) pairs: broadcastable to (batch, heads, pairs)."""
 
     @abstractmethod
-    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Clause:
-        """Return the clause of one rectangle, for a mask of that size."""
+    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Clause:
+        """Return the clause of one part of the matrix, for a mask of that size."""
 
     @abstractmethod
     def extent(self, sizes: MatrixSizes) -> MatrixSizes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, Integer
@@ -19,90 +18,19 @@ from torch import Tensor
 from headwise.errors import DeviceError, MaskError
 from headwise.masks.alignment import Align, require_align, resolve_align
 from headwise.masks.bias_dtype import cast_biases
-from headwise.masks.clause import WHOLE, MatrixSizes, Rectangle, index_axes, read_pairs
+from headwise.masks.clause import WHOLE, MatrixPart, MatrixSizes, index_axes, read_pairs
 from headwise.masks.clauses.dense_mask import check_fits, with_matrix_axes
+from headwise.masks.distance_table import (
+    AlibiTable,
+    ByDistance,
+    RelativeTable,
+    ShiftedTable,
+    TableOfHeads,
+)
 from headwise.support.arguments import require_tensors
 from headwise.support.integers import as_int64
 from headwise.support.message_text import broadcasts, describe_value
 from headwise.support.tracing import may_check_values
-
-
-@runtime_checkable
-class DistanceTable(Protocol):
-    """The bias of each head as a function of the distance ``key - query``."""
-
-    @property
-    def heads(self) -> int:
-        """The number of heads; 1 where one row serves all of them."""
-        ...
-
-    @property
-    def numbers(self) -> Tensor:
-        """The tensor that the caller gave."""
-        ...
-
-    def __call__(self, distances: Int[Tensor, " n"], dtype: torch.dtype) -> Tensor:
-        """(heads, n), with no rounding that ``dtype`` would not make as well."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class ByDistance:
-    """A distance table and its name; distances count from ``align``."""
-
-    name: str
-    table: DistanceTable
-    align: Align | None
-
-    def __post_init__(self) -> None:
-        require_align(self.align)
-
-
-# Values, not functions: a copy holds its own tensors, and a pickle holds them at all.
-@dataclass(frozen=True, eq=False)
-class _Alibi:
-    numbers: Tensor  # the slopes
-
-    @property
-    def heads(self) -> int:
-        return self.numbers.shape[0]
-
-    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
-        # In bfloat16 a slope times a distance is off by one part in 256: whole points of the score.
-        exact = torch.promote_types(torch.promote_types(self.numbers.dtype, dtype), torch.float32)
-        limits = torch.finfo(exact)  # a penalty beyond them hides no key
-        return (-self.numbers.to(exact)[:, None] * distances.abs()).clamp(limits.min, limits.max)
-
-
-@dataclass(frozen=True, eq=False)
-class _Relative:
-    numbers: Tensor  # (heads, 2 * reach + 1)
-
-    @property
-    def heads(self) -> int:
-        return self.numbers.shape[0]
-
-    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        reach = self.numbers.shape[1] // 2
-        return self.numbers[:, distances.clamp(-reach, reach) + reach]
-
-
-@dataclass(frozen=True, eq=False)
-class _OfHeads:
-    table: DistanceTable
-    index: Tensor
-
-    @property
-    def heads(self) -> int:
-        return 1 if self.table.heads == 1 else len(self.index)
-
-    @property
-    def numbers(self) -> Tensor:
-        return self.table.numbers
-
-    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = self.table(distances, dtype)
-        return rows if rows.shape[0] == 1 else rows.index_select(0, self.index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +66,7 @@ class ScoreBias:
             MaskError: slopes that are no floats, or not one for each head.
         """
         _require_numbers(slopes, "slopes", ("heads",))
-        return cls(by_distance=(ByDistance("alibi", _Alibi(slopes), align),))
+        return cls(by_distance=(ByDistance("alibi", AlibiTable(slopes), align),))
 
     @classmethod
     def relative(
@@ -156,12 +84,12 @@ class ScoreBias:
                 needed="an odd number: 2 * reach + 1, for distances -reach to +reach",
                 do=f"e.g. {table.shape[1] + 1} columns for reach {table.shape[1] // 2}",
             )
-        return cls(by_distance=(ByDistance("relative", _Relative(table), align),))
+        return cls(by_distance=(ByDistance("relative", RelativeTable(table), align),))
 
     def of_heads(self, index: Integer[Tensor, " chosen"]) -> ScoreBias:
         """The bias of chosen heads alone."""
         index = as_int64(index, "heads")
-        parts = tuple(replace(p, table=_OfHeads(p.table, index)) for p in self.by_distance)
+        parts = tuple(replace(p, table=TableOfHeads(p.table, index)) for p in self.by_distance)
         tensors = tuple(t if t.shape[1] == 1 else t.index_select(1, index) for t in self.tensors)
         return ScoreBias(parts, tensors)
 
@@ -209,7 +137,7 @@ class ScoreBias:
             DeviceError: a tensor on another device.
         """
         for part in self.by_distance:
-            resolve_align(part.align, queries, keys, what=f"a {part.name} bias")
+            resolve_align(part.align, queries, keys, what=part.described)
             if not broadcasts(part.table.heads, heads):
                 raise MaskError(
                     saw=f"a {part.name} bias for {part.table.heads} heads",
@@ -238,7 +166,7 @@ class ScoreBias:
         """
         rows = []
         for part in self.by_distance:
-            offset = resolve_align(part.align, queries, keys, what=f"a {part.name} bias")
+            offset = resolve_align(part.align, queries, keys, what=part.described)
             count = max(0, queries + keys - 1)
             distances = torch.arange(count, device=device) + (1 - queries - offset)
             rows.append(part.table(distances, dtype))
@@ -310,15 +238,14 @@ class BoundBias:
         runs = table[:, start - stop + self.queries : end - first + self.queries - 1]
         return runs.unfold(-1, end - start, 1).flip(1)
 
-    def within(self, place: Rectangle) -> BoundBias:
-        """The bias of one rectangle, as a bias of that size."""
+    def within(self, place: MatrixPart) -> BoundBias:
+        """The bias of one part of the matrix, as a bias of that size."""
         queries, keys = place.queries.size, place.keys.size
         table = self.table
         if table is not None:
             first = place.keys.first - place.queries.stop + self.queries
             table = table[:, first : first + queries + keys - 1]
-        index = (slice(place.batch, place.batch + 1), WHOLE, *(slice(*s) for s in place[1:]))
-        tensors = tuple(index_axes(bias, *index) for bias in self.tensors)
+        tensors = cut_tensors(self.tensors, place)
         return BoundBias(queries=queries, keys=keys, table=table, tensors=tensors)
 
     def pairs(self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]) -> list[Tensor]:
@@ -331,6 +258,22 @@ class BoundBias:
     def at(self, rows: Int[Tensor, " rows"]) -> list[Tensor]:
         """The whole bias at chosen queries; parts broadcast to (batch, heads, rows, keys)."""
         return self.parts(WHOLE, WHOLE, rows, WHOLE)
+
+
+def bias_within(bias: ScoreBias, place: MatrixPart, sizes: MatrixSizes) -> ScoreBias:
+    """Return the bias of one part of a matrix of these sizes, as a bias of that size."""
+    tables = []
+    for part in bias.by_distance:
+        offset = resolve_align(part.align, sizes.queries, sizes.keys, what=part.described)
+        shift = place.keys.first - place.queries.first - offset
+        tables.append(ByDistance(part.name, ShiftedTable(part.table, shift), "top-left"))
+    return ScoreBias(tuple(tables), cut_tensors(bias.tensors, place))
+
+
+def cut_tensors(tensors: tuple[Tensor, ...], place: MatrixPart) -> tuple[Tensor, ...]:
+    """Return one part of tensors that broadcast to (batch, heads, queries, keys)."""
+    batches, queries, keys = (slice(*span) for span in place)
+    return tuple(index_axes(tensor, batches, WHOLE, queries, keys) for tensor in tensors)
 
 
 def require_score_bias_type(value: object, call: str) -> ScoreBias:

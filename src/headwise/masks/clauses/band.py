@@ -13,8 +13,8 @@ from headwise.masks.clause import (
     Clause,
     IntervalClause,
     MaskBlock,
+    MatrixPart,
     MatrixSizes,
-    Rectangle,
     Span,
     index_positions,
 )
@@ -80,7 +80,7 @@ class Band(IntervalClause):
         allowed = distance <= self.right if self.left == BOUNDLESS else distance >= -self.left
         return allowed[None, None]
 
-    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Band:  # noqa: ARG002
+    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Band:  # noqa: ARG002
         """See `Clause.cut`."""
         shift = place.keys.first - place.queries.first
         return Band(

@@ -11,8 +11,8 @@ from headwise.masks.clause import (
     WHOLE,
     Clause,
     MaskBlock,
+    MatrixPart,
     MatrixSizes,
-    Rectangle,
     index_axes,
     read_pairs,
 )
@@ -43,12 +43,10 @@ class Dense(Clause):
         """See `Clause.pairs`."""
         return read_pairs(self.allowed, rows, columns)
 
-    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Dense:  # noqa: ARG002
+    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Dense:  # noqa: ARG002
         """See `Clause.cut`."""
-        sequence = slice(place.batch, place.batch + 1)
-        return Dense(
-            index_axes(self.allowed, sequence, WHOLE, slice(*place.queries), slice(*place.keys))
-        )
+        batches, queries, keys = (slice(*span) for span in place)
+        return Dense(index_axes(self.allowed, batches, WHOLE, queries, keys))
 
     def extent(self, sizes: MatrixSizes) -> MatrixSizes:  # noqa: ARG002
         """See `Clause.extent`."""

@@ -15,6 +15,7 @@ from headwise.masks.clause import (
     Clause,
     IntervalClause,
     MaskBlock,
+    MatrixPart,
     MatrixSizes,
     Rectangle,
     Span,
@@ -51,11 +52,11 @@ class PaddingClause(IntervalClause):
         _check_numbers(self, sizes)
         return self
 
-    def cut(self, place: Rectangle, sizes: MatrixSizes) -> PaddingClause:  # noqa: ARG002
+    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> PaddingClause:  # noqa: ARG002
         """See `Clause.cut`."""
-        first = (place.queries if self.axis == QUERIES else place.keys).first
-        numbers = self.numbers[place.batch : place.batch + 1] - first
-        return type(self)(numbers, self.axis)
+        span = place.queries if self.axis == QUERIES else place.keys
+        numbers = self.numbers[slice(*place.batches)] - span.first
+        return type(self)(numbers.clamp(0, span.size), self.axis)
 
     def extent(self, sizes: MatrixSizes) -> MatrixSizes:
         """See `Clause.extent`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.errors import MaskError, OptionError
 from headwise.masks.alignment import Align, resolve_align
-from headwise.masks.clause import BOUNDLESS, IntervalClause, MatrixSizes, Rectangle, Span
+from headwise.masks.clause import BOUNDLESS, IntervalClause, MatrixPart, MatrixSizes, Span
 from headwise.support.integers import as_count, as_int64, is_integer
 from headwise.support.message_text import describe_value
 from headwise.support.tracing import may_check_values
@@ -57,11 +57,11 @@ class Prefix(IntervalClause):
         stop = torch.maximum(lengths, rows[None] + (self.right + 1))
         return torch.zeros_like(stop), stop
 
-    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Prefix:  # noqa: ARG002
+    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Prefix:  # noqa: ARG002
         """See `Clause.cut`."""
         lengths = self.lengths
         if lengths.dim():
-            lengths = lengths[place.batch : place.batch + 1]
+            lengths = lengths[slice(*place.batches)]
         first = place.keys.first
         most = self.most if self.most == BOUNDLESS else self.most - first
         return Prefix(lengths - first, most, self.right + place.queries.first - first)

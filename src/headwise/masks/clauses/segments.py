@@ -14,6 +14,7 @@ from headwise.masks.clause import (
     Clause,
     IntervalClause,
     MaskBlock,
+    MatrixPart,
     MatrixSizes,
     Rectangle,
     Span,
@@ -64,12 +65,11 @@ class Segments(Clause):
         query_ids, key_ids = self.query_ids[:, None, rows], self.key_ids[:, None, columns]
         return (query_ids == key_ids) & (key_ids >= 0)
 
-    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Segments:  # noqa: ARG002
+    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Segments:  # noqa: ARG002
         """See `Clause.cut`."""
-        sequence = slice(place.batch, place.batch + 1)
+        batches, queries, keys = (slice(*span) for span in place)
         return Segments(
-            index_axes(self.query_ids, sequence, slice(*place.queries)),
-            index_axes(self.key_ids, sequence, slice(*place.keys)),
+            index_axes(self.query_ids, batches, queries), index_axes(self.key_ids, batches, keys)
         )
 
     def extent(self, sizes: MatrixSizes) -> MatrixSizes:
@@ -142,7 +142,7 @@ class PackedRow(IntervalClause):
         first, stop = self.key_offsets[segment], self.key_offsets[segment + 1]
         return first[None], torch.where(inside, stop, first)[None]
 
-    def cut(self, place: Rectangle, sizes: MatrixSizes) -> PackedRow:  # noqa: ARG002
+    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> PackedRow:  # noqa: ARG002
         """See `Clause.cut`."""
         spans = (place.queries, place.keys)
         return PackedRow(

@@ -14,8 +14,8 @@ from headwise.masks.clause import (
     Clause,
     LoweredClause,
     MaskBlock,
+    MatrixPart,
     MatrixSizes,
-    Rectangle,
     index_positions,
 )
 from headwise.support import private_torch
@@ -89,9 +89,9 @@ class Where(Clause):
             )
         return allowed.expand(shape)
 
-    def cut(self, place: Rectangle, sizes: MatrixSizes) -> Where:  # noqa: ARG002
+    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Where:  # noqa: ARG002
         """See `Clause.cut`."""
-        moved = (place.batch, place.queries.first, place.keys.first)
+        moved = (span.first for span in place)
         batch, query, key = (a + b for a, b in zip(self.first, moved, strict=True))
         return replace(self, first=(batch, query, key))
 

@@ -1,0 +1,130 @@
+"""Tables of a score bias by distance: the bias of each head as a function of ``key - query``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from headwise.masks.alignment import Align, require_align
+
+
+@runtime_checkable
+class DistanceTable(Protocol):
+    """The bias of each head as a function of the distance ``key - query``."""
+
+    @property
+    def heads(self) -> int:
+        """The number of heads; 1 where one row serves all of them."""
+        ...
+
+    @property
+    def numbers(self) -> Tensor:
+        """The tensor that the caller gave."""
+        ...
+
+    def __call__(self, distances: Int[Tensor, " n"], dtype: torch.dtype) -> Tensor:
+        """(heads, n), with no rounding that ``dtype`` would not make as well."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ByDistance:
+    """A distance table and its name; distances count from ``align``."""
+
+    name: str
+    table: DistanceTable
+    align: Align | None
+
+    def __post_init__(self) -> None:
+        require_align(self.align)
+
+    @property
+    def described(self) -> str:
+        """The bias as a message names it."""
+        return f"a {self.name} bias"
+
+
+# Values, not functions: a copy holds its own tensors, and a pickle holds them at all.
+@dataclass(frozen=True, eq=False)
+class AlibiTable:
+    """``-slope * |distance|``; ``numbers`` are the slopes, (heads,)."""
+
+    numbers: Tensor
+
+    @property
+    def heads(self) -> int:
+        """See `DistanceTable.heads`."""
+        return self.numbers.shape[0]
+
+    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `DistanceTable.__call__`."""
+        # In bfloat16 a slope times a distance is off by one part in 256: whole points of the score.
+        exact = torch.promote_types(torch.promote_types(self.numbers.dtype, dtype), torch.float32)
+        limits = torch.finfo(exact)  # a penalty beyond them hides no key
+        return (-self.numbers.to(exact)[:, None] * distances.abs()).clamp(limits.min, limits.max)
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeTable:
+    """One number for each distance from -reach to reach: (heads, 2 * reach + 1)."""
+
+    numbers: Tensor
+
+    @property
+    def heads(self) -> int:
+        """See `DistanceTable.heads`."""
+        return self.numbers.shape[0]
+
+    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
+        """See `DistanceTable.__call__`."""
+        reach = self.numbers.shape[1] // 2
+        return self.numbers[:, distances.clamp(-reach, reach) + reach]
+
+
+@dataclass(frozen=True, eq=False)
+class TableOfHeads:
+    """The table of chosen heads."""
+
+    table: DistanceTable
+    index: Tensor
+
+    @property
+    def heads(self) -> int:
+        """See `DistanceTable.heads`."""
+        return 1 if self.table.heads == 1 else len(self.index)
+
+    @property
+    def numbers(self) -> Tensor:
+        """See `DistanceTable.numbers`."""
+        return self.table.numbers
+
+    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `DistanceTable.__call__`."""
+        rows = self.table(distances, dtype)
+        return rows if rows.shape[0] == 1 else rows.index_select(0, self.index)
+
+
+@dataclass(frozen=True, eq=False)
+class ShiftedTable:
+    """The table of a part of a matrix, whose first query and key are not those of the whole."""
+
+    table: DistanceTable
+    shift: int
+
+    @property
+    def heads(self) -> int:
+        """See `DistanceTable.heads`."""
+        return self.table.heads
+
+    @property
+    def numbers(self) -> Tensor:
+        """See `DistanceTable.numbers`."""
+        return self.table.numbers
+
+    def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `DistanceTable.__call__`."""
+        return self.table(distances + self.shift, dtype)
