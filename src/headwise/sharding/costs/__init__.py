@@ -1,0 +1,1 @@
+"""Computed costs of attention over many GPUs: memory, operations, bytes on the wire and time."""
