@@ -6,6 +6,21 @@ caller.
 
 from __future__ import annotations
 
+from headwise.sharding.costs.cost_plan import CostPlan, plan_costs
+from headwise.sharding.costs.layer_costs import LayerCosts
+from headwise.sharding.costs.model_sizes import ModelSizes
+from headwise.sharding.costs.sharding_way import ShardingWay
+from headwise.sharding.costs.step_costs import Machine, StepCosts
 from headwise.sharding.counted_bytes import SentBytes, counted_bytes
 
-__all__ = ["SentBytes", "counted_bytes"]
+__all__ = [
+    "CostPlan",
+    "LayerCosts",
+    "Machine",
+    "ModelSizes",
+    "SentBytes",
+    "ShardingWay",
+    "StepCosts",
+    "counted_bytes",
+    "plan_costs",
+]
