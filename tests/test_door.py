@@ -67,7 +67,7 @@ def test_no_name_hides_a_room() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'headwise' has no attribute 'Attentoin'"):
         headwise.Attentoin  # noqa: B018
-    assert not hasattr(headwise, "sharding")
+    assert not hasattr(headwise, "attention")
 
 
 def test_a_name_that_moved_says_where_it_is() -> None:
