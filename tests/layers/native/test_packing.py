@@ -133,11 +133,23 @@ def test_cross_attention_packs_both_sides() -> None:
             & Mask.may_attend(torch.ones(BATCH, LENGTH, dtype=torch.bool), axes="batch keys")
         },
         {
+            "mask": Mask.lengths(queries=LENGTHS, keys=LENGTHS)
+            & Mask.may_attend(torch.ones(4, LENGTH, LENGTH).bool(), axes="heads queries keys")
+        },
+        {
             "mask": Mask.lengths(queries=LENGTHS, keys=LENGTHS),
             "score_bias": ScoreBias.dense(torch.zeros(LENGTH).double(), axes="keys"),
         },
     ],
-    ids=["keys", "queries", "fewer keys", "other keys", "dense mask", "dense bias"],
+    ids=[
+        "keys",
+        "queries",
+        "fewer keys",
+        "other keys",
+        "dense mask",
+        "dense mask of heads",
+        "dense bias",
+    ],
 )
 def test_what_is_not_packed(call: dict[str, Any]) -> None:
     """Where not the same tokens are queries and keys, or a clause names their places."""

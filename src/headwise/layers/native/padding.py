@@ -168,6 +168,8 @@ def pack(call: CallInputs) -> Packed | None:
 def _is_packable(call: CallInputs) -> bool:
     if not call.mask.clauses or call.score_bias.tensors or not may_read_values(call.x):
         return False
+    if call.mask.of_kind(Dense):
+        return False  # a tensor names its keys by their place in the batch
     # In cross attention packing changes the distances between queries and keys.
     by_distance = call.score_bias.by_distance or any(c.is_relative for c in call.mask.clauses)
     return call.source is call.x or not by_distance
