@@ -36,7 +36,7 @@ class LayerExplanation:
 
 def projection_lines(layer: nn.Module, tokens: Mapping[str, int]) -> tuple[str, ...]:
     """Return one line for each projection; ``tokens`` maps its name in the layer to its tokens."""
-    return tuple(_line(name, layer.get_submodule(name), n) for name, n in tokens.items())
+    return tuple(projection_line(name, layer.get_submodule(name), n) for name, n in tokens.items())
 
 
 def product_line(name: str, kind: str, *, tokens: int, widths: tuple[int, int]) -> str:
@@ -45,7 +45,8 @@ def product_line(name: str, kind: str, *, tokens: int, widths: tuple[int, int]) 
     return f"{name:<22} {kind:<10} {cost:<12} {widths[0]} to {widths[1]}"
 
 
-def _line(name: str, projection: nn.Module, tokens: int) -> str:
+def projection_line(name: str, projection: nn.Module, tokens: int) -> str:
+    """Return the line of one projection over ``tokens``."""
     inner, outer = (getattr(projection, f"{end}_features", None) for end in ("in", "out"))
     kind = type(projection).__name__
     if inner is None or outer is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -24,6 +25,10 @@ class DistanceTable(Protocol):
     @property
     def numbers(self) -> Tensor:
         """The tensor that the caller gave."""
+        ...
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
+        """Return the table with ``function`` of its tensor."""
         ...
 
     def __call__(self, distances: Int[Tensor, " n"], dtype: torch.dtype) -> Tensor:
@@ -60,6 +65,10 @@ class AlibiTable:
         """See `DistanceTable.heads`."""
         return self.numbers.shape[0]
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
+        """See `DistanceTable.mapped`."""
+        return replace(self, numbers=function(self.numbers))
+
     def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
         """See `DistanceTable.__call__`."""
         # In bfloat16 a slope times a distance is off by one part in 256: whole points of the score.
@@ -78,6 +87,10 @@ class RelativeTable:
     def heads(self) -> int:
         """See `DistanceTable.heads`."""
         return self.numbers.shape[0]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
+        """See `DistanceTable.mapped`."""
+        return replace(self, numbers=function(self.numbers))
 
     def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         """See `DistanceTable.__call__`."""
@@ -102,6 +115,10 @@ class TableOfHeads:
         """See `DistanceTable.numbers`."""
         return self.table.numbers
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
+        """See `DistanceTable.mapped`."""
+        return replace(self, table=self.table.mapped(function))
+
     def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
         """See `DistanceTable.__call__`."""
         rows = self.table(distances, dtype)
@@ -124,6 +141,10 @@ class ShiftedTable:
     def numbers(self) -> Tensor:
         """See `DistanceTable.numbers`."""
         return self.table.numbers
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
+        """See `DistanceTable.mapped`."""
+        return replace(self, table=self.table.mapped(function))
 
     def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
         """See `DistanceTable.__call__`."""

@@ -50,6 +50,8 @@ def require_score_bias(score_bias: object) -> ScoreBias:
 
 def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
     require_tensors(q=q, k=k)
+    _require_undivided("q", q)
+    _require_undivided("k", k)
     if q.dim() != 4 or k.dim() != 4:
         raise ShapeError(
             saw=f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}",
@@ -74,7 +76,18 @@ def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
     check_operand("k", k, q)
 
 
+def _require_undivided(name: str, tensor: Tensor) -> None:
+    """Raise OptionError for a tensor that is divided over processes, as torch's DTensor is."""
+    if type(tensor) is not Tensor and hasattr(tensor, "to_local"):
+        raise OptionError(
+            saw=f"{name} is a {type(tensor).__name__}, a tensor divided over processes",
+            needed="a plain tensor: the heads and tokens that this process computes",
+            do=f"{name}.to_local() where the tensor is divided by batch or heads alone",
+        )
+
+
 def check_operand(name: str, tensor: Tensor, q: Tensor) -> None:
+    _require_undivided(name, tensor)
     if tensor.dtype != q.dtype or q.dtype not in DTYPES:
         raise DTypeError(
             saw=f"q of dtype {q.dtype} and {name} of dtype {tensor.dtype}",

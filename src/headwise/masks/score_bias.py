@@ -8,6 +8,7 @@ queries x keys. Everything else is a dense tensor with named axes. An entry of -
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -91,6 +92,12 @@ class ScoreBias:
         index = as_int64(index, "heads")
         parts = tuple(replace(p, table=TableOfHeads(p.table, index)) for p in self.by_distance)
         tensors = tuple(t if t.shape[1] == 1 else t.index_select(1, index) for t in self.tensors)
+        return ScoreBias(parts, tensors)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> ScoreBias:
+        """The bias with ``function`` of each of its tensors, in the order of `all`."""
+        tensors = tuple(map(function, self.tensors))
+        parts = tuple(replace(p, table=p.table.mapped(function)) for p in self.by_distance)
         return ScoreBias(parts, tensors)
 
     def __add__(self, other: ScoreBias) -> ScoreBias:

@@ -15,7 +15,7 @@ from headwise.layers.hooks import call_hook
 from headwise.layers.native import argument_aliases, layout_conversion, option_checks
 from headwise.layers.native.base import Projection
 from headwise.layers.native.cache import Cache
-from headwise.layers.native.call_checks import checked_gate, projection_parameter
+from headwise.layers.native.call_checks import projection_parameter
 from headwise.layers.native.head_readings import HeadReadings
 from headwise.layers.native.initialization import Source, initialise
 from headwise.layers.native.padding import select_packing
@@ -152,14 +152,13 @@ class Attention(HeadReadings):
             MaskError: a mask or a score bias for other sizes, or one that a cache cannot take.
             OptionError: a source missing or not allowed, another layer's or a full cache.
         """
-        call = self._call(x, source, mask, score_bias, cache)
-        gate = None if gate is None else checked_gate(gate, x, self.num_heads)
+        call = self._call(x, source, mask, score_bias, cache, gate)
         tokens = select_packing(call)
         matrix, v = self._matrix_and_values(tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.drops else matrix @ v
         outputs = call_hook(matrix, v, outputs)
-        if gate is not None:
-            outputs = outputs * tokens.gate(gate.to(outputs.dtype))
+        if call.gate is not None:
+            outputs = outputs * tokens.gate(call.gate.to(outputs.dtype))
         return tokens.project(outputs.transpose(1, 2).flatten(2), self.out_proj)
 
     @classmethod
@@ -237,8 +236,9 @@ class Attention(HeadReadings):
         slots = min(length, 2 * left + 1) if left is not None and evicts else length
         like = projection_parameter(self.k_proj, torch.empty(0))
         options: dict[str, Any] = {"device": like.device, "dtype": dtype or like.dtype}
+        kv_heads = self._head_counts[1]
         k, v = (
-            torch.zeros(batch, self.num_kv_heads, slots, width, **options)
+            torch.zeros(batch, kv_heads, slots, width, **options)
             for width in (self.head_dim, self.value_dim)
         )
         return Cache(k, v, window=left if evicts else None, owner=self.identity)

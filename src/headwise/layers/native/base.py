@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.kernels.linear import project
+from headwise.layers.head_part import HeadPart
 from headwise.layers.native import call_checks
 from headwise.layers.native.cache import Cache
 from headwise.layers.native.padding import CallInputs, Unpacked, hides_keys
@@ -50,6 +51,7 @@ class AttentionBase(nn.Module):
     score_bias: nn.Module | None
     sink: Tensor | None
     identity: str  # recorded as the owner of each cache
+    part: HeadPart | None = None  # the heads that this module computes, if not all
 
     @property
     def drops(self) -> bool:
@@ -63,6 +65,7 @@ class AttentionBase(nn.Module):
         mask: Mask | None,
         score_bias: ScoreBias | None,
         cache: Cache | None = None,
+        gate: Tensor | None = None,
     ) -> CallInputs:
         """Check the arguments of a call, and add the window and the score bias of the layer."""
         call_checks.check_tokens("x", x, self.embed_dim, call_checks.X_AXES, self.q_proj)
@@ -82,7 +85,10 @@ class AttentionBase(nn.Module):
             score_bias = score_bias + self.score_bias(align=None)
         if cache is not None:
             mask, score_bias = mask.aligned("bottom-right"), score_bias.aligned("bottom-right")
-        return CallInputs(x, x if source is None else source, mask, score_bias, cache)
+        if gate is not None:
+            call_checks.check_gate(gate, x, self.num_heads)
+        call = CallInputs(x, x if source is None else source, mask, score_bias, cache, gate)
+        return call if self.part is None else call.of_part(self.part)
 
     def _matrix_and_values(
         self, tokens: Unpacked, call: CallInputs
@@ -92,8 +98,7 @@ class AttentionBase(nn.Module):
         norm = None if self.qk_norm is None else (self.qk_norm.over, self.qk_norm.place)
         if norm == ("width", "before"):
             q, k = self._normed(q, k)
-        q, v = split_heads(q, heads=self.num_heads), split_heads(v, heads=self.num_kv_heads)
-        k = split_heads(k, heads=self.num_kv_heads)
+        q, k, v = self._split(q, k, v)
         if norm == ("head", "before"):
             q, k = self._normed(q, k)
         if self.rotary is not None:
@@ -107,16 +112,31 @@ class AttentionBase(nn.Module):
             k, v, starts = call.cache.append(k, v, lengths=tokens.lengths)
             call.cache.needs_mask |= hides_keys(call)
             mask = tokens.mask_with_cache(starts)
-        matrix = AttentionMatrix(
-            q,
-            k,
-            mask=mask,
-            score_bias=call.score_bias,
-            scale=self.scale,
-            softcap=self.softcap,
-            sink=self.sink,
-        )
-        return matrix, v
+        score_bias, sink, part = call.score_bias, self.sink, self.part
+        if part is not None:
+            k, v = part.share_kv(k), part.share_kv(v)
+            sink = None if sink is None else part.parameter(sink)
+            sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
+            mask = part.mask(mask, device=q.device, **sizes)
+            score_bias = part.score_bias(score_bias, device=q.device, **sizes)
+        options = {"scale": self.scale, "softcap": self.softcap}
+        return AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options), v
+
+    def _split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split projections into heads."""
+        heads, kv_heads = self._head_counts
+        call_checks.check_width("q_proj", q, "heads", heads, self.head_dim)
+        call_checks.check_width("k_proj", k, "kv_heads", kv_heads, self.head_dim)
+        call_checks.check_width("v_proj", v, "kv_heads", kv_heads, self.value_dim)
+        q, k = split_heads(q, heads=heads), split_heads(k, heads=kv_heads)
+        return q, k, split_heads(v, heads=kv_heads)
+
+    @property
+    def _head_counts(self) -> tuple[int, int]:
+        """The numbers of query heads and kv heads that this module computes."""
+        if self.part is None:
+            return self.num_heads, self.num_kv_heads
+        return len(self.part.heads), len(self.part.kv_heads)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None

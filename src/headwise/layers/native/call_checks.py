@@ -125,8 +125,19 @@ def check_cache(cache: Cache, identity: str, *, crosses: bool) -> None:
         )
 
 
-def checked_gate(gate: Tensor, x: Tensor, num_heads: int) -> Tensor:
-    """Return the gate, or raise unless it is (heads,) or (batch, heads) on the device of x."""
+def check_width(name: str, x: Tensor, axis: str, heads: int, width: int) -> None:
+    """Raise ShapeError unless a projection gives the channels of all heads of this module."""
+    if x.shape[-1] != heads * width:
+        raise ShapeError(
+            saw=f"{name} gives {x.shape[-1]} channels for {heads} {axis} of {width}",
+            needed=f"{heads * width} channels, all of these heads",
+            do="to divide the heads over processes, parallelize the layer by "
+            "headwise.sharding.Heads(), not its projections",
+        )
+
+
+def check_gate(gate: Tensor, x: Tensor, num_heads: int) -> None:
+    """Raise unless a gate is (heads,) or (batch, heads) on the device of x."""
     if not isinstance(gate, Tensor) or gate.device != x.device:
         device = f" on {gate.device}" if isinstance(gate, Tensor) else ""
         raise DeviceError(
@@ -140,7 +151,6 @@ def checked_gate(gate: Tensor, x: Tensor, num_heads: int) -> Tensor:
             needed=f"(heads {num_heads},) or (batch {x.shape[0]}, heads {num_heads})",
             do=f"e.g. torch.ones({num_heads})",
         )
-    return gate
 
 
 def check_mask_and_bias(call: CallInputs, *, heads: int, keys: int) -> None:

@@ -77,7 +77,8 @@ class HeadReadings(AttentionBase):
         outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
         bias = self.out_proj(torch.zeros_like(outputs[:1, :, :1]).transpose(1, 2).flatten(2))
         # Fill, do not multiply by 0: an infinite head would make the others NaN.
-        heads = torch.arange(self.num_heads, device=outputs.device)[:, None, None]
+        here = range(self.num_heads) if self.part is None else self.part.heads
+        heads = torch.arange(here.start, here.stop, device=outputs.device)[:, None, None]
         parts = [
             self.out_proj(outputs.masked_fill(heads != head, 0).transpose(1, 2).flatten(2)) - bias
             for head in range(self.num_heads)

@@ -99,6 +99,8 @@ def _divisors(number: int) -> str:
 def describe_options(layer: AttentionBase) -> str:
     """Return the sizes and the options that differ from their defaults, modules left out."""
     parts = [f"{layer.embed_dim} to {layer.num_heads} heads of {layer.head_dim}"]
+    if layer.part is not None:
+        parts.append(f"{layer.part} here")
     if layer.num_kv_heads != layer.num_heads:
         parts.append(f"{layer.num_kv_heads} kv_heads")
     if layer.value_dim != layer.head_dim:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headwise.errors import MaskError
 from headwise.kernels import varlen
+from headwise.layers.head_part import HeadPart
 from headwise.layers.hooks import has_attention_hook
 from headwise.layers.native.cache import Cache
 from headwise.masks.clause import Clause, Rectangle, Span
@@ -38,6 +39,24 @@ class CallInputs(NamedTuple):
     mask: Mask
     score_bias: ScoreBias
     cache: Cache | None
+    gate: Tensor | None = None
+
+    def of_part(self, part: HeadPart) -> CallInputs:
+        """Return the inputs as a part of the heads uses them; mask and bias stay those of all."""
+        biases = {f"score_bias {i}": tensor for i, tensor in enumerate(self.score_bias.all())}
+        inputs = {"x": self.x} | biases
+        if self.source is not self.x:
+            inputs["source"] = self.source
+        if self.gate is not None:
+            inputs["gate"] = self.gate
+        inputs = part.enter(inputs)
+        names = iter(biases)
+        return self._replace(
+            x=inputs["x"],
+            source=inputs.get("source", inputs["x"]),
+            score_bias=self.score_bias.mapped(lambda _: inputs[next(names)]),
+            gate=part.channels(inputs["gate"], dim=-1) if "gate" in inputs else None,
+        )
 
 
 @dataclass(eq=False)

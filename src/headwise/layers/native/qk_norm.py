@@ -93,6 +93,27 @@ class QKNorm:
         return Norm(self, width, device=device, dtype=dtype)
 
 
+def normalise(
+    x: Float[Tensor, "*axes width"],
+    weight: Float[Tensor, " width"],
+    bias: Float[Tensor, " width"] | None,
+    *,
+    options: QKNorm,
+) -> Float[Tensor, "*axes width"]:
+    """Normalise the last axis; a bias makes it the norm of kind "layer"."""
+    exact, eps = torch.promote_types(x.dtype, torch.float32), options.eps
+    wide, weight = x.to(exact), weight.to(exact)
+    if options.one_plus:
+        weight = 1.0 + weight
+    if bias is None and torch.onnx.is_in_onnx_export() and is_traced():
+        # torch's older ONNX exporter has no rms_norm.
+        mean = wide.square().mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)
+    if bias is None:
+        return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
+    return F.layer_norm(wide, weight.shape, weight, bias.to(exact), eps).to(x.dtype)
+
+
 class Norm(nn.Module):
     """Norm of the last axis, made by `QKNorm.module`.
 
@@ -125,17 +146,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
         """Divide x by its root mean square, or subtract its mean and divide by its deviation."""
-        exact, eps = torch.promote_types(x.dtype, torch.float32), self.options.eps
-        wide, weight = x.to(exact), self.weight.to(exact)
-        if self.options.one_plus:
-            weight = 1.0 + weight
-        if self.bias is None and torch.onnx.is_in_onnx_export() and is_traced():
-            # torch's older ONNX exporter has no rms_norm.
-            mean = wide.square().mean(-1, keepdim=True)
-            return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)
-        if self.bias is None:
-            return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
-        return F.layer_norm(wide, weight.shape, weight, self.bias.to(exact), eps).to(x.dtype)
+        return normalise(x, self.weight, self.bias, options=self.options)
 
     def extra_repr(self) -> str:
         """Return the width and the options."""

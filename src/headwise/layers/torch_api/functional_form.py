@@ -51,7 +51,7 @@ def multi_head_attention_forward(
     torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
     torch_checks.require_sizes(embed_dim_to_check, num_heads)
     weights = (in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight)
-    form = (embed_dim_to_check, num_heads, not use_separate_proj_weight)
+    form = (embed_dim_to_check, embed_dim_to_check, num_heads, not use_separate_proj_weight)
     parameters = ProjectionParameters(*form, *weights, bias_k, bias_v, add_zero_attn)
     masks, returned = (key_padding_mask, attn_mask, is_causal), (need_weights, average_attn_weights)
     dropout = dropout_p if training else 0.0

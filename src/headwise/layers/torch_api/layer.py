@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.errors import OptionError, PolarityWarning
+from headwise.errors import PolarityWarning
 from headwise.layers.explanation import LayerExplanation
+from headwise.layers.head_part import HeadPart
 from headwise.layers.torch_api import state_dict_forms, torch_checks
+from headwise.layers.torch_api.part_of_call import attend_part, part_of_call
 from headwise.layers.torch_api.shared_forward import CallOptions, attend, explain
 from headwise.layers.torch_api.torch_masks import hidden_sequences
 from headwise.support.arguments import require_tensors
@@ -49,7 +51,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             input (`headwise.layers.torch_api.torch_errors`).
     """
 
-    _has_warned = False  # a class attribute, since `upgrade` does not call __init__
+    # Class attributes, since `upgrade` does not call __init__.
+    _has_warned = False
+    part: HeadPart | None = None  # the heads that this module computes, if not all
 
     def __init__(
         self,
@@ -111,6 +115,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         require_tensors(query=query, key=key, value=value)
         torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
+            if self.part is not None:
+                torch_checks.refuse_nested(f"a layer with {self.part} of {self.num_heads}")
             # torch computes nested tensors, with its own conditions and messages.
             return super().forward(
                 query,
@@ -126,7 +132,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         masks = (key_padding_mask, attn_mask, is_causal)
         returned = (need_weights, average_attn_weights)
         options = CallOptions(*masks, *returned, dropout_p, self.batch_first)
-        heads, weights = attend(query, key, value, self, options)
+        if self.part is None:
+            heads, weights = attend(query, key, value, self, options)
+        else:
+            call = part_of_call(query, key, value, self, options, self.part)
+            heads, weights = attend_part(call, self.part)
         if key_padding_mask is not None:
             self._warn_of_hidden_sequences(key_padding_mask)
         return self.out_proj(heads), weights
@@ -153,16 +163,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         require_tensors(query=query, key=key, value=value)
         torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
-            raise OptionError(
-                saw="explain of nested tensors",
-                needed="tensors with one length, since torch's code computes nested ones",
-                do="explain(x.to_padded_tensor(0.0), ..., key_padding_mask=...)",
-            )
+            torch_checks.refuse_nested("explain")
         dropout_p = self.dropout if self.training else 0.0
         masks = (key_padding_mask, attn_mask, is_causal)
         returned = (need_weights, average_attn_weights)
         options = CallOptions(*masks, *returned, dropout_p, self.batch_first)
-        return explain(query, key, value, self, options)
+        if self.part is None:
+            return explain(query, key, value, self, options, out_proj=self.out_proj)
+        call = part_of_call(query, key, value, self, options, self.part)
+        return explain(*call, out_proj=self.out_proj)
 
     def _warn_of_hidden_sequences(self, padding: Tensor) -> None:
         """Warn once for each layer of padding that may have the reverse polarity."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.kernels.linear import project
-from headwise.layers.explanation import LayerExplanation, product_line, projection_lines
+from headwise.layers.explanation import LayerExplanation, product_line, projection_line
 from headwise.layers.hooks import call_hook
 from headwise.layers.torch_api import torch_checks
 from headwise.layers.torch_api.torch_masks import convert_masks
@@ -23,9 +23,13 @@ from headwise.layers.torch_api.torch_masks import convert_masks
 
 @dataclass(frozen=True, eq=False)
 class ProjectionParameters:
-    """Parameters before the output projection, with the names of torch's layer."""
+    """Parameters before the output projection, with the names of torch's layer.
+
+    ``width`` is that of all heads together: of the projected queries, keys and values.
+    """
 
     embed_dim: int
+    width: int
     num_heads: int
     _qkv_same_embed_dim: bool
     in_proj_weight: Tensor | None
@@ -70,9 +74,10 @@ def attend(
     outputs, weights = _outputs(matrix, v, options)
     if query.dim() == 2:
         weights = None if weights is None else weights.squeeze(0)
+    shape = (*query.shape[:-1], _width(layer))
     if query.dim() == 2 or options.batch_first:
-        return outputs.transpose(1, 2).reshape(query.shape), weights
-    return outputs.permute(2, 0, 1, 3).reshape(query.shape), weights
+        return outputs.transpose(1, 2).reshape(shape), weights
+    return outputs.permute(2, 0, 1, 3).reshape(shape), weights
 
 
 def matrix_and_values(
@@ -108,6 +113,10 @@ def matrix_and_values(
     return AttentionMatrix(q, k, mask=mask, score_bias=score_bias), v
 
 
+def _width(layer: Layer) -> int:
+    return layer.width if isinstance(layer, ProjectionParameters) else layer.embed_dim
+
+
 # ---- projections -----------------------------------------------------------------------------
 
 
@@ -120,7 +129,7 @@ def _project_heads(
         query, key, value, embed_dim=embed_dim, packed=packed, batch_first=options.batch_first
     )
     bias = layer.in_proj_bias
-    torch_checks.require_bias(bias, embed_dim)
+    torch_checks.require_bias(bias, _width(layer))
     if packed:
         projected = _project_packed(query, key, value, layer, bias)
     else:
@@ -145,19 +154,19 @@ def _project_packed(
 
     Each result has the two leading axes of its input, then (heads, head_dim).
     """
-    embed_dim, heads = layer.embed_dim, layer.num_heads
+    width, heads = _width(layer), layer.num_heads
     weight = torch_checks.require_present("in_proj_weight", layer.in_proj_weight, separate=False)
-    torch_checks.require_weight("query", query, weight, 3 * embed_dim, packed=True)
+    torch_checks.require_weight("query", query, weight, 3 * width, packed=True)
     if key is value and query is key:
         return _split(project(query, weight, bias), 3, heads)
-    torch_checks.require_weight("key", key, weight, 3 * embed_dim, packed=True)
+    torch_checks.require_weight("key", key, weight, 3 * width, packed=True)
     if key is value:
-        sizes = [embed_dim, 2 * embed_dim]
+        sizes = [width, 2 * width]
         w_q, w_kv = weight.split(sizes)
         b_q, b_kv = (None, None) if bias is None else bias.split(sizes)
         queries = _split(project(query, w_q, b_q), 1, heads)
         return *queries, *_split(project(key, w_kv, b_kv), 2, heads)
-    torch_checks.require_weight("value", value, weight, 3 * embed_dim, packed=True)
+    torch_checks.require_weight("value", value, weight, 3 * width, packed=True)
     return _project_each((query, key, value), weight.chunk(3), bias, heads)
 
 
@@ -169,7 +178,7 @@ def _project_separately(
     for name, x in (("query", query), ("key", key), ("value", value)):
         attribute = f"{name[0]}_proj_weight"
         weight = torch_checks.require_present(attribute, getattr(layer, attribute), separate=True)
-        torch_checks.require_weight(name, x, weight, layer.embed_dim, packed=False)
+        torch_checks.require_weight(name, x, weight, _width(layer), packed=False)
         weights.append(weight)
     return _project_each((query, key, value), weights, bias, layer.num_heads)
 
@@ -226,7 +235,13 @@ def _outputs(
 
 
 def explain(
-    query: Tensor, key: Tensor, value: Tensor, layer: nn.MultiheadAttention, options: CallOptions
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: Layer,
+    options: CallOptions,
+    *,
+    out_proj: nn.Module,
 ) -> LayerExplanation:
     """Return the report on `attend` and the output projection for these inputs."""
     matrix, v = matrix_and_values(query, key, value, layer, options)
@@ -239,15 +254,15 @@ def explain(
         product_line(name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], rows))
         for name, x, rows in _input_products(query, key, value, layer)
     )
-    lines += projection_lines(layer, {"out_proj": query.shape[:-1].numel()})
+    lines += (projection_line("out_proj", out_proj, query.shape[:-1].numel()),)
     return LayerExplanation(tokens, lines, matrix.explain(v), _weights(matrix, v, options))
 
 
 def _input_products(
-    query: Tensor, key: Tensor, value: Tensor, layer: nn.MultiheadAttention
+    query: Tensor, key: Tensor, value: Tensor, layer: Layer
 ) -> list[tuple[str, Tensor, int]]:
     """Return each product of the input projection: its name, input and output width."""
-    width = layer.embed_dim
+    width = _width(layer)
     if not layer._qkv_same_embed_dim:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         return [(name, x, width) for name, x in zip(names, (query, key, value), strict=True)]

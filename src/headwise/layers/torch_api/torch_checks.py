@@ -51,6 +51,15 @@ def require_sizes(embed_dim: int, num_heads: int) -> None:
         )
 
 
+def refuse_nested(what: str) -> NoReturn:
+    """Raise OptionError for nested tensors, where torch's own code cannot serve."""
+    raise OptionError(
+        saw=f"{what} with nested tensors",
+        needed="tensors with one length, since torch's code computes nested ones",
+        do="x.to_padded_tensor(0.0) for the input, with key_padding_mask=...",
+    )
+
+
 def require_mask_for_hint(*, is_causal: bool, attn_mask: Tensor | None) -> None:
     """Raise for ``is_causal`` without ``attn_mask``, also on the paths where torch ignores it."""
     if is_causal and attn_mask is None:
@@ -177,7 +186,7 @@ def require_masks(
     if attn_mask is not None:
         expected = (queries, keys) if attn_mask.dim() == 2 else (batch * heads, queries, keys)
         if attn_mask.shape != expected:
-            _refuse_attn_mask(attn_mask, expected, batch, heads, batched=batched)
+            refuse_attn_mask(attn_mask, expected, batch, heads, batched=batched)
     if padding is not None:
         for axis, (name, size) in enumerate((("batch", batch), ("keys", keys))):
             if padding.shape[axis] != size:
@@ -338,9 +347,10 @@ def _refuse_mix(name: str, x: Tensor, weight: Tensor) -> None:
         )
 
 
-def _refuse_attn_mask(
+def refuse_attn_mask(
     mask: Tensor, expected: tuple[int, ...], batch: int, heads: int, *, batched: bool
 ) -> NoReturn:
+    """Raise for an ``attn_mask`` of another shape than the expected one."""
     queries, keys = expected[-2:]
     advice = {
         (keys, queries): "attn_mask.mT, if its two axes are swapped",
