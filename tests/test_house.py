@@ -98,7 +98,7 @@ def functions_for_users(tree: ast.Module, path: Path) -> Iterator[Function]:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name in headwise.__all__:
             yield from public_functions(node)
-        elif isinstance(node, Function) and {"heads", "functional.py"} & set(path.parts):
+        elif isinstance(node, Function) and "heads" in path.relative_to(SOURCE).parts:
             yield node
 
 

@@ -31,10 +31,10 @@ def part_of(layer: Attention, heads: range) -> Attention:
         "k_proj": (part.kv_heads, layer.head_dim),
         "v_proj": (part.kv_heads, layer.value_dim),
     }
-    for name, (own, width) in rows.items():
+    for name, (channels_of, width) in rows.items():
         projection = small.get_submodule(name)
         for key, parameter in list(projection.named_parameters()):
-            cut = parameter[own.start * width : own.stop * width]
+            cut = parameter[channels_of.start * width : channels_of.stop * width]
             setattr(projection, key, nn.Parameter(cut.detach().clone()))
     first, stop = heads.start * layer.value_dim, heads.stop * layer.value_dim
     weight = small.out_proj.weight[:, first:stop]
@@ -100,14 +100,14 @@ def test_parts_add_up(options: dict[str, Any]) -> None:
 def test_readings_and_steps_of_a_part(options: dict[str, Any]) -> None:
     layer, x = made(**options)
     heads = PARTS[0]
-    small, own = part_of(layer, heads), slice(heads.start, heads.stop)
+    small, chosen = part_of(layer, heads), slice(heads.start, heads.stop)
     with torch.no_grad():
         for name in ("contributions", "head_outputs"):
             whole, found = getattr(layer, name)(x), getattr(small, name)(x)
             if name == "contributions":  # of all heads: zero for those of other parts
                 assert torch.all(found[:, heads.stop :] == 0)
-                found = found[:, own]
-            torch.testing.assert_close(found, whole[:, own], rtol=0, atol=TOLERANCE)
+                found = found[:, chosen]
+            torch.testing.assert_close(found, whole[:, chosen], rtol=0, atol=TOLERANCE)
         cache = small.cache(batch=BATCH, length=LENGTH)
         assert f"kv_heads={len(small.part.kv_heads)}" in repr(cache)
         assert "heads 0 to 3 here" in repr(small)
@@ -119,11 +119,11 @@ def test_readings_and_steps_of_a_part(options: dict[str, Any]) -> None:
 def test_a_mask_for_other_heads_is_refused() -> None:
     layer, x = made()
     small = part_of(layer, PARTS[0])
-    own = torch.ones(4, LENGTH, LENGTH, dtype=torch.bool)
+    allowed = torch.ones(4, LENGTH, LENGTH, dtype=torch.bool)
     with pytest.raises(MaskError, match="heads 6"):
-        small(x, mask=Mask.may_attend(own, axes="heads queries keys"))
+        small(x, mask=Mask.may_attend(allowed, axes="heads queries keys"))
     with pytest.raises(MaskError, match="heads 6"):
-        small(x, score_bias=ScoreBias.dense(own.double(), axes="heads queries keys"))
+        small(x, score_bias=ScoreBias.dense(allowed.double(), axes="heads queries keys"))
 
 
 def test_a_projection_of_fewer_heads_is_refused_without_a_part() -> None:
@@ -166,9 +166,9 @@ def test_parts_of_the_drop_in_add_up(options: dict[str, Any], batch_first: bool)
                 small = copy.copy(layer)
                 small.part = HeadPart(heads, num_heads=HEADS, num_kv_heads=HEADS)
                 small.__dict__["out_proj"] = _columns(layer.out_proj, heads)
-                out, own = small(query, *inputs, **call)
+                out, returned = small(query, *inputs, **call)
                 total += out
-                collected.append(own)
+                collected.append(returned)
             if layer.out_proj.bias is not None:
                 total -= (len(PARTS) - 1) * layer.out_proj.bias
             torch.testing.assert_close(total, expected, rtol=0, atol=TOLERANCE)
@@ -179,8 +179,8 @@ def test_parts_of_the_drop_in_add_up(options: dict[str, Any], batch_first: bool)
 def _columns(projection: nn.Linear, heads: range) -> nn.Linear:
     width = EMBED // HEADS
     part = copy.deepcopy(projection)
-    own = projection.weight[:, heads.start * width : heads.stop * width]
-    part.weight = nn.Parameter(own.detach().clone())
+    columns = projection.weight[:, heads.start * width : heads.stop * width]
+    part.weight = nn.Parameter(columns.detach().clone())
     return part
 
 

@@ -128,15 +128,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 average_attn_weights=average_attn_weights,
                 is_causal=is_causal,
             )
-        dropout_p = self.dropout if self.training else 0.0
         masks = (key_padding_mask, attn_mask, is_causal)
-        returned = (need_weights, average_attn_weights)
-        options = CallOptions(*masks, *returned, dropout_p, self.batch_first)
-        if self.part is None:
-            heads, weights = attend(query, key, value, self, options)
-        else:
-            call = part_of_call(query, key, value, self, options, self.part)
-            heads, weights = attend_part(call, self.part)
+        options = self._options(*masks, need_weights, average_attn_weights)
+        heads, weights = self._attend(query, key, value, options)
         if key_padding_mask is not None:
             self._warn_of_hidden_sequences(key_padding_mask)
         return self.out_proj(heads), weights
@@ -164,14 +158,32 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             torch_checks.refuse_nested("explain")
-        dropout_p = self.dropout if self.training else 0.0
         masks = (key_padding_mask, attn_mask, is_causal)
-        returned = (need_weights, average_attn_weights)
-        options = CallOptions(*masks, *returned, dropout_p, self.batch_first)
+        options = self._options(*masks, need_weights, average_attn_weights)
         if self.part is None:
             return explain(query, key, value, self, options, out_proj=self.out_proj)
-        call = part_of_call(query, key, value, self, options, self.part)
+        call = part_of_call(query, key, value, self, options, part=self.part)
         return explain(*call, out_proj=self.out_proj)
+
+    def _options(
+        self,
+        padding: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        need_weights: bool,
+        average: bool,
+    ) -> CallOptions:
+        dropout_p = self.dropout if self.training else 0.0
+        masks = (padding, attn_mask, is_causal)
+        return CallOptions(*masks, need_weights, average, dropout_p, self.batch_first)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: CallOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.part is None:
+            return attend(query, key, value, self, options)
+        call = part_of_call(query, key, value, self, options, part=self.part)
+        return attend_part(call, part=self.part)
 
     def _warn_of_hidden_sequences(self, padding: Tensor) -> None:
         """Warn once for each layer of padding that may have the reverse polarity."""

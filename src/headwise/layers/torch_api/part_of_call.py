@@ -21,7 +21,7 @@ class PartOfCall(NamedTuple):
     options: CallOptions
 
 
-def attend_part(call: PartOfCall, part: HeadPart) -> tuple[Tensor, Tensor | None]:
+def attend_part(call: PartOfCall, *, part: HeadPart) -> tuple[Tensor, Tensor | None]:
     """Return the part's input of the output projection, and the weights of all heads or None."""
     heads, weights = attend(*call)
     if weights is None:
@@ -35,6 +35,7 @@ def part_of_call(
     value: Tensor,
     layer: nn.MultiheadAttention,
     options: CallOptions,
+    *,
     part: HeadPart,
 ) -> PartOfCall:
     """Return a call's arguments for a part of the heads.
@@ -78,15 +79,16 @@ def _mask_of_part(
 
 def _parameters(layer: nn.MultiheadAttention, part: HeadPart) -> ProjectionParameters:
     """Return the part's parameters, in the separate form."""
+    width = layer.embed_dim
 
     def share(parameter: Tensor | None, dim: int) -> Tensor | None:
         if parameter is None:
             return None
-        own = part.parameter(parameter)
-        return own if own.shape[dim] != layer.embed_dim else part.channels(own, dim=dim)
+        weight = part.parameter(parameter)
+        return weight if weight.shape[dim] != width else part.channels(weight, dim=dim)
 
     def packed(parameter: Tensor) -> Tensor:
-        thirds = part.parameter(parameter).unflatten(0, (3, layer.embed_dim))
+        thirds = part.parameter(parameter).unflatten(0, (3, width))
         return part.channels(thirds, dim=1)
 
     if layer.in_proj_weight is None:
@@ -95,8 +97,8 @@ def _parameters(layer: nn.MultiheadAttention, part: HeadPart) -> ProjectionParam
     else:
         weights = packed(layer.in_proj_weight).unbind(0)
     return ProjectionParameters(
-        embed_dim=layer.embed_dim,
-        width=layer.embed_dim // part.num_heads * len(part.heads),
+        embed_dim=width,
+        width=width // part.num_heads * len(part.heads),
         num_heads=len(part.heads),
         _qkv_same_embed_dim=False,
         in_proj_weight=None,
