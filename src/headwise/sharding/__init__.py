@@ -12,6 +12,9 @@ from headwise.sharding.costs.model_sizes import ModelSizes
 from headwise.sharding.costs.sharding_way import ShardingWay
 from headwise.sharding.costs.step_costs import Machine, StepCosts
 from headwise.sharding.counted_bytes import SentBytes, counted_bytes
+from headwise.sharding.sequence.attend import attend, explain_attend
+from headwise.sharding.sequence.sequence_layout import SequenceLayout
+from headwise.sharding.sequence.sequence_plan import SequencePlan
 
 __all__ = [
     "CostPlan",
@@ -19,8 +22,12 @@ __all__ = [
     "Machine",
     "ModelSizes",
     "SentBytes",
+    "SequenceLayout",
+    "SequencePlan",
     "ShardingWay",
     "StepCosts",
+    "attend",
     "counted_bytes",
+    "explain_attend",
     "plan_costs",
 ]

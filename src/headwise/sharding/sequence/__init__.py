@@ -1,0 +1,1 @@
+"""Attention on a sequence whose tokens are divided over ranks."""

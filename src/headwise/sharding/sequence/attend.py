@@ -1,0 +1,121 @@
+"""Attention of a sequence whose tokens are divided over ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias
+from headwise.sharding.sequence.ring import attend_by_ring
+from headwise.sharding.sequence.scores import SequenceArguments, SequenceScores, share_scores
+from headwise.sharding.sequence.sequence_layout import SequenceLayout
+from headwise.sharding.sequence.sequence_plan import (
+    LIMIT,
+    Operands,
+    SequencePlan,
+    Way,
+    checked_options,
+    plan,
+)
+from headwise.sharding.sequence.ways import attend_by_gather, attend_by_heads
+
+_WAYS = {"heads": attend_by_heads, "gather": attend_by_gather, "ring": attend_by_ring}
+
+
+def attend(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    mesh: DeviceMesh,
+    *,
+    by: Way | None = None,
+    layout: SequenceLayout | None = None,
+    key_layout: SequenceLayout | None = None,
+    limit: int | None = LIMIT,
+    mask: Mask | None = None,
+    score_bias: ScoreBias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Float[Tensor, " heads"] | None = None,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """Compute the head outputs of this rank's queries: a collective, also in the backward pass.
+
+    The result and all gradients are those of ``AttentionMatrix(q, k, ...) @ v`` on the whole
+    sequence. All ranks of the mesh make the call, and all of them run the backward pass. The
+    gradients of ``sink`` and of tensors in ``score_bias`` are this rank's share: their sum over
+    ranks is the gradient, as for every other parameter that all ranks hold.
+
+    Args:
+        q: the queries of this rank.
+        k: the keys of this rank.
+        v: the values of the same keys.
+        mesh: a mesh of one dimension, such as ``mesh["sequence"]`` of a larger one.
+        by: "heads" exchanges tokens for heads, "gather" gathers all keys and values, "ring" passes
+            them from rank to rank. None takes "heads" where ranks get whole heads, else "gather"
+            up to ``limit``, else "ring"; `explain_attend` says which, and why.
+        layout: the positions that each rank holds; None for one run on each, in their order.
+        key_layout: the same for keys; None for ``layout`` where ranks hold as many keys as
+            queries, else one run on each.
+        limit: bytes that gathered keys and values may take on a rank; None for no limit.
+        mask: as in `headwise.AttentionMatrix`, for the whole sequence.
+        score_bias: the same.
+        scale: the same.
+        softcap: the same.
+        sink: the logits of all heads.
+
+    Raises:
+        OptionError: no process group, a mesh or a layout that does not fit, heads that do not
+            divide, or ranks that differ in masks, biases or options.
+        ShapeError, DTypeError, DeviceError, MaskError: operands that do not fit together.
+    """
+    arguments = SequenceArguments(layout, key_layout, mask, score_bias, scale, softcap, sink)
+    scores, chosen = _plan("attend(q, k, v, mesh)", (q, k, v), mesh, by, limit, arguments)
+    return _WAYS[chosen.by](q, k, v, scores)
+
+
+def explain_attend(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    mesh: DeviceMesh,
+    *,
+    by: Way | None = None,
+    limit: int | None = LIMIT,
+    **options: Any,
+) -> SequencePlan:
+    """Return the way of `attend` for the same arguments, with the reason and the cost.
+
+    All ranks make the call.
+
+    Args:
+        q: the queries of this rank.
+        k: the keys of this rank.
+        v: the values of the same keys.
+        mesh: a mesh of one dimension.
+        by: as in `attend`.
+        limit: as in `attend`.
+        **options: all others of `attend`.
+
+    Raises:
+        OptionError, ShapeError, DTypeError, DeviceError, MaskError: as `attend`.
+    """
+    call, arguments = "explain_attend(q, k, v, mesh)", SequenceArguments(**options)
+    return _plan(call, (q, k, v), mesh, by, limit, arguments)[1]
+
+
+def _plan(
+    call: str,
+    operands: tuple[Tensor, Tensor, Tensor],
+    mesh: DeviceMesh,
+    by: Way | None,
+    limit: int | None,
+    arguments: SequenceArguments,
+) -> tuple[SequenceScores, SequencePlan]:
+    further = partial(checked_options, by, limit)
+    scores = share_scores(call, operands, mesh, arguments, further)
+    return scores, plan(scores, Operands.of(*operands), by=by, limit=limit)

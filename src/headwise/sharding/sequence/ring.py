@@ -1,0 +1,296 @@
+"""Ring attention: keys and values travel from rank to rank, and no rank holds all of them.
+
+Each rank attends with its queries to the part that has arrived, and merges: for outputs o_i of
+weights with the maximum m_i and the sum Z_i of exp(s - m_i),
+
+    m = max m_i,    w_i = Z_i exp(m_i - m),    o = sum w_i o_i / (sum w_i + exp(sink - m))
+
+The sink is added once. Parts are computed and merged in the accumulation dtype. The backward pass
+sends the keys and values around again, computes the weights of each part from m and Z of the whole
+row, and takes sum p dp = dout . out of the whole row, so that ds = p (dp - dout . out) is exact.
+Each rank then sends the gradient of a part directly to the rank that holds it (Liu et al. 2023,
+arXiv:2310.01889, for the ring; Dao et al. 2022, arXiv:2205.14135, for the gradient).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from headwise import reference
+from headwise.kernels import tiled
+from headwise.kernels.bound_scores import BoundScores, accumulation_dtype
+from headwise.kernels.tiled import KernelResult, Requested, UpstreamGradients, softmax_shift
+from headwise.masks.clause import MatrixPart
+from headwise.masks.score_bias import BoundBias
+from headwise.sharding.collectives import Transfer, pass_around
+from headwise.sharding.sequence.scores import SequenceScores
+from headwise.support.tracing import without_autocast
+
+
+def attend_by_ring(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) -> Tensor:
+    """Return the head outputs of this rank's queries; see `headwise.sharding.attend`."""
+    sizes, options = scores.sizes, scores.options
+    bias = options.score_bias.bound(
+        queries=sizes.queries,
+        keys=sizes.keys,
+        device=q.device,
+        dtype=accumulation_dtype(q.dtype),
+    )
+    operands = (q, k, v, options.sink, bias.table, *bias.tensors)
+    with without_autocast(q):
+        return _Ring.apply(scores, *operands)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """A run of this rank's queries with a run of the keys that have arrived.
+
+    Attributes:
+        place: the block in the whole matrix.
+        rows: its queries among those of this rank.
+        columns: its keys among those that have arrived.
+    """
+
+    place: MatrixPart
+    rows: slice
+    columns: slice
+
+
+def _blocks(scores: SequenceScores, owner: int) -> Iterator[_Block]:
+    """Yield the blocks in which a query may see a key of the rank ``owner``."""
+    row = 0
+    for queries in scores.query_runs:
+        seen, column = scores.seen_keys(queries), 0
+        for run in scores.key_layout.spans[owner]:
+            keys = run.within(seen)
+            if keys.size:
+                first = column + keys.first - run.first
+                yield _Block(
+                    scores.part(queries, keys),
+                    slice(row, row + queries.size),
+                    slice(first, first + keys.size),
+                )
+            column += run.size
+        row += queries.size
+
+
+@dataclass(frozen=True, eq=False)
+class _Operands:
+    """Queries, bias and options of the whole matrix, from which blocks are cut."""
+
+    scores: SequenceScores
+    q: Tensor  # in the accumulation dtype
+    bias: BoundBias
+
+    def block(self, block: _Block, k: Tensor) -> BoundScores:
+        """Return the scores of one block with its keys; without the sink, which is added once."""
+        options = self.scores.options
+        scale = options.scale
+        return BoundScores(
+            q=self.q[:, :, block.rows],
+            k=k,
+            mask=self.scores.mask.within(block.place),
+            bias=self.bias.within(block.place),
+            scale=reference.default_scale(self.q) if scale is None else scale,
+            softcap=options.softcap,
+            sink=None,
+        )
+
+
+class _Merged:
+    """Outputs of all parts that have been added, with the largest score and sum of each row."""
+
+    def __init__(self, q: Tensor, value_dim: int) -> None:
+        self.out = q.new_zeros(*q.shape[:3], value_dim)
+        self.peak = q.new_full(q.shape[:3], -torch.inf)
+        self.total = q.new_zeros(q.shape[:3])  # sum of exp(s - m), for m of the peak
+
+    def add(self, rows: slice, part: KernelResult) -> None:
+        """Add a part's outputs for some rows."""
+        out, peak, total = (x[:, :, rows] for x in (self.out, self.peak, self.total))
+        largest = torch.maximum(peak, part.peak)
+        shift = softmax_shift(largest, None)
+        before = total * (peak - shift).exp()
+        # A row without keys in this part has log_sum 0, and weight 0 by its peak of -inf.
+        after = (part.peak - shift + part.log_sum).exp()
+        both = before + after
+        share = torch.where(both > 0, after / both, 0.0)
+        out.lerp_(part.out, share[..., None])
+        peak.copy_(largest)
+        total.copy_(both)
+
+    def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return outputs, shift and log sum of each row, with the sink."""
+        shift = softmax_shift(self.peak, sink)
+        total = self.total * (self.peak - shift).exp()
+        if sink is not None:
+            both = total + (sink.to(shift.dtype)[:, None] - shift).exp()
+            self.out.mul_(torch.where(both > 0, total / both, 0.0)[..., None])
+            total = both
+        return self.out, shift, total.masked_fill(total == 0, 1.0).log()
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: SequenceScores,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        table: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        exact = accumulation_dtype(q.dtype)
+        bias = BoundBias(scores.sizes.queries, scores.sizes.keys, table, tensors)
+        operands = _Operands(scores, q.to(exact), bias)
+        merged = _Merged(operands.q, v.shape[-1])
+        for owner, parts in _travelling(k, v, scores):
+            keys, values = (x.to(exact) for x in parts)
+            for block in _blocks(scores, owner):
+                problem = operands.block(block, keys[:, :, block.columns])
+                part = tiled.forward(problem, values[:, :, block.columns], None, Requested())
+                merged.add(block.rows, part)
+        out, shift, log_sum = merged.finish(sink)
+        out = out.to(q.dtype)
+        ctx.scores = scores
+        ctx.save_for_backward(q, k, v, sink, table, out, shift, log_sum, *tensors)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, table, out, shift, log_sum, *tensors = ctx.saved_tensors
+        scores, exact = ctx.scores, accumulation_dtype(q.dtype)
+        _, _, _, _, _, table_needed, *tensors_needed = ctx.needs_input_grad
+        with without_autocast(q):
+            bias = BoundBias(scores.sizes.queries, scores.sizes.keys, table, tuple(tensors))
+            dout = upstream.to(exact)
+            rows = _RowGradients(dout, shift, log_sum, (dout * out).sum(-1))
+            sums = _Gradients(_Operands(scores, q.to(exact), bias), (table_needed, tensors_needed))
+            dk, dv = _gradients_of_parts(sums, rows, k, v)
+            dsink = None
+            if sink is not None:
+                p = (sink.to(exact)[:, None] - shift - log_sum).exp()
+                dsink = -(p * rows.means).sum((0, 2)).to(sink.dtype)
+        return (None, sums.q.to(q.dtype), dk, dv, dsink, *sums.of_bias())
+
+
+def _travelling(
+    k: Tensor, v: Tensor, scores: SequenceScores
+) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Yield keys and values of each rank with its number, (batch, kv_heads, keys, width)."""
+    tokens_first = tuple(x.movedim(2, 0).contiguous() for x in (k, v))
+    for owner, parts in pass_around(tokens_first, scores.keys):
+        keys, values = (x.movedim(0, 2) for x in parts)
+        yield owner, (keys, values)
+
+
+@dataclass(frozen=True, eq=False)
+class _RowGradients:
+    """Gradient of the outputs, and statistics of the whole rows, for this rank's queries."""
+
+    dout: Tensor
+    shift: Tensor
+    log_sum: Tensor
+    means: Tensor  # sum p dp = dout . out
+
+    def upstream(self, rows: slice) -> UpstreamGradients:
+        """Return the gradients of a block's results, of which it has outputs alone."""
+        others = dict.fromkeys(KernelResult._fields)
+        given = {"out": self.dout[:, :, rows], "row_means": self.means[:, :, rows]}
+        return UpstreamGradients(**{**others, **given})
+
+    def statistics(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the shift and the log sum of a block's rows."""
+        return self.shift[:, :, rows], self.log_sum[:, :, rows]
+
+
+class _Gradients:
+    """Sums of the gradients of this rank's queries and of the score bias, over all blocks."""
+
+    def __init__(self, operands: _Operands, needed: tuple[bool, list[bool]]) -> None:
+        self.operands, self._needed = operands, needed
+        self.q = torch.zeros_like(operands.q)
+        bias, exact = operands.bias, operands.q.dtype
+        table, tensors = None, []
+        if bias.table is not None and needed[0]:
+            table = torch.zeros_like(bias.table, dtype=exact)
+        for tensor, is_needed in zip(bias.tensors, needed[1], strict=True):
+            if is_needed:
+                tensors.append(torch.zeros_like(tensor, dtype=exact))
+        self._bias = BoundBias(bias.queries, bias.keys, table, tuple(tensors))
+
+    def add(
+        self, block: _Block, keys: Tensor, values: Tensor, rows: _RowGradients
+    ) -> tuple[Tensor, Tensor]:
+        """Add the gradients of one block; return those of its keys and values."""
+        problem = self.operands.block(block, keys)
+        upstream, statistics = rows.upstream(block.rows), rows.statistics(block.rows)
+        gradients = tiled.backward(problem, values, None, statistics, upstream, self._needed)
+        self.q[:, :, block.rows] += gradients.q
+        # Views of the sums, for the entries of the bias that this block reads.
+        sums = self._bias.within(block.place)
+        parts = [x for x in gradients.tensors if x is not None]
+        for total, part in zip(sums.tensors, parts, strict=True):
+            total += part
+        if sums.table is not None and gradients.table is not None:
+            sums.table.add_(gradients.table)
+        assert gradients.v is not None
+        return gradients.k, gradients.v
+
+    def of_bias(self) -> list[Tensor | None]:
+        """Return the gradients of the table and the tensors, in their dtypes."""
+        bias, sums = self.operands.bias, iter(self._bias.tensors)
+        table = self._bias.table
+        if table is not None and bias.table is not None:
+            table = table.to(bias.table.dtype)
+        pairs = zip(bias.tensors, self._needed[1], strict=True)
+        return [table, *(next(sums).to(x.dtype) if needed else None for x, needed in pairs)]
+
+
+def _gradients_of_parts(
+    sums: _Gradients, rows: _RowGradients, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Send keys and values around once more; return the gradients of this rank's part of them."""
+    scores, exact = sums.operands.scores, sums.operands.q.dtype
+    rank, home = scores.keys.rank, None
+    total = [torch.zeros_like(x, dtype=exact) for x in (k, v)]
+    for owner, parts in _travelling(k, v, scores):
+        gradients = [x.new_zeros(x.shape, dtype=exact) for x in parts]
+        keys, values = (x.to(exact) for x in parts)
+        for block in _blocks(scores, owner):
+            at = (slice(None), slice(None), block.columns)
+            for gradient, part in zip(
+                gradients, sums.add(block, keys[at], values[at], rows), strict=True
+            ):
+                gradient[at] += part
+        if home is not None:
+            gradients_of_others = home.wait()
+            _add(total, gradients_of_others)
+        if owner == rank:
+            _add(total, gradients)
+            continue
+        home = Transfer(
+            scores.keys,
+            sent=[x.to(k.dtype) for x in gradients],
+            to=owner,
+            received=[torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)],
+            source=2 * rank - owner,
+        )
+    if home is not None:
+        _add(total, home.wait())
+    dk, dv = (x.to(k.dtype) for x in total)
+    return dk, dv
+
+
+def _add(total: list[Tensor], parts: Iterable[Tensor]) -> None:
+    for x, part in zip(total, parts, strict=True):
+        x += part

@@ -1,0 +1,219 @@
+"""Choice of the way in which ranks share the attention of a sequence, with its cost.
+
+For L tokens of queries and keys over n ranks, H heads, H_kv kv_heads, of width d, a rank sends in
+one call, in elements (keys and values of different widths count with their mean):
+
+| way | forward | backward | held beside the operands |
+| --- | --- | --- | --- |
+| heads | (2 H + 2 max(H_kv, n)) L d (n - 1) / n^2 | the same | this rank's heads of all tokens |
+| gather | 2 L H_kv d (n - 1) / n | the same | all keys and values |
+| ring | 2 L H_kv d (n - 1) / n | twice that | two parts of keys and values |
+
+The ring passes keys and values around once more in the backward pass, and sends each part of their
+gradient home directly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from headwise.errors import OptionError
+from headwise.masks.clause import MatrixSizes
+from headwise.sharding.sequence.scores import SequenceScores
+from headwise.sharding.sequence.sequence_layout import SequenceLayout
+from headwise.support.arguments import is_number
+from headwise.support.message_text import describe_value, human_bytes
+
+Way = Literal["heads", "gather", "ring"]
+WAYS: tuple[str, ...] = get_args(Way)
+LIMIT = 2**31  # bytes of gathered keys and values
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """The way of one call of `headwise.sharding.attend`, and its cost on this rank.
+
+    Attributes:
+        by: "heads", "gather" or "ring".
+        why: the reason.
+        sent_forward: bytes that this rank sends in the forward pass.
+        sent_backward: bytes that it sends in the backward pass.
+        held: bytes of what arrives, and is kept for the backward pass: heads of all tokens,
+            gathered keys and values, or nothing.
+        work: for each rank the number of (query, key) pairs inside the mask's bands.
+    """
+
+    by: Way
+    why: str
+    sent_forward: int
+    sent_backward: int
+    held: int
+    work: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Largest work of a rank over the mean, less 1; 0 for equal work."""
+        mean = sum(self.work) / len(self.work)
+        return max(self.work) / mean - 1 if mean else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"by {self.by}: {self.why}\n"
+            f"  sent    {human_bytes(self.sent_forward)} forward, "
+            f"{human_bytes(self.sent_backward)} backward\n"
+            f"  held    {human_bytes(self.held)}\n"
+            f"  work    the busiest rank has {100 * self.imbalance:.1f} % more than the mean"
+        )
+
+
+class Operands(NamedTuple):
+    """Sizes of q, k and v that decide about a way."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+        """Return the sizes of a rank's queries, keys and values."""
+        return cls(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
+
+
+def checked_options(by: str | None, limit: int | None) -> tuple[str | None, int | None]:
+    """Return both; raise OptionError unless ``by`` is a way and ``limit`` bytes, or None."""
+    if by is not None and by not in WAYS:
+        raise OptionError(
+            saw=f"attend(by={describe_value(by)})",
+            needed='"heads", "gather", "ring", or None for the one that fits',
+            do="leave it out; explain_attend(...) names the way and the reason",
+        )
+    if limit is not None and not (is_number(limit) and limit >= 0):
+        raise OptionError(
+            saw=f"attend(limit={describe_value(limit)})",
+            needed="bytes that gathered keys and values may take, or None for no limit",
+            do=f"e.g. limit={LIMIT}",
+        )
+    return by, limit
+
+
+def plan(
+    scores: SequenceScores, operands: Operands, *, by: Way | None, limit: int | None
+) -> SequencePlan:
+    """Choose the way of a call.
+
+    Raises:
+        OptionError: ``by="heads"`` where the heads do not divide.
+    """
+    refusal = refuse_heads(operands, scores.queries.size)
+    if by == "heads" and refusal:
+        raise OptionError(
+            saw=f'by="heads" with {operands.heads} heads and {operands.kv_heads} kv_heads over '
+            f"{scores.queries.size} ranks",
+            needed="ranks that divide the heads, and that divide the kv_heads or are a multiple "
+            "of them",
+            do='by="gather", by="ring", or another number of ranks',
+        )
+    way, why = (by, "as asked") if by else _choose(scores, operands, refusal, limit)
+    forward, backward, held = _COSTS[way](scores, operands)
+    return SequencePlan(
+        way,
+        why,
+        forward * operands.itemsize,
+        backward * operands.itemsize,
+        held * operands.itemsize,
+        _work(scores, way),
+    )
+
+
+def refuse_heads(operands: Operands, ranks: int) -> str | None:
+    """Return why heads cannot be divided over ranks, or None."""
+    if operands.heads % ranks:
+        return f"{ranks} ranks do not divide {operands.heads} heads"
+    if operands.kv_heads % ranks and ranks % operands.kv_heads:
+        return f"{operands.kv_heads} kv_heads and {ranks} ranks do not divide each other"
+    return None
+
+
+def _choose(
+    scores: SequenceScores, operands: Operands, refusal: str | None, limit: int | None
+) -> tuple[Way, str]:
+    if refusal is None:
+        return "heads", "each rank gets whole heads: the kernel and its result are the unsharded"
+    gathered = _gather(scores, operands)[2] * operands.itemsize
+    if limit is None or gathered <= limit:
+        return "gather", f"{refusal}; all keys and values take {human_bytes(gathered)}"
+    return "ring", (
+        f"{refusal}; all keys and values would take {human_bytes(gathered)}, the limit is "
+        f"{human_bytes(limit)}"
+    )
+
+
+# ---- costs, in elements ------------------------------------------------------------------------
+
+
+def _heads(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+    sizes, ranks = scores.sizes, scores.queries.size
+    per_query = operands.heads * (operands.head_dim + operands.value_dim)
+    per_key = max(operands.kv_heads, ranks) * (operands.head_dim + operands.value_dim)
+    others = ranks - 1
+    to_heads = (
+        scores.queries.length * operands.heads * operands.head_dim + scores.keys.length * per_key
+    )
+    back = (sizes.queries - scores.queries.length) * operands.heads * operands.value_dim
+    forward = to_heads * others + back
+    # In the backward pass outputs go there, and the gradients of queries, keys and values back.
+    there = scores.queries.length * operands.heads * operands.value_dim * others
+    home = (sizes.queries - scores.queries.length) * operands.heads * operands.head_dim
+    home += (sizes.keys - scores.keys.length) * per_key
+    held = sizes.queries * per_query + sizes.keys * per_key
+    return tuple(  # type: ignore[return-value]
+        sizes.batch * count // ranks for count in (forward, there + home, held)
+    )
+
+
+def _per_key(scores: SequenceScores, operands: Operands) -> int:
+    return scores.sizes.batch * operands.kv_heads * (operands.head_dim + operands.value_dim)
+
+
+def _gather(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+    each, keys = _per_key(scores, operands), scores.keys
+    forward = max(keys.lengths) * (keys.size - 1)  # parts are padded to the longest
+    return each * forward, each * (keys.tokens - keys.length), each * keys.tokens
+
+
+def _ring(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+    each, keys = _per_key(scores, operands), scores.keys
+    passed = keys.tokens - keys.lengths[(keys.rank + 1) % keys.size]
+    return each * passed, each * (passed + keys.tokens - keys.length), 0
+
+
+_COSTS = {"heads": _heads, "gather": _gather, "ring": _ring}
+
+
+# ---- work --------------------------------------------------------------------------------------
+
+
+def _work(scores: SequenceScores, way: Way) -> tuple[int, ...]:
+    layout = scores.query_layout
+    pairs = [pairs_of_rank(scores, layout, rank) for rank in range(layout.ranks)]
+    if way != "heads":
+        return tuple(pairs)
+    return (sum(pairs) // layout.ranks,) * layout.ranks  # the same queries for as many heads
+
+
+def pairs_of_rank(scores: SequenceScores, layout: SequenceLayout, rank: int) -> int:
+    """Return the number of (query, key) pairs inside the mask's bands, for a rank's queries."""
+    band, sizes = scores.mask.band, scores.sizes
+    if band is None:
+        return layout.lengths[rank] * sizes.keys
+    positions = layout.positions(rank)
+    whole = MatrixSizes(*sizes)
+    first, stop = band.interval(positions, slice(None), whole)
+    seen = stop.clamp(max=sizes.keys) - first.clamp(min=0)
+    return int(torch.clamp(seen, min=0).sum())
