@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headwise.reports.scan_page import save
+from headwise.reports.scan_page import save_scan_page
 from headwise.reports.scan_report import ScanReport
 from tests.reports.browser import READY, Chromium, Opened, chromium
 from tests.reports.viewer_scans import gpt2_sized, large
@@ -66,7 +66,7 @@ def main() -> None:
     with TemporaryDirectory() as folder, chromium() as browser:
         for name, make in PAGES.items():
             report, path = make(), Path(folder) / "page.html"
-            written = [_seconds(lambda: save(path, report)) for _ in range(RUNS)]  # noqa: B023
+            written = [_seconds(lambda: save_scan_page(path, report)) for _ in range(RUNS)]  # noqa: B023
             runs = [measure(browser, path) for _ in range(RUNS)]
             medians = {row: statistics.median(run[row] for run in runs) for row in runs[0]}
             size = path.stat().st_size / 1e6

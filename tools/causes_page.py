@@ -15,7 +15,7 @@ from pathlib import Path
 from headwise.diagnosis.cause_description import CONFUSED, REPAIR, RIGHT, WRONG, describe_cause
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause
-from headwise.diagnosis.function_comparison import page_of
+from headwise.diagnosis.function_comparison import cause_page_path
 
 DOCS = Path(__file__).parents[1] / "docs"
 INDEX = "causes/index.md"
@@ -33,7 +33,7 @@ def pages() -> dict[str, str]:
     """Return path in ``docs`` -> text, for the index and for each cause."""
     by_symptom = sorted(CAUSES, key=lambda cause: cause.symptom.lower())
     index = INTRODUCTION + "".join(map(row, by_symptom))
-    return {INDEX: index} | {page_of(cause.name): page(cause) for cause in CAUSES}
+    return {INDEX: index} | {cause_page_path(cause.name): page(cause) for cause in CAUSES}
 
 
 def row(cause: Cause) -> str:
@@ -76,7 +76,7 @@ def link(name: str) -> str:
     """Return a link to the page of a cause, from another page of causes."""
     if name not in {cause.name for cause in CAUSES}:
         raise KeyError(f"no cause has the name {name!r}")
-    return f"[{name}]({page_of(name).rpartition('/')[2]})"
+    return f"[{name}]({cause_page_path(name).rpartition('/')[2]})"
 
 
 def searched(cause: Cause) -> str:

@@ -10,7 +10,7 @@ from itertools import cycle
 from headwise.layouts.layout import Layout
 from headwise.layouts.layout_drawing import (
     DrawnCell,
-    axis_strips,
+    draw_axis_strips,
     drawing_sizes,
     rotary_pairs,
     short_name,
@@ -58,7 +58,7 @@ class Panel:
 
 def make_panel(layout: Layout, tensor: str, about: str, **sizes: int) -> Panel:
     """Return a panel of the axis of a stored tensor that is split into heads."""
-    axes = axis_strips(layout, drawing_sizes(layout, sizes))[tensor]
+    axes = draw_axis_strips(layout, drawing_sizes(layout, sizes))[tensor]
     return Panel(layout.name, about, next(strip.cells for strip in axes if strip.cells))
 
 

@@ -96,7 +96,7 @@ def write_documentation(record: dict[str, Any]) -> None:
     README.write_text(render_readme(README.read_text("utf-8"), record), "utf-8")
     PICTURES.mkdir(parents=True, exist_ok=True)
     for answer in answers_of(record):
-        (PICTURES / f"{answer.question.id}.svg").write_text(charts.svg(answer), "utf-8")
+        (PICTURES / f"{answer.question.id}.svg").write_text(charts.answer_svg(answer), "utf-8")
 
 
 def main() -> None:

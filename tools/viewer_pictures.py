@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from headwise.reports.scan_page import save
+from headwise.reports.scan_page import save_scan_page
 from tests.reports.browser import Chromium, chromium
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 
@@ -52,7 +52,7 @@ def main() -> None:
     """Write every picture."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder, chromium() as browser:
-        page = save(Path(folder) / "page.html", viewer_report(viewer_scan()))
+        page = save_scan_page(Path(folder) / "page.html", viewer_report(viewer_scan()))
         for name in PICTURES:
             small = picture(browser, page, name).quantize(COLOURS, dither=Image.Dither.NONE)
             small.save(FOLDER / f"{name}.png", optimize=True)

@@ -25,7 +25,7 @@ from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.compare import Comparison
 from headwise.diagnosis.compare_models import compare_runs
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.probes import NamedInputs, own_probes
+from headwise.diagnosis.probes import NamedInputs, make_probe_inputs
 
 # Names of one function, stated beforehand: fault -> causes that are also right.
 EQUALS: dict[str, frozenset[str]] = {}
@@ -136,7 +136,7 @@ def diagnosis_of(
     g = good.geometry
     # A fault of masks or of decoding needs the arguments of its own probe.
     if all(probe.mask is None and not probe.steps for probe in probes):
-        others = own_probes((g.embed_dim, g.key_dim), crosses=g.cross)
+        others = make_probe_inputs((g.embed_dim, g.key_dim), crosses=g.cross)
         named += [other for other in others if _runs(first, other)]
     with torch.no_grad():
         return Comparison(first, second, named, candidates).diagnosis()

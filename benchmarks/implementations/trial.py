@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from headwise import compare
 from headwise.diagnosis.diagnosis_result import Diagnosis
-from headwise.diagnosis.subjects.model_run import relative_gap
+from headwise.diagnosis.subjects.model_run import relative_difference_norm
 from headwise.errors import HeadwiseError
 from tools.huggingface_classes import classes, comparing
 from tools.huggingface_classes import trial as class_trial
@@ -157,7 +157,9 @@ def _gaps(
         mine, theirs = (comparing.outputs(result, where) for result in results)
         # Only eager can return weights.
         common = [n for n in mine if n in theirs and not n.startswith(comparing.WEIGHTS)]
-        gaps.append(max((relative_gap(mine[n], theirs[n]) for n in common), default=0.0))
+        gaps.append(
+            max((relative_difference_norm(mine[n], theirs[n]) for n in common), default=0.0)
+        )
     return gaps[0], gaps[1]
 
 

@@ -19,20 +19,20 @@ from headwise.errors import OptionError
 from headwise.kernels import dense, pooled_weights, sdpa
 from headwise.kernels.bound_scores import BoundScores, accumulation_dtype
 from headwise.kernels.dispatch import run_kernel
-from headwise.kernels.explain import Explanation, explain
+from headwise.kernels.explain import Explanation, explain_kernels
 from headwise.kernels.kernel import Task, row_logsumexp, row_maximum
-from headwise.kernels.observe_tiles import ObservedTile, count_attending_queries, observe
+from headwise.kernels.observe_tiles import ObservedTile, count_attending_queries, observe_tiles
 from headwise.kernels.tiled import Requested
-from headwise.kernels.weight_rows import diagonal_weights, largest_weights, weights_at
+from headwise.kernels.weight_rows import diagonal_weights, largest_weights, weights_of_queries
 from headwise.masks import operand_checks as checks
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
 from headwise.support.arguments import explain_arguments, require_tensors
 from headwise.support.display import ShownInNotebook
-from headwise.support.integers import as_count
+from headwise.support.integers import convert_to_count
 from headwise.support.matmul import LeftOperand
-from headwise.support.message_text import MATRIX_AXES, broadcasts, describe_value, human_bytes
+from headwise.support.message_text import MATRIX_AXES, axis_broadcasts, describe_value, human_bytes
 from headwise.support.tracing import is_traced, without_autocast
 
 SMALL_MAP = 64  # blocks of an axis: up to this many `pool` uses the fused kernel, above it tiles
@@ -92,9 +92,9 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         self.scale = reference.default_scale(q) if scale is None else scale
         is_shaped = self.mask is not checks.NO_MASK or self.score_bias is not checks.NO_BIAS
         self._is_plain = not is_shaped and softcap is None and sink is None
-        self._bound = self.mask.bind(**self._sizes, device=q.device) if is_shaped else None
+        self._bound = self.mask.bind(**self._axis_sizes, device=q.device) if is_shaped else None
         if is_shaped:
-            self.score_bias.check(**self._sizes, device=q.device)
+            self.score_bias.check(**self._axis_sizes, device=q.device)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -105,11 +105,11 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
     @property
     def bound_mask(self) -> BoundMask:
         """The mask, bound to the sizes of this matrix."""
-        return self._bound or self.mask.bind(**self._sizes, device=self.q.device)
+        return self._bound or self.mask.bind(**self._axis_sizes, device=self.q.device)
 
     def __repr__(self) -> str:
         dtype = str(self.q.dtype).removeprefix("torch.")
-        options = [*(f"{axis}={n}" for axis, n in self._sizes.items()), dtype]
+        options = [*(f"{axis}={n}" for axis, n in self._axis_sizes.items()), dtype]
         if self.k.shape[1] != self.q.shape[1]:
             options.append(f"kv_heads={self.k.shape[1]}")
         if str(self.mask) != "everything":
@@ -120,14 +120,14 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             options.append(f"softcap {self.softcap:g}")
         if self.sink is not None:
             options.append("sink")
-        return f"AttentionMatrix({', '.join(options)}; dense would be {human_bytes(self._bytes())})"
+        return f"AttentionMatrix({', '.join(options)}; dense would be {human_bytes(self._dense_bytes())})"
 
     def explain(self, v: Float[Tensor, "..."] | None = None) -> Explanation:
         """Return a printable report: kernel, reason and cost of each operation, for values ``v``.
 
         Without ``v`` the report is that of values as wide as the keys.
         """
-        return explain(*self._problem_for(self.k if v is None else v))
+        return explain_kernels(*self._bound_scores_for_values(self.k if v is None else v))
 
     def __matmul__(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
@@ -140,7 +140,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             ShapeError, DTypeError, DeviceError: values that do not fit the matrix.
         """
         plain = sdpa.plain_outputs(self.q, self.k, v, scale=self.scale) if self._is_plain else None
-        return run_kernel(Task(*self._problem_for(v))).out if plain is None else plain
+        return run_kernel(Task(*self._bound_scores_for_values(v))).out if plain is None else plain
 
     def dropped(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"], *, dropout_p: float
@@ -155,7 +155,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             ShapeError, DTypeError, DeviceError: values that do not fit the matrix.
         """
         checks.check_probability(dropout_p)
-        return run_kernel(Task(*self._problem_for(v), dropout_p=dropout_p)).out
+        return run_kernel(Task(*self._bound_scores_for_values(v), dropout_p=dropout_p)).out
 
     def outputs_and_average(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
@@ -166,9 +166,11 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         if is_traced() or self._needs_gradient(v):
             # Two forward passes: the fused kernel's faster backward outweighs the second pass.
             return self @ v, self.head_average()
-        if row := self._one_row(v):
+        if row := self._attend_one_query(v):
             return row
-        result = run_kernel(Task(*self._problem_for(v), statistics=Requested(average=True)))
+        result = run_kernel(
+            Task(*self._bound_scores_for_values(v), statistics=Requested(average=True))
+        )
         return result.out, result.average
 
     @property
@@ -182,8 +184,8 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         Raises:
             OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
         """
-        index = checks.checked_rows(index, self.shape[2], call="rows(index)")
-        return weights_at(self._problem(), index)
+        index = checks.require_query_positions(index, self.shape[2], call="rows(index)")
+        return weights_of_queries(self._bound_scores(), index)
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
         """Return the whole matrix, in queries x keys memory.
@@ -192,7 +194,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             LimitError: the result would take more than ``limit`` bytes (2 GiB; None: no limit).
             OptionError: a limit that is no number.
         """
-        checks.check_limit(limit, self._bytes(), self)
+        checks.check_limit(limit, self._dense_bytes(), self)
         return self.rows(torch.arange(self.q.shape[2], device=self.q.device))
 
     def diagonal(self, offset: SupportsIndex = 0) -> Float[Tensor, "batch heads diagonal"]:
@@ -204,8 +206,8 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         Raises:
             OptionError: an offset that is no integer.
         """
-        offset = checks.checked_offset(offset, *self.shape[2:])
-        return diagonal_weights(self._problem(), offset)
+        offset = checks.require_diagonal_offset(offset, *self.shape[2:])
+        return diagonal_weights(self._bound_scores(), offset)
 
     @explain_arguments(checks.ROWS_ADVICE)
     def topk(
@@ -219,7 +221,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         Raises:
             OptionError: a ``k`` outside 0 to the number of keys, or ``queries`` that do not exist.
         """
-        count = as_count(k)
+        count = convert_to_count(k)
         if count is None or not 0 <= count <= self.shape[3]:
             raise OptionError(
                 saw=f"topk({describe_value(k)}) over {self.shape[3]} keys",
@@ -229,10 +231,10 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         if queries is None:
             queries = torch.arange(self.shape[2], device=self.q.device)
         else:
-            queries = checks.checked_rows(
+            queries = checks.require_query_positions(
                 queries, self.shape[2], call=f"topk({count}, queries=index)"
             )
-        return largest_weights(self._problem(), count, queries)
+        return largest_weights(self._bound_scores(), count, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
         """Return a map of ``queries`` x ``keys`` cells: weight from block to block.
@@ -243,17 +245,17 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         Raises:
             OptionError: a number of blocks outside 1 to the length of its axis.
         """
-        queries = checks.checked_blocks("queries", queries, self.shape[2])
-        keys = checks.checked_blocks("keys", keys, self.shape[3])
+        queries = checks.require_block_count("queries", queries, self.shape[2])
+        keys = checks.require_block_count("keys", keys, self.shape[3])
         if max(queries, keys) > SMALL_MAP:
             statistics = Requested(query_blocks=queries, key_blocks=keys)
-            sums = run_kernel(Task(self._problem(), statistics=statistics)).cells
+            sums = run_kernel(Task(self._bound_scores(), statistics=statistics)).cells
         else:
-            by_key = self @ pooled_weights.membership(self.shape[3], keys, self.q)[None, None]
+            by_key = self @ pooled_weights.block_membership(self.shape[3], keys, self.q)[None, None]
             # Counts of queries exceed the range of float16 and the precision of bfloat16.
             by_key = by_key.to(accumulation_dtype(self.q.dtype))
             with without_autocast(self.q):
-                members = pooled_weights.membership(self.shape[2], queries, by_key)
+                members = pooled_weights.block_membership(self.shape[2], queries, by_key)
                 sums = members.transpose(-2, -1) @ by_key
         sizes = pooled_weights.block_sizes(self.shape[2], queries, sums)[:, None]
         return (sums / sizes).to(self.q.dtype)
@@ -263,7 +265,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
     def statistics(self) -> Statistics:
         """Return logsumexp, entropy, maximum and received from one pass over the matrix."""
         requested = Requested(entropy=True, received=True)
-        result = run_kernel(Task(self._problem(), statistics=requested))
+        result = run_kernel(Task(self._bound_scores(), statistics=requested))
         return Statistics(
             row_logsumexp(self.sink, result),
             result.entropy,
@@ -273,22 +275,22 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
 
     def logsumexp(self) -> Float[Tensor, "batch heads queries"]:
         """Return log sum exp of each query's scores and sink; -inf in a row without either."""
-        return row_logsumexp(self.sink, run_kernel(Task(self._problem())))
+        return row_logsumexp(self.sink, run_kernel(Task(self._bound_scores())))
 
     def entropy(self) -> Float[Tensor, "batch heads queries"]:
         """Return -sum p log p of each query's weights, in nats; a sink counts as an outcome."""
-        return run_kernel(Task(self._problem(), statistics=Requested(entropy=True))).entropy
+        return run_kernel(Task(self._bound_scores(), statistics=Requested(entropy=True))).entropy
 
     def maximum(self) -> Float[Tensor, "batch heads queries"]:
         """Return the largest weight of each query; 0 for a query that may attend to nothing."""
-        return row_maximum(self.sink, run_kernel(Task(self._problem())))
+        return row_maximum(self.sink, run_kernel(Task(self._bound_scores())))
 
     def received(self) -> Float[Tensor, "batch heads keys"]:
         """Return the weight that each key receives, in queries: from 0 to their number.
 
         2.0 is all the weight of two queries. A row gives less than 1 with a sink, 0 without keys.
         """
-        return run_kernel(Task(self._problem(), statistics=Requested(received=True))).received
+        return run_kernel(Task(self._bound_scores(), statistics=Requested(received=True))).received
 
     def seen_by(self, queries: Bool[Tensor, "batch queries"]) -> Int[Tensor, "batch _ keys"]:
         """Count the chosen queries (True) that may attend to each key.
@@ -299,11 +301,11 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             ShapeError: ``queries`` is no bool tensor of (batch, queries).
         """
         checks.check_seen_by(queries, batch=self.shape[0], length=self.shape[2])
-        return count_attending_queries(self._problem(), queries)
+        return count_attending_queries(self._bound_scores(), queries)
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
         """Return the mean of the weights over heads, without storing those of single heads."""
-        return run_kernel(Task(self._problem(), statistics=Requested(average=True))).average
+        return run_kernel(Task(self._bound_scores(), statistics=Requested(average=True))).average
 
     def tiles(
         self, *, with_scores: bool = False, with_lowest: bool = False
@@ -313,7 +315,9 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         The next tile reuses the memory of the last: copy what you keep. ``with_scores`` fills
         `ObservedTile.scores`, ``with_lowest`` fills `ObservedTile.lowest`.
         """
-        tiles = observe(self._problem(), with_scores=with_scores, with_lowest=with_lowest)
+        tiles = observe_tiles(
+            self._bound_scores(), with_scores=with_scores, with_lowest=with_lowest
+        )
         while True:
             with torch.no_grad():  # not around the yield: it would turn off the caller's gradients
                 tile = next(tiles, None)
@@ -324,36 +328,36 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
     # ---- internals --------------------------------------------------------------------------
 
     @property
-    def _sizes(self) -> dict[str, int]:
+    def _axis_sizes(self) -> dict[str, int]:
         return dict(zip(MATRIX_AXES, self.shape, strict=True))
 
     @property
-    def _bias(self) -> BoundBias:
+    def _bound_bias(self) -> BoundBias:
         # Bound anew for each operation: a table by distance belongs to that operation's graph.
         (_, _, queries, keys), device = self.shape, self.q.device
         dtype = accumulation_dtype(self.q.dtype)
         return self.score_bias.bound(queries=queries, keys=keys, device=device, dtype=dtype)
 
-    def _problem(self) -> BoundScores:
-        mask, bias = self.bound_mask, self._bias
+    def _bound_scores(self) -> BoundScores:
+        mask, bias = self.bound_mask, self._bound_bias
         return BoundScores(self.q, self.k, mask, bias, self.scale, self.softcap, self.sink)
 
-    def _problem_for(self, v: Tensor) -> tuple[BoundScores, Tensor]:
+    def _bound_scores_for_values(self, v: Tensor) -> tuple[BoundScores, Tensor]:
         """Return the problem with as many kv heads as ``v``, and ``v`` expanded to full size."""
         require_tensors(v=v)
         batch, heads, _, keys = self.shape
         kv_heads = self.k.shape[1]
-        fits = v.dim() == 4 and broadcasts(v.shape[0], batch) and v.shape[2] == keys
-        fits_kv_heads = fits and broadcasts(v.shape[1], kv_heads)
+        fits = v.dim() == 4 and axis_broadcasts(v.shape[0], batch) and v.shape[2] == keys
+        fits_kv_heads = fits and axis_broadcasts(v.shape[1], kv_heads)
         if not fits or not (fits_kv_heads or v.shape[1] == heads):
             checks.raise_operand_error(
                 "A @ v", v, f"(batch {batch}, kv_heads {kv_heads}, keys {keys}, value_dim)"
             )
         checks.check_operand("v", v, self.q)
         k = self.k if fits_kv_heads else reference.share_heads(self.k, heads=heads)
-        return replace(self._problem(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
+        return replace(self._bound_scores(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
 
-    def _one_row(self, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _attend_one_query(self, v: Tensor) -> tuple[Tensor, Tensor] | None:
         return dense.attend_one_query(self.q, self.k, v, self.scale) if self._is_plain else None
 
     def _needs_gradient(self, v: Tensor) -> bool:
@@ -362,7 +366,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         needs = self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
         return needs and torch.is_grad_enabled()
 
-    def _bytes(self) -> int:
+    def _dense_bytes(self) -> int:
         return math.prod(self.shape) * self.q.element_size()
 
 
@@ -388,7 +392,9 @@ class TransposedMatrix(LeftOperand):
         require_tensors(y=y)
         batch, heads, _, queries = self.shape
         fits = y.dim() == 4 and y.shape[2] == queries
-        if not fits or not (broadcasts(y.shape[0], batch) and broadcasts(y.shape[1], heads)):
+        if not fits or not (
+            axis_broadcasts(y.shape[0], batch) and axis_broadcasts(y.shape[1], heads)
+        ):
             checks.raise_operand_error(
                 "A.mT @ y", y, f"(batch {batch}, heads {heads}, queries {queries}, y_dim)"
             )

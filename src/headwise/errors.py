@@ -49,8 +49,8 @@ class HeadwiseError(Exception):
             parameter = {parameter: ()} if parameter else {}
         self._lines, self.hint = (saw, needed, do), do
         self.parameter = {name: tuple(values) for name, values in parameter.items()}
-        self.saw, self.needed, self.do = self.lines(_in_python)
-        super().__init__(message(self.saw, self.needed, self.do))
+        self.saw, self.needed, self.do = self.lines(_format_as_python)
+        super().__init__(join_error_lines(self.saw, self.needed, self.do))
 
     def lines(self, spell: Callable[[str, tuple[str, ...]], str]) -> tuple[str, str, str]:
         """Return the three lines, with arguments as ``spell(name, values)`` writes them."""
@@ -72,19 +72,19 @@ class HeadwiseError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments would be lost when an error crosses a process boundary.
-        return _rebuild, (type(self), *self._lines, self.parameter)
+        return _rebuild_error, (type(self), *self._lines, self.parameter)
 
 
-def message(saw: str, needed: str, do: str) -> str:
+def join_error_lines(saw: str, needed: str, do: str) -> str:
     """Return the three lines of an error as one text."""
     return f"{saw}\n  needed: {needed}\n  do:     {do}"
 
 
-def _in_python(name: str, values: tuple[str, ...]) -> str:
+def _format_as_python(name: str, values: tuple[str, ...]) -> str:
     return f"{name}={json.dumps(values)}" if values else name
 
 
-def _rebuild(
+def _rebuild_error(
     kind: type[HeadwiseError], saw: str, needed: str, do: str, parameter: dict[str, Any]
 ) -> HeadwiseError:
     return kind(saw=saw, needed=needed, do=do, parameter=parameter)

@@ -13,7 +13,7 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 
 pytestmark = pytest.mark.slow  # an encoder is trained
 
-WHOLE = " ".join(demo_text.paragraphs())
+WHOLE = " ".join(demo_text.read_opening_paragraphs())
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints.config_check import config_contradiction
+from headwise.checkpoints.config_check import find_config_contradiction
 from headwise.layouts.registry import layout
 
 SIZES = {"heads": 12, "head_dim": 10}
@@ -99,7 +99,7 @@ SIZES = {"heads": 12, "head_dim": 10}
 )
 def test_objections(name: str, said: dict[str, Any], why: str | None) -> None:
     for config in (said, {"text_config": said}):
-        found = config_contradiction(config, layout(name).function, SIZES)
+        found = find_config_contradiction(config, layout(name).function, SIZES)
         assert found == (why and "; the config says ".join(why.rsplit(": ", 1)))
 
 
@@ -107,6 +107,8 @@ def test_objections(name: str, said: dict[str, Any], why: str | None) -> None:
     ("name", "objects"), [("llama", True), ("nemotron", False), ("gpt2", False)]
 )
 def test_a_part_of_the_head(name: str, objects: bool) -> None:
-    found = config_contradiction({}, layout(name).function, {**SIZES, "rotary_width": 4})
+    found = find_config_contradiction({}, layout(name).function, {**SIZES, "rotary_width": 4})
     assert found == ("rotary_width: head_dim; the argument says 4 of 10" if objects else None)
-    assert config_contradiction({}, layout(name).function, {**SIZES, "rotary_width": 10}) is None
+    assert (
+        find_config_contradiction({}, layout(name).function, {**SIZES, "rotary_width": 10}) is None
+    )

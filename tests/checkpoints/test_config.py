@@ -15,8 +15,8 @@ from headwise.checkpoints.config import (
     layer_rotates,
     layout_name,
     read_config,
+    read_stated_counts,
     rotary_config,
-    stated_counts,
 )
 from headwise.errors import OptionError
 from headwise.layouts.registry import layouts
@@ -85,7 +85,7 @@ def test_a_model_of_text_and_pictures_is_in_the_layout_of_its_text() -> None:
     ],
 )
 def test_counts(said: dict[str, Any], counts: dict[str, int]) -> None:
-    assert stated_counts(said) == counts
+    assert read_stated_counts(said) == counts
 
 
 def test_each_layer_rotates_as_its_kind_does() -> None:

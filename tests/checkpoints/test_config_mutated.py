@@ -15,7 +15,7 @@ import torch
 from headwise.checkpoints.config import layout_name, merge_counts, read_config
 from headwise.checkpoints.config_check import (
     attention_options,
-    config_contradiction,
+    find_config_contradiction,
     layout_in_layer,
 )
 from headwise.checkpoints.safetensors_file import StoredTensor
@@ -141,7 +141,7 @@ def answered(folder: Path, name: str, *, in_full: bool) -> bool:
         known = merge_counts(config, {}, origin=folder)
         layout_name(config)
         for other in CONFIGS:
-            config_contradiction(config, layout(other).function, {**SIZES[other], **known})
+            find_config_contradiction(config, layout(other).function, {**SIZES[other], **known})
         if in_full:
             detect(HEADERS[name], config=config, **{"heads": 12, **known})
         for number in range(2):

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from headwise.checkpoints.described_model import described_model
+from headwise.checkpoints.described_model import open_described_model
 from headwise.checkpoints.stored_model import load, require_model
 from headwise.cli.convert import convert
 from headwise.errors import CheckpointError, OptionError
@@ -65,7 +65,7 @@ def test_a_converted_folder_is_the_model_that_it_was_made_of(
     back = moved(target, tmp_path / "c", config["model_type"])
     public = {name: value for name, value in config.items() if not name.startswith("_")}
     assert json.loads((back / "config.json").read_text()) == public
-    assert described_model(back) is None
+    assert open_described_model(back) is None
     assert torch.equal(logits(back), expected)
 
 
@@ -134,5 +134,5 @@ def test_a_folder_whose_weights_do_not_fit_their_description(tmp_path: Path) -> 
 def test_other_files_beside_a_model_are_left_alone(tmp_path: Path) -> None:
     folder = stored(tmp_path / "a", bert())
     (folder / "broken.safetensors").write_bytes(os.urandom(40))
-    assert described_model(folder) is None
+    assert open_described_model(folder) is None
     assert isinstance(load(folder).model, transformers.BertModel)

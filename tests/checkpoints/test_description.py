@@ -21,7 +21,7 @@ from headwise.checkpoints.description import (
     KEY,
     Description,
     describe_target,
-    described_layout,
+    layout_of_description,
     read_description,
 )
 from headwise.checkpoints.source import open_source
@@ -149,7 +149,7 @@ def test_an_accepted_difference_is_not_forgotten(tmp_path: Path) -> None:
     described = read_description(open_source(jax))
     assert described is not None
     assert layout("maxtext").function.scale == "1"
-    assert described_layout("maxtext", described).function.scale == "1/sqrt(head_dim)"
+    assert layout_of_description("maxtext", described).function.scale == "1/sqrt(head_dim)"
     convert_checkpoint(open_source(jax), back, "maxtext", "llama", **counts)
     llamas.assert_same(llamas.read(back), llamas.weights())
     assert verify(jax, back)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.checkpoints.digests import digests_of, read_digests, write_digests
+from headwise.checkpoints.digests import compute_digests, read_digests, write_digests
 from headwise.errors import CheckpointError
 
 
 def test_the_digest_of_known_bytes() -> None:
-    found = digests_of({"a": torch.tensor([1.0, 2.0])})
+    found = compute_digests({"a": torch.tensor([1.0, 2.0])})
     # printf '\x00\x00\x80\x3f\x00\x00\x00\x40' | sha256sum
     assert found["a"] == {
         "shape": [2],
@@ -23,16 +23,16 @@ def test_the_digest_of_known_bytes() -> None:
 
 def test_one_bit_changes_one_digest(tmp_path: Path) -> None:
     state = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.tensor(3)}
-    path = write_digests(tmp_path / "d.json", digests_of(state))
+    path = write_digests(tmp_path / "d.json", compute_digests(state))
     state["b"].view(torch.int16)[4] ^= 1
-    now, before = digests_of(state), read_digests(path)
+    now, before = compute_digests(state), read_digests(path)
     assert [name for name in state if now[name] != before[name]] == ["b"]
 
 
 def test_a_view_has_the_digest_of_its_numbers() -> None:
     x = torch.randn(4, 3)
-    assert digests_of({"x": x.mT})["x"] == digests_of({"x": x.mT.contiguous()})["x"]
-    assert digests_of({"x": x.mT})["x"]["sha256"] != digests_of({"x": x})["x"]["sha256"]
+    assert compute_digests({"x": x.mT})["x"] == compute_digests({"x": x.mT.contiguous()})["x"]
+    assert compute_digests({"x": x.mT})["x"]["sha256"] != compute_digests({"x": x})["x"]["sha256"]
 
 
 @pytest.mark.parametrize(

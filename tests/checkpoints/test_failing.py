@@ -211,7 +211,7 @@ def test_a_mistake_of_ours_leaves_nothing(
     """Errors that nobody thought of are failures, too."""
     for kind in (RuntimeError, AssertionError, MemoryError):
         with monkeypatch.context() as patch:
-            patch.setattr(convert, "run", raising(kind("words")))
+            patch.setattr(convert, "run_checked_step", raising(kind("words")))
             with pytest.raises(kind, match="words"):
                 llamas.to_meta(source, tmp_path / "b")
         assert os.listdir(tmp_path) == ["a"]

@@ -221,12 +221,12 @@ def test_weights_that_are_no_whole_model_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inner", [11008, 13824, 28672, 14336, 8192, 172, 160, 161, 77, 3])
 @pytest.mark.parametrize("width", [4096, 5120, 8192, 2048, 60])
 def test_the_two_numbers_that_give_the_width_of_the_mlp(width: int, inner: int) -> None:
-    assert width_of_the_mlp({"dim": width, **meta_files._mlp_params(width, inner)}) == inner
+    assert width_of_the_mlp({"dim": width, **meta_files._meta_mlp_params(width, inner)}) == inner
 
 
 def test_the_numbers_are_metas_own_where_it_published_some() -> None:
-    assert meta_files._mlp_params(4096, 11008) == {"multiple_of": 256}
-    assert meta_files._mlp_params(5120, 13824) == {"multiple_of": 256}
+    assert meta_files._meta_mlp_params(4096, 11008) == {"multiple_of": 256}
+    assert meta_files._meta_mlp_params(5120, 13824) == {"multiple_of": 256}
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

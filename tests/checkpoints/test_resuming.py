@@ -121,7 +121,7 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def steps_of_the_next(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The steps that are really done, from now on."""
     done: list[object] = []
-    real = ConversionStream._step
+    real = ConversionStream._run_step
     monkeypatch.setattr(
         ConversionStream, "_step", lambda self, s, *a: (done.append(s), real(self, s, *a))
     )

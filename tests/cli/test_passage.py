@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headwise.cli.scan import model_and_text as passage
-from headwise.cli.scan.model_and_text import ModelToScan, model_title
+from headwise.cli.scan.model_and_text import ModelToScan, make_model_title
 
 
 def letters(vocabulary: int = 40, **changes: object) -> ModelToScan:
@@ -30,22 +30,25 @@ def letters(vocabulary: int = 40, **changes: object) -> ModelToScan:
 
 
 def test_a_text_is_cut_and_says_so() -> None:
-    found = passage.text(letters(), "ABCDE", 3, name="a.txt")
+    found = passage.tokenize_text(letters(), "ABCDE", 3, name="a.txt")
     assert found.ids.tolist() == [[26, 0, 1]]
     assert found.description == "a.txt, the first 3 of 6 tokens"
-    assert passage.text(letters(), "ABCDE", None, name="a.txt").description == "a.txt, all 6 tokens"
+    assert (
+        passage.tokenize_text(letters(), "ABCDE", None, name="a.txt").description
+        == "a.txt, all 6 tokens"
+    )
 
 
 def test_how_much_is_read_where_nothing_is_said() -> None:
-    assert passage.tokens_to_read(letters(), None, default=512) == 30
-    assert passage.tokens_to_read(letters(positions=None), None, default=512) == 512
-    assert passage.tokens_to_read(letters(usual=9), None, default=512) == 9
-    assert passage.tokens_to_read(letters(usual=9), 20, default=512) == 20
+    assert passage.largest_text_length(letters(), None, default=512) == 30
+    assert passage.largest_text_length(letters(positions=None), None, default=512) == 512
+    assert passage.largest_text_length(letters(usual=9), None, default=512) == 9
+    assert passage.largest_text_length(letters(usual=9), 20, default=512) == 20
 
 
 @pytest.mark.parametrize("length", [6, 11, 30])
 def test_repeats_stand_exactly_twice(length: int) -> None:
-    ids = passage.repeats(letters(), length).ids[0].tolist()
+    ids = passage.make_repeated_tokens(letters(), length).ids[0].tolist()
     half = (length - 1) // 2
     assert ids[0] == 26
     assert ids[1 : 1 + half] == ids[1 + half :]
@@ -54,33 +57,37 @@ def test_repeats_stand_exactly_twice(length: int) -> None:
 
 
 def test_repeats_without_a_begin_and_with_few_tokens() -> None:
-    ids = passage.repeats(letters(vocabulary=3, begin=None, specials=(1,)), 12).ids[0].tolist()
+    ids = (
+        passage.make_repeated_tokens(letters(vocabulary=3, begin=None, specials=(1,)), 12)
+        .ids[0]
+        .tolist()
+    )
     assert ids[:6] == ids[6:]
     assert {*ids} == {0, 2}
 
 
 def test_a_begin_outside_of_the_vocabulary_is_left_out() -> None:
-    ids = passage.repeats(letters(begin=50256), 12).ids[0].tolist()
+    ids = passage.make_repeated_tokens(letters(begin=50256), 12).ids[0].tolist()
     assert ids[:6] == ids[6:]
 
 
 def test_repeats_are_the_same_every_time() -> None:
-    once, again = (passage.repeats(letters(), 30).ids for _ in range(2))
+    once, again = (passage.make_repeated_tokens(letters(), 30).ids for _ in range(2))
     assert torch.equal(once, again)
 
 
 def test_tokens_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "ids.json"
     path.write_text("[1, 2,\n 3]\n", "utf-8")
-    assert passage.stored_tokens(letters(), path, None).ids.tolist() == [[1, 2, 3]]
-    assert passage.stored_tokens(letters(), path, 2).ids.tolist() == [[1, 2]]
+    assert passage.read_stored_tokens(letters(), path, None).ids.tolist() == [[1, 2, 3]]
+    assert passage.read_stored_tokens(letters(), path, 2).ids.tolist() == [[1, 2]]
 
 
 def test_the_files_of_a_folder_in_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c.md", "in/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    found = passage.text_files([tmp_path, tmp_path / "c.md"])
+    found = passage.list_text_files([tmp_path, tmp_path / "c.md"])
     assert [path.name for path in found] == ["a.txt", "b.txt", "d.txt", "c.md"]
 
 
@@ -90,7 +97,7 @@ def test_titles(tmp_path: Path) -> None:
         ("package/model", "package/model"),
         ("models--owner--name/snapshots/0123abcd", "owner/name"),
     ):
-        assert model_title(tmp_path / place) == title
+        assert make_model_title(tmp_path / place) == title
 
 
 def test_many_special_tokens_are_not_all_named() -> None:

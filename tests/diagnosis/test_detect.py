@@ -10,7 +10,7 @@ from headwise.diagnosis.detect import narrow_by_values
 from headwise.diagnosis.detection_result import Detection, detect
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.layouts.canonical import State
-from headwise.layouts.equality import differing_tensors
+from headwise.layouts.equality import list_differing_tensors
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout, layouts
 from tests.layouts.examples import ROTARY_WIDTH, example, known_of, width_of
@@ -78,7 +78,7 @@ def test_a_reference_leaves_what_reads_the_same(name: str) -> None:
             for number, state in enumerate(canonical):
                 reading = one.reading(one.fits[0], module=number)
                 read = reading.read({key: file[key] for key in reading.names})
-                assert not differing_tensors(read, state)
+                assert not list_differing_tensors(read, state)
 
 
 def test_the_first_head_is_not_enough() -> None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from headwise.checkpoints.config import layout_name, stated_counts
+from headwise.checkpoints.config import layout_name, read_stated_counts
 from headwise.diagnosis.detect_layout_by_running import narrow_by_running
 from headwise.diagnosis.detection_result import Detection, detect
 from headwise.errors import OptionError
@@ -72,7 +72,7 @@ def names_of(found: Detection) -> list[set[str]]:
 def asked(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Detection, Detection, str | None]:
     model, config = model_of(kind)
     state = model.to(dtype).state_dict()
-    before = detect(state, **stated_counts(config))
+    before = detect(state, **read_stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (2, 40))}
     return before, narrow_by_running(before, state, model, inputs, config), layout_name(config)
 
@@ -97,7 +97,7 @@ def test_rounding_is_no_difference(kind: str, dtype: torch.dtype) -> None:
 def test_a_rotation_without_a_counterpart_refutes_nothing() -> None:
     model, config = model_of("Llama")
     config["rope_parameters"] = {"rope_type": "longrope", "factor": 2.0}
-    found = detect(model.state_dict(), **stated_counts(config))
+    found = detect(model.state_dict(), **read_stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (1, 40))}
     with pytest.raises(OptionError, match="the rotary scaling 'longrope'"):
         narrow_by_running(found, model.state_dict(), model, inputs, config)
@@ -271,7 +271,7 @@ def test_another_model_is_not_compared() -> None:
 def test_other_weights_leave_nothing() -> None:
     model, config = model_of("GPT2")
     state = {name: x.roll(1, -1) for name, x in model.state_dict().items()}
-    found = detect(state, **stated_counts(config))
+    found = detect(state, **read_stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (1, 40))}
     assert not narrow_by_running(found, state, model, inputs, config).candidates
 
@@ -282,7 +282,7 @@ def test_a_transposed_output_projection_is_seen() -> None:
     state = dict(model.state_dict())
     name = "h.1.attn.c_proj.weight"
     state[name] = state[name].mT.contiguous()
-    found = detect(state, **stated_counts(config))
+    found = detect(state, **read_stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (1, 40))}
     after = narrow_by_running(found, state, model, inputs, config)
     assert not after.candidates

@@ -17,7 +17,7 @@ from headwise import compare, register_huggingface
 from headwise.diagnosis.diagnosis_result import Verdict
 from headwise.diagnosis.model_comparison import ModelComparison
 from headwise.diagnosis.subjects import running_model
-from headwise.diagnosis.subjects.model_run import exceeds_rounding, relative_gap
+from headwise.diagnosis.subjects.model_run import exceeds_rounding, relative_difference_norm
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own code, for flex
@@ -107,7 +107,7 @@ def test_two_that_run_otherwise_than_stated_and_alike_are_the_same() -> None:
 def test_layers_without_a_layout_are_compared_by_their_stages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(running_model, "modules_as_data", lambda model: [])
+    monkeypatch.setattr(running_model, "read_attention_modules", lambda model: [])
     verdict, comparison = compared("eager", "sdpa", padding=4)
     assert verdict is Verdict.UNKNOWN
     [layer] = comparison.parted
@@ -134,9 +134,9 @@ def test_one_attention_module_runs_its_own_implementation() -> None:
 
 def test_nan_beside_a_number_is_an_infinite_gap() -> None:
     x = torch.tensor([1.0, torch.nan, torch.inf])
-    assert relative_gap(x, x.clone()) == 0
-    assert relative_gap(x, x.nan_to_num()) == torch.inf
-    assert relative_gap(x.nan_to_num(), x) == torch.inf
+    assert relative_difference_norm(x, x.clone()) == 0
+    assert relative_difference_norm(x, x.nan_to_num()) == torch.inf
+    assert relative_difference_norm(x.nan_to_num(), x) == torch.inf
 
 
 def test_the_bench_has_a_row_for_each_pair_and_padding() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.detect_layout_by_running import FirstCall, first_calls, pair_modules
+from headwise.diagnosis.detect_layout_by_running import FirstCall, pair_modules, record_first_calls
 from headwise.layouts.module_names import NamedModule, NamePlace
 from tests.scanning.models import BATCH, LENGTH, WIDTH, Caller
 
@@ -30,7 +30,7 @@ class Parts(nn.Module):
 
 def seen() -> tuple[State, list[FirstCall]]:
     model = Parts()
-    return model.state_dict(), first_calls(model, {"x": torch.randn(BATCH, LENGTH, WIDTH)})
+    return model.state_dict(), record_first_calls(model, {"x": torch.randn(BATCH, LENGTH, WIDTH)})
 
 
 def modules(state: State) -> list[NamedModule]:
@@ -54,7 +54,7 @@ def names(state: State, found: list[FirstCall]) -> dict[str, str]:
 
 def test_each_module_is_seen_once_with_what_it_was_given_first() -> None:
     model, x = Parts(), torch.randn(BATCH, LENGTH, WIDTH)
-    found = first_calls(model, {"x": x})
+    found = record_first_calls(model, {"x": x})
     assert [one.name for one in found] == ["side", "deep.0", "deep.1"]
     assert torch.equal(found[0].x, x)
     assert all(one.is_over_sequences for one in found)
@@ -78,7 +78,7 @@ def test_a_module_that_runs_again_at_once_is_seen_with_its_first_input() -> None
             return out
 
     x = torch.randn(BATCH, LENGTH, WIDTH)
-    [one] = first_calls(Twice(), {"x": x})
+    [one] = record_first_calls(Twice(), {"x": x})
     assert torch.equal(one.x, x)
 
 
@@ -93,7 +93,7 @@ def test_what_all_of_them_hold_tells_nothing() -> None:
     model = Parts()
     for layer in (*model.deep, model.side):
         nn.init.zeros_(layer.project.weight)
-    found = first_calls(model, {"x": torch.randn(BATCH, LENGTH, WIDTH)})
+    found = record_first_calls(model, {"x": torch.randn(BATCH, LENGTH, WIDTH)})
     assert names(model.state_dict(), found) == {name: name for name in NAMES}
 
 
@@ -128,7 +128,7 @@ def test_windows_of_a_picture_are_no_sequences() -> None:
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return super().forward(x.unflatten(1, (2, -1)).flatten(0, 1), mask)
 
-    [one] = first_calls(nn.Sequential(Windows()), {"input": torch.randn(BATCH, 6, WIDTH)})
+    [one] = record_first_calls(nn.Sequential(Windows()), {"input": torch.randn(BATCH, 6, WIDTH)})
     assert not one.is_over_sequences
-    [one] = first_calls(nn.Sequential(Caller()), {"input": torch.randn(BATCH, 6, WIDTH)})
+    [one] = record_first_calls(nn.Sequential(Caller()), {"input": torch.randn(BATCH, 6, WIDTH)})
     assert one.is_over_sequences

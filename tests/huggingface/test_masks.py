@@ -14,7 +14,7 @@ from transformers.masking_utils import and_masks, or_masks, sdpa_mask
 
 from headwise.huggingface import mask_functions
 from headwise.huggingface.lazy_mask import LazyMask
-from headwise.huggingface.masks import from_transformers
+from headwise.huggingface.masks import make_transformers_mask
 from headwise.masks.clauses.dense_mask import Dense
 from headwise.masks.clauses.segments import Segments
 from tests.huggingface.models import BATCH, LENGTH, lengths_mask
@@ -87,7 +87,7 @@ def described(options: Any) -> Tensor:
 
 
 def check_lazy(options: Any) -> LazyMask:
-    mask = from_transformers(**options)
+    mask = make_transformers_mask(**options)
     assert isinstance(mask, LazyMask)
     assert mask.shape == (BATCH, 1, options["q_length"], options["kv_length"])
     assert all(c.allowed.shape[2] == 1 for c in mask.mask.of_kind(Dense)), "queries x keys"
@@ -96,7 +96,7 @@ def check_lazy(options: Any) -> LazyMask:
 
 
 def check_written(options: Any) -> None:
-    mask = from_transformers(**options)
+    mask = make_transformers_mask(**options)
     assert type(mask) is Tensor
     assert torch.equal(mask, described(options))
 
@@ -140,14 +140,17 @@ def test_a_bidirectional_mask_that_hides_nothing_is_none_where_allowed() -> None
     allowed = {"allow_is_bidirectional_skip": True}
     for padding in ("none", "all real"):
         given = PADDING[padding](LENGTH)
-        assert from_transformers(**call(PLACES["no cache"], KINDS["everything"], given)) is not None
+        assert (
+            make_transformers_mask(**call(PLACES["no cache"], KINDS["everything"], given))
+            is not None
+        )
         options = call(PLACES["no cache"], KINDS["everything"], given, **allowed)
-        assert from_transformers(**options) is None
+        assert make_transformers_mask(**options) is None
         assert sdpa_mask(**options) is None
     for name, padding in (("everything", "right"), ("both sides", "none"), ("causal", "none")):
         check_lazy(call(PLACES["no cache"], KINDS[name], PADDING[padding](LENGTH), **allowed))
     wide = masking_utils.sliding_window_bidirectional_mask_function(LENGTH - 1)
-    assert from_transformers(**call(PLACES["no cache"], wide, None, **allowed)) is None
+    assert make_transformers_mask(**call(PLACES["no cache"], wide, None, **allowed)) is None
 
 
 def test_a_causal_mask_is_never_none() -> None:
@@ -196,7 +199,7 @@ def test_where_python_does_not_run_at_every_call_it_is_written() -> None:
     expected = described(options)
 
     def made(padding: Tensor) -> Tensor:
-        mask = from_transformers(**{**options, "attention_mask": padding})
+        mask = make_transformers_mask(**{**options, "attention_mask": padding})
         assert mask is not None
         assert not isinstance(mask, LazyMask)
         return mask.clone()
@@ -208,7 +211,7 @@ def test_where_python_does_not_run_at_every_call_it_is_written() -> None:
     with FakeTensorMode() as mode:
         assert made(mode.from_tensor(padding)).shape == expected.shape
     meta = {**options, "device": torch.device("meta"), "attention_mask": None}
-    assert not isinstance(from_transformers(**meta), LazyMask)
+    assert not isinstance(make_transformers_mask(**meta), LazyMask)
 
 
 # ---- only what means what we think it means is recognised --------------------------------------
@@ -217,13 +220,13 @@ def test_where_python_does_not_run_at_every_call_it_is_written() -> None:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     yield
-    mask_functions.trusted_readers.cache_clear()
+    mask_functions.select_trusted_readers.cache_clear()
 
 
 @pytest.mark.usefixtures("forgotten")
 def test_all_of_this_version_are_known() -> None:
-    mask_functions.trusted_readers.cache_clear()
-    assert len(mask_functions.trusted_readers()) == len(mask_functions._KINDS)
+    mask_functions.select_trusted_readers.cache_clear()
+    assert len(mask_functions.select_trusted_readers()) == len(mask_functions._KINDS)
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -243,7 +246,7 @@ def test_another_version_is_not_trusted(change: str, monkeypatch: pytest.MonkeyP
     else:
         new = another if change == "another meaning" else with_two
         monkeypatch.setattr(masking_utils, "sliding_window_overlay", new)
-    mask_functions.trusted_readers.cache_clear()
-    assert len(mask_functions.trusted_readers()) == len(mask_functions._KINDS) - 1
+    mask_functions.select_trusted_readers.cache_clear()
+    assert len(mask_functions.select_trusted_readers()) == len(mask_functions._KINDS) - 1
     check_written(call(PLACES["no cache"], and_masks(another(4), KINDS["causal"]), None))
     check_lazy(call(PLACES["no cache"], KINDS["causal"], None))

@@ -92,16 +92,16 @@ def test_the_budget_can_fail(pair: Pair) -> None:
 
     x = pair.input()
     budget = pair.budget(x)
-    original = attention_function._scores
+    original = attention_function._read_mask_and_bias
 
     def less(module: Any, query: Any, key: Any, given: Any, options: Any) -> Any:
         found = original(module, query, key, given, options)
         hidden = torch.full((BATCH,), key.shape[2] - 1)
         return found._replace(mask=found.mask & Mask.lengths(keys=hidden))
 
-    attention_function._scores = less
+    attention_function._read_mask_and_bias = less
     try:
         with torch.no_grad():
             assert not budget.check(pair.run(pair.ours, x))
     finally:
-        attention_function._scores = original
+        attention_function._read_mask_and_bias = original

@@ -34,11 +34,11 @@ def test_registering_again_changes_nothing() -> None:
 
 
 def test_mask_functions_are_learned_before_a_model_runs() -> None:
-    mask_functions.trusted_readers.cache_clear()
+    mask_functions.select_trusted_readers.cache_clear()
     with torch.device("meta"):
         register_huggingface()
-    assert len(mask_functions.trusted_readers()) == len(mask_functions._KINDS)
-    assert mask_functions.trusted_readers.cache_info().currsize == 1
+    assert len(mask_functions.select_trusted_readers()) == len(mask_functions._KINDS)
+    assert mask_functions.select_trusted_readers.cache_info().currsize == 1
 
 
 def test_nothing_heavy_is_loaded_before_it_is_called() -> None:
@@ -126,7 +126,7 @@ def test_a_trained_encoder_on_a_padded_batch(side: str) -> None:
     except MissingExtraError as missing:
         pytest.skip(f"the trained encoder is not installed: {missing.do}")
     register_huggingface()
-    tokenizer, model = minilm._load(place, "sdpa")
+    tokenizer, model = minilm._load_model_and_tokenizer(place, "sdpa")
     batch = tokenizer(TEXTS, padding=True, padding_side=side, return_tensors="pt")
     real = batch["attention_mask"].bool()
     assert not real.all()

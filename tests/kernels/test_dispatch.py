@@ -15,7 +15,7 @@ from headwise.error_budget.budget import Budget
 from headwise.kernels import dispatch, linear, sdpa, tiles
 from headwise.kernels.dispatch import KERNELS, choose_kernel
 from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
-from headwise.kernels.linear import project
+from headwise.kernels.linear import apply_linear
 from headwise.kernels.tiled import KernelResult
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
@@ -110,7 +110,7 @@ def test_torch_alone_would_leave_the_fused_path() -> None:
 def test_masks_over_keys_alone_are_combined_without_queries() -> None:
     q = torch.randn(3, 6, 24, 10)
     mask = LENGTHS & Mask.may_attend(torch.rand(24) > 0.1, axes="keys")
-    combined = sdpa.combined_mask(AttentionMatrix(q, q, mask=mask)._problem())
+    combined = sdpa.combine_mask_and_bias(AttentionMatrix(q, q, mask=mask)._problem())
     assert combined is not None
     assert combined.shape == (3, 1, 1, 24)
 
@@ -127,7 +127,7 @@ def test_project_is_linear_on_both_of_its_paths(
     exact = torch.nn.functional.linear(
         x.double(), weight.double(), None if offset is None else offset.double()
     )
-    out = project(x, weight, offset)
+    out = apply_linear(x, weight, offset)
     assert out.requires_grad == grad
     # A sum of 10 products and a bias in float32.
     floor = 12 * 2**-24 * (x.abs() @ weight.abs().T + (0 if offset is None else offset.abs()))
@@ -167,7 +167,7 @@ def test_what_the_short_way_serves_is_the_fused_kernels(case: str) -> None:
     served = sdpa.plain_outputs(q, k, v, scale=scale) is not None
     assert served == (case == "usual")
     if served:
-        assert choose_kernel(Task(*matrix._problem_for(v))).kernel.name == "sdpa"
+        assert choose_kernel(Task(*matrix._bound_scores_for_values(v))).kernel.name == "sdpa"
     Budget.for_head_outputs(q, k, v, scale=scale).assert_holds(matrix @ v)
 
 
@@ -234,7 +234,7 @@ def test_the_report_is_that_of_the_kernels_that_run(monkeypatch: pytest.MonkeyPa
 def test_dropout_asks_for_what_can_drop() -> None:
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10)
     for options, name in (({}, "sdpa"), ({"softcap": 3.0}, "dense")):
-        task = Task(*AttentionMatrix(q, k, **options)._problem_for(k), dropout_p=0.3)  # type: ignore[arg-type]
+        task = Task(*AttentionMatrix(q, k, **options)._bound_scores_for_values(k), dropout_p=0.3)  # type: ignore[arg-type]
         assert choose_kernel(task).kernel.name == name
     assert "dropout needs the weights" in choose_kernel(task).why
 

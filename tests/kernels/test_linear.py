@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from torch.overrides import has_torch_function
 
 from headwise.kernels import linear as kernel
-from headwise.kernels.linear import project
+from headwise.kernels.linear import apply_linear
 from headwise.support import private_torch
 
 needs_onednn = pytest.mark.skipif(
@@ -62,7 +62,7 @@ def test_it_is_linear_in_any_layout(layout: object, bias: bool, calls: list[obje
     assert callable(layout)
     x = layout(x)
     exact = linear(x.double(), weight.double(), None if b is None else b.double())
-    found = project(x, weight, b)
+    found = apply_linear(x, weight, b)
     assert calls == [tuple(x.shape)]
     assert torch.all((found - exact).abs() <= bound(x, weight, b))
 
@@ -78,7 +78,7 @@ def test_gradients_and_their_gradients(
     given = [t.requires_grad_() for t in (x, weight, bias)]
     exact = [t.detach().double().requires_grad_() for t in given]
     upstream = torch.randn(1).expand(*shape, 17) if expanded else torch.randn(*shape, 17)
-    first = torch.autograd.grad(project(*given), given, upstream, create_graph=True)
+    first = torch.autograd.grad(apply_linear(*given), given, upstream, create_graph=True)
     wanted = torch.autograd.grad(linear(*exact), exact, upstream.double(), create_graph=True)
     assert len(calls) == 3
     rows, out = upstream.flatten(0, -2), x.flatten(0, -2)
@@ -102,7 +102,7 @@ def test_few_tokens_are_torchs(calls: list[object], monkeypatch: pytest.MonkeyPa
     x, weight, bias = operands(24)
     for least, expected in ((24 * 40 * 17 + 1, []), (24 * 40 * 17, [(24, 40)])):
         monkeypatch.setattr(kernel, "PAYS_FROM", least)
-        project(x, weight, bias)
+        apply_linear(x, weight, bias)
         assert calls == expected
 
 
@@ -110,7 +110,7 @@ def test_few_tokens_are_torchs(calls: list[object], monkeypatch: pytest.MonkeyPa
 def test_only_the_gradients_that_are_needed(calls: list[object]) -> None:
     x, weight, bias = operands(24)
     weight.requires_grad_()
-    project(x, weight, bias).sum().backward()
+    apply_linear(x, weight, bias).sum().backward()
     assert calls == [(24, 40), (17, 24)]
 
 
@@ -118,16 +118,16 @@ def test_only_the_gradients_that_are_needed(calls: list[object]) -> None:
 def test_it_is_torchs_where_it_is_not_plain(calls: list[object]) -> None:
     x, weight, bias = operands(24)
     assert bias is not None
-    project(x.double(), weight.double(), bias.double())
-    project(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
-    project(x[:0], weight, bias)
+    apply_linear(x.double(), weight.double(), bias.double())
+    apply_linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
+    apply_linear(x[:0], weight, bias)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert project(x, weight, bias).dtype == torch.bfloat16
-    torch.func.vmap(lambda row: project(row[None], weight, bias))(x)
-    torch.func.jvp(lambda t: project(t, weight, bias), (x,), (x,))
-    torch.compile(project, fullgraph=True, backend="eager")(x, weight, bias)
-    torch.jit.trace(project, (x, weight, bias), check_trace=False)
-    project(x.to("meta"), weight.to("meta"), bias.to("meta"))
+        assert apply_linear(x, weight, bias).dtype == torch.bfloat16
+    torch.func.vmap(lambda row: apply_linear(row[None], weight, bias))(x)
+    torch.func.jvp(lambda t: apply_linear(t, weight, bias), (x,), (x,))
+    torch.compile(apply_linear, fullgraph=True, backend="eager")(x, weight, bias)
+    torch.jit.trace(apply_linear, (x, weight, bias), check_trace=False)
+    apply_linear(x.to("meta"), weight.to("meta"), bias.to("meta"))
     assert calls == []
 
 
@@ -159,7 +159,7 @@ def test_a_tensor_around_another_goes_to_torch(wrapped: str, calls: list[object]
     assert not has_torch_function((Wrapper(given["x"]),))
     expected = linear(**given)
     given[wrapped] = Wrapper(given[wrapped])
-    assert torch.equal(project(**given), expected)
+    assert torch.equal(apply_linear(**given), expected)
     assert calls == []
 
 
@@ -180,7 +180,7 @@ def test_a_bias_of_another_dtype(dtype: torch.dtype, of_bias: torch.dtype, layou
     if layout == "rows":
         with pytest.raises(RuntimeError, match="dtype"):
             linear(x, weight, bias)  # torch takes such a bias for some strides only
-    found = project(x, weight, bias.requires_grad_())
+    found = apply_linear(x, weight, bias.requires_grad_())
     exact = linear(x.double(), weight.double(), bias.double())
     terms = linear(x.double().abs(), weight.double().abs(), bias.double().abs())
     # One rounding for each product and sum, and one where the result leaves the wider dtype.
@@ -199,7 +199,7 @@ def test_its_errors_are_torchs() -> None:
         with pytest.raises(RuntimeError) as error:
             linear(*wrong)
         with pytest.raises(RuntimeError) as own:
-            project(*wrong)
+            apply_linear(*wrong)
         assert str(own.value) == str(error.value)
 
 
@@ -207,7 +207,7 @@ def test_the_output_may_be_changed_in_place() -> None:
     x, weight, bias = operands(3, 24)
     weight.requires_grad_()
     residual = torch.randn(3, 24, 17)
-    out = project(x, weight, bias)
+    out = apply_linear(x, weight, bias)
     out += residual
     torch.nn.functional.dropout(out, 0.5, inplace=True)
     out[:, 0] = 0

@@ -40,7 +40,7 @@ def test_every_tiling_reads_the_same(p: strategies.Problem) -> None:
     for elements in (1, 100, 1000, 2**20):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiles, "TILE_ELEMENTS", elements)
-            found = tiled.forward(problem, p.v, y, EVERYTHING)
+            found = tiled.compute_results(problem, p.v, y, EVERYTHING)
         for name, a, b in zip(KernelResult._fields, found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=f"{name} at {elements}")
 
@@ -104,14 +104,14 @@ def test_a_tile_that_is_hidden_whole_still_gives_its_sink_a_gradient() -> None:
 @settings(max_examples=30)
 def test_parts_by_keys_have_the_gradient_of_the_whole(p: strategies.Problem, first: int) -> None:
     problem = bound(replace(p, sink=None))
-    whole = tiled.forward(problem, p.v, None, Requested())
+    whole = tiled.compute_results(problem, p.v, None, Requested())
     upstream = torch.randn(whole.out.shape, dtype=torch.float64)
     needs = (problem.bias.table is not None, [True] * len(problem.bias.tensors))
 
     def backward(problem: BoundScores, v: Tensor, means: Tensor | None) -> tiled.Gradients:
         gradients = UpstreamGradients(upstream, *[None] * 7, row_means=means)
         statistics = (whole.peak, whole.log_sum)
-        return tiled.backward(problem, v, None, statistics, gradients, needs)
+        return tiled.compute_gradients(problem, v, None, statistics, gradients, needs)
 
     expected = backward(problem, p.v, None)
     batch, _, queries, keys = p.shape
@@ -145,11 +145,13 @@ def test_no_tensor_is_larger_than_a_tile() -> None:
     wanted = Requested(entropy=True, received=True, query_blocks=1, key_blocks=3000)
     tile_bytes = tiles.TILE_ELEMENTS * 4
     with LargestTensor() as forward:
-        readings = tiled.forward(problem, v, v, wanted)
+        readings = tiled.compute_results(problem, v, v, wanted)
     assert forward.bytes <= tile_bytes, forward.name
     upstream = UpstreamGradients(*(x if x.numel() else None for x in readings))
     with LargestTensor() as backward:
-        tiled.backward(problem, v, v, (readings.peak, readings.log_sum), upstream, (True, []))
+        tiled.compute_gradients(
+            problem, v, v, (readings.peak, readings.log_sum), upstream, (True, [])
+        )
     # Summing the diagonals of a bias by distance skews the tile to rows + columns columns.
     assert backward.bytes <= 2 * tile_bytes, backward.name
     assert 2 * tile_bytes < 2 * 3000 * 3000 * 4  # or the test could not fail
@@ -236,7 +238,7 @@ def test_pack_and_unpack_are_inverse() -> None:
     mask = mask.aligned("bottom-right") & Mask.lengths(keys=torch.tensor([29, 7, 11]), side="left")
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 29, 10)
     problem = AttentionMatrix(q, k, mask=mask, softcap=2.0, sink=torch.zeros(6))._problem()
-    again = tiled_op.unpack(tiled_op.pack(problem))
+    again = tiled_op.unpack_arguments(tiled_op.pack_arguments(problem))
     for name in ("q", "k", "scale", "softcap", "sink"):
         assert getattr(again, name) is getattr(problem, name)
     assert again.mask.sizes == problem.mask.sizes
@@ -245,7 +247,7 @@ def test_pack_and_unpack_are_inverse() -> None:
         assert type(lifted) is type(clause)
         for name, value in vars(clause).items():
             assert getattr(lifted, name) is value or getattr(lifted, name) == value
-    assert len(tiled_op.pack(bound(p))) == tiled_op.COUNT
+    assert len(tiled_op.pack_arguments(bound(p))) == tiled_op.COUNT
 
 
 @pytest.mark.parametrize("options", ["plain", "everything"])
@@ -259,7 +261,7 @@ def test_the_operator_is_well_formed(options: str) -> None:
             "sink": torch.zeros(2, requires_grad=True),
         }
     problem = AttentionMatrix(q, k, **kwargs)._problem()
-    arguments = (*tiled_op.pack(problem), v, v, True, True, True, 4, 5)
+    arguments = (*tiled_op.pack_arguments(problem), v, v, True, True, True, 4, 5)
     # Schema, fake tensors and autograd registration, as torch itself checks them.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.headwise.sweep.default, arguments, test_utils=checks)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import modules_of, unlisted_tensors
+from headwise.layouts.module_names import find_modules, find_unlisted_tensors
 from headwise.layouts.registry import layout
 from tests.layouts.real import sharpen
 
@@ -59,11 +59,11 @@ def written(model: Any, name: str, *, role: str = "self", **numbers: int) -> dic
     wanted = {key: str(number) for key, number in numbers.items()}
     found = [
         module
-        for module in modules_of(described, tensors)
+        for module in find_modules(described, tensors)
         if module.place.role == role and dict(module.place.numbers) == wanted
     ]
     assert len(found) == 1
-    assert unlisted_tensors(found[0], described) == []
+    assert find_unlisted_tensors(found[0], described) == []
     return {local: tensors[full] for full, local in found[0].tensors.items()}
 
 

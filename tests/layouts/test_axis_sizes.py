@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.axis_sizes import Shape, Sizes, solve, solve_products
-from headwise.layouts.pattern import GROUPED, parse
+from headwise.layouts.axis_sizes import Shape, Sizes, solve_axis_sizes, solve_products
+from headwise.layouts.pattern import GROUPED, parse_pattern
 
 FUSED = "(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim]) embed_dim"
 
@@ -19,8 +19,8 @@ def solved(
     splits: dict[str, tuple[str, ...]] | None = None,
     **known: int,
 ) -> Sizes:
-    return solve(
-        {name: (parse(patterns[name]), shape) for name, shape in shapes.items()},
+    return solve_axis_sizes(
+        {name: (parse_pattern(patterns[name]), shape) for name, shape in shapes.items()},
         known,
         {**GROUPED, **(splits or {})},
     )
@@ -107,7 +107,7 @@ def test_counts_that_contradict_each_other(
 def test_a_count_of_none_is_refused_and_no_division_by_it() -> None:
     for known in ({"heads": 6, "kv_heads": 0}, {"heads": -6}):
         with pytest.raises(OptionError, match="counts of at least 1"):
-            solve({}, known, GROUPED)
+            solve_axis_sizes({}, known, GROUPED)
 
 
 def test_what_no_shape_tells_is_asked_for_by_the_names_of_a_config() -> None:
@@ -158,6 +158,6 @@ def test_any_sizes_come_back_from_the_shapes_they_make(
     kv_heads: int, group: int, head_dim: int, embed_dim: int
 ) -> None:
     sizes = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "embed_dim": embed_dim}
-    shape = parse(FUSED).shape(sizes)
+    shape = parse_pattern(FUSED).shape(sizes)
     found = solved({"qkv": shape}, {"qkv": FUSED}, heads=kv_heads * group, kv_heads=kv_heads)
     assert found == {**sizes, "heads": kv_heads * group}

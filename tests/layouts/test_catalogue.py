@@ -18,7 +18,7 @@ from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import AXES, BIASES, State
 from headwise.layouts.convert import convert
-from headwise.layouts.equality import differing_tensors, same_bytes
+from headwise.layouts.equality import list_differing_tensors, same_bytes
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import catalogue_by_family
 from headwise.layouts.registry import layout as by_name
@@ -245,7 +245,7 @@ def pass_as(one: Layout, other: Layout, regime: Sizes) -> bool:
             read = other.unpack(stored, **known)
         except (OptionError, ShapeError):
             continue  # refused, which is what should be
-        if not differing_tensors(one.unpack(stored, **known), read):
+        if not list_differing_tensors(one.unpack(stored, **known), read):
             return True
     return False
 

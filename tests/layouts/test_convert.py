@@ -162,8 +162,8 @@ def test_a_way_back_that_does_not_lead_back_is_noticed(monkeypatch: pytest.Monke
 
     from headwise.layouts import layout as of_layouts
 
-    true_pack = of_layouts.pack
-    monkeypatch.setattr(of_layouts, "pack", careless)
+    true_pack = of_layouts.pack_tensors
+    monkeypatch.setattr(of_layouts, "pack_tensors", careless)
     with pytest.raises(RoundTripError, match="which does not come back"):
         convert(weights(), APART, FUSED, heads=6)
 

@@ -13,8 +13,8 @@ from headwise.layouts.canonical import AXES
 from headwise.layouts.layout import Layout
 from headwise.layouts.layout_drawing import (
     DrawnCell,
-    axis_strips,
     draw,
+    draw_axis_strips,
     drawing_sizes,
     function_lines,
     rotary_pairs,
@@ -61,7 +61,7 @@ def test_heads_side_by_side_are_as_wide_as_the_embedding() -> None:
 
 
 def test_channels_that_lie_apart() -> None:
-    cells = axis_strips(layout("megatron-v1"), drawing_sizes(layout("megatron-v1"), {}))
+    cells = draw_axis_strips(layout("megatron-v1"), drawing_sizes(layout("megatron-v1"), {}))
     rows = cells["query_key_value.weight"][0].cells
     assert [cell.name for cell in rows[:5]] == ["q0.0", "k0.0", "v0.0", "q0.1", "k0.1"]
     drawn = draw(layout("megatron-v1")).splitlines()
@@ -70,7 +70,7 @@ def test_channels_that_lie_apart() -> None:
 
 
 def test_heads_that_share_a_row_are_listed() -> None:
-    cells = axis_strips(layout("flax"), drawing_sizes(layout("flax"), {}))["query.kernel"]
+    cells = draw_axis_strips(layout("flax"), drawing_sizes(layout("flax"), {}))["query.kernel"]
     assert [len(strip.cells) for strip in cells] == [0, 4, 0]
     assert DrawnCell((("wq", (0, 1, 2, 3)),), 0, 4).name == "q0-3"
     assert DrawnCell((("wq", (0, 2)), ("wk", (1,))), 0, 4).name == "q0,2 k1"
@@ -85,7 +85,7 @@ def test_a_row_that_is_changed_changes_the_head_that_is_drawn_there(name: str) -
     canonical = {
         tensor: torch.zeros([sizes[axis] for axis in AXES[tensor]]) for tensor in one.holds
     }
-    for stored_name, found in axis_strips(one, sizes).items():
+    for stored_name, found in draw_axis_strips(one, sizes).items():
         for strip in found:
             for cell in {(at, cell) for at, cell in enumerate(strip.cells) if at in (0, 1, 4)}:
                 stored = one.pack(canonical, rotary_width=sizes["head_dim"])

@@ -10,10 +10,10 @@ from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import (
     NameForm,
     NamePlace,
+    find_modules,
+    find_unlisted_tensors,
     locate_other_weight,
-    modules_of,
     template_fields,
-    unlisted_tensors,
 )
 from headwise.layouts.registry import catalogue_by_family
 
@@ -33,7 +33,7 @@ ONE = Layout(
 
 def test_modules_with_their_roots_roles_and_numbers() -> None:
     names = ["emb", *(f"a.h.{n}.{m}.{t}" for n in (0, 10) for m in ("attn", "cross") for t in "qo")]
-    found = modules_of(ONE, names)
+    found = find_modules(ONE, names)
     assert [module.place for module in found] == [
         NamePlace("a.", role, (("layer", str(n)),)) for n in (0, 10) for role in ("self", "cross")
     ]
@@ -43,20 +43,20 @@ def test_modules_with_their_roots_roles_and_numbers() -> None:
 
 
 def test_what_stands_within_and_is_none_of_it_is_beside() -> None:
-    (module,) = modules_of(ONE, ["h.0.attn.q", "h.0.attn.o", "h.0.attn.mask", "h.0.norm"])
+    (module,) = find_modules(ONE, ["h.0.attn.q", "h.0.attn.o", "h.0.attn.mask", "h.0.norm"])
     assert module.beside == ("h.0.attn.mask",)
 
 
 @pytest.mark.parametrize("name", ["xh.0.attn.q", "h.x.attn.q", "h.0.attnq", "h.0.attn"])
 def test_names_that_only_look_alike_are_none(name: str) -> None:
-    assert modules_of(ONE, [name]) == []
+    assert find_modules(ONE, [name]) == []
 
 
 def test_a_module_elsewhere_is_found_by_its_tensors_if_it_is_whole() -> None:
-    (module,) = modules_of(ONE, ["x.y.q", "x.y.o", "x.y.other", "z.q"])
+    (module,) = find_modules(ONE, ["x.y.q", "x.y.o", "x.y.other", "z.q"])
     assert (module.prefix, module.place.role) == ("x.y.", "")
     assert module.beside == ("x.y.other",)
-    (bare,) = modules_of(ONE, ["q", "o"])
+    (bare,) = find_modules(ONE, ["q", "o"])
     assert (bare.prefix, bare.tensors) == ("", {"q": "q", "o": "o"})
 
 
@@ -64,7 +64,7 @@ def test_layer_10_stands_behind_layer_2_and_the_decoder_behind_the_encoder() -> 
     where = {"encoder": "encoder.{layer}.", "decoder": "decoder.{layer}."}
     places = [f"{side}.{n}." for side in ("decoder", "encoder") for n in (10, 2)]
     names = [place + tensor for place in places for tensor in "qo"]
-    found = [module.prefix for module in modules_of(replace(ONE, where=where), names)]
+    found = [module.prefix for module in find_modules(replace(ONE, where=where), names)]
     assert found == ["encoder.2.", "encoder.10.", "decoder.2.", "decoder.10."]
 
 
@@ -73,7 +73,7 @@ def test_a_layer_is_counted_by_its_name_and_not_by_how_many_are_there() -> None:
     known = [f"model.layers.{n}.self_attn.{p}_proj.weight" for n in (7, 11) for p in "qkvo"]
     own = [f"tower2.{n}.{p}_proj.weight" for n in (5,) for p in "qkvo"]
     bare = [f"{p}_proj.weight" for p in "qkvo"]
-    found = modules_of(PUBLISHED["llama"], [*own, *known, *bare])
+    found = find_modules(PUBLISHED["llama"], [*own, *known, *bare])
     assert {module.prefix: module.layer for module in found} == {
         "": 0,
         "tower2.5.": 5,
@@ -83,10 +83,10 @@ def test_a_layer_is_counted_by_its_name_and_not_by_how_many_are_there() -> None:
 
 
 def test_what_is_attention_in_other_names_is_not_overlooked() -> None:
-    one, other = modules_of(ONE, ["h.0.attn.q", "h.0.attn.o", "h.1.attn.qweight"])
+    one, other = find_modules(ONE, ["h.0.attn.q", "h.0.attn.o", "h.1.attn.qweight"])
     assert (one.prefix, other.prefix) == ("h.0.attn.", "h.1.attn.")
-    assert unlisted_tensors(other, ONE) == ["h.1.attn.qweight"]
-    half, whole = modules_of(ONE, ["x.0.q", "x.1.q", "x.1.o"])
+    assert find_unlisted_tensors(other, ONE) == ["h.1.attn.qweight"]
+    half, whole = find_modules(ONE, ["x.0.q", "x.1.q", "x.1.o"])
     assert (half.prefix, whole.prefix) == ("x.0.", "x.1.")
     assert half.tensors.keys() == {"x.0.q"}
 
@@ -94,12 +94,12 @@ def test_what_is_attention_in_other_names_is_not_overlooked() -> None:
 def test_other_things_of_a_block_are_no_attention() -> None:
     """Where the tensors of attention stand among those of the block."""
     block = replace(ONE, where={"self": "h.{layer}."})
-    (module,) = modules_of(block, ["h.0.q", "h.0.o", "h.1.conv"])
+    (module,) = find_modules(block, ["h.0.q", "h.0.o", "h.1.conv"])
     assert module.prefix == "h.0."
 
 
 def test_modules_elsewhere_are_found_beside_those_at_known_places() -> None:
-    found = modules_of(ONE, ["h.0.attn.q", "h.0.attn.o", "x.y.q", "x.y.o"])
+    found = find_modules(ONE, ["h.0.attn.q", "h.0.attn.o", "x.y.q", "x.y.o"])
     assert [(module.prefix, module.place.role) for module in found] == [
         ("h.0.attn.", "self"),
         ("x.y.", ""),
@@ -116,7 +116,7 @@ BASED = replace(
 @pytest.mark.parametrize("root", ["", "tower."])
 def test_a_base_model_is_stored_without_the_word_that_a_head_calls_it_by(root: str) -> None:
     names = [f"{root}layers.{n}.attn.{t}" for n in range(2) for t in "qo"]
-    found = modules_of(BASED, [*names, f"{root}emb"])
+    found = find_modules(BASED, [*names, f"{root}emb"])
     assert [module.place for module in found] == [
         NamePlace(root, "self", (("layer", str(n)),), is_base=True) for n in range(2)
     ]
@@ -135,7 +135,7 @@ def test_a_base_model_is_stored_without_the_word_that_a_head_calls_it_by(root: s
 
 def test_another_tower_of_a_base_model_is_not_taken_for_a_part_of_it() -> None:
     names = [f"a.layers.0.attn.{t}" for t in "qo"] + ["b.layers.0.attn.q"]
-    assert [module.prefix for module in modules_of(BASED, names)] == ["a.layers.0.attn."]
+    assert [module.prefix for module in find_modules(BASED, names)] == ["a.layers.0.attn."]
 
 
 def test_an_unembedding_stands_under_no_root() -> None:
@@ -159,7 +159,7 @@ def test_every_layout_finds_its_own_modules(name: str, root: str) -> None:
     for role, template in one.where.items():
         assert template_fields(template) <= numbers.keys()
         prefix = root + template.format(**numbers)
-        (module,) = modules_of(one, [prefix + local for local in one.tensors])
+        (module,) = find_modules(one, [prefix + local for local in one.tensors])
         assert (module.prefix, module.place.role, module.place.root) == (prefix, role, root)
         assert list(module.tensors.values()) == list(one.tensors)
         assert module.beside == ()
@@ -170,7 +170,7 @@ def test_every_layout_finds_its_own_modules(name: str, root: str) -> None:
 def test_every_layout_finds_a_module_elsewhere(name: str) -> None:
     one = PUBLISHED[name]
     for prefix in ("", "else.where."):
-        (module,) = modules_of(one, [prefix + local for local in one.tensors])
+        (module,) = find_modules(one, [prefix + local for local in one.tensors])
         assert module.prefix == prefix
         assert list(module.tensors.values()) == list(one.tensors)
 

@@ -15,9 +15,9 @@ from headwise.layouts.pattern import (
     PatternBlock,
     canonical_shape,
     names_by_axis,
-    pack,
-    parse,
-    unpack,
+    pack_tensors,
+    parse_pattern,
+    unpack_tensor,
 )
 
 # kv_heads 2, group 3: six heads; no two axes are of one length
@@ -30,15 +30,17 @@ def numbered(*shape: int) -> Tensor:
 
 
 def test_names_and_products() -> None:
-    assert parse("wq: (heads head_dim) embed_dim") == Pattern(
+    assert parse_pattern("wq: (heads head_dim) embed_dim") == Pattern(
         (PatternAxis(("heads", "head_dim")), PatternAxis(("embed_dim",))), ("wq",), None
     )
-    assert parse("bo:out_dim") == parse("  bo:  out_dim ")
-    assert parse("extra_k: () () (heads head_dim)").shape(SIZES) == (1, 1, 60)
+    assert parse_pattern("bo:out_dim") == parse_pattern("  bo:  out_dim ")
+    assert parse_pattern("extra_k: () () (heads head_dim)").shape(SIZES) == (1, 1, 60)
 
 
 def test_fused_axes() -> None:
-    pattern = parse("(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim]) embed_dim")
+    pattern = parse_pattern(
+        "(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim]) embed_dim"
+    )
     blocks = (
         PatternBlock("wq", ("group", "head_dim")),
         PatternBlock("wk", ("head_dim",)),
@@ -54,7 +56,7 @@ def test_fused_axes() -> None:
 
 
 def test_a_block_without_names_is_one_entry() -> None:
-    pattern = parse("(heads head_dim [wq: | wk: | wv:]) embed_dim")  # Megatron's first
+    pattern = parse_pattern("(heads head_dim [wq: | wk: | wv:]) embed_dim")  # Megatron's first
     assert pattern.axes[0].after == ()
     assert pattern.shape(SIZES) == (6 * 10 * 3, 40)
 
@@ -84,7 +86,7 @@ def test_a_block_without_names_is_one_entry() -> None:
 )
 def test_what_is_no_pattern_is_refused_with_the_place(text: str, needed: str) -> None:
     with pytest.raises(OptionError) as refused:
-        parse(text)
+        parse_pattern(text)
     assert repr(text) in refused.value.saw
     assert needed in refused.value.needed
 
@@ -92,15 +94,19 @@ def test_what_is_no_pattern_is_refused_with_the_place(text: str, needed: str) ->
 def test_three_nestings_of_one_shape_differ() -> None:
     """[3, H, d], [H, 3, d] and [H, d, 3], of 6 heads, by hand."""
     stored = numbered(6 * 10 * 3, 40)
-    side_by_side = unpack(
-        parse("([wq: heads head_dim | wk: heads head_dim | wv: heads head_dim]) embed_dim"),
+    side_by_side = unpack_tensor(
+        parse_pattern("([wq: heads head_dim | wk: heads head_dim | wv: heads head_dim]) embed_dim"),
         stored,
         SIZES,
     )
-    by_head = unpack(
-        parse("(heads [wq: head_dim | wk: head_dim | wv: head_dim]) embed_dim"), stored, SIZES
+    by_head = unpack_tensor(
+        parse_pattern("(heads [wq: head_dim | wk: head_dim | wv: head_dim]) embed_dim"),
+        stored,
+        SIZES,
     )
-    by_row = unpack(parse("(heads head_dim [wq: | wk: | wv:]) embed_dim"), stored, SIZES)
+    by_row = unpack_tensor(
+        parse_pattern("(heads head_dim [wq: | wk: | wv:]) embed_dim"), stored, SIZES
+    )
     for number, name in enumerate(("wq", "wk", "wv")):
         assert torch.equal(side_by_side[name], stored.view(3, 6, 10, 40)[number])
         assert torch.equal(by_head[name], stored.view(6, 3, 10, 40)[:, number])
@@ -109,8 +115,12 @@ def test_three_nestings_of_one_shape_differ() -> None:
 
 def test_groups_are_blocks_or_tiles_as_the_pattern_says() -> None:
     stored = numbered(60, 40)
-    block = unpack(parse("wq: (kv_heads group head_dim) embed_dim"), stored, SIZES)["wq"]
-    tile = unpack(parse("wq: (group kv_heads head_dim) embed_dim"), stored, SIZES)["wq"]
+    block = unpack_tensor(parse_pattern("wq: (kv_heads group head_dim) embed_dim"), stored, SIZES)[
+        "wq"
+    ]
+    tile = unpack_tensor(parse_pattern("wq: (group kv_heads head_dim) embed_dim"), stored, SIZES)[
+        "wq"
+    ]
     by_head = stored.view(6, 10, 40)
     assert torch.equal(block, by_head)
     # Stored head g * 2 + k is tiled: it reads kv head k, and is canonical head k * 3 + g.
@@ -118,21 +128,25 @@ def test_groups_are_blocks_or_tiles_as_the_pattern_says() -> None:
 
 
 def test_kv_heads_between_their_query_heads() -> None:
-    pattern = parse("(kv_heads [wq: group head_dim | wk: head_dim | wv: value_dim]) embed_dim")
+    pattern = parse_pattern(
+        "(kv_heads [wq: group head_dim | wk: head_dim | wv: value_dim]) embed_dim"
+    )
     stored = numbered(2 * (30 + 10 + 7), 40)
-    found = unpack(pattern, stored, SIZES)
+    found = unpack_tensor(pattern, stored, SIZES)
     assert torch.equal(found["wq"][3], stored[47:57])
     assert torch.equal(found["wk"][1], stored[77:87])
     assert torch.equal(found["wv"][1], stored[87:94])
-    assert torch.equal(pack(pattern, found, SIZES), stored)
+    assert torch.equal(pack_tensors(pattern, found, SIZES), stored)
 
 
 def test_a_transposed_matrix_and_a_split_axis() -> None:
     wo = numbered(44, 60)
     sizes = SIZES | {"out_dim": 44, "value_dim": 10}
-    flat = unpack(parse("wo: out_dim (heads value_dim)"), wo, sizes)["wo"]
+    flat = unpack_tensor(parse_pattern("wo: out_dim (heads value_dim)"), wo, sizes)["wo"]
     assert torch.equal(flat, wo.T.reshape(6, 10, 44))
-    apart = unpack(parse("wo: out_dim heads value_dim"), wo.view(44, 6, 10), sizes)["wo"]
+    apart = unpack_tensor(parse_pattern("wo: out_dim heads value_dim"), wo.view(44, 6, 10), sizes)[
+        "wo"
+    ]
     assert torch.equal(apart, flat)
 
 
@@ -175,22 +189,22 @@ def test_axes_that_are_not_the_tensors_are_refused(names: tuple[str, ...]) -> No
 
 
 def test_canonical_tensors_that_do_not_fit_are_refused() -> None:
-    pattern = parse("wk: (heads head_dim) embed_dim")
+    pattern = parse_pattern("wk: (heads head_dim) embed_dim")
     assert canonical_shape(pattern, "wk", SIZES) == (6, 10, 40)
     with pytest.raises(ShapeError, match=r"wk of shape \(2, 10, 40\)\n  needed: \(6, 10, 40\)"):
-        pack(pattern, {"wk": torch.zeros(2, 10, 40)}, SIZES)
+        pack_tensors(pattern, {"wk": torch.zeros(2, 10, 40)}, SIZES)
 
 
 def test_dtypes_that_cannot_share_a_tensor_are_refused() -> None:
-    pattern = parse("([wq: heads head_dim | wk: heads head_dim]) embed_dim")
+    pattern = parse_pattern("([wq: heads head_dim | wk: heads head_dim]) embed_dim")
     state = {"wq": torch.zeros(6, 10, 40), "wk": torch.zeros(6, 10, 40, dtype=torch.float16)}
     with pytest.raises(DTypeError, match=r"wq in torch.float32, wk in torch.float16"):
-        pack(pattern, state, SIZES)
+        pack_tensors(pattern, state, SIZES)
 
 
 def test_what_is_stored_has_memory_of_its_own() -> None:
-    pattern, wq = parse("wq: (heads head_dim) embed_dim"), numbered(6, 10, 40)
-    stored = pack(pattern, {"wq": wq}, SIZES)
+    pattern, wq = parse_pattern("wq: (heads head_dim) embed_dim"), numbered(6, 10, 40)
+    stored = pack_tensors(pattern, {"wq": wq}, SIZES)
     stored.zero_()
     assert bool(wq.all())
     assert stored.is_contiguous()
@@ -216,9 +230,9 @@ def patterns(draw: st.DrawFn) -> str:
 
 @given(text=patterns())
 def test_any_nesting_comes_back_and_no_number_is_lost(text: str) -> None:
-    pattern = parse(text)
+    pattern = parse_pattern(text)
     stored = numbered(*pattern.shape(SIZES))
-    canonical = unpack(pattern, stored, SIZES)
+    canonical = unpack_tensor(pattern, stored, SIZES)
     assert {name: tuple(x.shape) for name, x in canonical.items()} == {
         "wq": (6, 10, 40),
         "wk": (2, 10, 40),
@@ -226,4 +240,4 @@ def test_any_nesting_comes_back_and_no_number_is_lost(text: str) -> None:
     }
     together = torch.cat([x.flatten() for x in canonical.values()])
     assert torch.equal(together.sort().values, stored.flatten())
-    assert torch.equal(pack(pattern, canonical, SIZES), stored)
+    assert torch.equal(pack_tensors(pattern, canonical, SIZES), stored)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headwise.reports import diagnosis_page, scan_page, static_scan
-from headwise.reports.png_images import viridis
+from headwise.reports.png_images import viridis_colour
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.diagnoses import report_of_model
 from tests.reports.viewer_scans import viewer_report, viewer_scan
@@ -20,10 +20,10 @@ pytestmark = needs_a_browser
 
 AXE = files("axe_playwright_python").joinpath("axe.min.js")
 PAGES: dict[str, Callable[[], str]] = {
-    "viewer": lambda: scan_page.render(viewer_report(viewer_scan())),
-    "two": lambda: scan_page.render(viewer_report(viewer_scan(), second=viewer_scan())),
+    "viewer": lambda: scan_page.render_scan_pages(viewer_report(viewer_scan())),
+    "two": lambda: scan_page.render_scan_pages(viewer_report(viewer_scan(), second=viewer_scan())),
     "static": lambda: static_scan.render_static(viewer_report(viewer_scan())),
-    "diagnosis": lambda: diagnosis_page.render(report_of_model()),
+    "diagnosis": lambda: diagnosis_page.render_diagnosis_page(report_of_model()),
 }
 
 
@@ -86,7 +86,7 @@ def test_the_scale_is_ordered_for_every_eye(browser: Chromium, viewer: Path, kin
     with browser.open(viewer) as opened:
         session = opened.page.context.new_cdp_session(opened.page)
         session.send("Emulation.setEmulatedVisionDeficiency", {"type": kind})
-        steps = [viridis(n / 8) for n in range(9)]
+        steps = [viridis_colour(n / 8) for n in range(9)]
         opened.page.evaluate(
             """(steps) => {
               document.body.replaceChildren(...steps.map(([r, g, b]) => {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.reports.scan_page import save
+from headwise.reports.scan_page import save_scan_page
 from headwise.scanning.head_scan import HeadScan
 from tests.reports.browser import Chromium, needs_a_browser
 from tests.reports.viewer_scans import HOSTILE, WORDS, viewer_report, viewer_scan
@@ -40,7 +40,7 @@ AWKWARD: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", AWKWARD)
 def test_awkward_scans(browser: Chromium, tmp_path: Path, case: str) -> None:
-    path = save(tmp_path / "page.html", AWKWARD[case]())
+    path = save_scan_page(tmp_path / "page.html", AWKWARD[case]())
     with browser.open(path) as opened:
         assert opened.complaints == []
         assert opened.requests == [path.as_uri()]

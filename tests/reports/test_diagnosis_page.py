@@ -14,7 +14,11 @@ import torch
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.function_comparison import FunctionComparison
-from headwise.reports.diagnosis_page import DiagnosisReport, render, save
+from headwise.reports.diagnosis_page import (
+    DiagnosisReport,
+    render_diagnosis_page,
+    save_diagnosis_page,
+)
 from headwise.reports.stage_heat_map import size_position, size_text, stage_rows
 from tests.reports.diagnoses import (
     HEADS,
@@ -36,7 +40,7 @@ REPORTS = {
 
 
 def tree(report: DiagnosisReport) -> Element:
-    return Tree(render(report)).root
+    return Tree(render_diagnosis_page(report)).root
 
 
 def titles(page: Element, table: str) -> list[list[str]]:
@@ -49,7 +53,7 @@ def titles(page: Element, table: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_nothing_is_loaded_from_outside(name: str) -> None:
-    assert outside(render(REPORTS[name]())) == []
+    assert outside(render_diagnosis_page(REPORTS[name]())) == []
 
 
 def test_the_question_and_its_answer_come_first() -> None:
@@ -241,5 +245,5 @@ def test_a_notebook_shows_the_page_in_a_frame() -> None:
 
 
 def test_save_writes_what_render_gives(tmp_path: Path) -> None:
-    page = save(report_of_weights(), tmp_path / "new" / "page.html")
-    assert page.read_text("utf-8") == render(report_of_weights())
+    page = save_diagnosis_page(report_of_weights(), tmp_path / "new" / "page.html")
+    assert page.read_text("utf-8") == render_diagnosis_page(report_of_weights())

@@ -16,7 +16,7 @@ from headwise import scan as scan_model
 from headwise.bundled_models import tiny
 from headwise.errors import MissingExtraError, OptionError
 from headwise.reports import wording
-from headwise.reports.scan_changes import clearest_change, diverging
+from headwise.reports.scan_changes import clearest_change, diverging_colour
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.view_statistics import Map
 from tests.reports.viewer_scans import viewer_scan
@@ -92,7 +92,7 @@ def test_a_difference_is_centred_on_zero(scan: HeadScan) -> None:
     assert clearest_change(diff) == "induction"
     image = image_of(diff.plot())
     assert image.norm.vmin == -image.norm.vmax == pytest.approx(-0.5)
-    assert diverging(0) == (245, 245, 245)
+    assert diverging_colour(0) == (245, 245, 245)
     assert clearest_change(scan.diff(scan)) is None
 
 

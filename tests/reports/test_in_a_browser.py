@@ -27,17 +27,19 @@ def report_of(heads: int) -> scan_page.ScanReport:
 
 def studys_page() -> str:
     record = documentation.read_record()
-    return study_page.render(Study(tuple(documentation.answers_of(record)), (), record["setting"]))
+    return study_page.render_study_page(
+        Study(tuple(documentation.answers_of(record)), (), record["setting"])
+    )
 
 
 PAGES = {
     "scan-numbers": lambda: static_scan.render_static(report_of(5)),
     "scan-pictures": lambda: static_scan.render_static(report_of(17)),
-    "viewer": lambda: scan_page.render(report_of(5)),
+    "viewer": lambda: scan_page.render_scan_pages(report_of(5)),
     "study": studys_page,
-    "diagnosis": lambda: diagnosis_page.render(report_of_many_heads(NAME)),
-    "model": lambda: diagnosis_page.render(report_of_model()),
-    "weights": lambda: diagnosis_page.render(report_of_weights()),
+    "diagnosis": lambda: diagnosis_page.render_diagnosis_page(report_of_many_heads(NAME)),
+    "model": lambda: diagnosis_page.render_diagnosis_page(report_of_model()),
+    "weights": lambda: diagnosis_page.render_diagnosis_page(report_of_weights()),
 }
 
 

@@ -15,15 +15,15 @@ def test_the_colours_are_those_of_viridis() -> None:
     viridis = matplotlib.colormaps["viridis"]
     for n in range(256):
         theirs = [round(255 * channel) for channel in viridis(n)[:3]]
-        ours = png_images.viridis(n / 255)
+        ours = png_images.viridis_colour(n / 255)
         assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 2
 
 
 def test_the_ends_are_exact_and_what_is_beyond_is_clamped() -> None:
-    assert png_images.css(png_images.viridis(0.0)) == "#440154"
-    assert png_images.css(png_images.viridis(1.0)) == "#fde725"
-    assert png_images.viridis(-1.0) == png_images.viridis(0.0)
-    assert png_images.viridis(2.0) == png_images.viridis(1.0)
+    assert png_images.css_colour(png_images.viridis_colour(0.0)) == "#440154"
+    assert png_images.css_colour(png_images.viridis_colour(1.0)) == "#fde725"
+    assert png_images.viridis_colour(-1.0) == png_images.viridis_colour(0.0)
+    assert png_images.viridis_colour(2.0) == png_images.viridis_colour(1.0)
 
 
 def test_a_weight_stands_at_its_square_root() -> None:
@@ -38,10 +38,10 @@ def test_numbers_can_be_read_on_every_colour() -> None:
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     for n in range(101):
-        colour = png_images.viridis(n / 100)
+        colour = png_images.viridis_colour(n / 100)
         light = luminance(colour)
         black, white = (light + 0.05) / 0.05, 1.05 / (light + 0.05)
-        chosen = black if png_images.ink(colour) == "#000000" else white
+        chosen = black if png_images.text_colour_on(colour) == "#000000" else white
         assert chosen == max(black, white)
         assert chosen >= 4.5  # WCAG 2, AA
 
@@ -53,6 +53,6 @@ def test_a_png_holds_its_pixels_from_the_top() -> None:
     read = image.open(io.BytesIO(base64.b64decode(data)))
     assert (read.format, read.mode, read.size) == ("PNG", "P", (3, 2))
     pixels = [[read.convert("RGBA").getpixel((x, y)) for x in range(3)] for y in range(2)]
-    dark, bright = ((*png_images.viridis(end), 255) for end in (0.0, 1.0))
-    middle = (*png_images.viridis(127 / 254), 255)
+    dark, bright = ((*png_images.viridis_colour(end), 255) for end in (0.0, 1.0))
+    middle = (*png_images.viridis_colour(127 / 254), 255)
     assert pixels == [[dark, bright, middle], [dark, (0, 0, 0, 0), bright]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from headwise.reports.scan_page import save
+from headwise.reports.scan_page import save_scan_page
 from tests.reports.browser import Chromium, needs_a_browser
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 from tools.viewer_pictures import FOLDER, PICTURES, differing_pixels, picture
@@ -20,7 +20,7 @@ LIMIT = 0.03
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_viewer_looks_as_documented(browser: Chromium, tmp_path: Path, name: str) -> None:
-    page = save(tmp_path / "page.html", viewer_report(viewer_scan()))
+    page = save_scan_page(tmp_path / "page.html", viewer_report(viewer_scan()))
     expected = Image.open(FOLDER / f"{name}.png").convert("RGB")
     shown = picture(browser, page, name)
     assert differing_pixels(shown, expected) <= LIMIT, "look, then: python -m tools.viewer_pictures"

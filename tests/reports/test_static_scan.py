@@ -315,7 +315,7 @@ def test_short_numbers(scale: wording.Scale, value: float, text: str) -> None:
 
 def test_scales() -> None:
     weight = wording.Scale("weight", 0.0, 1.0)
-    assert weight.colour(0.25) == png_images.viridis(0.5)
+    assert weight.colour(0.25) == png_images.viridis_colour(0.5)
     assert wording.Scale("range", 2.0, 4.0).position(3.0) == 0.5
     assert wording.Scale("range", 2.0, 2.0).position(2.0) == 0.5
 

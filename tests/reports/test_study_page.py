@@ -11,7 +11,7 @@ import pytest
 from headwise.errors import MissingExtraError
 from headwise.reports import study_page as charts
 from headwise.reports.page_templates import mark_identifiers
-from headwise.reports.study_page import render, save
+from headwise.reports.study_page import render_study_page, save_study_page
 from headwise.study import charts as style
 from headwise.study.run import LeftOut
 from headwise.study.trained_encoder import Fallback
@@ -20,11 +20,11 @@ from tests.study.answers import answer, made_up
 
 
 def test_nothing_is_loaded_from_outside() -> None:
-    assert outside(render(made_up())) == []
+    assert outside(render_study_page(made_up())) == []
 
 
 def test_everything_that_is_said_is_on_the_page() -> None:
-    page = Tree(render(made_up(answer(sum=4)))).root
+    page = Tree(render_study_page(made_up(answer(sum=4)))).root
     (section,) = page.all("section", id="made-up")
     assert section.all("h2")[0].text == 'Are two and two <four> & "more"?'
     assert section.all("div", class_="status")[0].text == "Yes: the sum <is> 4."
@@ -40,7 +40,7 @@ def test_everything_that_is_said_is_on_the_page() -> None:
 
 
 def test_every_link_leads_somewhere() -> None:
-    page = Tree(render(made_up())).root
+    page = Tree(render_study_page(made_up())).root
     places = {e.attributes["id"] for e in everything(page) if "id" in e.attributes}
     links = [a.attributes["href"] for a in page.all("a")]
     assert links == ["#made-up"]
@@ -48,7 +48,7 @@ def test_every_link_leads_somewhere() -> None:
 
 
 def test_a_claim_that_failed_stands_at_the_top() -> None:
-    html = render(made_up(answer(), answer(sum=5)))
+    html = render_study_page(made_up(answer(), answer(sum=5)))
     page = Tree(html).root
     assert "1 of 2 claims is not borne out here." in page.all("header")[0].text
     assert len(page.all("div", class_="status bad")) == 2
@@ -57,33 +57,33 @@ def test_a_claim_that_failed_stands_at_the_top() -> None:
 
 def test_what_was_left_out_is_said_with_its_remedy() -> None:
     left = LeftOut("needy", "And this?", "a <thing> is missing", "pip install 'thing'")
-    words = Tree(render(made_up(left_out=(left,)))).root.text
+    words = Tree(render_study_page(made_up(left_out=(left,)))).root.text
     assert "Left out: And this? The reason: a <thing> is missing." in words
     assert "pip install 'thing'" in words
 
 
 def test_the_fallback_says_what_it_is() -> None:
     fallback = Fallback("no <weights>", "pip install weights")
-    words = Tree(render(made_up(fallback=fallback))).root.all("header")[0].text
+    words = Tree(render_study_page(made_up(fallback=fallback))).root.all("header")[0].text
     assert "This is not the trained encoder" in words
     assert "no <weights>" in words
     assert "pip install weights" in words
 
 
 def test_where_it_was_measured() -> None:
-    words = Tree(render(made_up(setting={"threads": 7}))).root.all("footer")[0].text
+    words = Tree(render_study_page(made_up(setting={"threads": 7}))).root.all("footer")[0].text
     assert "headwise 0.1.0, torch 2.13.0, threads 7" in words
 
 
 def test_the_picture_takes_the_colours_of_its_page() -> None:
-    drawn = charts.svg(answer())
+    drawn = charts.answer_svg(answer())
     named = re.findall(r"var\((--[\w-]+), (#\w+)\)", drawn)
     assert {("--series-0", style.SERIES[0]), ("--soft", style.SOFT)} <= set(named)
     assert not re.search(rf"(?<!, ){style.SERIES[0]}", drawn)
 
 
 def test_the_picture_has_text_that_stays_text_and_words_for_it() -> None:
-    drawn = Tree(charts.svg(answer())).root
+    drawn = Tree(charts.answer_svg(answer())).root
     (element,) = drawn.all("svg")
     assert element.attributes["aria-label"] == 'Two "bars", 1.0 and 2.5.'
     assert element.attributes["role"] == "img"
@@ -91,12 +91,12 @@ def test_the_picture_has_text_that_stays_text_and_words_for_it() -> None:
 
 
 def test_a_picture_is_the_same_every_time() -> None:
-    assert charts.svg(answer()) == charts.svg(answer())
+    assert charts.answer_svg(answer()) == charts.answer_svg(answer())
 
 
 def test_save_writes_what_render_gives(tmp_path: Path) -> None:
-    page = save(made_up(), tmp_path / "new" / "page.html")
-    assert page.read_text("utf-8") == render(made_up())
+    page = save_study_page(made_up(), tmp_path / "new" / "page.html")
+    assert page.read_text("utf-8") == render_study_page(made_up())
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

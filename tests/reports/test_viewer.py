@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.reports.png_images import viridis
-from headwise.reports.scan_page import save
+from headwise.reports.png_images import viridis_colour
+from headwise.reports.scan_page import save_scan_page
 from headwise.reports.scan_report import ScanReport
 from headwise.scanning.head_scan import HeadScan
 from tests.reports.browser import Chromium, Opened, needs_a_browser
@@ -31,7 +31,7 @@ def scan() -> HeadScan:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, scan: HeadScan) -> Path:
-    return save(tmp_path_factory.mktemp("viewer") / "page.html", viewer_report(scan))
+    return save_scan_page(tmp_path_factory.mktemp("viewer") / "page.html", viewer_report(scan))
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_the_colours_of_the_map_are_the_weights(opened: Opened, scan: HeadScan) 
         places,
     )
     for (row, col), colour in zip(places, colours, strict=True):
-        expected = viridis(float(weights[row, col]) ** 0.5)
+        expected = viridis_colour(float(weights[row, col]) ** 0.5)
         # Two tables of viridis, and the byte in which the weight is stored.
         assert max(abs(a - b) for a, b in zip(colour, expected, strict=True)) <= 6
 
@@ -308,7 +308,7 @@ def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Pat
     moved = viewer_scan(length=LENGTH)
     moved.layer_scans[1].summaries["induction"]["sum"][2] = 0.1
     report = viewer_report(scan, second=moved, names=("before", "after"))
-    with browser.open(save(tmp_path / "two.html", report)) as opened:
+    with browser.open(save_scan_page(tmp_path / "two.html", report)) as opened:
         opened.page.select_option('[aria-label="statistic"]', "induction")
         opened.wait("s.statistic === 'induction' && s.mode === 'diff'")
         assert opened.page.inner_text('[data-id="1.2"]') == "82"
@@ -334,7 +334,9 @@ def test_a_lit_token_moves_nothing(browser: Chromium, path: Path, width: int) ->
 def test_nearly_equal_scans_look_equal(browser: Chromium, scan: HeadScan, tmp_path: Path) -> None:
     moved = viewer_scan(length=LENGTH)
     moved.layer_scans[1].summaries["induction"]["sum"][2] -= 0.001
-    with browser.open(save(tmp_path / "two.html", viewer_report(scan, second=moved))) as opened:
+    with browser.open(
+        save_scan_page(tmp_path / "two.html", viewer_report(scan, second=moved))
+    ) as opened:
         opened.page.select_option('[aria-label="statistic"]', "induction")
         opened.wait("s.statistic === 'induction' && s.mode === 'diff'")
         assert "colours from −5 to 5" in opened.page.inner_text("[data-part=grid]")
@@ -387,7 +389,7 @@ def test_widths(browser: Chromium, path: Path, width: int, scheme: str) -> None:
 
 def test_a_page_of_16384_tokens_is_small_in_the_browser(browser: Chromium, tmp_path: Path) -> None:
     report: ScanReport = gpt2_sized()
-    with browser.open(save(tmp_path / "page.html", report)) as opened:
+    with browser.open(save_scan_page(tmp_path / "page.html", report)) as opened:
         opened.do("headwise.app.pin(9000)", "s.token === 9000")
         opened.do("headwise.app.set({ search: 'rabbit' })", "s.parts.results > 100")
         assert opened.page.evaluate("document.querySelectorAll('*').length") <= 3000

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from headwise import AttentionMatrix, Mask, scan
-from headwise.reports.scan_page import render, save, viewer_data, viewer_file
+from headwise.reports.scan_page import render_scan_pages, save_scan_page, viewer_data, viewer_file
 from headwise.reports.scan_report import ScanReport
-from headwise.reports.viewer_blobs import THUMB, head_maps, thumbnails
+from headwise.reports.viewer_blobs import THUMB, head_maps, pool_thumbnails
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.top_keys_statistic import TopKeysOfEveryQuery
 from headwise.scanning.statistics.view_statistics import Map
@@ -117,7 +117,7 @@ def test_offsets_end_with_the_weight_inside_of_them() -> None:
 @pytest.mark.parametrize("cells", [5, 16, 40])
 def test_thumbnails_keep_the_weight_of_a_row(cells: int) -> None:
     maps = np.random.default_rng(0).dirichlet([0.3] * cells, (HEADS, cells))
-    pooled = thumbnails(maps)
+    pooled = pool_thumbnails(maps)
     assert pooled.shape == (HEADS, THUMB, THUMB)
     assert np.allclose(pooled.sum(-1), 1)
     if cells == THUMB:
@@ -160,14 +160,14 @@ def test_an_old_scan_has_no_texts() -> None:
     assert meta["scans"][0]["texts"] == []
     assert all(layer["query_text"] is None for layer in meta["scans"][0]["layers"])
     assert not [name for name in blobs if "/text/" in name]
-    assert render(report)
+    assert render_scan_pages(report)
 
 
 def test_other_scans_are_pages_too() -> None:
     read = viewer_scan(layers=1, heads=1, length=1, top=1)
     assert blobs_of(viewer_report(read))[0]["scans"][0]["layers"][0]["map"] == [1, 1]
     empty = replace(read, layer_scans=(), texts=())
-    assert render(viewer_report(empty))
+    assert render_scan_pages(viewer_report(empty))
     assert head_maps(read, replace(read.layer_scans[0], summaries={})) is None
 
 
@@ -205,7 +205,7 @@ def data_in(page: str) -> tuple[Any, dict[str, str]]:
 
 def test_the_page_holds_the_data_and_a_policy() -> None:
     report = viewer_report(viewer_scan())
-    page = render(report)
+    page = render_scan_pages(report)
     meta, blobs = data_in(page)
     expected_meta, expected = viewer_data(report)
     assert meta == json.loads(json.dumps(expected_meta))
@@ -222,7 +222,9 @@ def test_the_page_holds_the_data_and_a_policy() -> None:
 
 
 def test_several_reports_are_one_page() -> None:
-    page = render(viewer_report(viewer_scan(), title="one"), viewer_report(viewer_scan(top=0)))
+    page = render_scan_pages(
+        viewer_report(viewer_scan(), title="one"), viewer_report(viewer_scan(top=0))
+    )
     meta, blobs = data_in(page)
     assert [report["title"] for report in meta["reports"]] == ["one", "made-up"]
     assert "0:0/map/0" in blobs
@@ -235,7 +237,7 @@ def test_several_reports_are_one_page() -> None:
 
 def test_hostile_words_stay_words() -> None:
     words = (*HOSTILE, *WORDS)
-    page = render(viewer_report(viewer_scan(words=words), words=words, title=HOSTILE[1]))
+    page = render_scan_pages(viewer_report(viewer_scan(words=words), words=words, title=HOSTILE[1]))
     assert page.count("<script") == page.count("</script>")
     assert 'onerror="' not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     meta, blobs = data_in(page)
@@ -246,17 +248,17 @@ def test_hostile_words_stay_words() -> None:
 
 def test_a_page_is_written_as_a_whole(tmp_path: Path) -> None:
     report = viewer_report(viewer_scan())
-    written = save(tmp_path / "new" / "page.html", report)
-    assert written.read_text("utf-8") == render(report)
+    written = save_scan_page(tmp_path / "new" / "page.html", report)
+    assert written.read_text("utf-8") == render_scan_pages(report)
 
 
 def test_sizes() -> None:
     parts = (viewer_file("viewer.js") + viewer_file("viewer.css")).encode()
     assert len(gzip.compress(parts)) <= 120_000
     assert "</script" not in viewer_file("viewer.js")
-    assert len(render(gpt2_sized()).encode()) <= 6_000_000
+    assert len(render_scan_pages(gpt2_sized()).encode()) <= 6_000_000
 
 
 @pytest.mark.slow
 def test_the_largest_page_that_is_promised_fits() -> None:
-    assert len(render(large()).encode()) <= 25_000_000
+    assert len(render_scan_pages(large()).encode()) <= 25_000_000

@@ -13,8 +13,8 @@ from headwise.errors import OptionError
 from headwise.scanning import estimate as module
 from headwise.scanning.estimate import (
     CallSizes,
-    estimate,
-    memory,
+    estimate_memory,
+    estimate_scan,
     record_call_sizes,
     require_memory,
 )
@@ -45,7 +45,7 @@ def test_the_calls_of_a_model() -> None:
 def test_seconds_by_hand() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(60, 48), torch.nn.Linear(48, 50))
     call = CallSizes(6, 16, is_causal=False, span=None)
-    found = estimate(model, [call], (), [10, 20], held_bytes=0, speed=SPEED)
+    found = estimate_scan(model, [call], (), [10, 20], held_bytes=0, speed=SPEED)
     entries = 6 * (10 * 10 + 20 * 20)
     products = 48 * 50 * 30 + 16 * entries
     assert found.seconds == pytest.approx(1e-10 * products + 1e-8 * entries)
@@ -54,9 +54,9 @@ def test_seconds_by_hand() -> None:
 def test_what_is_held_counts() -> None:
     model = bert()
     call = CallSizes(6, 16, is_causal=False, span=None)
-    found = estimate(model, [call], STANDARD, [30], held_bytes=10**9, speed=SPEED)
+    found = estimate_scan(model, [call], STANDARD, [30], held_bytes=10**9, speed=SPEED)
     assert found.total_bytes == 10**9 + found.extra_bytes
-    assert found.extra_bytes == memory(model, [call], STANDARD, 30)
+    assert found.extra_bytes == estimate_memory(model, [call], STANDARD, 30)
 
 
 def test_more_costs_more() -> None:
@@ -64,7 +64,7 @@ def test_more_costs_more() -> None:
     call = CallSizes(6, 16, is_causal=False, span=None)
 
     def of(calls: int, length: int) -> tuple[float, int]:
-        found = estimate(model, calls * [call], STANDARD, [length], held_bytes=0, speed=SPEED)
+        found = estimate_scan(model, calls * [call], STANDARD, [length], held_bytes=0, speed=SPEED)
         return found.seconds, found.extra_bytes
 
     (few, small), (many, large), (deep, _) = of(2, 1000), of(2, 4000), of(4, 1000)
@@ -74,16 +74,21 @@ def test_more_costs_more() -> None:
 
 def test_scores_of_the_whole_vocabulary_count_where_they_are_made() -> None:
     call = CallSizes(6, 16, is_causal=False, span=None)
-    plain, with_head = memory(bert(), [call], (), 1000), memory(masked_lm(), [call], (), 1000)
+    plain, with_head = (
+        estimate_memory(bert(), [call], (), 1000),
+        estimate_memory(masked_lm(), [call], (), 1000),
+    )
     assert with_head - plain == 4 * 1000 * 60
     # A causal model is asked for those of one token.
     causal = gpt2()
-    assert memory(causal, [call], (), 1000) == memory(causal.transformer, [call], (), 1000)
+    assert estimate_memory(causal, [call], (), 1000) == estimate_memory(
+        causal.transformer, [call], (), 1000
+    )
 
 
 def test_the_speed_of_this_machine_is_measured() -> None:
     call = CallSizes(6, 16, is_causal=True, span=None)
-    found = estimate(bert(), [call], STANDARD, [100], held_bytes=0)
+    found = estimate_scan(bert(), [call], STANDARD, [100], held_bytes=0)
     assert 0 < found.seconds < 3600
 
 
@@ -119,7 +124,7 @@ def test_memory_against_a_run() -> None:
 
 
 def test_how_it_reads() -> None:
-    found = estimate(
+    found = estimate_scan(
         Tiny(),
         [CallSizes(8, 64, is_causal=True, span=None)],
         (),

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headwise.errors import OptionError
-from headwise.scanning.module_calls import dequantized, plain_tensors
+from headwise.scanning.module_calls import dequantize_weight, plain_tensors
 from headwise.scanning.scan import scan
-from headwise.scanning.scan_file import digest_of
+from headwise.scanning.scan_file import hash_content
 from tests.scanning.models import BATCH, CASES, LENGTH, llama, tokens
 from tests.scanning.test_facts import record_call_sizes
 
@@ -63,9 +63,9 @@ def test_their_scales_are_finite() -> None:
 
 def test_weights_without_a_form_as_floats() -> None:
     whole = torch.arange(6).reshape(2, 3)
-    assert dequantized(whole) is None
+    assert dequantize_weight(whole) is None
     floats = whole.float()
-    assert dequantized(floats) is floats
+    assert dequantize_weight(floats) is floats
     assert [part is whole for part in plain_tensors(whole)] == [True]
 
 
@@ -73,14 +73,14 @@ def test_weights_without_a_form_as_floats() -> None:
 def test_their_digest_counts_their_parts(kind: str) -> None:
     """`headwise scan --out` keeps a digest of the weights beside its parts."""
     model = quantised(kind)
-    digest = digest_of(model.state_dict())
-    assert digest_of(copy.deepcopy(model).state_dict()) == digest
+    digest = hash_content(model.state_dict())
+    assert hash_content(copy.deepcopy(model).state_dict()) == digest
     model.layers[1].mlp.up_proj.weight.scale.data[3] *= 2
-    assert digest_of(model.state_dict()) != digest
+    assert hash_content(model.state_dict()) != digest
 
 
 def test_their_digest_counts_how_they_are_quantised() -> None:
     weight = quantised("weights").layers[0].mlp.up_proj.weight
-    digest = digest_of(weight)
+    digest = hash_content(weight)
     weight.reduce_range = not weight.reduce_range
-    assert digest_of(weight) != digest
+    assert hash_content(weight) != digest

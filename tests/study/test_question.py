@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.study.question import FactTable, as_numbers
+from headwise.study.question import FactTable, round_numbers_for_json
 from tests.study.answers import answer
 
 
@@ -36,23 +36,23 @@ def test_the_record_has_stable_keys() -> None:
 
 def test_numbers_are_plain_and_short() -> None:
     given = {"a": 1 / 3, "b": [True, 2, ("x", 1e-9 / 3)], "c": {1: 123456789.0}}
-    assert as_numbers(given) == {
+    assert round_numbers_for_json(given) == {
         "a": 0.333333,
         "b": [True, 2, ["x", 3.33333e-10]],
         "c": {"1": 123457000.0},
     }
-    assert as_numbers(True) is True
+    assert round_numbers_for_json(True) is True
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="a measured number is"):
-        as_numbers({"a": [value]})
+        round_numbers_for_json({"a": [value]})
 
 
 def test_a_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match="Tensor"):
-        as_numbers({"a": torch.ones(3)})
+        round_numbers_for_json({"a": torch.ones(3)})
 
 
 def test_columns_of_figures_are_told_from_columns_of_words() -> None:

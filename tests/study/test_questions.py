@@ -152,7 +152,7 @@ def test_the_readme_is_written_from_the_record() -> None:
 def test_the_picture_is_that_of_the_record(name: str) -> None:
     answer = Answer(catalogue.load_question(name), documented()[name]["numbers"])
     drawn = Tree((documentation.PICTURES / f"{name}.svg").read_text("utf-8")).root
-    anew = Tree(charts.svg(answer)).root
+    anew = Tree(charts.answer_svg(answer)).root
     (element,) = drawn.all("svg")
     assert element.attributes["aria-label"] == answer.fill(answer.question.caption)
     # Places of lines may differ in the last digit from machine to machine; what is said may not.

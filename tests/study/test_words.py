@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.study.question import fill_template, scientific
+from headwise.study.question import fill_template, format_scientific
 
 
 def test_a_key_an_inner_key_and_a_place() -> None:
@@ -52,4 +52,4 @@ def test_a_number_and_its_unit_stay_on_one_line() -> None:
 
 
 def test_the_mantissa_is_rounded_before_the_exponent_is_read() -> None:
-    assert scientific(9.97e-5).startswith("1.0")
+    assert format_scientific(9.97e-5).startswith("1.0")

@@ -12,7 +12,7 @@ from headwise.diagnosis.diagnosis_result import Diagnosis
 from headwise.layouts.layout import Layout
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_diff import ScanDiff
-from headwise.support.display import DRAWN_BY, Displayed, ShownInNotebook, render
+from headwise.support.display import DRAWN_BY, Displayed, ShownInNotebook, render_form
 from tests.scanning.scans import random_scan
 
 
@@ -51,4 +51,4 @@ def test_what_has_no_such_form_says_so() -> None:
         pass
 
     with pytest.raises(KeyError, match="Other"):
-        render(Other(), "text")
+        render_form(Other(), "text")

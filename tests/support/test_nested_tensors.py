@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 
-from headwise.support.tensor_containers import leaves, map_leaves
+from headwise.support.tensor_containers import iterate_leaves, map_leaves
 
 
 @dataclass
@@ -17,9 +17,9 @@ class Output:
 def test_leaves_come_in_order() -> None:
     pair = namedtuple("pair", "left right")(3, [4])
     value = [1, (2, pair), OrderedDict(b=5, a=[6]), Output(7, {"x": None}), deque([8])]
-    assert list(leaves(value)) == [1, 2, 3, 4, 5, 6, 7, None, 8]
-    assert list(leaves("text")) == ["text"]
-    assert list(leaves(Output)) == [Output]
+    assert list(iterate_leaves(value)) == [1, 2, 3, 4, 5, 6, 7, None, 8]
+    assert list(iterate_leaves("text")) == ["text"]
+    assert list(iterate_leaves(Output)) == [Output]
 
 
 def test_mapped_keeps_the_form() -> None:

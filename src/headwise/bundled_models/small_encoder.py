@@ -104,7 +104,7 @@ def record_run(
     ids = torch.tensor([alphabet.index(letter) for letter in text])
     with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(0)
-        trained = _train(ids, len(alphabet), attention, progress)
+        trained = _train_encoder(ids, len(alphabet), attention, progress)
         model = SmallEncoder(len(alphabet), nn.MultiheadAttention).eval()
     model.load_state_dict(trained.state_dict())
     batch = ids[:LENGTH].repeat(2, 1)
@@ -114,11 +114,11 @@ def record_run(
         num_heads=NUM_HEADS,
         tokens=tuple(text[:LENGTH]),
         real=real,
-        calls=_calls(model, batch, real),
+        calls=_record_attention_calls(model, batch, real),
     )
 
 
-def _train(
+def _train_encoder(
     ids: Int[Tensor, " length"],
     letters: int,
     attention: type[nn.MultiheadAttention],
@@ -132,7 +132,7 @@ def _train(
         offset = torch.randint(len(ids) - WINDOW, (BATCH, 1))
         # Windows start at random positions, so that training covers every position.
         start = torch.randint(LENGTH - WINDOW + 1, (BATCH, 1))
-        loss = _loss(model, ids[offset + torch.arange(WINDOW)], start)
+        loss = _neighbour_loss(model, ids[offset + torch.arange(WINDOW)], start)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -140,7 +140,7 @@ def _train(
     return model
 
 
-def _loss(model: SmallEncoder, window: Tensor, start: Tensor) -> Tensor:
+def _neighbour_loss(model: SmallEncoder, window: Tensor, start: Tensor) -> Tensor:
     """Return the mean cross-entropy of both neighbours, at letters that have two."""
     guesses = model(window, start)[:, 1:-1]
     losses = [
@@ -154,17 +154,19 @@ def _loss(model: SmallEncoder, window: Tensor, start: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _calls(model: SmallEncoder, batch: Tensor, real: Tensor) -> tuple[AttentionCall, ...]:
+def _record_attention_calls(
+    model: SmallEncoder, batch: Tensor, real: Tensor
+) -> tuple[AttentionCall, ...]:
     state, calls = model.embed(batch), []
     for block in model.blocks:
         assert isinstance(block, EncoderBlock)  # for mypy
         x, output = block.attend(state, ~real)
-        calls.append(AttentionCall(x, output, _projections(block.attention)))
+        calls.append(AttentionCall(x, output, _packed_projections(block.attention)))
         state = block(state, ~real)
     return tuple(calls)
 
 
-def _projections(layer: nn.MultiheadAttention) -> Projections:
+def _packed_projections(layer: nn.MultiheadAttention) -> Projections:
     return Projections(
         in_proj_weight=layer.in_proj_weight.detach(),
         in_proj_bias=layer.in_proj_bias.detach(),

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from headwise.checkpoints import config_check
 from headwise.checkpoints.config import Config, attention_window, layout_name
-from headwise.checkpoints.description import COUNTS, Checkpoint, described_layout, open_checkpoint
+from headwise.checkpoints.description import (
+    COUNTS,
+    Checkpoint,
+    layout_of_description,
+    open_checkpoint,
+)
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
@@ -21,7 +26,7 @@ from headwise.layouts import registry
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NamedModule, modules_of
+from headwise.layouts.module_names import NamedModule, find_modules
 
 MAX_NAMES = 6  # modules that an error names
 
@@ -64,9 +69,9 @@ def load_attention(
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
     opened = open_checkpoint(Path(path), counts, config=config)
     source, stated = opened.source, opened.config
-    stored = _layout(opened, layout)
-    modules = modules_of(stored, source.headers)
-    module = _module(source, stored, modules, layer, prefix)
+    stored = _select_layout(opened, layout)
+    modules = find_modules(stored, source.headers)
+    module = _select_module(source, stored, modules, layer, prefix)
     shapes = {local: source.headers[name].shape for name, local in module.tensors.items()}
     sizes = stored.sizes(shapes, opened.known)
     described = config_check.layout_in_layer(stored, stated, module.layer)
@@ -86,7 +91,7 @@ def _require_config(
     options: Mapping[str, Any],
 ) -> None:
     """Raise OptionError if the config contradicts the layout, or is missing and needed."""
-    problem = config_check.config_contradiction(config, layout.function, sizes)
+    problem = config_check.find_config_contradiction(config, layout.function, sizes)
     if problem is not None:
         raise OptionError(
             saw=f"{module.prefix} in {source.path}: the layout has {problem}",
@@ -126,7 +131,7 @@ def attention_from_state(
     """
     stored = {local: state[name] for name, local in module.tensors.items()}
     if layout.function.score_bias == "t5":
-        layout = _with_distances(layout, module, modules, stored, state)
+        layout = _add_shared_distance_table(layout, module, modules, stored, state)
     if dtype is not None:
         stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
     stated = config_check.attention_options(config, layout.function, layer=module.layer)
@@ -150,10 +155,10 @@ def attention_from_state(
     )
 
 
-def _layout(opened: Checkpoint, layout: str | Layout | None) -> Layout:
+def _select_layout(opened: Checkpoint, layout: str | Layout | None) -> Layout:
     description = opened.description
     if layout is not None:
-        named = described_layout(layout, description)
+        named = layout_of_description(layout, description)
         if description is not None and description.layout.name != named.name:
             raise OptionError(
                 saw=f"layout {named.name}, but {description.origin} says {description.layout.name}",
@@ -174,7 +179,7 @@ def _layout(opened: Checkpoint, layout: str | Layout | None) -> Layout:
     return registry.layout(name)
 
 
-def _module(
+def _select_module(
     source: CheckpointSource,
     layout: Layout,
     modules: Sequence[NamedModule],
@@ -202,7 +207,7 @@ def _module(
     )
 
 
-def _with_distances(
+def _add_shared_distance_table(
     layout: Layout,
     module: NamedModule,
     modules: Sequence[NamedModule],

@@ -109,22 +109,22 @@ class ConfigFields(dict[str, Any]):
         self.origin = origin
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ConfigFields:
+    def wrap(cls, config: Mapping[str, Any]) -> ConfigFields:
         """Return the config with readers; a `ConfigFields` is returned as it is."""
         return config if isinstance(config, ConfigFields) else cls(config)
 
-    def _checked(self, name: str, needed: str, is_valid: Callable[[Any], bool]) -> Any:
+    def _read_checked(self, name: str, needed: str, is_valid: Callable[[Any], bool]) -> Any:
         """Return the value of a field, or None; raise OptionError if it is not valid."""
         value = self.get(name)
         if value is not None and not is_valid(value):
-            raise self._invalid(name, needed)
+            raise self._invalid_field_error(name, needed)
         return value
 
     def count(self, name: str, *, most: int = _MAX_COUNT) -> int | None:
         """Return a whole number from 1; None also for a list of counts, one for each part."""
         if isinstance(self.get(name), list):
             return None
-        value = self._checked(
+        value = self._read_checked(
             name,
             f"a whole number from 1 to {most}",
             lambda n: _is_number(n) and 0 < n <= most and n == int(n),
@@ -133,31 +133,33 @@ class ConfigFields(dict[str, Any]):
 
     def number(self, name: str) -> float | None:
         """Return a finite number."""
-        value = self._checked(name, "a finite number", _is_number)
+        value = self._read_checked(name, "a finite number", _is_number)
         return None if value is None else float(value)
 
     def positive(self, name: str) -> float | None:
         """Return a finite number above 0; None also for 0, which switches the setting off."""
         value = self.number(name)
         if value is not None and value < 0:
-            raise self._invalid(name, "a positive number")
+            raise self._invalid_field_error(name, "a positive number")
         return value or None
 
     def required_number(self, name: str) -> float:
         """Return a finite number; raise OptionError where there is none."""
         value = self.number(name)
         if value is None:
-            raise self._invalid(name, "a finite number")
+            raise self._invalid_field_error(name, "a finite number")
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a boolean, which may be stored as 1 or 0."""
-        value = self._checked(name, "true or false", lambda x: isinstance(x, int) and x in (0, 1))
+        value = self._read_checked(
+            name, "true or false", lambda x: isinstance(x, int) and x in (0, 1)
+        )
         return default if value is None else bool(value)
 
     def text(self, name: str) -> str | None:
         """Return a short printable text."""
-        value: str | None = self._checked(
+        value: str | None = self._read_checked(
             name,
             f"a text of at most {_MAX_TEXT} printable characters",
             lambda x: isinstance(x, str) and len(x) <= _MAX_TEXT and x.isprintable(),
@@ -167,14 +169,14 @@ class ConfigFields(dict[str, Any]):
     def layer_values(self, name: str) -> list[Any]:
         """Return a list with a value for each layer; empty where there is none."""
         needed = "a list with a value for each layer"
-        return list(self._checked(name, needed, lambda x: isinstance(x, list | tuple)) or ())
+        return list(self._read_checked(name, needed, lambda x: isinstance(x, list | tuple)) or ())
 
     def section(self, name: str) -> ConfigFields | None:
         """Return a JSON object within this one."""
-        value = self._checked(name, "a JSON object", lambda x: isinstance(x, dict))
+        value = self._read_checked(name, "a JSON object", lambda x: isinstance(x, dict))
         return None if value is None else ConfigFields(value, origin=f"{name} of {self.origin}")
 
-    def _invalid(self, name: str, needed: str) -> OptionError:
+    def _invalid_field_error(self, name: str, needed: str) -> OptionError:
         value = self.get(name)
         described = "missing" if value is None else describe_value(value)
         return OptionError(
@@ -232,7 +234,7 @@ def read_config_file(
     return ConfigFields(config, origin=str(path))
 
 
-def stated_counts(config: Config) -> Sizes:
+def read_stated_counts(config: Config) -> Sizes:
     """Return heads, kv_heads, head_dim and rotary_width, as far as the config states them.
 
     From a config of several models, such as text and vision, only counts that all share are used.
@@ -240,15 +242,17 @@ def stated_counts(config: Config) -> Sizes:
     Raises:
         OptionError: a count is no whole number from 1.
     """
-    fields = ConfigFields.of(config)
+    fields = ConfigFields.wrap(config)
     towers = [name for name in fields if name.endswith("_config")]
     inner = (fields.section(name) for name in towers if isinstance(fields[name], dict))
-    others = [_counts(tower) for tower in inner if tower is not None]
-    sides = (_first_count(fields, [f"{side}_attention_heads"]) for side in ("encoder", "decoder"))
+    others = [_read_counts(tower) for tower in inner if tower is not None]
+    sides = (
+        _read_first_count(fields, [f"{side}_attention_heads"]) for side in ("encoder", "decoder")
+    )
     others += [{"heads": heads} for heads in sides if heads is not None]
     return {
         name: count
-        for name, count in _counts(text_config(fields)).items()
+        for name, count in _read_counts(text_config(fields)).items()
         if all(other.get(name, count) == count for other in others)
     }
 
@@ -261,7 +265,7 @@ def merge_counts(
     Raises:
         OptionError: the two contradict each other, or a count is below 1.
     """
-    stated = stated_counts(config)
+    stated = read_stated_counts(config)
     known = {name: count for name, count in counts.items() if count is not None}
     for name, count in known.items():
         if count < 1:
@@ -276,30 +280,30 @@ def merge_counts(
     return stated | known
 
 
-def _counts(fields: ConfigFields) -> Sizes:
-    counts = {size: _first_count(fields, names) for size, names in _NAMES.items()}
+def _read_counts(fields: ConfigFields) -> Sizes:
+    counts = {size: _read_first_count(fields, names) for size, names in _NAMES.items()}
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         counts["kv_heads"] = 1
     # MPT and DBRX have kv_n_heads in attn_config.
     inner = fields.section("attn_config") or ConfigFields({})
     counts["kv_heads"] = inner.count("kv_n_heads", most=_MAX_HEADS) or counts["kv_heads"]
     sizes = {size: count for size, count in counts.items() if count is not None}
-    share = _rotary_share(fields)
+    share = _read_rotary_share(fields)
     if share is not None and "rotary_width" not in sizes:
-        head_dim = head_dim_of(fields, sizes)
+        head_dim = read_head_dim(fields, sizes)
         if head_dim:
             sizes["rotary_width"] = int(head_dim * share)
     return sizes
 
 
-def _first_count(fields: ConfigFields, names: Iterable[str]) -> int | None:
+def _read_first_count(fields: ConfigFields, names: Iterable[str]) -> int | None:
     counts = (fields.count(name, most=_MAX_HEADS) for name in names)
     return next((count for count in counts if count is not None), None)
 
 
 def text_config(config: Config) -> ConfigFields:
     """Return the section of the language model in a config of several models, else all of it."""
-    fields = ConfigFields.of(config)
+    fields = ConfigFields.wrap(config)
     return fields.section("text_config") or fields
 
 
@@ -366,7 +370,7 @@ def _layer_value(fields: ConfigFields, name: str, layer: int) -> Any:
 
 def layout_name(config: Config) -> str | None:
     """Return the name of the layout of this model's files; None for an unknown model_type."""
-    fields = ConfigFields.of(config)
+    fields = ConfigFields.wrap(config)
     while (kind := fields.text("model_type")) not in _KNOWN and "text_config" in fields:
         section = text_config(fields)
         if section is fields:
@@ -382,7 +386,7 @@ def layout_name(config: Config) -> str | None:
     return _LAYOUTS.get(kind or "")
 
 
-def _rotary_share(fields: ConfigFields) -> float | None:
+def _read_rotary_share(fields: ConfigFields) -> float | None:
     rotation = rotary_config(fields, 0)
     for name in _SHARES:
         share = fields.number(name) if name in fields else rotation.number(name)
@@ -391,8 +395,8 @@ def _rotary_share(fields: ConfigFields) -> float | None:
     return None
 
 
-def head_dim_of(fields: ConfigFields, counts: Sizes) -> int | None:
+def read_head_dim(fields: ConfigFields, counts: Sizes) -> int | None:
     """Return the stated head_dim, or embed_dim // heads."""
-    embed_dim = _first_count(fields, ("hidden_size", "n_embd"))
+    embed_dim = _read_first_count(fields, ("hidden_size", "n_embd"))
     quotient = embed_dim // counts["heads"] if embed_dim and "heads" in counts else None
     return counts.get("head_dim", quotient)

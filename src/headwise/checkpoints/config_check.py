@@ -12,10 +12,10 @@ from typing import Any
 from headwise.checkpoints.config import (
     Config,
     ConfigFields,
-    head_dim_of,
     layer_rotates,
+    read_head_dim,
+    read_stated_counts,
     rotary_config,
-    stated_counts,
     text_config,
 )
 from headwise.errors import OptionError
@@ -32,16 +32,16 @@ _EPS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "norm_eps")
 _FACTORS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 
 
-def config_contradiction(config: Config, function: AttentionSpec, sizes: Sizes) -> str | None:
+def find_config_contradiction(config: Config, function: AttentionSpec, sizes: Sizes) -> str | None:
     """Return the first field in which config and layout differ, with both values; None if none."""
-    for name, value in _contradictions(text_config(config), function, sizes):
-        is_argument = name == "rotary_width" and name not in stated_counts(config)
+    for name, value in _find_contradictions(text_config(config), function, sizes):
+        is_argument = name == "rotary_width" and name not in read_stated_counts(config)
         origin = "the argument says" if is_argument else "the config says"
         return f"{name}: {getattr(function, name)}; {origin} {value}"
     return None
 
 
-def _contradictions(
+def _find_contradictions(
     fields: ConfigFields, function: AttentionSpec, sizes: Sizes
 ) -> Iterator[tuple[str, object]]:
     """Yield the fields of the layout that the config contradicts, with the value of the config."""
@@ -106,9 +106,9 @@ def attention_options(config: Config, function: AttentionSpec, *, layer: int) ->
     fields = text_config(config)
     options: dict[str, Any] = {}
     if function.rotary not in (None, "none"):
-        options["rotary"] = _rotary(fields, layer)
+        options["rotary"] = _read_rotary(fields, layer)
     if function.scale is None:
-        options |= _scale(fields)
+        options |= _read_scale(fields)
     softcap = fields.number("attn_logit_softcapping")
     if function.softcap != "none" and softcap:
         options["softcap"] = softcap
@@ -131,18 +131,18 @@ def attention_options(config: Config, function: AttentionSpec, *, layer: int) ->
     return options
 
 
-def _rotary(fields: ConfigFields, layer: int) -> Rotary:
+def _read_rotary(fields: ConfigFields, layer: int) -> Rotary:
     rotary = rotary_config(fields, layer)
     theta = rotary.number("rope_theta") or fields.number("rope_theta")
-    counts = stated_counts(fields)
+    counts = read_stated_counts(fields)
     return Rotary(
         theta=theta or fields.number("rotary_emb_base") or 10_000.0,
-        width=counts.get("rotary_width", head_dim_of(fields, counts)),
-        scaling=_scaling(rotary, fields),
+        width=counts.get("rotary_width", read_head_dim(fields, counts)),
+        scaling=_read_rotary_scaling(rotary, fields),
     )
 
 
-def _scaling(rotary: ConfigFields, fields: ConfigFields) -> Scaling | None:
+def _read_rotary_scaling(rotary: ConfigFields, fields: ConfigFields) -> Scaling | None:
     kind = rotary.text("rope_type" if "rope_type" in rotary else "type") or "default"
     if kind == "default":
         return None
@@ -155,7 +155,7 @@ def _scaling(rotary: ConfigFields, fields: ConfigFields) -> Scaling | None:
     return _SCALINGS[kind](rotary, fields)
 
 
-def _original(rotary: ConfigFields, fields: ConfigFields) -> int:
+def _read_original_length(rotary: ConfigFields, fields: ConfigFields) -> int:
     name = "max_position_embeddings"
     count = rotary.count(f"original_{name}") or fields.count(name)
     return count or int(fields.required_number(name))
@@ -167,11 +167,11 @@ _SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields], Scaling]] = {
         factor=rotary.required_number("factor"),
         low_freq_factor=rotary.required_number("low_freq_factor"),
         high_freq_factor=rotary.required_number("high_freq_factor"),
-        original_length=_original(rotary, fields),
+        original_length=_read_original_length(rotary, fields),
     ),
     "yarn": lambda rotary, fields: YarnScaling(
         factor=rotary.required_number("factor"),
-        original_length=_original(rotary, fields),
+        original_length=_read_original_length(rotary, fields),
         beta_fast=rotary.number("beta_fast") or 32.0,
         beta_slow=rotary.number("beta_slow") or 1.0,
         attention_factor=rotary.number("attention_factor"),
@@ -182,7 +182,7 @@ _SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields], Scaling]] = {
 }
 
 
-def _scale(fields: ConfigFields) -> dict[str, float | None]:
+def _read_scale(fields: ConfigFields) -> dict[str, float | None]:
     """Return the scale of the config; the usual scale if the config states none."""
     if (scalar := fields.positive("query_pre_attn_scalar")) is not None:
         return {"scale": scalar**-0.5}

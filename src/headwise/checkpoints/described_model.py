@@ -53,7 +53,7 @@ class DescribedModel:
         return convert(source, self.stored, self.target, accept=(), root=None, **known)
 
 
-def described_model(path: Path) -> DescribedModel | None:
+def open_described_model(path: Path) -> DescribedModel | None:
     """Return described weights that transformers cannot read; None where it can.
 
     Raises:
@@ -85,11 +85,11 @@ def _may_be_described(path: Path) -> bool:
     if path.is_file():
         return path.suffix in (SAFETENSORS, *TORCH)
     if (path / "config.json").is_file():
-        return any(_carries_description(file) for file in path.glob(f"*{SAFETENSORS}"))
+        return any(_file_has_description(file) for file in path.glob(f"*{SAFETENSORS}"))
     return any(next(path.glob(f"*{suffix}"), None) for suffix in (SAFETENSORS, *TORCH))
 
 
-def _carries_description(file: Path) -> bool:
+def _file_has_description(file: Path) -> bool:
     with suppress(CheckpointError, OSError):  # transformers reports a damaged file
-        return KEY in safetensors_file.read(file).metadata
+        return KEY in safetensors_file.read_safetensors_header(file).metadata
     return False

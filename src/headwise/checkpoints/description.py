@@ -33,7 +33,7 @@ from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.conversion_plan import plan_conversion
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import AS_STORED, NamedModule, modules_of
+from headwise.layouts.module_names import AS_STORED, NamedModule, find_modules
 from headwise.layouts.registry import layout, layouts
 
 KEY, VERSION = "headwise", 1
@@ -63,14 +63,14 @@ class Description:
 
     def encode(self) -> str:
         """Return the JSON text that a file carries."""
-        function, config = asdict(self.layout.function), _public(self.config)
+        function, config = asdict(self.layout.function), _without_private_names(self.config)
         fields = {"version": VERSION, "layout": self.layout.name, "modules": self.modules}
         sections = {"counts": dict(self.counts), "function": function, "config": config}
         return json.dumps(fields | sections)
 
     def config_json(self) -> str:
         """Return the text of a config.json, for transformers."""
-        return json.dumps(_public(self.config), indent=2) + "\n"
+        return json.dumps(_without_private_names(self.config), indent=2) + "\n"
 
     def with_counts(self, known: Mapping[str, int | None]) -> dict[str, int]:
         """Return the known counts, where None means unknown, together with the description's.
@@ -97,15 +97,17 @@ class Description:
                 headers, self.layout, self.layout, accept=(), form=AS_STORED, **self.counts
             )
         except _PLAN_ERRORS as error:
-            raise self._disagreement(f"{described}, but: {error.saw}", error.needed) from error
-        count = len(modules_of(self.layout, headers))
+            raise self._disagreement_error(
+                f"{described}, but: {error.saw}", error.needed
+            ) from error
+        count = len(find_modules(self.layout, headers))
         if count != self.modules:
-            raise self._disagreement(
+            raise self._disagreement_error(
                 f"{described}, but the tensors are of {count}",
                 "all files of the checkpoint, unchanged",
             )
 
-    def _disagreement(self, saw: str, needed: str) -> CheckpointError:
+    def _disagreement_error(self, saw: str, needed: str) -> CheckpointError:
         return CheckpointError(
             saw=saw,
             needed=needed,
@@ -147,7 +149,9 @@ def open_checkpoint(
     """
     source = open_source(path)
     description = read_description(source)
-    stated = stored_config(source, description) if config is None else ConfigFields.of(config)
+    stated = (
+        read_stored_config(source, description) if config is None else ConfigFields.wrap(config)
+    )
     if description is not None:
         description.require_agreement(source.headers)
         description.with_counts(counts)  # report the caller's wrong counts before the config's
@@ -173,7 +177,7 @@ def describe_target(
         known: heads and other counts that no shape gives.
         config: the fields of the model's config.json.
     """
-    modules = modules_of(source, headers)
+    modules = find_modules(source, headers)
     sizes = [_canonical_sizes(module, headers, source, target, known) for module in modules]
     shared = {
         name: sizes[0][name]
@@ -181,7 +185,7 @@ def describe_target(
         if name in sizes[0] and all(each.get(name) == sizes[0][name] for each in sizes)
     }
     moved = replace(target, function=source.function.moved(target.function))
-    return Description(moved, len(modules), shared, ConfigFields.of(config))
+    return Description(moved, len(modules), shared, ConfigFields.wrap(config))
 
 
 def _canonical_sizes(
@@ -215,28 +219,28 @@ def read_description(source: CheckpointSource) -> Description | None:
         )
     (text,) = texts
     if text is not None:
-        return _decoded(text, source.shards[0].path)
+        return _decode_description(text, source.shards[0].path)
     args = read_model_args(source)
     if args is None:
         return None
-    counts, origin = config_json.stated_counts(args.config), args.config.origin
+    counts, origin = config_json.read_stated_counts(args.config), args.config.origin
     return Description(layout(args.layout), args.layers, counts, args.config, origin, args.removal)
 
 
-def stored_config(source: CheckpointSource, description: Description | None) -> ConfigFields:
+def read_stored_config(source: CheckpointSource, description: Description | None) -> ConfigFields:
     """Return the config.json beside a checkpoint, else the config in its description."""
     config = config_json.read_config(source.folder)
     return description.config if description is not None and not config else config
 
 
-def described_layout(name: str | Layout, description: Description | None) -> Layout:
+def layout_of_description(name: str | Layout, description: Description | None) -> Layout:
     """Return the layout of this name, with the function of the description if it has the name."""
     named = layout(name)
     is_described = description is not None and description.layout.name == named.name
     return description.layout if description is not None and is_described else named
 
 
-def _decoded(text: str, path: Path) -> Description:
+def _decode_description(text: str, path: Path) -> Description:
     try:
         stored = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
@@ -267,7 +271,12 @@ def _decoded(text: str, path: Path) -> Description:
         raise _metadata_error(path, f"has a function with {error.saw}") from error
     origin = f"the metadata of {path}"
     return Description(
-        described, modules, counts, ConfigFields(config, origin=origin), origin, _removal(path)
+        described,
+        modules,
+        counts,
+        ConfigFields(config, origin=origin),
+        origin,
+        _removal_advice(path),
     )
 
 
@@ -275,16 +284,16 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _public(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_private_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config without private names, such as _name_or_path, a path on some machine."""
     return {
-        name: _public(value) if isinstance(value, dict) else value
+        name: _without_private_names(value) if isinstance(value, dict) else value
         for name, value in config.items()
         if not name.startswith("_")
     }
 
 
-def _removal(path: Path) -> str:
+def _removal_advice(path: Path) -> str:
     return (
         "save the tensors without this metadata: safetensors.torch.save_file(safetensors."
         f"torch.load_file({path.name!r}), NEW, metadata={{'format': 'pt'}})"
@@ -295,5 +304,5 @@ def _metadata_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
         saw=f"the metadata under {KEY!r} in {path} {why[:300]}",
         needed=f"metadata of version {VERSION} from headwise convert, or none",
-        do=f"upgrade headwise if a newer release wrote the file; else {_removal(path)}",
+        do=f"upgrade headwise if a newer release wrote the file; else {_removal_advice(path)}",
     )

@@ -18,7 +18,7 @@ KIND = "headwise digests"
 Digests = dict[str, dict[str, Any]]
 
 
-def digests_of(state: Mapping[str, Tensor]) -> Digests:
+def compute_digests(state: Mapping[str, Tensor]) -> Digests:
     """Return name -> shape, dtype and SHA-256 of the numbers, little-endian and row-major."""
     return {
         name: {

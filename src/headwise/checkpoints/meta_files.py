@@ -34,7 +34,7 @@ _IN_A_LAYER = (
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def meta_params(description: Description, shapes: Shapes) -> dict[str, Any]:
+def make_meta_params(description: Description, shapes: Shapes) -> dict[str, Any]:
     """Return the content of params.json for tensors in the layout llama-meta.
 
     Raises:
@@ -51,15 +51,15 @@ def meta_params(description: Description, shapes: Shapes) -> dict[str, Any]:
         "n_heads": heads,
         "n_kv_heads": description.counts["kv_heads"],
         "vocab_size": vocabulary,
-        **_mlp_params(width, shapes["layers.0.feed_forward.w1.weight"][0]),
+        **_meta_mlp_params(width, shapes["layers.0.feed_forward.w1.weight"][0]),
         "norm_eps": config.number("rms_norm_eps") or 1e-6,
-        **_rotary_params(config),
+        **_meta_rotary_params(config),
     }
 
 
 def write_meta_files(folder: Path, files: Iterable[str], params: Mapping[str, Any]) -> None:
     """Replace the safetensors files of a folder by the files that Meta's code loads."""
-    shards = [safetensors_file.read(folder / name) for name in files]
+    shards = [safetensors_file.read_safetensors_header(folder / name) for name in files]
     state = {name: shard.tensor(name) for shard in shards for name in shard.headers}
     state.setdefault(OUTPUT, state[TOKENS])  # tied weights are stored once
     with (folder / WEIGHTS).open("wb") as file:
@@ -73,9 +73,9 @@ def write_meta_files(folder: Path, files: Iterable[str], params: Mapping[str, An
 
 def _require_model(description: Description, shapes: Shapes, config: ConfigFields) -> None:
     if (name := description.layout.name) != LAYOUT:
-        raise _unsupported(f"weights in the layout {name}", f"the layout {LAYOUT}")
+        raise _unsupported_error(f"weights in the layout {name}", f"the layout {LAYOUT}")
     if not config:
-        raise _unsupported(
+        raise _unsupported_error(
             "weights without a config.json and without metadata",
             "rope_theta and rms_norm_eps, which no tensor holds",
         )
@@ -86,20 +86,22 @@ def _require_model(description: Description, shapes: Shapes, config: ConfigField
         missing = []
     if missing:
         names = ", ".join(missing[:3])
-        raise _unsupported(f"weights without {names}", f"the {len(needed)} of a Llama")
+        raise _unsupported_error(f"weights without {names}", f"the {len(needed)} of a Llama")
     counts, width = description.counts, shapes[TOKENS][1]
     if counts["heads"] * counts["head_dim"] != width:
         saw = f"{counts['heads']} heads of {counts['head_dim']} in an embed_dim of {width}"
-        raise _unsupported(saw, "heads * head_dim equal to embed_dim")
+        raise _unsupported_error(saw, "heads * head_dim equal to embed_dim")
     activation = config.text("hidden_act") or "silu"
     if activation != "silu":
-        raise _unsupported(f"an MLP with {activation}", "silu")
+        raise _unsupported_error(f"an MLP with {activation}", "silu")
     for layer in layers:
         if (window := attention_window(config, layer)) is not None:
-            raise _unsupported(f"a window of {window} keys in layer {layer}", "full attention")
+            raise _unsupported_error(
+                f"a window of {window} keys in layer {layer}", "full attention"
+            )
 
 
-def _rotary_params(config: ConfigFields) -> dict[str, Any]:
+def _meta_rotary_params(config: ConfigFields) -> dict[str, Any]:
     """Return theta and the scaling flag; Meta's code has one scaling, with fixed constants."""
     rotation = rotary_config(config, 0)
     theta = rotation.number("rope_theta") or config.number("rope_theta") or 10_000.0
@@ -109,21 +111,25 @@ def _rotary_params(config: ConfigFields) -> dict[str, Any]:
     scaling = {name: rotation.get(name) for name in SCALING if name != "rope_type"}
     if {"rope_type": kind, **scaling} != SCALING:
         supported = ", ".join(f"{name} {value}" for name, value in SCALING.items())
-        raise _unsupported(f"the rotary scaling {kind} with {scaling}", f"none, or {supported}")
+        raise _unsupported_error(
+            f"the rotary scaling {kind} with {scaling}", f"none, or {supported}"
+        )
     return {"rope_theta": theta, "use_scaled_rope": True}
 
 
-def _mlp_params(width: int, inner: int) -> dict[str, Any]:
+def _meta_mlp_params(width: int, inner: int) -> dict[str, Any]:
     """Return the two parameters from which Meta's code computes the width of the MLP."""
     usual, multiple_of = int(2 * (4 * width) / 3), math.gcd(inner, 256)
     for factor in (None, inner / usual, math.nextafter(inner / usual, math.inf)):
         if mlp_width(width, multiple_of, factor) == inner:
             multiplier = {} if factor is None else {"ffn_dim_multiplier": factor}
             return {"multiple_of": multiple_of, **multiplier}
-    raise _unsupported(f"an MLP of {inner} in an embed_dim of {width}", "a width by its formula")
+    raise _unsupported_error(
+        f"an MLP of {inner} in an embed_dim of {width}", "a width by its formula"
+    )
 
 
-def _unsupported(saw: str, needed: str) -> OptionError:
+def _unsupported_error(saw: str, needed: str) -> OptionError:
     return OptionError(
         saw=f"{saw}, for {WEIGHTS} and {PARAMS}",
         needed=f"{needed}: Meta's code loads no other",

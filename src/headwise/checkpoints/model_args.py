@@ -55,15 +55,15 @@ def read_model_args(source: CheckpointSource) -> ModelArgs | None:
     if first.model_args:
         code = f"torch.save(torch.load({first.path.name!r}, weights_only=True)['model'], NEW)"
         origin, removal = f"model_args in {first.path}", f"save them alone: {code}"
-        return _translate(ConfigFields(first.model_args, origin=origin), removal)
+        return _translate_model_args(ConfigFields(first.model_args, origin=origin), removal)
     params = source.folder / PARAMS
     if first.path.name.startswith("consolidated") and params.is_file():
         fields = ConfigFields(_read_params(params), origin=str(params))
-        return _translate(fields, f"remove {params}")
+        return _translate_model_args(fields, f"remove {params}")
     return None
 
 
-def _translate(fields: ConfigFields, removal: str) -> ModelArgs | None:
+def _translate_model_args(fields: ConfigFields, removal: str) -> ModelArgs | None:
     layers, heads = (fields.count(name) for name in ("n_layers", "n_heads"))
     if layers is not None and heads is not None:
         return ModelArgs("llama-meta", layers, _meta_config(fields, layers, heads), removal)

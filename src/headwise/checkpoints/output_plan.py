@@ -108,10 +108,12 @@ def plan_output(
             needed=f"names that differ before their suffix, which becomes {SAFETENSORS}",
             do="rename one of the files",
         )
-    return OutputPlan(tuple(files), _index(source, files))
+    return OutputPlan(tuple(files), _plan_shard_index(source, files))
 
 
-def _index(source: CheckpointSource, files: Sequence[OutputFile]) -> tuple[str, bytes] | None:
+def _plan_shard_index(
+    source: CheckpointSource, files: Sequence[OutputFile]
+) -> tuple[str, bytes] | None:
     if source.index is None and len(files) < 2:
         return None
     metadata = dict(source.index.metadata) if source.index else {}

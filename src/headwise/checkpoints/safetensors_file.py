@@ -105,7 +105,7 @@ def is_utf8(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _are_counts(values: Any) -> bool:
+def _are_whole_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(
         isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in values
     )
@@ -130,7 +130,7 @@ class TensorFile:
     model_args: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read(path: Path) -> TensorFile:
+def read_safetensors_header(path: Path) -> TensorFile:
     """Read the header of a file.
 
     Raises:
@@ -152,7 +152,7 @@ def read(path: Path) -> TensorFile:
     metadata = fields.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
         raise damaged_error(path, f"its {METADATA} is no object of texts")
-    headers = _headers(path, fields, LENGTH + length, size)
+    headers = _parse_tensor_headers(path, fields, LENGTH + length, size)
     try:  # JSON parsers differ in details: the library must read the same names
         with safe_open(path, framework="pt") as opened:
             names = set(opened.keys())
@@ -160,12 +160,16 @@ def read(path: Path) -> TensorFile:
         raise damaged_error(path, str(error)) from error
     if names != set(headers):
         raise damaged_error(path, "the safetensors library reads other names in it")
-    return TensorFile(path, headers, metadata, lambda name: _mapped(headers[name]))
+    return TensorFile(path, headers, metadata, lambda name: _map_tensor_to_memory(headers[name]))
 
 
-def _headers(path: Path, fields: dict[str, Any], begin: int, size: int) -> dict[str, StoredTensor]:
+def _parse_tensor_headers(
+    path: Path, fields: dict[str, Any], begin: int, size: int
+) -> dict[str, StoredTensor]:
     """Return the tensors in the order of their bytes, which must fill the file from ``begin``."""
-    headers = {name: _header(path, name, value, begin) for name, value in fields.items()}
+    headers = {
+        name: _parse_tensor_header(path, name, value, begin) for name, value in fields.items()
+    }
     end, ordered = begin, {}
     for name, header in sorted(headers.items(), key=lambda x: (x[1].offset or 0, x[1].nbytes)):
         offset = header.offset or 0
@@ -180,7 +184,7 @@ def _headers(path: Path, fields: dict[str, Any], begin: int, size: int) -> dict[
     return ordered
 
 
-def _header(path: Path, name: str, fields: Any, begin: int) -> StoredTensor:
+def _parse_tensor_header(path: Path, name: str, fields: Any, begin: int) -> StoredTensor:
     if not isinstance(fields, dict) or fields.keys() != FIELDS:
         names = ", ".join(sorted(fields)) if isinstance(fields, dict) else type(fields).__name__
         message = f"{name!r} has {names or 'nothing'}, not {', '.join(sorted(FIELDS))}"
@@ -189,7 +193,7 @@ def _header(path: Path, name: str, fields: Any, begin: int) -> StoredTensor:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise damaged_error(path, f"{name!r} has the dtype {dtype!r}, which is none of {known}")
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+    if not _are_whole_numbers(shape) or not _are_whole_numbers(offsets) or len(offsets) != 2:
         raise damaged_error(path, f"{name!r} has the shape {shape} and the offsets {offsets}")
     start, stop = offsets
     stored = StoredTensor(tuple(shape), DTYPES[dtype], path, begin + start)
@@ -208,7 +212,7 @@ def damaged_error(path: Path, why: str) -> CheckpointError:
     )
 
 
-def _mapped(stored: StoredTensor) -> Tensor:
+def _map_tensor_to_memory(stored: StoredTensor) -> Tensor:
     """Return a tensor in memory-mapped pages of the file; only used pages are read."""
     assert stored.offset is not None
     if not stored.nbytes:

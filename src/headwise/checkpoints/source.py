@@ -146,25 +146,25 @@ def read_index(path: Path) -> ShardIndex:
     try:
         content = json.loads(path.read_text("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise _bad_index(path, f"it is no JSON: {error}") from error
+        raise _bad_index_error(path, f"it is no JSON: {error}") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _bad_index(path, "it has no weight_map of names")
+        raise _bad_index_error(path, "it has no weight_map of names")
     metadata = {} if content.get("metadata") is None else content["metadata"]
     if not isinstance(metadata, dict):
-        raise _bad_index(path, f"its metadata is a {type(metadata).__name__}")
+        raise _bad_index_error(path, f"its metadata is a {type(metadata).__name__}")
     for name, file in weight_map.items():
         if not is_utf8(name):
-            raise _bad_index(path, f"it names a tensor {name!r}, with a lone surrogate")
+            raise _bad_index_error(path, f"it names a tensor {name!r}, with a lone surrogate")
         if not isinstance(file, str) or not _is_name(file):
-            raise _bad_index(
+            raise _bad_index_error(
                 path,
                 f"it has {name!r} in {describe_value(file)}, no name of a file in its folder",
             )
     try:
         encode_index(weight_map, metadata)
     except (ValueError, RecursionError) as error:
-        raise _bad_index(path, f"its metadata cannot be written as JSON: {error}") from error
+        raise _bad_index_error(path, f"its metadata cannot be written as JSON: {error}") from error
     index = ShardIndex(path, weight_map, metadata)
     for shard in index.files:
         require_inside(shard, path.parent)
@@ -176,9 +176,9 @@ def require_agreement(index: ShardIndex, files: Mapping[str, str]) -> None:
     for name, file in index.weight_map.items():
         if files.get(name) != file:
             actual = f"it is in {files[name]}" if name in files else "no file has it"
-            raise _bad_index(index.path, f"it has {name} in {file}, but {actual}")
+            raise _bad_index_error(index.path, f"it has {name} in {file}, but {actual}")
     if more := sorted(files.keys() - index.weight_map.keys()):
-        raise _bad_index(index.path, f"it lacks {more[0]} of {files[more[0]]}")
+        raise _bad_index_error(index.path, f"it lacks {more[0]} of {files[more[0]]}")
 
 
 def encode_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:
@@ -193,7 +193,7 @@ def _is_name(file: str) -> bool:
     return is_plain and len(file) <= MAX_NAME and is_utf8(file)
 
 
-def _bad_index(path: Path, saw: str) -> CheckpointError:
+def _bad_index_error(path: Path, saw: str) -> CheckpointError:
     return CheckpointError(
         saw=f"{path}: {saw[:300]}",
         needed="an index and its files, which hold the same tensors",
@@ -224,7 +224,7 @@ class CheckpointSource(Mapping[str, Tensor]):
     states: dict[Path, FileState]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._shards[self.headers[name].file].tensor(name)
+        return self._files_by_path[self.headers[name].file].tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.headers)
@@ -233,7 +233,7 @@ class CheckpointSource(Mapping[str, Tensor]):
         return len(self.headers)
 
     @cached_property
-    def _shards(self) -> dict[Path, TensorFile]:
+    def _files_by_path(self) -> dict[Path, TensorFile]:
         return {shard.path: shard for shard in self.shards}
 
     @property
@@ -249,7 +249,7 @@ class CheckpointSource(Mapping[str, Tensor]):
     def require_unchanged(self) -> None:
         """Raise CheckpointError if a file has changed since it was opened."""
         for path, before in self.states.items():
-            if not path.is_file() or _state(path) != before:
+            if not path.is_file() or _read_file_state(path) != before:
                 raise CheckpointError(
                     saw=f"{path} changed while it was read",
                     needed="a checkpoint that no program writes to",
@@ -280,8 +280,10 @@ def open_source(path: Path) -> CheckpointSource:
         elif path.is_dir():
             for file in files:
                 require_inside(file, path)
-        states = {file: _state(file) for file in [*files, *([index.path] if index else [])]}
-        shards = tuple(_read(file) for file in files)
+        states = {
+            file: _read_file_state(file) for file in [*files, *([index.path] if index else [])]
+        }
+        shards = tuple(_open_tensor_file(file) for file in files)
     except OSError as error:
         raise CheckpointError(
             saw=f"{error.filename or path} cannot be read: {error.strerror or error}",
@@ -304,14 +306,14 @@ def open_source(path: Path) -> CheckpointSource:
     return CheckpointSource(path, shards, headers, index, states)
 
 
-def _read(file: Path) -> TensorFile:
+def _open_tensor_file(file: Path) -> TensorFile:
     if file.suffix == SAFETENSORS:
-        return safetensors_file.read(file)
+        return safetensors_file.read_safetensors_header(file)
     if file.suffix in TORCH:
-        return torch_file.read(file)
+        return torch_file.read_torch_file(file)
     raise no_checkpoint_error(file, f"ends in {file.suffix or 'nothing'}")
 
 
-def _state(path: Path) -> FileState:
+def _read_file_state(path: Path) -> FileState:
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino

@@ -71,7 +71,7 @@ class StagingDir:
         done = self._journal.finished_steps(identity) if is_usable else None
         if done is not None:
             self.earlier_run, self.done = "its beginning", done
-            self._open(os.O_RDWR)
+            self._open_files(os.O_RDWR)
             return
         if self._journal.identity not in ("", identity):
             self.earlier_run = "other work"
@@ -79,16 +79,16 @@ class StagingDir:
         if self.files_path.exists():
             shutil.rmtree(self.files_path)
         self.files_path.mkdir()
-        self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._open_files(os.O_RDWR | os.O_CREAT | os.O_EXCL)
         for file in self._plan.files:
             handle = self.handles[file.name]
             reserve_space(handle, file.size)
             write_all(handle, memoryview(file.head), 0)
             os.fsync(handle)
-        _sync(self.files_path)
+        _sync_to_disk(self.files_path)
         self._journal.append(identity)
 
-    def _open(self, flags: int) -> None:
+    def _open_files(self, flags: int) -> None:
         for file in self._plan.files:
             self.handles[file.name] = os.open(self.files_path / file.name, flags, 0o666)
 
@@ -110,8 +110,8 @@ class StagingDir:
         if self._plan.index is not None:
             name, content = self._plan.index
             (self.files_path / name).write_bytes(content)
-            _sync(self.files_path / name)
-        _sync(self.files_path)
+            _sync_to_disk(self.files_path / name)
+        _sync_to_disk(self.files_path)
         require_unused_name(self._target)
         made = self.files_path if is_folder else self.files_path / self._plan.files[0].name
         if is_folder:
@@ -122,8 +122,8 @@ class StagingDir:
         try:
             if not is_folder:
                 made.unlink(missing_ok=True)  # the target is a second link to the file
-            _sync(self._target.parent)
-            self._discard()
+            _sync_to_disk(self._target.parent)
+            self._discard_files()
         except OSError as error:
             path = error.filename or self._target.parent
             raise CheckpointError(
@@ -144,14 +144,14 @@ class StagingDir:
     ) -> None:
         try:
             if kind is not None and issubclass(kind, Exception) and not self._is_renamed:
-                self._discard()
+                self._discard_files()
         finally:
             for handle in self.handles.values():
                 os.close(handle)
             self.handles.clear()
             self._journal.close()
 
-    def _discard(self) -> None:
+    def _discard_files(self) -> None:
         """Remove everything; the journal last, because it locks the folder against other runs."""
         if self.files_path.exists():
             shutil.rmtree(self.files_path)
@@ -221,7 +221,7 @@ def _link_file(made: Path, target: Path) -> None:
         os.rename(made, target)
 
 
-def _sync(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     """Force a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -247,7 +247,7 @@ class Journal:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         with ExitStack() as stack:
             stack.callback(os.close, handle)
-            _lock(handle, path)
+            _lock_journal(handle, path)
             with open(handle, "rb", closefd=False) as file:
                 raw = file.read()
             # Drop a last line that was cut off; the next line would continue it.
@@ -290,18 +290,18 @@ class Journal:
         self._end += len(raw)
 
 
-def _lock(handle: int, path: Path) -> None:
+def _lock_journal(handle: int, path: Path) -> None:
     """Lock the journal, if its path still leads to it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_current = os.path.samestat(os.fstat(handle), path.stat())
     except (BlockingIOError, FileNotFoundError) as error:
-        raise _in_use(path) from error
+        raise _target_in_use_error(path) from error
     if not is_current:  # its run has removed the journal, and another run has created a new one
-        raise _in_use(path)
+        raise _target_in_use_error(path)
 
 
-def _in_use(path: Path) -> CheckpointError:
+def _target_in_use_error(path: Path) -> CheckpointError:
     return CheckpointError(
         saw=f"another run is writing into {path.parent}",
         needed="one run for each target",

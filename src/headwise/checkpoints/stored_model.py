@@ -24,10 +24,10 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from headwise.checkpoints.config import read_config
-from headwise.checkpoints.described_model import described_model
+from headwise.checkpoints.described_model import open_described_model
 from headwise.checkpoints.torch_file import unreadable_error
 from headwise.errors import OptionError
-from headwise.support.optional_imports import require
+from headwise.support.optional_imports import require_package
 
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -114,13 +114,13 @@ class StoredModel:
 def require_model(folder: Path) -> int:
     """Return the bytes of a folder's weights; raise an error where it holds no model.
 
-    For weights with a description (`described_model`), the result is the memory that loading takes.
+    For weights with a description (`open_described_model`), the result is the memory that loading takes.
 
     Raises:
         CheckpointError: weights that contradict their description.
         OptionError: no such folder, or a folder without a model.
     """
-    if (described := described_model(folder)) is not None:
+    if (described := open_described_model(folder)) is not None:
         return described.nbytes
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
@@ -150,12 +150,12 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
         CheckpointError: weights in a pickle that holds code.
     """
     require_model(folder)
-    transformers = require("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
+    transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    described = described_model(folder)
+    described = open_described_model(folder)
     if described is None:
         _require_known_code(folder, transformers, trusted=trust_remote_code)
-    with _quiet(transformers), _load_errors(folder, "the model"):
+    with _silence_transformers(transformers), _explain_load_errors(folder, "the model"):
         if described is None:
             config = transformers.AutoConfig.from_pretrained(folder, **options)
             kind = _model_class(transformers, config, trusted=trust_remote_code)
@@ -175,17 +175,17 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
             do="call headwise.scan(model, inputs) from Python with the model's inputs",
         )
     parent = folder if folder.is_dir() else folder.parent
-    tokenizer = _tokenizer(parent, transformers, options)
+    tokenizer = _load_tokenizer(parent, transformers, options)
     begin = getattr(config, "bos_token_id", None)
     return StoredModel(
         model=model.eval(),
         config=config.to_dict(),
         tokenizer=tokenizer,
-        vocabulary=_vocabulary(model),
-        positions=_positions(model),
+        vocabulary=_read_vocabulary_size(model),
+        positions=_read_longest_input(model),
         begin=tokenizer.begin if tokenizer is not None else begin,
-        start=_start(config),
-        notes=_notes(info, model),
+        start=_read_decoder_start_token(config),
+        notes=_describe_missing_weights(info, model),
     )
 
 
@@ -228,14 +228,16 @@ def _concrete_class(transformers: Any, config: Any) -> Any:
         return type(kind.from_config(config))
 
 
-def _tokenizer(folder: Path, transformers: Any, options: dict[str, Any]) -> StoredTokenizer | None:
+def _load_tokenizer(
+    folder: Path, transformers: Any, options: dict[str, Any]
+) -> StoredTokenizer | None:
     if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
         return None
-    with _quiet(transformers), _load_errors(folder, "the tokenizer"):
+    with _silence_transformers(transformers), _explain_load_errors(folder, "the tokenizer"):
         return StoredTokenizer(transformers.AutoTokenizer.from_pretrained(folder, **options))
 
 
-def _vocabulary(model: Any) -> int:
+def _read_vocabulary_size(model: Any) -> int:
     try:
         embedding = model.get_input_embeddings()
     except NotImplementedError:  # a model with several kinds of input
@@ -244,7 +246,7 @@ def _vocabulary(model: Any) -> int:
     return int(rows or model.config.get_text_config().vocab_size)
 
 
-def _positions(model: Any) -> int | None:
+def _read_longest_input(model: Any) -> int | None:
     """Return the longest input; RoBERTa's positions start after the padding index."""
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
@@ -254,7 +256,7 @@ def _positions(model: Any) -> int | None:
     return stated if isinstance(stated, int) and stated > 0 else None
 
 
-def _start(config: Any) -> int | None:
+def _read_decoder_start_token(config: Any) -> int | None:
     if not getattr(config, "is_encoder_decoder", False):
         return None
     for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
@@ -263,7 +265,7 @@ def _start(config: Any) -> int | None:
     return 0
 
 
-def _notes(info: dict[str, Any], model: nn.Module) -> tuple[str, ...]:
+def _describe_missing_weights(info: dict[str, Any], model: nn.Module) -> tuple[str, ...]:
     state = model.state_dict()
     missing = sorted(name for name in info["missing_keys"] if _is_random(state.get(name)))
     if not missing:
@@ -281,7 +283,7 @@ def _is_random(tensor: Tensor | None) -> bool:
 
 
 @contextmanager
-def _load_errors(folder: Path, part: str) -> Iterator[None]:
+def _explain_load_errors(folder: Path, part: str) -> Iterator[None]:
     """Turn the errors of transformers at a damaged folder into OptionErrors.
 
     transformers checks only some fields of a config: 0 heads, or a text in place of a list, raises
@@ -308,7 +310,7 @@ def _load_errors(folder: Path, part: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def _silence_transformers(transformers: Any) -> Iterator[None]:
     """Silence progress bars, logging and deprecation warnings of transformers and its imports.
 
     `StoredModel.notes` reports missing weights.

@@ -18,20 +18,20 @@ from headwise.checkpoints.description import (
     KEY,
     Description,
     describe_target,
-    described_layout,
+    layout_of_description,
     read_description,
-    stored_config,
+    read_stored_config,
 )
-from headwise.checkpoints.meta_files import meta_params, write_meta_files
+from headwise.checkpoints.meta_files import make_meta_params, write_meta_files
 from headwise.checkpoints.output_plan import OutputPlan
 from headwise.checkpoints.source import SAFETENSORS, CheckpointSource
 from headwise.checkpoints.staging import StagingDir, require_unused_name
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts import convert
-from headwise.layouts.conversion_plan import conflicts_of, plan_conversion
+from headwise.layouts.conversion_plan import find_function_conflicts, plan_conversion
 from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NameForm, locate_other_weight, modules_of
+from headwise.layouts.module_names import NameForm, find_modules, locate_other_weight
 from headwise.layouts.registry import layout
 from headwise.support.atomic_write import write_whole
 from headwise.support.progress import Progress, no_progress
@@ -99,23 +99,23 @@ def convert_checkpoint(
     Raises:
         CheckpointError: the target exists already or cannot be written, or the source changes.
         RoundTripError: a tensor does not convert back to the same bytes.
-        HeadwiseError: see `plan_conversion`, and `meta_params` for Meta's files.
+        HeadwiseError: see `plan_conversion`, and `make_meta_params` for Meta's files.
     """
-    target, accept = _checked_target(source, target, files), tuple(accept)
+    target, accept = _require_usable_target(source, target, files), tuple(accept)
     description = read_description(source)
-    before, after = described_layout(source_layout, description), layout(target_layout)
+    before, after = layout_of_description(source_layout, description), layout(target_layout)
     form = NameForm(root=root)
     steps = plan_conversion(source.headers, before, after, accept=accept, form=form, **known)
-    config = stored_config(source, description)
+    config = read_stored_config(source, description)
     written = describe_target(source.headers, before, after, known, config)
     output = _plan_files(source, steps, written, files)
     options = (before, after, accept, root, files, sorted(known.items()))
     return ConversionReport(
         target=target,
-        earlier_run=_write(source, target, steps, output, options, progress),
-        **_tensor_report(source, steps, output, after),
-        **_file_report(source, target),
-        accepted=conflicts_of(source.headers, before, after, known),
+        earlier_run=_write_target(source, target, steps, output, options, progress),
+        **_report_tensors(source, steps, output, after),
+        **_report_files(source, target),
+        accepted=find_function_conflicts(source.headers, before, after, known),
     )
 
 
@@ -134,10 +134,10 @@ def _plan_files(
         loads = source.is_folder and is_its_own and output.is_found_by_transformers
         return replace(output, config=description.config_json() if loads else None)
     shapes = {name: shape for step in steps for name, shape in step.outputs.items()}
-    return replace(output, index=None, params=meta_params(description, shapes))
+    return replace(output, index=None, params=make_meta_params(description, shapes))
 
 
-def _file_report(source: CheckpointSource, target: Path) -> dict[str, Any]:
+def _report_files(source: CheckpointSource, target: Path) -> dict[str, Any]:
     """Return the fields of `ConversionReport` about files."""
     written = target.iterdir() if target.is_dir() else [target]
     beside = sorted(source.folder.iterdir()) if source.is_folder else []
@@ -146,12 +146,12 @@ def _file_report(source: CheckpointSource, target: Path) -> dict[str, Any]:
     return {"nbytes": sum(file.stat().st_size for file in written), "not_copied": not_copied}
 
 
-def _tensor_report(
+def _report_tensors(
     source: CheckpointSource, steps: Iterable[ConversionStep], output: OutputPlan, target: Layout
 ) -> dict[str, Any]:
     """Return the fields of `ConversionReport` about tensors and their names."""
     names = [name for file in output.files for name in file.offsets]
-    modules = modules_of(target, names)
+    modules = find_modules(target, names)
     attention = {name for module in modules for name in module.tensors}
     roots = {module.place.root for module in modules}
     unchanged = (name for name in names if name in source.headers and name not in attention)
@@ -166,7 +166,7 @@ def _tensor_report(
     }
 
 
-def _write(
+def _write_target(
     source: CheckpointSource,
     target: Path,
     steps: Sequence[ConversionStep],
@@ -178,9 +178,9 @@ def _write(
     try:
         for step in steps:
             if not step.outputs:  # checks that biases without a place in the target are +0
-                convert.run(step, {name: source[name] for name in step.inputs})
+                convert.run_checked_step(step, {name: source[name] for name in step.inputs})
         with StagingDir(target, output) as staging:
-            staging.begin(_identity(source, output, options))
+            staging.begin(_hash_run_identity(source, output, options))
             ConversionStream(source, output, staging).run(steps, progress)
             source.require_unchanged()
             if output.params is not None:
@@ -198,7 +198,7 @@ def _write(
         ) from error
 
 
-def _checked_target(source: CheckpointSource, target: Path, files: str) -> Path:
+def _require_usable_target(source: CheckpointSource, target: Path, files: str) -> Path:
     """Return the target's path without links and ``..``; raise CheckpointError if unusable."""
     target, is_folder = target.absolute(), source.is_folder or files == "meta"
     if target.name == "..":
@@ -227,7 +227,7 @@ def _checked_target(source: CheckpointSource, target: Path, files: str) -> Path:
     return target
 
 
-def _identity(source: CheckpointSource, output: OutputPlan, options: object) -> str:
+def _hash_run_identity(source: CheckpointSource, output: OutputPlan, options: object) -> str:
     """Return the hash that equal conversions share: of version, source, options and headers."""
     digest = hashlib.sha256(source.digest().encode("ascii"))
     digest.update(repr((metadata.version("headwise"), options)).encode("utf-8", "surrogateescape"))
@@ -263,54 +263,57 @@ class ConversionStream:
         total, done, unflushed_size = sum(sizes), 0, 0
         unflushed: list[int] = []
         # close the files after the threads, which copy from them
-        with ExitStack() as stack, self._threads():
+        with ExitStack() as stack, self._stop_threads_at_exit():
             for number, (step, size) in enumerate(zip(steps, sizes, strict=True)):
                 if number + 1 < len(steps) and number + 1 not in self._staging.done:
-                    self._fetch(steps[number + 1], stack)
+                    self._prefetch_inputs(steps[number + 1], stack)
                 if number not in self._staging.done:
-                    self._step(step, stack)
+                    self._run_step(step, stack)
                     unflushed, unflushed_size = [*unflushed, number], unflushed_size + size
                 if unflushed_size >= FLUSH_SIZE:
-                    self._flush(unflushed)
+                    self._flush_in_background(unflushed)
                     unflushed, unflushed_size = [], 0
                 done += size
                 progress(next((self._files[n].name for n in step.outputs), ""), done, total)
             progress("waiting for the disk", total, total)
-            self._flush(unflushed)
+            self._flush_in_background(unflushed)
 
-    def _step(self, step: ConversionStep, stack: ExitStack) -> None:
+    def _run_step(self, step: ConversionStep, stack: ExitStack) -> None:
         stored = self._source.headers[step.inputs[0]]
         if step.is_copy and stored.offset is not None:
             # copy from file to file, not through memory
-            source, (handle, offset) = self._handle(stored.file, stack), self._target(*step.outputs)
+            source, (handle, offset) = (
+                self._open_source_file(stored.file, stack),
+                self._target_offset(*step.outputs),
+            )
             arguments = (source, stored.offset, handle, offset, stored.nbytes, stored.file)
             self._copies.append(self._copier.submit(output_plan.copy_bytes, *arguments))
             return
-        tensors = convert.run(step, {name: self._source[name] for name in step.inputs})
+        tensors = convert.run_checked_step(step, {name: self._source[name] for name in step.inputs})
         for name, tensor in tensors.items():
             assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), stored.dtype)
-            handle, offset = self._target(name)
+            handle, offset = self._target_offset(name)
             output_plan.write_all(handle, output_plan.tensor_bytes(tensor), offset)
 
-    def _target(self, name: str) -> tuple[int, int]:
+    def _target_offset(self, name: str) -> tuple[int, int]:
         """Return the open target file of a tensor, and the offset of its first byte."""
         file = self._files[name]
         return self._staging.handles[file.name], file.offsets[name]
 
-    def _fetch(self, step: ConversionStep, stack: ExitStack) -> None:
+    def _prefetch_inputs(self, step: ConversionStep, stack: ExitStack) -> None:
         """Start reading the inputs of a step from the disk while the step before it runs."""
         for stored in (self._source.headers[name] for name in step.inputs):
             if stored.offset is not None and stored.nbytes and hasattr(os, "posix_fadvise"):
-                handle = self._handle(stored.file, stack)
+                handle = self._open_source_file(stored.file, stack)
                 os.posix_fadvise(handle, stored.offset, stored.nbytes, os.POSIX_FADV_WILLNEED)
 
-    def _handle(self, file: Path, stack: ExitStack) -> int:
+    def _open_source_file(self, file: Path, stack: ExitStack) -> int:
         if file not in self._handles:
             self._handles[file] = os.open(file, os.O_RDONLY)
             stack.callback(os.close, self._handles[file])
         return self._handles[file]
 
-    def _flush(self, steps: list[int]) -> None:
+    def _flush_in_background(self, steps: list[int]) -> None:
         """Wait for the flush before, then start one for these steps and the copies so far."""
         if self._pending is not None:
             self._pending.result()
@@ -323,7 +326,7 @@ class ConversionStream:
         self._staging.flush(steps)
 
     @contextmanager
-    def _threads(self) -> Iterator[None]:
+    def _stop_threads_at_exit(self) -> Iterator[None]:
         """Stop the threads at the end of the block; on an error, cancel their pending work."""
         has_succeeded = False
         try:

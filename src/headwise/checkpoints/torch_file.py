@@ -36,7 +36,7 @@ _CALLS = ("GLOBAL", "INST", "STACK_GLOBAL")  # pickle opcodes; torch's errors na
 _CODE = re.compile(r"\bGLOBAL ([\w.]+)|unrecognized function|create new object|TorchScript")
 
 
-def read(path: Path) -> TensorFile:
+def read_torch_file(path: Path) -> TensorFile:
     """Open a file; torch's format from before 2020 is read into memory.
 
     A tensor keeps its strides, and may be a view of another. Lazy conjugation and negation, which
@@ -46,15 +46,15 @@ def read(path: Path) -> TensorFile:
         CheckpointError: the file is damaged, needs code to run, or holds more than tensors.
         OSError: the file cannot be opened.
     """
-    state, model_args = _split_model_args(_load(path))
+    state, model_args = _split_model_args(_load_pickle(path))
     if not isinstance(state, Mapping) or not state:
-        raise _no_state(path, f"a {type(state).__name__}")
+        raise _no_state_dict_error(path, f"a {type(state).__name__}")
     for name, value in state.items():
         # names and tensors that safetensors can store
         is_name = isinstance(name, str) and name != METADATA and is_utf8(name)
         if not is_name or not _is_plain(value):
             part = name if isinstance(value, Mapping) and isinstance(name, str) else None
-            raise _no_state(path, f"{name!r}, a {_kind(value)}", part=part)
+            raise _no_state_dict_error(path, f"{name!r}, a {_describe_kind(value)}", part=part)
     headers = {name: StoredTensor(tuple(x.shape), x.dtype, path) for name, x in state.items()}
     return TensorFile(
         path, headers, {}, lambda n: state[n].detach().resolve_conj().resolve_neg(), model_args
@@ -76,7 +76,7 @@ def unreadable_error(path: Path, message: str) -> CheckpointError:
 
     torch's own text is left out: it recommends ``weights_only=False``, which runs the file's code.
     """
-    if (code := _CODE.search(message)) or _calls_functions(path):
+    if (code := _CODE.search(message)) or _pickle_calls_functions(path):
         content = f"code ({code[1]})" if code and code[1] else "code"
         return CheckpointError(
             saw=f"{path} holds {content} and was not read: headwise runs no code from a file",
@@ -90,7 +90,7 @@ def unreadable_error(path: Path, message: str) -> CheckpointError:
     )
 
 
-def _calls_functions(path: Path) -> bool:
+def _pickle_calls_functions(path: Path) -> bool:
     """True if a plain pickle calls a function; its opcodes are read, and none is executed."""
     try:
         with path.open("rb") as file:
@@ -102,7 +102,7 @@ def _calls_functions(path: Path) -> bool:
         return False
 
 
-def _load(path: Path) -> Any:
+def _load_pickle(path: Path) -> Any:
     with path.open("rb") as file:  # raises the OSError of a missing file, in place of torch
         is_zip = file.read(4) == b"PK\3\4"
     try:
@@ -128,13 +128,13 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _kind(value: Any) -> str:
+def _describe_kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} tensor in {value.layout} on {value.device}"
     return type(value).__name__
 
 
-def _no_state(path: Path, saw: str, *, part: str | None = None) -> CheckpointError:
+def _no_state_dict_error(path: Path, saw: str, *, part: str | None = None) -> CheckpointError:
     """Return the error for a file without a state_dict; ``part`` is the key of a candidate."""
     key = "['model']" if part is None else f"[{part!r:.60}]"
     return CheckpointError(

@@ -67,7 +67,7 @@ def _print_version(wanted: bool) -> bool:
 
 
 @app.callback()
-def _headwise(
+def _root_command(
     *,
     version: Annotated[
         bool,

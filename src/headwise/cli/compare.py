@@ -80,11 +80,11 @@ def compare(
     if against_model is not None and any(counts.values()):
         raise typer.BadParameter("--against-model takes counts from the files: leave them out.")
     options = {"layer": layer, "inputs": inputs, "against_model": against_model, **counts}
-    diagnosis = _run(first, second, options, page, as_json=as_json)
-    raise typer.Exit(_status(diagnosis))
+    diagnosis = _compare_and_report(first, second, options, page, as_json=as_json)
+    raise typer.Exit(_exit_status(diagnosis))
 
 
-def _run(
+def _compare_and_report(
     first: Path,
     second: Path | None,
     options: Mapping[str, Any],
@@ -97,18 +97,18 @@ def _run(
         from headwise.support.atomic_write import require_writable
 
         require_writable(page)
-    diagnosis = _compare(first, second, options)
-    pages = [] if page is None else [_write(diagnosis, page, first, second, options)]
+    diagnosis = _compare_files(first, second, options)
+    pages = [] if page is None else [_write_page(diagnosis, page, first, second, options)]
     print_result(
         *pages,
         start=start,
-        show=lambda console: _show(diagnosis, console),
+        show=lambda console: _print_diagnosis(diagnosis, console),
         as_json=diagnosis.as_dict if as_json else None,
     )
     return diagnosis
 
 
-def _compare(first: Path, second: Path | None, options: Mapping[str, Any]) -> Diagnosis:
+def _compare_files(first: Path, second: Path | None, options: Mapping[str, Any]) -> Diagnosis:
     from headwise.cli.progress_bar import progress_bar
 
     with progress_bar(stderr_console(), "loading torch") as progress:
@@ -126,10 +126,10 @@ def _compare(first: Path, second: Path | None, options: Mapping[str, Any]) -> Di
             settings: dict[str, Any] = {**counts, "progress": progress}
             return verify(first, second, **settings)
         mine, theirs = (load_attention(path, layer=layer, **counts) for path in (first, second))
-        return compare_layers(mine, theirs, None if inputs is None else _read(inputs))
+        return compare_layers(mine, theirs, None if inputs is None else _read_input_array(inputs))
 
 
-def _read(path: Path) -> Any:
+def _read_input_array(path: Path) -> Any:
     import numpy as np
     import torch
 
@@ -138,10 +138,10 @@ def _read(path: Path) -> Any:
     return torch.from_numpy(np.load(path, allow_pickle=False))
 
 
-def _write(
+def _write_page(
     diagnosis: Diagnosis, page: Path, first: Path, second: Path | None, options: Mapping[str, Any]
 ) -> Path:
-    from headwise.reports.diagnosis_page import DiagnosisReport, save
+    from headwise.reports.diagnosis_page import DiagnosisReport, save_diagnosis_page
 
     given = {name: value for name, value in options.items() if value is not None}
     words = [f"{option_text(name)}={value}" for name, value in given.items()]
@@ -151,15 +151,15 @@ def _write(
     paths = (first, second or options["against_model"])
     names = [prefix + path.resolve().name for path in paths]
     report = DiagnosisReport(diagnosis=diagnosis, first=names[0], second=names[1], call=call)
-    return save(report, page)
+    return save_diagnosis_page(report, page)
 
 
-def _show(diagnosis: Diagnosis, console: Console) -> None:
+def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     for line in diagnosis.lines:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _status(diagnosis: Diagnosis) -> int:
+def _exit_status(diagnosis: Diagnosis) -> int:
     from headwise.diagnosis.diagnosis_result import Verdict
 
     if diagnosis.verdict is Verdict.INCONCLUSIVE:

@@ -84,10 +84,10 @@ def convert(
     """
     counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
     options = {"root": root, "accept": tuple(accept or ()), "files": as_}
-    _convert(source, target, (from_, to), counts, options)
+    _run_conversion(source, target, (from_, to), counts, options)
 
 
-def _convert(
+def _run_conversion(
     source: Path,
     target: Path,
     layouts: tuple[str | None, str],
@@ -123,7 +123,7 @@ def _convert(
         console.print(partial, markup=False)
         raise
     time_and_size = f"{time.perf_counter() - start:.1f} s, {human_bytes(report.nbytes)}."
-    lines = _lines(report, weights, counts, (stored.name, written.name))
+    lines = _describe_conversion(report, weights, counts, (stored.name, written.name))
     end = (made_folder, f"{time_and_size} The weights:", str(report.target))
     for line in filter(None, [*lines, *end]):
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
@@ -157,7 +157,7 @@ def _byte_progress_bar(console: Console) -> Iterator[Callable[[str, int, int], N
         yield report
 
 
-def _lines(
+def _describe_conversion(
     report: ConversionReport, weights: GivenWeights, counts: Counts, names: tuple[str, str]
 ) -> Iterator[str]:
     """Describe a conversion from the first of two layouts, named in ``names``, to the second."""

@@ -39,7 +39,7 @@ def demo(
     from headwise.cli.output import print_result, stderr_console
     from headwise.cli.scan.command import scan_report
     from headwise.cli.scan.scan_options import ScanOptions
-    from headwise.reports.scan_page import save
+    from headwise.reports.scan_page import save_scan_page
     from headwise.support.atomic_write import require_writable
 
     require_writable(out)
@@ -51,15 +51,15 @@ def demo(
         trained, missing = None, error
         if as_json:
             _print_missing_encoder(missing, stderr_console())
-    page = save(out, *([trained, tiny] if trained else [tiny]))
+    page = save_scan_page(out, *([trained, tiny] if trained else [tiny]))
 
     shown = _Shown(tiny, trained, None if trained else missing)
     print_result(
         page,
         start=start,
-        show=shown.conclusions,
+        show=shown.print_conclusions,
         as_json=shown.as_json if as_json else None,
-        details=shown.grids,
+        details=shown.print_grids,
     )
     if trained and not (trained.same_function and trained.same_function.holds):
         raise typer.Exit(NO)
@@ -73,7 +73,7 @@ class _Shown:
     trained: ScanReport | None
     missing: MissingExtraError | None
 
-    def conclusions(self, console: Console) -> None:
+    def print_conclusions(self, console: Console) -> None:
         from headwise.reports.terminal import show_conclusions
 
         _print_heading(console, SMALL)
@@ -84,7 +84,7 @@ class _Shown:
         elif self.missing is not None:
             _print_missing_encoder(self.missing, console)
 
-    def grids(self, console: Console) -> None:
+    def print_grids(self, console: Console) -> None:
         from headwise.reports.terminal import show_grid
 
         for heading, report in ((SMALL, self.tiny), (TRAINED, self.trained)):

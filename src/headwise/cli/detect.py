@@ -40,10 +40,10 @@ def detect(
     decides. Nothing is guessed.
     """
     counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    raise typer.Exit(_detect(place, reference, against, counts, as_json=as_json))
+    raise typer.Exit(_run_detection(place, reference, against, counts, as_json=as_json))
 
 
-def _detect(
+def _run_detection(
     place: Path, reference: Path | None, against: Path | None, counts: Counts, *, as_json: bool
 ) -> int:
     from headwise.cli.progress_bar import progress_bar
@@ -52,7 +52,7 @@ def _detect(
         from rich.console import Console
 
         from headwise.diagnosis.detect import detect as detect_layout
-        from headwise.diagnosis.detection_result import detection_lines
+        from headwise.diagnosis.detection_result import describe_detection
 
         detection = detect_layout(place, reference=reference, against=against, **counts)
     if as_json:
@@ -60,7 +60,7 @@ def _detect(
 
         typer.echo(json.dumps(detection.to_json(), ensure_ascii=False))
     else:
-        for line in detection_lines(detection, title=str(place)):
+        for line in describe_detection(detection, title=str(place)):
             Console(highlight=False, soft_wrap=True).print(line, markup=False)
     if detection.layout:
         return YES

@@ -38,7 +38,7 @@ def catalogue(
     """List the layouts, with their tensors; "checked" if a test runs the real implementation."""
     from rich.console import Console
 
-    _list(word, Console(highlight=False))
+    _print_layout_list(word, Console(highlight=False))
 
 
 @layouts.command()
@@ -56,14 +56,14 @@ def show(
     from headwise.layouts.registry import layout
 
     counts = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "embed_dim": embed_dim}
-    _show(
+    _print_layout(
         layout(name),
         {axis: count for axis, count in counts.items() if count is not None},
         Console(highlight=False),
     )
 
 
-def _list(word: str, console: Console) -> None:
+def _print_layout_list(word: str, console: Console) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -103,7 +103,7 @@ def _list(word: str, console: Console) -> None:
     )
 
 
-def _show(layout: Layout, counts: dict[str, int], console: Console) -> None:
+def _print_layout(layout: Layout, counts: dict[str, int], console: Console) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -113,14 +113,14 @@ def _show(layout: Layout, counts: dict[str, int], console: Console) -> None:
     is_checked = "yes: a test runs the real implementation"
     checked = f"no: {layout.unchecked}" if layout.unchecked else is_checked
     console.print(Text(layout.name, "bold"))
-    _entry(console, "checked", checked)
-    _entry(console, "source", layout.source)
+    _print_entry(console, "checked", checked)
+    _print_entry(console, "source", layout.source)
     if layout.note:
-        _entry(console, "note", layout.note)
+        _print_entry(console, "note", layout.note)
     for role, template in layout.where.items():
-        _entry(console, "location", f"{template} ({role})")
+        _print_entry(console, "location", f"{template} ({role})")
     shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
-    _entry(console, "drawn with", ", ".join(f"{n} {sizes[n]}" for n in shown if n in sizes))
+    _print_entry(console, "drawn with", ", ".join(f"{n} {sizes[n]}" for n in shown if n in sizes))
     console.print()
     console.print(Text(drawn), soft_wrap=True)
     console.print()
@@ -135,7 +135,7 @@ def _show(layout: Layout, counts: dict[str, int], console: Console) -> None:
     )
 
 
-def _entry(console: Console, label: str, text: str) -> None:
+def _print_entry(console: Console, label: str, text: str) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headwise.errors import HeadwiseError, UndecidedError, message
+from headwise.errors import HeadwiseError, UndecidedError, join_error_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +58,7 @@ class PrintedErrors:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, HeadwiseError):
-            typer.echo(f"headwise: {message(*error.lines(option_text))}", err=True)
+            typer.echo(f"headwise: {join_error_lines(*error.lines(option_text))}", err=True)
             raise SystemExit(UNDECIDED if isinstance(error, UndecidedError) else USAGE) from None
         if isinstance(error, Exception):
             traceback.print_exception(error)

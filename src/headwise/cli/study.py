@@ -34,10 +34,10 @@ def study(
     if as_list:
         _print_list(questions or [])
     else:
-        _study(questions or [], out, as_json=as_json)
+        _run_study(questions or [], out, as_json=as_json)
 
 
-def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
+def _run_study(questions: list[str], out: Path, *, as_json: bool) -> None:
     import time
 
     from headwise.cli.output import print_result, stderr_console
@@ -46,7 +46,7 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
 
     start = time.perf_counter()
     with progress_bar(stderr_console(), "loading torch") as progress:
-        from headwise.reports.study_page import require_matplotlib, save
+        from headwise.reports.study_page import require_matplotlib, save_study_page
         from headwise.study.run import run_study, select_ids
 
         # Everything that can be refused is refused before the work and before a folder is made.
@@ -54,7 +54,7 @@ def _study(questions: list[str], out: Path, *, as_json: bool) -> None:
         require_matplotlib()
         require_writable(out)
         result = run_study(questions, progress=progress)
-        page = save(result, out)
+        page = save_study_page(result, out)
     from headwise.reports.terminal import show_study
 
     print_result(

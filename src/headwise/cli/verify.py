@@ -61,9 +61,9 @@ def verify(
             )
         status = YES if second is None else _verify_digests(first, second)
     else:
-        status = _verify(first, second, layouts, counts, outputs=outputs)
+        status = _run_verification(first, second, layouts, counts, outputs=outputs)
     if write_digests is not None and not status:
-        _write(first, write_digests, made_folder)
+        _write_digests_file(first, write_digests, made_folder)
     raise typer.Exit(status)
 
 
@@ -86,21 +86,21 @@ def _require_new(path: Path) -> None:
     require_writable(path)
 
 
-def _write(weights: Path, path: Path, made_folder: str) -> None:
-    from headwise.checkpoints.digests import digests_of, write_digests
+def _write_digests_file(weights: Path, path: Path, made_folder: str) -> None:
+    from headwise.checkpoints.digests import compute_digests, write_digests
     from headwise.checkpoints.source import open_source
 
-    digests = digests_of(open_source(weights))
+    digests = compute_digests(open_source(weights))
     if made_folder:
         typer.echo(made_folder)
     typer.echo(f"{len(digests)} digests: {write_digests(path, digests)}")
 
 
 def _verify_digests(weights: Path, path: Path) -> int:
-    from headwise.checkpoints.digests import digests_of, read_digests
+    from headwise.checkpoints.digests import compute_digests, read_digests
     from headwise.checkpoints.source import open_source
 
-    before, now = read_digests(path), digests_of(open_source(weights))
+    before, now = read_digests(path), compute_digests(open_source(weights))
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     for name in changed[:SHOWN]:
         word = "changed" if name in before and name in now else "gone" if name in before else "new"
@@ -114,7 +114,7 @@ def _verify_digests(weights: Path, path: Path) -> int:
     return NO if changed else YES
 
 
-def _verify(
+def _run_verification(
     first: Path,
     second: Path,
     layouts: tuple[str | None, str | None],

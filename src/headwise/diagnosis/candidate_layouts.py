@@ -15,10 +15,10 @@ from headwise.layouts.equality import LayoutReading, is_same_map
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import (
     NamedModule,
+    find_modules,
+    find_unlisted_tensors,
     locate_other_weight,
-    modules_of,
     prefix_template,
-    unlisted_tensors,
 )
 from headwise.layouts.pattern import PatternAxis
 from headwise.layouts.registry import layouts
@@ -51,7 +51,9 @@ class CandidateLayout:
     @property
     def sizes(self) -> dict[str, int | list[int]]:
         """Each size by its name: a number, or a list of all that fit."""
-        return {name: n[0] if len(n) == 1 else n for name, n in _values_by_name(self.fits).items()}
+        return {
+            name: n[0] if len(n) == 1 else n for name, n in _group_values_by_name(self.fits).items()
+        }
 
     def with_sizes(self, sizes: Sizes) -> CandidateLayout:
         """Return the candidate with these head counts and, if stated, this rotary_width."""
@@ -59,7 +61,7 @@ class CandidateLayout:
         fitting = (fit | width for fit in self.fits if head_counts(fit) == head_counts(sizes))
         return replace(self, fits=tuple(fitting))
 
-    def reading(self, sizes: Sizes, *, module: int = 0) -> LayoutReading:
+    def layout_reading(self, sizes: Sizes, *, module: int = 0) -> LayoutReading:
         """Return the reading of one module with these sizes."""
         return LayoutReading(self.layout, self.modules[module].tensors, sizes)
 
@@ -67,7 +69,7 @@ class CandidateLayout:
         """True if both give the same matrices for every number of heads that fits."""
         mine, theirs = ({head_counts(fit): fit for fit in c.fits} for c in (self, other))
         return mine.keys() == theirs.keys() and all(
-            is_same_map(self.reading(fit), other.reading(theirs[heads]))
+            is_same_map(self.layout_reading(fit), other.reading(theirs[heads]))
             for heads, fit in mine.items()
         )
 
@@ -94,10 +96,10 @@ def find_candidates(
 def _match_layout(
     layout: Layout, headers: Mapping[str, TensorHeader], counts: Mapping[str, int]
 ) -> CandidateLayout | None:
-    modules = modules_of(layout, headers)
-    if not modules or any(unlisted_tensors(module, layout) for module in modules):
+    modules = find_modules(layout, headers)
+    if not modules or any(find_unlisted_tensors(module, layout) for module in modules):
         return None
-    module_fits = list(_module_fits(modules, layout, headers, counts))
+    module_fits = list(_list_module_sizes(modules, layout, headers, counts))
     fitting = [(module, fits) for module, fits in module_fits if fits]
     if not fitting:
         return None
@@ -106,16 +108,18 @@ def _match_layout(
         (x for x in fitting if all(headers[n].dtype.is_floating_point for n in x[0].tensors)),
         fitting[0],
     )
-    checked = [(fit[0], _module_faults(fit, first, layout, headers)) for fit in module_fits]
+    checked = [(fit[0], _find_module_faults(fit, first, layout, headers)) for fit in module_fits]
     sound = tuple(module for module, faults in checked if not faults)
     # Among layouts that are the same map, names outside of attention identify the model.
     roots = {module.place.root for module in modules}
     around = sum(locate_other_weight(layout, name, roots) is not None for name in headers)
     sentences = tuple(fault for _, faults in checked for fault in faults)
-    return CandidateLayout(layout, sound, fits, _reasons(sound, fits), around, sentences)
+    return CandidateLayout(
+        layout, sound, fits, _describe_match_reasons(sound, fits), around, sentences
+    )
 
 
-def _module_fits(
+def _list_module_sizes(
     modules: list[NamedModule],
     layout: Layout,
     headers: Mapping[str, TensorHeader],
@@ -139,7 +143,7 @@ def _module_fits(
         yield module, sizes_by_shapes[key]
 
 
-def _module_faults(
+def _find_module_faults(
     module_fit: ModuleFit, whole: NamedModule, layout: Layout, headers: Mapping[str, TensorHeader]
 ) -> list[str]:
     """Return the faults of a module, by comparison with a whole one."""
@@ -210,16 +214,18 @@ def head_counts(sizes: Sizes) -> tuple[int, int]:
     return heads, sizes.get("kv_heads", heads)
 
 
-def _values_by_name(fits: tuple[Sizes, ...]) -> dict[str, list[int]]:
+def _group_values_by_name(fits: tuple[Sizes, ...]) -> dict[str, list[int]]:
     names = dict.fromkeys(name for fit in fits for name in fit)
     return {name: sorted({fit[name] for fit in fits if name in fit}) for name in names}
 
 
-def _reasons(modules: tuple[NamedModule, ...], fits: tuple[Sizes, ...]) -> tuple[str, ...]:
+def _describe_match_reasons(
+    modules: tuple[NamedModule, ...], fits: tuple[Sizes, ...]
+) -> tuple[str, ...]:
     names = ", ".join(list(modules[0].tensors)[:NAMED])
     more = " ..." if len(modules[0].tensors) > NAMED else ""
     shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
-    by_name = _values_by_name(fits)
+    by_name = _group_values_by_name(fits)
     values = {name: by_name[name] for name in shown if name in by_name}
     fixed = ", ".join(f"{name} {sizes[0]}" for name, sizes in values.items() if len(sizes) == 1)
     words = [f"they fit with {fixed}"] if fixed else []

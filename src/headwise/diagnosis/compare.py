@@ -17,10 +17,10 @@ from headwise.diagnosis.compare_models import compare_runs
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison
-from headwise.diagnosis.gradient_comparison import gradient_gaps
-from headwise.diagnosis.model_as_run import model_as_run
-from headwise.diagnosis.power import blind_spot
-from headwise.diagnosis.probes import SEED, NamedInputs, own_probes
+from headwise.diagnosis.gradient_comparison import compare_gradients
+from headwise.diagnosis.model_as_run import build_model_as_run
+from headwise.diagnosis.power import find_blind_spot
+from headwise.diagnosis.probes import SEED, NamedInputs, make_probe_inputs
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.black_box import BlackBox
@@ -82,10 +82,10 @@ def compare(
         ShapeError: the two take tokens of other widths.
     """
     if _are_weights(a, b):
-        _refuse_gradients("weights", asked=gradients)
+        _refuse_gradient_comparison("weights", asked=gradients)
         return _compare_weights(a, b)
-    if not isinstance(inputs, Inputs) and (runs := _model_runs(a, b, inputs)):
-        _refuse_gradients("whole models", asked=gradients)
+    if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
+        _refuse_gradient_comparison("whole models", asked=gradients)
         return compare_runs(*runs)
     if isinstance(inputs, Mapping):
         raise OptionError(
@@ -93,8 +93,8 @@ def compare(
             needed="(batch, tokens, width), or two whole models",
             do="compare(a, b, x), or compare(model_a, model_b, {'input_ids': tokens})",
         )
-    first, second = _subject("a", a), _subject("b", b)
-    comparison = Comparison(first, second, _probes(first, second, inputs))
+    first, second = _make_subject("a", a), _make_subject("b", b)
+    comparison = Comparison(first, second, _choose_probes(first, second, inputs))
     return comparison.with_gradients() if gradients else comparison.diagnosis()
 
 
@@ -115,7 +115,7 @@ def _compare_weights(*sides: Any) -> Diagnosis:
     return verify(first, second, heads=heads, kv_heads=kv_heads)
 
 
-def _refuse_gradients(what: str, *, asked: bool) -> None:
+def _refuse_gradient_comparison(what: str, *, asked: bool) -> None:
     if asked:
         raise OptionError(
             saw=f"gradients=True for {what}",
@@ -124,7 +124,7 @@ def _refuse_gradients(what: str, *, asked: bool) -> None:
         )
 
 
-def _model_runs(
+def _run_models(
     a: object, b: object, inputs: Tensor | Mapping[str, Any] | None
 ) -> tuple[ModelRun, ModelRun] | None:
     """Return runs of two models, or of a model and of layers that are stored; None for others."""
@@ -158,7 +158,7 @@ def _is_stored(value: object) -> TypeGuard[str | Path | Mapping[str, Tensor]]:
     return isinstance(value, WEIGHTS) and not is_recording(value)
 
 
-def _subject(name: str, value: object) -> Subject:
+def _make_subject(name: str, value: object) -> Subject:
     if isinstance(value, Attention):
         return NativeSubject(value)
     if isinstance(value, nn.MultiheadAttention):
@@ -182,7 +182,9 @@ def _subject(name: str, value: object) -> Subject:
     )
 
 
-def _probes(first: Subject, second: Subject, inputs: Tensor | Inputs | None) -> list[NamedInputs]:
+def _choose_probes(
+    first: Subject, second: Subject, inputs: Tensor | Inputs | None
+) -> list[NamedInputs]:
     for each in (first, second):
         if isinstance(each, Recording):
             if inputs is not None:
@@ -207,7 +209,7 @@ def _probes(first: Subject, second: Subject, inputs: Tensor | Inputs | None) -> 
             do="compare layers of the same model",
         )
     if inputs is None:
-        return own_probes(sizes[0], crosses=sizes[0][0] != sizes[0][1])
+        return make_probe_inputs(sizes[0], crosses=sizes[0][0] != sizes[0][1])
     given = inputs if isinstance(inputs, Inputs) else Inputs(inputs)
     return [NamedInputs(f"your input of {given.x.shape[1]} tokens", given)]
 
@@ -231,7 +233,7 @@ class Comparison:
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         assert self.known.model is not None
         runs = [call for probe in probes for call in self.known.calls(probe.inputs)]
-        as_run = model_as_run(self.known.model, runs)
+        as_run = build_model_as_run(self.known.model, runs)
         self.model: AttentionModel = as_run or self.known.model
         self.runs_as_stated = as_run is not None
 
@@ -274,7 +276,7 @@ class Comparison:
         diagnosis = self.diagnosis()
         if not diagnosis.verdict.is_same:
             return diagnosis
-        gaps = gradient_gaps(
+        gaps = compare_gradients(
             self.first,
             self.second,
             [probe.inputs for probe in self.probes if not probe.inputs.steps],
@@ -290,7 +292,7 @@ class Comparison:
 
     def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
         """Return the reason why these inputs could not show a difference; "" if they could."""
-        blind = blind_spot(self.model, calls, self.doubtful.dtype)
+        blind = find_blind_spot(self.model, calls, self.doubtful.dtype)
         if verdict is Verdict.OTHER_WEIGHTS and not blind and not self._agree_elsewhere():
             return "outputs agree on these inputs and differ on those that headwise makes"
         return blind
@@ -300,7 +302,7 @@ class Comparison:
         sizes = self.known.sizes
         if isinstance(self.doubtful, Recording) or sizes is None:
             return True
-        probes = own_probes(sizes, crosses=sizes[0] != sizes[1])
+        probes = make_probe_inputs(sizes, crosses=sizes[0] != sizes[1])
         calls = [self.doubtful.record(probe.inputs) for probe in probes]
         names = [probe.name for probe in probes]
         return ExplainedCalls(self.model, calls, names, self.doubtful.dtype).outputs_agree

@@ -16,16 +16,16 @@ from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison, PartedStage
 from headwise.diagnosis.model_comparison import LayerComparison
-from headwise.diagnosis.power import blind_spot
+from headwise.diagnosis.power import find_blind_spot
 from headwise.diagnosis.probes import SEED
 from headwise.diagnosis.simulation.attention_model import AttentionModel
-from headwise.diagnosis.simulation.gaps import gaps_of
+from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
 from headwise.diagnosis.subjects.model_run import (
     LayerRun,
     ModelRun,
     exceeds_rounding,
-    relative_gap,
+    relative_difference_norm,
 )
 
 NO_DATA = (
@@ -53,46 +53,55 @@ class LayerPair:
 
     def compare(self, named: list[Cause]) -> LayerComparison:
         """Compare the two; ``named`` has the causes of earlier layers, and gets those of this."""
-        if self._model is None:
-            return self._directly(NO_DATA)
-        second = ExplainedCalls(self._model, [self._known.call], self._probes, self.theirs.stored)
-        explained = ExplainedCalls(self._model, [self._doubtful], self._probes, self.mine.stored)
+        if self._known_model is None:
+            return self._compare_stages_directly(NO_DATA)
+        second = ExplainedCalls(
+            self._known_model,
+            [self._known_attention.call],
+            self._describe_probes,
+            self.theirs.stored,
+        )
+        explained = ExplainedCalls(
+            self._known_model, [self._doubtful_call], self._describe_probes, self.mine.stored
+        )
         if second.gaps.parted and explained.gaps.parted:
-            return self._directly(NOT_AS_STATED)
+            return self._compare_stages_directly(NOT_AS_STATED)
         if second.gaps.parted:
-            return self._reported(_by_named_causes(second, named), named, is_of_second=True)
-        exchanged_with = self._layer_like() if explained.gaps.parted else ""
+            return self._report_explained(
+                _explain_by_named_causes(second, named), named, is_of_second=True
+            )
+        exchanged_with = self._find_exchanged_layer() if explained.gaps.parted else ""
         if exchanged_with:  # the exchange explains it all
-            return self._reported(
+            return self._report_explained(
                 replace(explained, candidates=()), named, exchanged_with=exchanged_with
             )
-        return self._reported(_by_named_causes(explained, named), named)
+        return self._report_explained(_explain_by_named_causes(explained, named), named)
 
     @property
-    def _probes(self) -> list[str]:
+    def _describe_probes(self) -> list[str]:
         return [self.first.inputs]
 
     @property
-    def _known(self) -> LayerRun:
+    def _known_attention(self) -> LayerRun:
         """The attention that is known as data, that of the second if both are."""
         return self.theirs if self.theirs.model else self.mine
 
     @property
-    def _model(self) -> AttentionModel | None:
-        return self._known.model
+    def _known_model(self) -> AttentionModel | None:
+        return self._known_attention.model
 
     @property
-    def _doubtful(self) -> RecordedCall:
+    def _doubtful_call(self) -> RecordedCall:
         """The call of the other, with the mask of the known one."""
-        call = self.mine.call if self._known is self.theirs else self.theirs.call
-        known = self._known.call.inputs
+        call = self.mine.call if self._known_attention is self.theirs else self.theirs.call
+        known = self._known_attention.call.inputs
         if known.x.shape[:2] == call.inputs.x.shape[:2]:
             call = replace(call, inputs=replace(call.inputs, mask=known.mask))
         return call
 
     @property
     def _input_gap(self) -> float:
-        return relative_gap(self.mine.call.inputs.x, self.theirs.call.inputs.x)
+        return relative_difference_norm(self.mine.call.inputs.x, self.theirs.call.inputs.x)
 
     @property
     def _has_other_input(self) -> bool:
@@ -102,40 +111,40 @@ class LayerPair:
     def _blind_spot(self) -> str:
         """Return the reason why this input could not show another attention; "" if it could."""
         mine, theirs = self.mine.model, self.theirs.model
-        if self._model is None or (mine and theirs and mine.is_equal(theirs)):
+        if self._known_model is None or (mine and theirs and mine.is_equal(theirs)):
             return ""
-        return blind_spot(self._model, [self._doubtful], self._doubtful.dtype)
+        return find_blind_spot(self._known_model, [self._doubtful_call], self._doubtful_call.dtype)
 
-    def _layer_like(self) -> str:
+    def _find_exchanged_layer(self) -> str:
         """Return the other layer of the second model that computes the same; "" for none."""
         for layer in self.second.layers:
             if layer is self.theirs or layer.model is None:
                 continue
-            if not gaps_of(layer.model, [self._doubtful]).parted:
+            if not measure_gaps(layer.model, [self._doubtful_call]).parted:
                 return layer.name
         return ""
 
-    def _directly(self, reason: str) -> LayerComparison:
+    def _compare_stages_directly(self, reason: str) -> LayerComparison:
         """Compare the recorded stages; ``reason`` says why, where that is not possible either."""
         if self._has_other_input:
-            return self._layer(self._report(), note=reason)
+            return self._make_layer_comparison(self._start_report(), note=reason)
         mine, theirs = self.mine.call.stages, self.theirs.call.stages
         common = tuple(stage for stage in STAGES if stage in mine and stage in theirs)
-        gaps = {stage: relative_gap(mine[stage], theirs[stage]) for stage in common}
+        gaps = {stage: relative_difference_norm(mine[stage], theirs[stage]) for stage in common}
         parted = tuple(
             PartedStage(stage=stage, size=gap, heads=None, probes=(self.first.inputs,))
             for stage, gap in gaps.items()
             if exceeds_rounding(gap, self.mine.rounding(stage), self.theirs.rounding(stage))
         )
         report = replace(
-            self._report(),
+            self._start_report(),
             stages=common,
             parted=parted,
             output_gap=gaps[common[-1]] if common else torch.nan,
         )
-        return self._layer(report, outputs_agree=not parted)
+        return self._make_layer_comparison(report, outputs_agree=not parted)
 
-    def _reported(
+    def _report_explained(
         self,
         explained: ExplainedCalls,
         named: list[Cause],
@@ -144,7 +153,7 @@ class LayerPair:
         is_of_second: bool = False,
     ) -> LayerComparison:
         report = replace(
-            self._report(),
+            self._start_report(),
             blind="" if explained.gaps.parted else self._blind_spot(),
             output_gap=explained.output_gap,
             stages=explained.stages,
@@ -155,14 +164,14 @@ class LayerPair:
         if not exchanged_with:
             causes = [each.cause for each in explained.search.causes]
             named += [cause for cause in causes if cause not in named]
-        return self._layer(
+        return self._make_layer_comparison(
             report,
             outputs_agree=explained.outputs_agree,
             exchanged_with=exchanged_with,
             is_of_second=is_of_second,
         )
 
-    def _report(self) -> FunctionComparison:
+    def _start_report(self) -> FunctionComparison:
         return FunctionComparison(
             kinds=(self.first.kind, self.second.kind),
             probes=(self.first.inputs,),
@@ -171,7 +180,7 @@ class LayerPair:
             stages=(),
         )
 
-    def _layer(
+    def _make_layer_comparison(
         self,
         comparison: FunctionComparison,
         *,
@@ -193,7 +202,7 @@ class LayerPair:
         )
 
 
-def _by_named_causes(explained: ExplainedCalls, named: Sequence[Cause]) -> ExplainedCalls:
+def _explain_by_named_causes(explained: ExplainedCalls, named: Sequence[Cause]) -> ExplainedCalls:
     """Return the call explained by the causes that were named before, if they suffice."""
     likely = replace(explained, candidates=tuple(named))
     return likely if named and not likely.search.left.parted else explained

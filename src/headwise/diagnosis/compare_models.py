@@ -9,7 +9,11 @@ from headwise.diagnosis.compare_layers import LayerPair
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.model_comparison import LayerComparison, ModelComparison
 from headwise.diagnosis.probes import SEED
-from headwise.diagnosis.subjects.model_run import ModelRun, exceeds_rounding, relative_gap
+from headwise.diagnosis.subjects.model_run import (
+    ModelRun,
+    exceeds_rounding,
+    relative_difference_norm,
+)
 from headwise.errors import OptionError
 
 
@@ -28,8 +32,8 @@ def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
             needed="models with the same number of attentions",
             do="compare layers of the two: compare(a_layer, b_layer)",
         )
-    layers = tuple(_compared_layers(first, second))
-    gaps = _output_gaps(first, second)
+    layers = tuple(_compare_layers_in_order(first, second))
+    gaps = _measure_output_gaps(first, second)
     if gaps:
         output_gap = max(gaps.values())
         has_other_output = any(
@@ -47,22 +51,26 @@ def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
         output_gap=output_gap,
         has_other_output=has_other_output,
     )
-    return Diagnosis(verdict=_verdict(comparison), model=comparison)
+    return Diagnosis(verdict=_choose_verdict(comparison), model=comparison)
 
 
-def _output_gaps(first: ModelRun, second: ModelRun) -> dict[str, float]:
+def _measure_output_gaps(first: ModelRun, second: ModelRun) -> dict[str, float]:
     """Return the relative difference of each output that both have; none of layers run apart."""
     mine, theirs = first.outputs or {}, second.outputs or {}
-    return {name: relative_gap(x, theirs[name]) for name, x in mine.items() if name in theirs}
+    return {
+        name: relative_difference_norm(x, theirs[name])
+        for name, x in mine.items()
+        if name in theirs
+    }
 
 
-def _compared_layers(first: ModelRun, second: ModelRun) -> Iterator[LayerComparison]:
+def _compare_layers_in_order(first: ModelRun, second: ModelRun) -> Iterator[LayerComparison]:
     named: list[Cause] = []  # in earlier layers: a cause is often that of all layers
     for mine, theirs in zip(first.layers, second.layers, strict=True):
         yield LayerPair(first, second, mine, theirs).compare(named)
 
 
-def _verdict(comparison: ModelComparison) -> Verdict:
+def _choose_verdict(comparison: ModelComparison) -> Verdict:
     parted = comparison.parted
     if not parted and not comparison.outside:
         if comparison.blind:

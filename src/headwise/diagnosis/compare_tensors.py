@@ -18,16 +18,16 @@ from headwise.diagnosis.diagnosis_result import OutputComparison, TensorComparis
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layers.native.attention import Attention
 from headwise.layouts.canonical import BIASES
-from headwise.layouts.conversion_plan import conflicts_of, plan_conversion, rename_steps
+from headwise.layouts.conversion_plan import find_function_conflicts, plan_conversion, plan_renaming
 from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.equality import (
-    differing_entries,
-    differing_part,
-    differing_tensors,
+    describe_differing_part,
+    list_differing_tensors,
+    mark_differing_entries,
     same_bytes,
 )
 from headwise.layouts.layout import Layout, is_positive_zero
-from headwise.layouts.module_names import AS_STORED, NamedModule, NameForm, modules_of
+from headwise.layouts.module_names import AS_STORED, NamedModule, NameForm, find_modules
 from headwise.layouts.registry import layout
 from headwise.support.progress import Progress, no_progress
 
@@ -39,7 +39,7 @@ UNREADABLE = (OptionError, ShapeError, DTypeError)
 Stored = Mapping[str, Tensor]
 
 
-def outputs_of_both(
+def compare_outputs_of_layers(
     first: Stored,
     second: Stored,
     first_layout: Layout,
@@ -56,16 +56,16 @@ def outputs_of_both(
         OptionError: the config lacks what the layouts leave to it, or outputs are not finite.
     """
     layers = (
-        _layers(first, first_layout, config, counts),
-        _layers(second, second_layout, config, counts),
+        _load_attention_layers(first, first_layout, config, counts),
+        _load_attention_layers(second, second_layout, config, counts),
     )
     return [_run_both(*pair) for pair in zip(*layers, strict=True)]
 
 
-def _layers(
+def _load_attention_layers(
     state: Stored, layout: Layout, config: Mapping[str, Any], counts: Mapping[str, int]
 ) -> Iterator[tuple[str, Attention]]:
-    modules = modules_of(layout, state)
+    modules = find_modules(layout, state)
     for module in modules:
         described = layout_in_layer(layout, config, module.layer)
         sizes, dtype = dict(counts), torch.float64
@@ -127,12 +127,12 @@ def compare_tensors(
     """
     mine, theirs = layout(first_layout), layout(second_layout)
     is_damaged = _is_damaged(first, mine, counts)
-    if is_damaged and _fits(second, theirs, counts):
-        return _compared(second, first, theirs, mine, counts, progress).swapped()
-    return _compared(first, second, mine, theirs, counts, progress, is_damaged=is_damaged)
+    if is_damaged and _all_modules_fit(second, theirs, counts):
+        return _compare_converted(second, first, theirs, mine, counts, progress).swapped()
+    return _compare_converted(first, second, mine, theirs, counts, progress, is_damaged=is_damaged)
 
 
-def _fits(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
+def _all_modules_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
     """True if every module has all its tensors in shapes that fit."""
     with suppress(*UNREADABLE):
         _require_fit(state, of, counts)
@@ -146,13 +146,15 @@ def _require_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> None:
 
 def _is_damaged(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
     """True if some modules fit and others do not."""
-    return not _fits(state, of, counts) and any(
-        _fits({name: state[name] for name in (*module.tensors, *module.beside)}, of, counts)
-        for module in modules_of(of, state)
+    return not _all_modules_fit(state, of, counts) and any(
+        _all_modules_fit(
+            {name: state[name] for name in (*module.tensors, *module.beside)}, of, counts
+        )
+        for module in find_modules(of, state)
     )
 
 
-def _compared(
+def _compare_converted(
     first: Stored,
     second: Stored,
     source: Layout,
@@ -164,15 +166,15 @@ def _compared(
 ) -> TensorComparison:
     conflicts = source.function.conflicts(target.function)
     # Names as in the second, if the layouts list every module's name or both hold a single module.
-    mine, theirs = modules_of(source, first), modules_of(target, second)
+    mine, theirs = find_modules(source, first), find_modules(target, second)
     are_listed = {bool(module.place.role) for module in (*mine, *theirs)}
     is_single = len(mine) == len(theirs) == 1 and len(are_listed) == 1
     form = NameForm.of(theirs) if are_listed == {True} or is_single else AS_STORED
     if is_damaged and source == target:  # stored tensors are compared without conversion
-        steps = rename_steps(first, source, form=form)
+        steps = plan_renaming(first, source, form=form)
     else:
         try:
-            conflicts |= conflicts_of(first, source, target, counts)
+            conflicts |= find_function_conflicts(first, source, target, counts)
             steps = plan_conversion(first, source, target, accept=conflicts, form=form, **counts)
         except UNREADABLE as error:
             # Unreadable weights are an error; weights of other shapes are a difference.
@@ -215,7 +217,7 @@ class _Evidence:
         missing = []
         for name, tensor in converted.items():
             if name in self.second:
-                self._compare(name, step, tensor)
+                self._compare_tensor(name, step, tensor)
             elif not self._is_zero_bias(name, tensor):
                 missing.append(name)
         if missing:
@@ -235,16 +237,16 @@ class _Evidence:
     def _has_stored_names(self, step: ConversionStep) -> bool:
         """True if the second has these tensors under the first's names, not the converted ones."""
         return (
-            self._attention.isdisjoint(step.inputs)
+            self._attention_names.isdisjoint(step.inputs)
             and self.second.keys().isdisjoint(step.outputs)
             and self.second.keys() >= {*step.inputs}
-            and self._outputs.isdisjoint(step.inputs)
+            and self._step_output_names.isdisjoint(step.inputs)
         )
 
     def _is_zero_bias(self, name: str, tensor: Tensor) -> bool:
-        return name in self._biases and is_positive_zero(tensor)
+        return name in self._attention_bias_names and is_positive_zero(tensor)
 
-    def _compare(self, name: str, step: ConversionStep, tensor: Tensor) -> None:
+    def _compare_tensor(self, name: str, step: ConversionStep, tensor: Tensor) -> None:
         self.compared.add(name)
         other = self.second[name]
         if same_bytes(tensor, other):
@@ -257,12 +259,15 @@ class _Evidence:
                 sides = (mine, theirs) if kind == "dtype" else (tuple(mine), tuple(theirs))
                 evidence = {"kind": kind, "sides": tuple(map(str, sides))}
         if evidence["kind"] == "entries":
-            evidence |= {"numbers": _numbers(tensor, other), "where": self._where(name, tensor)}
+            evidence |= {
+                "numbers": _count_differing_entries(tensor, other),
+                "where": self._locate_difference(name, tensor),
+            }
         self.differences.append(TensorEvidence(name=name, made_of=step.inputs, **evidence))
 
-    def _where(self, name: str, tensor: Tensor) -> str:
+    def _locate_difference(self, name: str, tensor: Tensor) -> str:
         """Return the projections and heads that differ; "" outside attention."""
-        module = next((m for m in self._modules if name in m.tensors), None)
+        module = next((m for m in self._second_modules if name in m.tensors), None)
         if module is None:
             return ""
         shapes = {local: tuple(self.second[n].shape) for n, local in module.tensors.items()}
@@ -271,31 +276,31 @@ class _Evidence:
             local = module.tensors[name]
             pair = (tensor, self.second[name])
             mine, theirs = (self.target.read({local: x}, sizes=sizes) for x in pair)
-            names = differing_tensors(mine, theirs)
-            return "; ".join(differing_part(n, mine[n], theirs[n]) for n in names)
+            names = list_differing_tensors(mine, theirs)
+            return "; ".join(describe_differing_part(n, mine[n], theirs[n]) for n in names)
         return ""
 
     @cached_property
-    def _modules(self) -> list[NamedModule]:
-        return modules_of(self.target, self.second)
+    def _second_modules(self) -> list[NamedModule]:
+        return find_modules(self.target, self.second)
 
     @cached_property
-    def _attention(self) -> set[str]:
-        return {n for module in modules_of(self.source, self.first) for n in module.tensors}
+    def _attention_names(self) -> set[str]:
+        return {n for module in find_modules(self.source, self.first) for n in module.tensors}
 
     @cached_property
-    def _outputs(self) -> set[str]:
+    def _step_output_names(self) -> set[str]:
         return {name for step in self.steps for name in step.outputs}
 
     @cached_property
-    def _biases(self) -> set[str]:
+    def _attention_bias_names(self) -> set[str]:
         """Names of attention's biases in the second's layout, with or without a tensor."""
-        return _biases(modules_of(self.target, self._outputs), self.target) | _biases(
-            self._modules, self.target
-        )
+        return _list_bias_names(
+            find_modules(self.target, self._step_output_names), self.target
+        ) | _list_bias_names(self._second_modules, self.target)
 
 
-def _biases(modules: Iterable[NamedModule], of: Layout) -> set[str]:
+def _list_bias_names(modules: Iterable[NamedModule], of: Layout) -> set[str]:
     return {
         name
         for module in modules
@@ -304,14 +309,14 @@ def _biases(modules: Iterable[NamedModule], of: Layout) -> set[str]:
     }
 
 
-def _numbers(a: Tensor, b: Tensor) -> dict[str, int | float]:
+def _count_differing_entries(a: Tensor, b: Tensor) -> dict[str, int | float]:
     """Count the entries that differ, by kind: see `TensorEvidence`."""
     counts: dict[str, int | float] = {"entries": a.numel(), "differing": 0}
     if not a.is_floating_point():
-        return counts | {"differing": int(differing_entries(a, b).sum())}
+        return counts | {"differing": int(mark_differing_entries(a, b).sum())}
     counts |= dict.fromkeys((*KINDS, "largest"), 0)
     for x, y in zip(*(t.reshape(-1).split(PART) for t in (a, b)), strict=True):
-        differ = differing_entries(x, y)
+        differ = mark_differing_entries(x, y)
         counts["differing"] += int(differ.sum())
         # torch cannot index float8 numbers.
         x, y = ((t.double() if t.element_size() == 1 else t)[differ].double() for t in (x, y))

@@ -13,7 +13,7 @@ from headwise.layouts.layout import Layout
 Fields = dict[str, str]
 
 
-def config_differences(
+def find_config_differences(
     first: Config, second: Config, layouts: tuple[Layout, Layout], layers: Iterable[int]
 ) -> dict[str, tuple[str, str]]:
     """Return the fields in which two configs differ -> (first, second), by the first such layer.
@@ -27,7 +27,7 @@ def config_differences(
     for layer in sorted({*layers}):
         with suppress(OptionError):  # a setting that headwise has no name for
             mine, theirs = (
-                _fields(config, layout, layer)
+                _read_function_fields(config, layout, layer)
                 for config, layout in zip((first, second), layouts, strict=True)
             )
             for name in mine.keys() & theirs.keys():
@@ -36,7 +36,7 @@ def config_differences(
     return differing
 
 
-def _fields(config: Config, layout: Layout, layer: int) -> Fields:
+def _read_function_fields(config: Config, layout: Layout, layer: int) -> Fields:
     described = layout_in_layer(layout, config, layer)
     options = attention_options(config, described.function, layer=layer)
     fields = {"window": str(attention_window(config, layer))}

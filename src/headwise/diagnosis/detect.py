@@ -17,7 +17,7 @@ from headwise.checkpoints.config import Config, ConfigFields, merge_counts
 from headwise.checkpoints.description import (
     COUNTS,
     Description,
-    described_layout,
+    layout_of_description,
     open_checkpoint,
 )
 from headwise.checkpoints.source import CheckpointSource
@@ -28,9 +28,9 @@ from headwise.errors import OptionError
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import State
 from headwise.layouts.conversion_steps import TensorHeader
-from headwise.layouts.equality import differing_part, differing_tensors
+from headwise.layouts.equality import describe_differing_part, list_differing_tensors
 from headwise.layouts.layout import Layout
-from headwise.support.integers import as_count
+from headwise.support.integers import convert_to_count
 
 Given = str | Path | Mapping[str, Tensor]
 Counts = Mapping[str, int | None]
@@ -90,7 +90,7 @@ class GivenWeights:
         Raises:
             OptionError: no layout has this name, or the weights are in another layout.
         """
-        layout, detection = described_layout(name, self.description), self.detection()
+        layout, detection = layout_of_description(name, self.description), self.detection()
         why = detection.refuted.get(layout.name)
         fitting = {each.layout.name for group in detection.candidates for each in group}
         if self.description is not None and layout.name not in fitting:
@@ -136,7 +136,7 @@ def open_weights(
         OptionError: ``given``, ``config`` or a count has another type, or the config contradicts
             ``counts``.
     """
-    counts = whole_counts(counts)
+    counts = require_whole_counts(counts)
     if config is not None and not isinstance(config, Mapping):
         raise OptionError(
             saw=f"config of type {type(config).__name__}",
@@ -167,13 +167,13 @@ def open_weights(
             needed="names and tensors of a model",
             do="give model.state_dict(), or the path of a file or a folder",
         )
-    fields = ConfigFields.of(config or {})
+    fields = ConfigFields.wrap(config or {})
     return GivenWeights(title, given, fields, merge_counts(fields, counts, origin=Path(title)))
 
 
-def whole_counts(counts: Counts) -> Counts:
+def require_whole_counts(counts: Counts) -> Counts:
     """Return the counts as Python's integers; NumPy's are accepted."""
-    whole = {name: None if n is None else as_count(n) for name, n in counts.items()}
+    whole = {name: None if n is None else convert_to_count(n) for name, n in counts.items()}
     for name, count in counts.items():
         if count is not None and (isinstance(count, bool) or whole[name] is None):
             raise OptionError(
@@ -203,9 +203,9 @@ def narrow_by_values(
     """
     groups: list[LayoutGroup] = []
     refuted = dict(detection.refuted)
-    references = [each for group in reference.candidates for each in _with_each_size(group[0])]
+    references = [each for group in reference.candidates for each in _expand_sizes(group[0])]
     for group in detection.candidates:
-        match = _first_match(_with_each_size(group[0]), state, references, other, called)
+        match = _find_first_match(_expand_sizes(group[0]), state, references, other, called)
         if isinstance(match, CandidateLayout):
             groups.append(tuple(each.with_sizes(match.fits[0]) for each in group))
         else:
@@ -213,7 +213,7 @@ def narrow_by_values(
     return narrow_detection(detection, groups, refuted, by="values")
 
 
-def _first_match(
+def _find_first_match(
     candidates: list[CandidateLayout],
     state: Mapping[str, Tensor],
     references: list[CandidateLayout],
@@ -234,7 +234,7 @@ def _first_match(
     return reasons[0] if reasons else f"no number of heads fits both it and {called}"
 
 
-def _with_each_size(candidate: CandidateLayout) -> list[CandidateLayout]:
+def _expand_sizes(candidate: CandidateLayout) -> list[CandidateLayout]:
     """Return a candidate for each of its sizes and for every rotary_width that it may have.
 
     The largest width comes first. Widths end at 4: the two pairings of two channels are the same.
@@ -263,16 +263,23 @@ def _first_difference(
     for name, (a, b) in conflicts.items():
         return f"{name}: {a}; {theirs.layout.name}, {called}'s layout, has {b}"
     for number, module in enumerate(mine.modules):
-        x, y = _canonical(mine, number, state), _canonical(theirs, number, other)
-        if names := differing_tensors(x, y):
-            parts = "; ".join(differing_part(name, x.get(name), y.get(name)) for name in names)
+        x, y = (
+            _read_canonical_state(mine, number, state),
+            _read_canonical_state(theirs, number, other),
+        )
+        if names := list_differing_tensors(x, y):
+            parts = "; ".join(
+                describe_differing_part(name, x.get(name), y.get(name)) for name in names
+            )
             before = f"; before it, {number} of {len(mine.modules)} modules agree" if number else ""
             path = f"`{module.prefix}`" if module.prefix else "the module"
             return f"{path} differs from {called} in {parts}{before}"
     return None
 
 
-def _canonical(candidate: CandidateLayout, number: int, state: Mapping[str, Tensor]) -> State:
+def _read_canonical_state(
+    candidate: CandidateLayout, number: int, state: Mapping[str, Tensor]
+) -> State:
     reading = candidate.reading(candidate.fits[0], module=number)
     return reading.read({name: state[name] for name in reading.names})
 
@@ -340,7 +347,7 @@ def _detect_by_running(
 
     stored = load(Path(against))
     # The same weights have the same counts, so the counts of the model hold for both files.
-    known = merge_counts(stored.config, whole_counts(counts), origin=Path(against))
+    known = merge_counts(stored.config, require_whole_counts(counts), origin=Path(against))
     detection = _detect_by_values(given, other, known)
     length = min(LENGTH, stored.positions or LENGTH)
     ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))

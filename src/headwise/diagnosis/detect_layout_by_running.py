@@ -30,7 +30,7 @@ from headwise.layouts.module_names import NamedModule
 from headwise.reference import share_heads, split_heads
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
-from headwise.support.module_modes import evaluating
+from headwise.support.module_modes import evaluation_mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class FirstCall:
         return self.x.dim() == 3 and self.x.shape[:2] == (batch, queries) and queries == keys
 
 
-def first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[FirstCall]:
+def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[FirstCall]:
     """Return the first call of each self-attention module of a model, in the order of the run."""
     calls: dict[nn.Module, FirstCall] = {}
 
@@ -78,20 +78,20 @@ def first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[FirstCall]:
             module=call.module,
             name=call.layer,
             x=call.state,
-            scores=raw_scores(call.matrix),
+            scores=compute_raw_scores(call.matrix),
             values=call.values.double(),
             out_proj=call.out_proj,
             is_capped=call.matrix.softcap is not None,
         )
 
     capturing = capture_attention(model, on_complete=on_complete)
-    with torch.no_grad(), evaluating(model), capturing as capture:
+    with torch.no_grad(), evaluation_mode(model), capturing as capture:
         capture.begin()
         model(**inputs)
     return list(calls.values())
 
 
-def raw_scores(matrix: AttentionMatrix) -> Tensor:
+def compute_raw_scores(matrix: AttentionMatrix) -> Tensor:
     """Return scale * q.k in float64."""
     q, k = matrix.q.double(), matrix.k.double()
     return matrix.scale * q @ share_heads(k, heads=q.shape[1]).mT
@@ -108,7 +108,7 @@ def pair_modules(
     """
     unpaired, waiting, pairs = list(calls), [], []
     for module in modules:
-        call = _most_similar_call([state[name] for name in module.tensors], unpaired)
+        call = _find_most_similar_call([state[name] for name in module.tensors], unpaired)
         if call is None:
             waiting.append(module)
         else:
@@ -125,7 +125,9 @@ def pair_modules(
     return pairs
 
 
-def _most_similar_call(tensors: Iterable[Tensor], calls: Iterable[FirstCall]) -> FirstCall | None:
+def _find_most_similar_call(
+    tensors: Iterable[Tensor], calls: Iterable[FirstCall]
+) -> FirstCall | None:
     """Return the call whose module shares most matrices: some may be the same in all modules."""
     matrices = [x for x in tensors if x.dim() > 1]
     shared = {
@@ -183,7 +185,7 @@ def narrow_by_running(
         UndecidedError: no candidate agrees, and at least one could not be compared: none of its
             modules was captured, or headwise does not support the model's rotation.
     """
-    calls = first_calls(model, inputs)
+    calls = record_first_calls(model, inputs)
     if not calls:
         raise OptionError(
             saw="a model in which no self-attention was seen",
@@ -224,17 +226,24 @@ class _Trial:
     config: Mapping[str, Any]
 
     @cached_property
-    def pairs(self) -> list[tuple[NamedModule, FirstCall]]:
+    def pair_modules_with_calls(self) -> list[tuple[NamedModule, FirstCall]]:
         modules = [each for each in self.candidate.modules if each.place.role != "cross"]
         pairs = pair_modules(modules, self.calls, self.state)
         return [(module, call) for module, call in pairs if call.is_over_sequences]
 
-    def verdict(self) -> Sizes | str | NotComparedError:
+    def find_agreeing_sizes(self) -> Sizes | str | NotComparedError:
         """Return the first sizes that agree; else the first difference, or why none was sought."""
         first = self.candidate.modules[0]
-        heads = next((call.scores.shape[1] for module, call in self.pairs if module is first), None)
+        heads = next(
+            (
+                call.scores.shape[1]
+                for module, call in self.pair_modules_with_calls
+                if module is first
+            ),
+            None,
+        )
         fits = [fit for fit in self.candidate.fits if heads in (None, fit["heads"])]
-        outcomes = [self._outcome(fit) for fit in fits]
+        outcomes = [self._compare_with_sizes(fit) for fit in fits]
         if None in outcomes:
             return fits[outcomes.index(None)]
         differences = [outcome for outcome in outcomes if outcome is not None]
@@ -243,13 +252,13 @@ class _Trial:
 
     def add_reason(self, candidate: CandidateLayout) -> CandidateLayout:
         """Return a candidate of the same map with the comparison as one more reason."""
-        compared, total = len(self.pairs), len(candidate.modules)
+        compared, total = len(self.pair_modules_with_calls), len(candidate.modules)
         reason = f"behaviour: {compared} of {total} modules compared, alike"
         return replace(candidate, reasons=(*candidate.reasons, reason))
 
-    def _outcome(self, sizes: Sizes) -> str | NotComparedError | None:
+    def _compare_with_sizes(self, sizes: Sizes) -> str | NotComparedError | None:
         """Return the first difference, or why a layer cannot be compared; None if all agree."""
-        if not self.pairs:
+        if not self.pair_modules_with_calls:
             number = sum(call.is_over_sequences for call in self.calls)
             return NotComparedError(
                 saw=f"none of its {len(self.candidate.modules)} modules is one of the {number} "
@@ -257,23 +266,28 @@ class _Trial:
                 needed="the same weights, in layers whose input is (batch, length, embed_dim)",
             )
         try:
-            outcomes = (self._difference(module, call, sizes) for module, call in self.pairs)
+            outcomes = (
+                self._find_difference(module, call, sizes)
+                for module, call in self.pair_modules_with_calls
+            )
             return next((outcome for outcome in outcomes if outcome is not None), None)
         except HeadwiseError as error:
             return NotComparedError(error.saw, error.needed)
 
-    def _difference(
+    def _find_difference(
         self, module: NamedModule, call: FirstCall, sizes: Sizes
     ) -> str | NotComparedError | None:
         layout = _comparable_layout(self.candidate.layout, self.config, module.layer)
-        layer = self._layer(layout, module, _head_counts(call, sizes))
-        part = _differing_stage(layer, self.candidate.layout.function, call)
-        why = self._unknown_rotation(layout, module) if part == SCORES else None
+        layer = self._build_layer(layout, module, _head_counts(call, sizes))
+        part = _find_differing_stage(layer, self.candidate.layout.function, call)
+        why = self._describe_unknown_rotation(layout, module) if part == SCORES else None
         if part is None or why is not None:
             return why
         return f"{module.prefix}: {part} differ from the model's"
 
-    def _unknown_rotation(self, layout: Layout, module: NamedModule) -> NotComparedError | None:
+    def _describe_unknown_rotation(
+        self, layout: Layout, module: NamedModule
+    ) -> NotComparedError | None:
         """Return why different scores decide nothing, if the rotation of the model is unknown."""
         rotary, rotation = layout.function.rotary, rotary_config(self.config, module.layer)
         if rotary is None:
@@ -288,7 +302,7 @@ class _Trial:
             )
         return None
 
-    def _layer(self, layout: Layout, module: NamedModule, heads: Sizes) -> Attention:
+    def _build_layer(self, layout: Layout, module: NamedModule, heads: Sizes) -> Attention:
         return Attention.from_layout(
             {
                 local: self.state[name].double()
@@ -317,7 +331,7 @@ def _comparable_layout(layout: Layout, config: Mapping[str, Any], number: int) -
 
 
 @torch.no_grad()
-def _differing_stage(layer: Attention, spec: AttentionSpec, call: FirstCall) -> str | None:
+def _find_differing_stage(layer: Attention, spec: AttentionSpec, call: FirstCall) -> str | None:
     """Return the stage of a layer that differs by more than rounding in the model's dtype."""
     if spec.softcap is not None and (spec.softcap != "none") != call.is_capped:
         return "softcaps"
@@ -333,7 +347,7 @@ def _differing_stage(layer: Attention, spec: AttentionSpec, call: FirstCall) -> 
         return layer if x.dtype == torch.float64 else rounded
 
     def scores(x: Tensor) -> Tensor:
-        return raw_scores(in_dtype_of(x).matrix(x))
+        return compute_raw_scores(in_dtype_of(x).matrix(x))
 
     def values(x: Tensor) -> Tensor:
         v = split_heads(in_dtype_of(x).v_proj(x), heads=layer.num_kv_heads)

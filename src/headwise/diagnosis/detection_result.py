@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.checkpoints.config import Config, layout_name, text_config
-from headwise.checkpoints.config_check import config_contradiction
+from headwise.checkpoints.config_check import find_config_contradiction
 from headwise.diagnosis.candidate_layouts import (
     CandidateLayout,
     LayoutGroup,
     find_candidates,
     group_equal_layouts,
 )
-from headwise.diagnosis.diagnosis_result import shortened
+from headwise.diagnosis.diagnosis_result import shorten_lines
 from headwise.errors import CheckpointError, OptionError, UndecidedError
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.conversion_steps import TensorHeader
@@ -68,7 +68,7 @@ class Detection:
         return not {"values", "behaviour"}.isdisjoint(self.compared)
 
     def __str__(self) -> str:
-        return "\n".join(detection_lines(self, title="the checkpoint"))
+        return "\n".join(describe_detection(self, title="the checkpoint"))
 
     def to_json(self) -> dict[str, Any]:
         """Return the detection for JSON; layouts and sizes are given by name."""
@@ -109,11 +109,11 @@ class Detection:
             more = f", and {len(faults) - 1} more are at fault" if len(faults) > 1 else ""
             raise CheckpointError(
                 saw=f"{file}, which would be in the layout "
-                f"{' or '.join(_names(self.damaged))}, but {faults[0]}{more}",
+                f"{' or '.join(_join_equal_layouts(self.damaged))}, but {faults[0]}{more}",
                 needed="every attention tensor of every layer, in the shape of the layout",
                 do="download the file again; headwise verify lists differences from another copy",
             )
-        names = ", ".join(_names(self.candidates))
+        names = ", ".join(_join_equal_layouts(self.candidates))
         do = f"name the layout ({{{parameter}}}), or headwise detect with --against"
         if not self.candidates:
             saw = "which contains no attention layer of a known layout"
@@ -175,7 +175,7 @@ def _select_candidates(
     """Return the detection that the metadata of the files and the config leave."""
     by_config = None if described else layout_name(config)
     stated, by = (described.name, "metadata") if described else (by_config, "config")
-    reasons = {each.layout.name: _refutation(each, candidates, config) for each in candidates}
+    reasons = {each.layout.name: _find_refutation(each, candidates, config) for each in candidates}
     refuted = {name: reason for name, reason in reasons.items() if reason}
     groups = group_equal_layouts(
         ((each,) for each in candidates if each.layout.name not in refuted), AttentionSpec.is_same
@@ -210,7 +210,7 @@ def narrow_detection(
     return Detection(joined, refuted, None, detection.contradiction, compared)
 
 
-def _refutation(
+def _find_refutation(
     candidate: CandidateLayout, candidates: Iterable[CandidateLayout], config: Config
 ) -> str | None:
     """Return the contradiction in the config, or the candidate that covers more modules."""
@@ -220,15 +220,16 @@ def _refutation(
         if mine < theirs:
             return f"{other.layout.name} has {len(theirs)} modules here, and it {len(mine)} of them"
     reasons = [
-        config_contradiction(config, candidate.layout.function, sizes) for sizes in candidate.fits
+        find_config_contradiction(config, candidate.layout.function, sizes)
+        for sizes in candidate.fits
     ]
     return reasons[0] if all(reasons) else None
 
 
-def detection_lines(detection: Detection, *, title: str) -> list[str]:
+def describe_detection(detection: Detection, *, title: str) -> list[str]:
     """Return the detection as sentences; ``title`` is the name of the weights."""
     lines: list[str] = []
-    names = _names(detection.candidates or detection.damaged)
+    names = _join_equal_layouts(detection.candidates or detection.damaged)
     if detection.layout is not None:
         same = " (the same map and function here)" if len(detection.candidates[0]) > 1 else ""
         lines.append(f"{title} is in the layout {names[0]}{same}")
@@ -239,9 +240,9 @@ def detection_lines(detection: Detection, *, title: str) -> list[str]:
         for group, name in zip(detection.damaged, names, strict=True):
             indent = "  " if len(names) == 1 else "    "
             lines += [f"  {name}"] if len(names) > 1 else []
-            lines += [f"{indent}{line}" for line in shortened(group[0].faults, SHOWN)]
+            lines += [f"{indent}{line}" for line in shorten_lines(group[0].faults, SHOWN)]
     elif detection.candidates:
-        lines.append(_undecided_line(detection, title))
+        lines.append(_describe_undecided(detection, title))
         for group, name in zip(detection.candidates, names, strict=True):
             lines += [f"  {name}", *(f"    {reason}" for reason in group[0].reasons)]
     elif detection.refuted:
@@ -249,14 +250,14 @@ def detection_lines(detection: Detection, *, title: str) -> list[str]:
     else:
         lines.append(f"{title} contains no attention layer of a known layout")
     lines += [f"  not {name}: {why}" for name, why in detection.refuted.items()]
-    return lines + _evidence_lines(detection)
+    return lines + _describe_evidence(detection)
 
 
-def _names(groups: Iterable[LayoutGroup]) -> list[str]:
+def _join_equal_layouts(groups: Iterable[LayoutGroup]) -> list[str]:
     return [" = ".join(each.layout.name for each in group) for group in groups]
 
 
-def _undecided_line(detection: Detection, title: str) -> str:
+def _describe_undecided(detection: Detection, title: str) -> str:
     if (against := detection.contradiction) is not None and not detection.has_seen_values:
         return f"{title} contradicts its config: {against}. Its names and shapes fit:"
     if (kind := detection.unknown) is not None:
@@ -265,7 +266,7 @@ def _undecided_line(detection: Detection, title: str) -> str:
     return f"{title} may be in {len(detection.candidates)} layouts, which {by} cannot tell apart:"
 
 
-def _evidence_lines(detection: Detection) -> list[str]:
+def _describe_evidence(detection: Detection) -> list[str]:
     """Return sentences on the evidence that was compared, and the evidence that is left."""
     if not detection.candidates:
         return []

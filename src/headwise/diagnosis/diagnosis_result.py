@@ -95,8 +95,8 @@ class TensorEvidence:
         return f"{counted}: {', '.join(f'{number} {words}' for number, words in kinds)}"
 
     def __str__(self) -> str:
-        made_of = "" if self.made_of == (self.name,) else f", made of {_quoted(self.made_of)}"
-        return f"{_with(f'`{self.name}`', self.where)}{made_of}: {self.what}"
+        made_of = "" if self.made_of == (self.name,) else f", made of {_quote_names(self.made_of)}"
+        return f"{_append_place(f'`{self.name}`', self.where)}{made_of}: {self.what}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,12 @@ class TensorComparison:
     @property
     def total(self) -> int:
         """Number of tensors that were compared or have no counterpart."""
-        return self.same + len(self.differences) + len(self._missing) + len(self.only_second)
+        return (
+            self.same
+            + len(self.differences)
+            + len(self._list_missing_tensors)
+            + len(self.only_second)
+        )
 
     def swapped(self) -> TensorComparison:
         """Return the comparison with first and second exchanged."""
@@ -149,38 +154,40 @@ class TensorComparison:
             for name, (mine, theirs) in self.conflicts.items()
         ]
         if self.unheld:
-            lines.append(f"{self._narrow}: {self.unheld}")
+            lines.append(f"{self._describe_narrow_side}: {self.unheld}")
         in_first = []
         for name, missing in self.only_first.items():
-            lack = f"; the second has no {_quoted(missing)}" if {*missing} - {name} else ""
+            lack = f"; the second has no {_quote_names(missing)}" if {*missing} - {name} else ""
             in_first.append(f"`{name}`: in the first alone{lack}")
         in_second = [f"`{name}`: in the second alone" for name in self.only_second]
         for kind in (list(map(str, self.differences)), in_first, in_second):
-            lines += shortened(kind, most)
+            lines += shorten_lines(kind, most)
         return lines
 
     @property
-    def _narrow(self) -> str:
+    def _describe_narrow_side(self) -> str:
         other = "first" if self.narrow == "second" else "second"
         return f"the {self.narrow}'s layout cannot hold the {other}"
 
     @property
-    def _missing(self) -> list[str]:
+    def _list_missing_tensors(self) -> list[str]:
         """Tensors that the second lacks, by the names of its layout where it has them."""
         missing = (names or (name,) for name, names in self.only_first.items())
         return list(dict.fromkeys(name for names in missing for name in names))
 
     def __str__(self) -> str:
         if self.unheld:
-            return f"no tensor was compared: {self._narrow}"
+            return f"no tensor was compared: {self._describe_narrow_side}"
         all_same = self.same == self.total
         parts = [f"{'all' if all_same else f'{self.same} of'} {self.total} tensors are equal"]
-        parts += _listed(
+        parts += _describe_tensors(
             "differs", "differ", [(each.name, each.where) for each in self.differences]
         )
-        for which, names in (("first", self._missing), ("second", self.only_second)):
+        for which, names in (("first", self._list_missing_tensors), ("second", self.only_second)):
             alone = [(name, "") for name in names]
-            parts += _listed(f"is in the {which} alone", f"are in the {which} alone", alone)
+            parts += _describe_tensors(
+                f"is in the {which} alone", f"are in the {which} alone", alone
+            )
         if self.conflicts:
             parts.append(f"the two layouts use them differently ({', '.join(self.conflicts)})")
         return "; ".join(parts)
@@ -249,9 +256,9 @@ class Diagnosis(Displayed):
         if comparison is not None:
             return [*comparison.lines, self.answer]
         lines = [] if self.layouts is None else [" against ".join(n.name for n in self.layouts)]
-        notes = shortened(self.notes, SHOWN)
+        notes = shorten_lines(self.notes, SHOWN)
         notes += self.tensors.lines() if self.tensors is not None else []
-        notes += shortened(map(str, self.moves), SHOWN)
+        notes += shorten_lines(map(str, self.moves), SHOWN)
         lines += [f"  {note}" for note in [*notes, *map(str, self.outputs)]]
         return [*lines, self.answer]
 
@@ -271,7 +278,7 @@ class Diagnosis(Displayed):
         """The verdict as a sentence."""
         comparison = self.function or self.model
         if comparison is not None:
-            return self._answer_of(comparison)
+            return self._answer_from_comparison(comparison)
         if self.tensors is None:
             return "Not the same: the configs contradict each other; no tensor was compared."
         if self:
@@ -284,7 +291,7 @@ class Diagnosis(Displayed):
             "outputs."
         )
 
-    def _answer_of(self, comparison: FunctionComparison | ModelComparison) -> str:
+    def _answer_from_comparison(self, comparison: FunctionComparison | ModelComparison) -> str:
         if self.verdict is Verdict.UNKNOWN and self.function and self.function.gradients:
             return "Different in training alone: outputs agree, and gradients do not."
         names, left = comparison.cause_names, comparison.unexplained
@@ -297,26 +304,26 @@ class Diagnosis(Displayed):
         return "\n".join(self.lines)
 
 
-def shortened(lines: Iterable[str], most: int) -> list[str]:
+def shorten_lines(lines: Iterable[str], most: int) -> list[str]:
     """Return the first lines, and a line with the number of the others."""
     lines = list(lines)
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
 
 
-def _quoted(names: Iterable[str]) -> str:
+def _quote_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _with(name: str, where: str) -> str:
+def _append_place(name: str, where: str) -> str:
     return f"{name} ({where})" if where else name
 
 
-def _listed(singular: str, plural: str, tensors: Iterable[tuple[str, str]]) -> list[str]:
+def _describe_tensors(singular: str, plural: str, tensors: Iterable[tuple[str, str]]) -> list[str]:
     """Return a clause with a verb and the first tensors' names and heads; [] without tensors."""
     shown = [(f"`{name}`", where) for name, where in tensors]
     if len(shown) < 2:
-        return [_with(f"{name} {singular}", where) for name, where in shown]
-    names = [_with(name, where) for name, where in shown]
+        return [_append_place(f"{name} {singular}", where) for name, where in shown]
+    names = [_append_place(name, where) for name, where in shown]
     if len(names) > NAMED:
         more = f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
         return [f"{len(names)} {plural}: {more}"]

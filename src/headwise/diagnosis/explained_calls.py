@@ -15,12 +15,12 @@ from headwise.diagnosis.function_comparison import (
     FoundCause,
     PartedStage,
     StageGaps,
-    page_of,
+    cause_page_path,
 )
-from headwise.diagnosis.search import NamedCause, Search, search
+from headwise.diagnosis.search import NamedCause, Search, search_causes
 from headwise.diagnosis.simulation.attention_model import AttentionModel
-from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, difference, gaps_of
-from headwise.diagnosis.simulation.stage_rounding import allowed
+from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, absolute_difference, measure_gaps
+from headwise.diagnosis.simulation.stage_rounding import allowed_difference
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
 
 PROJECTED = {"q", "k", "v", "output"}  # the stages that multiply by weights
@@ -51,16 +51,18 @@ class ExplainedCalls:
         What they do not explain to the rounding of the run is explained to the rounding of the
         stored weights, if that leaves nothing.
         """
-        named = search(Evidence(self.model, self.calls, self.gaps), self.candidates)
+        named = search_causes(Evidence(self.model, self.calls, self.gaps), self.candidates)
         if named.left.parted and self._is_rounded:
-            coarse = search(Evidence.of(self.model, self._stored_calls), self.candidates)
+            coarse = search_causes(
+                Evidence.of(self.model, self._calls_in_stored_dtype), self.candidates
+            )
             return named if coarse.left.parted else coarse
         return named
 
     @cached_property
     def gaps(self) -> Gaps:
         """The gaps between the calls and the model, before any cause."""
-        return gaps_of(self.model, self.calls)
+        return measure_gaps(self.model, self.calls)
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -70,12 +72,12 @@ class ExplainedCalls:
     @property
     def causes(self) -> tuple[FoundCause, ...]:
         """The causes as they are reported."""
-        return tuple(map(_reported, self.search.causes))
+        return tuple(map(_make_found_cause, self.search.causes))
 
     @property
     def output_gap(self) -> float:
         """The largest relative difference of the outputs."""
-        return max(gap for gap, _ in self._output_gaps)
+        return max(gap for gap, _ in self._measure_output_gaps)
 
     @cached_property
     def outputs_agree(self) -> bool:
@@ -83,11 +85,11 @@ class ExplainedCalls:
 
         Where the weights differ, that is the rounding of the dtype in which they are stored.
         """
-        if all(is_rounding for _, is_rounding in self._output_gaps):
+        if all(is_rounding for _, is_rounding in self._measure_output_gaps):
             return True
         has_other_weights = not PROJECTED.isdisjoint(self.gaps.stages)
-        stored = self._stored_calls if has_other_weights and self._is_rounded else ()
-        return bool(stored) and all(self._output_gap(call)[1] for call in stored)
+        stored = self._calls_in_stored_dtype if has_other_weights and self._is_rounded else ()
+        return bool(stored) and all(self._measure_output_gap(call)[1] for call in stored)
 
     @property
     def _is_rounded(self) -> bool:
@@ -97,7 +99,7 @@ class ExplainedCalls:
         )
 
     @property
-    def _stored_calls(self) -> list[RecordedCall]:
+    def _calls_in_stored_dtype(self) -> list[RecordedCall]:
         return [replace(call, dtype=self.stored) for call in self.calls]
 
     @property
@@ -144,24 +146,24 @@ class ExplainedCalls:
         )
 
     @cached_property
-    def _output_gaps(self) -> list[tuple[float, bool]]:
-        return [self._output_gap(call) for call in self.calls]
+    def _measure_output_gaps(self) -> list[tuple[float, bool]]:
+        return [self._measure_output_gap(call) for call in self.calls]
 
-    def _output_gap(self, call: RecordedCall) -> tuple[float, bool]:
+    def _measure_output_gap(self, call: RecordedCall) -> tuple[float, bool]:
         """Return the relative difference of the last stage, and whether rounding explains it."""
         last = [stage for stage in STAGES if stage in call.stages][-1]
         bare = replace(call, stages={})
-        forced = self.model.forced(last, bare)
+        forced = self.model.prepare_stage(last, bare)
         mine, theirs = call.stages[last], forced.result()
         if mine.shape != theirs.shape:
             return torch.inf, False
-        apart = difference(theirs, mine)
+        apart = absolute_difference(theirs, mine)
         size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
-        is_rounding = bool(((apart == 0) | (apart <= allowed(forced))).all())
+        is_rounding = bool(((apart == 0) | (apart <= allowed_difference(forced))).all())
         return float(apart.norm() / size), is_rounding
 
 
-def _reported(named: NamedCause) -> FoundCause:
+def _make_found_cause(named: NamedCause) -> FoundCause:
     return FoundCause(
         name=named.cause.name,
         parameters=named.variant.parameters,
@@ -169,5 +171,5 @@ def _reported(named: NamedCause) -> FoundCause:
         heads=None if named.heads is None else tuple(named.heads),
         repair=named.variant.repair,
         equals=named.equals,
-        page=page_of(named.cause.name),
+        page=cause_page_path(named.cause.name),
     )

@@ -28,7 +28,7 @@ class PartedStage:
     is_explained: bool = False
 
     def __str__(self) -> str:
-        heads = "" if self.heads is None else f", {_numbered(self.heads)}"
+        heads = "" if self.heads is None else f", {_describe_head_numbers(self.heads)}"
         mark = "explained" if self.is_explained else "NOT explained"
         apart = (
             f"apart by {self.size:.2g} of its size" if isfinite(self.size) else "of another shape"
@@ -91,12 +91,14 @@ class FoundCause:
     @property
     def values(self) -> str:
         """The parameters in words: ``theta 10000``."""
-        return ", ".join(f"{name} {_shown(value)}" for name, value in self.parameters.items())
+        return ", ".join(
+            f"{name} {_format_parameter(value)}" for name, value in self.parameters.items()
+        )
 
     @property
     def where(self) -> str:
         """The heads that it concerns, in words; "" for all."""
-        return "" if self.heads is None else _numbered(self.heads)
+        return "" if self.heads is None else _describe_head_numbers(self.heads)
 
     @property
     def lines(self) -> list[str]:
@@ -176,7 +178,7 @@ class FunctionComparison:
 
         Numbers that are not finite, which JSON lacks, are None.
         """
-        fields: dict[str, Any] = _plain(asdict(self))
+        fields: dict[str, Any] = _convert_to_json(asdict(self))
         return fields
 
     @property
@@ -209,13 +211,13 @@ class FunctionComparison:
         return lines
 
 
-def page_of(cause: str) -> str:
+def cause_page_path(cause: str) -> str:
     """Return the page of the documentation about a cause: ``causes/rotary-theta.md``."""
     words = re.findall("[a-z0-9]+", cause.lower().replace("'", ""))
     return f"causes/{'-'.join(words)}.md"
 
 
-def _numbered(heads: tuple[int, ...]) -> str:
+def _describe_head_numbers(heads: tuple[int, ...]) -> str:
     if len(heads) == 1:
         return f"head {heads[0]}"
     if heads == tuple(range(heads[0], heads[0] + len(heads))):
@@ -223,17 +225,17 @@ def _numbered(heads: tuple[int, ...]) -> str:
     return f"heads {', '.join(map(str, heads))}"
 
 
-def _shown(value: Any) -> str:
+def _format_parameter(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return " ".join(map(_shown, value))
+        return " ".join(map(_format_parameter, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
+        return {name: _convert_to_json(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_convert_to_json(part) for part in value]
     if isinstance(value, float):
         return value if isfinite(value) else None
     return value if isinstance(value, int | str | None) else str(value)

@@ -9,12 +9,12 @@ import torch
 from headwise.diagnosis.function_comparison import GradientGap
 from headwise.diagnosis.probes import SEED
 from headwise.diagnosis.simulation.stages import Inputs
-from headwise.diagnosis.subjects.model_run import relative_gap
+from headwise.diagnosis.subjects.model_run import relative_difference_norm
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.error_budget.budget import BACKWARD
 
 
-def gradient_gaps(
+def compare_gradients(
     first: Subject, second: Subject, probes: Sequence[Inputs], *, with_weights: bool
 ) -> tuple[GradientGap, ...]:
     """Compare the gradients of inputs and, ``with_weights``, of the weights that both have.
@@ -27,14 +27,14 @@ def gradient_gaps(
     """
     worst: dict[str, GradientGap] = {}
     for inputs in probes:
-        for gap in _gaps(first, second, inputs, with_weights=with_weights):
+        for gap in _yield_gradient_gaps(first, second, inputs, with_weights=with_weights):
             known = worst.setdefault(gap.name, gap)
             if gap.size * known.allowed > known.size * gap.allowed:
                 worst[gap.name] = gap
     return tuple(worst.values())
 
 
-def _gaps(
+def _yield_gradient_gaps(
     first: Subject, second: Subject, inputs: Inputs, *, with_weights: bool
 ) -> Iterator[GradientGap]:
     shape = second.output(inputs).shape
@@ -47,6 +47,8 @@ def _gaps(
     for name in wide[0].keys() & wide[1].keys():
         if not with_weights and name not in ("x", "source"):
             continue
-        rounding = max(relative_gap(n[name], w[name]) for n, w in zip(narrow, wide, strict=True))
-        size = relative_gap(wide[0][name], wide[1][name])
+        rounding = max(
+            relative_difference_norm(n[name], w[name]) for n, w in zip(narrow, wide, strict=True)
+        )
+        size = relative_difference_norm(wide[0][name], wide[1][name])
         yield GradientGap(name=name, size=size, allowed=BACKWARD * rounding)

@@ -7,18 +7,20 @@ from dataclasses import replace
 
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.search import search
+from headwise.diagnosis.search import search_causes
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import RecordedCall
 
 
-def model_as_run(model: AttentionModel, calls: Sequence[RecordedCall]) -> AttentionModel | None:
+def build_model_as_run(
+    model: AttentionModel, calls: Sequence[RecordedCall]
+) -> AttentionModel | None:
     """Return the model that predicts a layer's own calls, such as with hooks of its modules.
 
     It is None where no cause explains the calls.
     """
     evidence = Evidence.of(model, calls)
-    named = search(evidence, CAUSES)
+    named = search_causes(evidence, CAUSES)
     if named.left.parted:
         return None
     if not named.causes:

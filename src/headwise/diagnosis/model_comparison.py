@@ -109,7 +109,7 @@ class ModelComparison:
         """The layers that differ by their own doing; those with the same causes together."""
         groups: dict[tuple[str, ...], list[LayerComparison]] = {}
         for layer in self.parted:
-            groups.setdefault(_likeness(layer), []).append(layer)
+            groups.setdefault(_key_of_equal_causes(layer), []).append(layer)
         return [*groups.values()]
 
     @property
@@ -175,17 +175,17 @@ class ModelComparison:
         for first, *others in self.groups:
             lines += [f"  {line}" for line in first.lines]
             if others:
-                lines.append(f"  the same in {len(others)} more: {_listed(others)}")
+                lines.append(f"  the same in {len(others)} more: {_join_layer_names(others)}")
         if self.blind:
-            lines.append(f"  {_listed(self.blind)}: {self.blind[0].comparison.blind}")
+            lines.append(f"  {_join_layer_names(self.blind)}: {self.blind[0].comparison.blind}")
         skipped = [layer for layer in self.layers if layer.note]
         if skipped:
-            lines.append(f"  not compared: {_listed(skipped)}: {skipped[0].note}")
+            lines.append(f"  not compared: {_join_layer_names(skipped)}: {skipped[0].note}")
         lines.append(f"  the outputs differ by {self.output_gap:.2g} of their size")
         return lines
 
 
-def _likeness(layer: LayerComparison) -> tuple[str, ...]:
+def _key_of_equal_causes(layer: LayerComparison) -> tuple[str, ...]:
     """Return a key that is equal for layers with the same causes in the same stages."""
     if layer.exchanged_with:
         return (layer.name,)
@@ -193,7 +193,7 @@ def _likeness(layer: LayerComparison) -> tuple[str, ...]:
     return (*(line for cause in layer.comparison.causes for line in cause.lines), *stages)
 
 
-def _listed(layers: list[LayerComparison]) -> str:
+def _join_layer_names(layers: list[LayerComparison]) -> str:
     names = [f"`{layer.name}`" for layer in layers[:MOST_NAMES]]
     more = len(layers) - MOST_NAMES
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")

@@ -11,9 +11,9 @@ from torch import Tensor
 from headwise.diagnosis.moves.compare_states import compare_states
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.canonical import State
-from headwise.layouts.equality import differing_tensors
+from headwise.layouts.equality import list_differing_tensors
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NamedModule, modules_of
+from headwise.layouts.module_names import NamedModule, find_modules
 
 UNREADABLE = (OptionError, ShapeError, DTypeError)
 Stored = Mapping[str, Tensor]
@@ -49,7 +49,7 @@ class ModuleMoves:
         return f"{name}: {'; then '.join([*self.moves, *left])}"
 
 
-def module_moves(
+def find_module_moves(
     first: Stored,
     second: Stored,
     layouts: tuple[Layout, Layout],
@@ -60,7 +60,7 @@ def module_moves(
 
     Modules are paired in their order. Those that cannot be read are left out.
     """
-    mine, theirs = modules_of(layouts[0], first), modules_of(layouts[1], second)
+    mine, theirs = find_modules(layouts[0], first), find_modules(layouts[1], second)
     if len(mine) != len(theirs):
         return []
     concerned = [
@@ -69,17 +69,19 @@ def module_moves(
     named = []
     for a, b in concerned:
         with suppress(*UNREADABLE):
-            state = _canonical(first, a, layouts[0], counts)
-            other = _owner(state, second, layouts[1], [pair[1] for pair in concerned], b, counts)
+            state = _unpack_module(first, a, layouts[0], counts)
+            other = _find_module_with_weights(
+                state, second, layouts[1], [pair[1] for pair in concerned], b, counts
+            )
             if other:
-                named.append(_exchanged(a, other))
+                named.append(_report_exchanged_module(a, other))
             else:
-                right = _canonical(second, b, layouts[1], counts)
-                named.append(_moves(a, state, right, counts.get("rotary_width")))
+                right = _unpack_module(second, b, layouts[1], counts)
+                named.append(_find_moves_of_module(a, state, right, counts.get("rotary_width")))
     return named
 
 
-def _canonical(
+def _unpack_module(
     stored: Stored, module: NamedModule, layout: Layout, counts: Mapping[str, int]
 ) -> State:
     tensors = {local: stored[name] for name, local in module.tensors.items()}
@@ -87,7 +89,7 @@ def _canonical(
     return layout.unpack(tensors, **known)
 
 
-def _owner(
+def _find_module_with_weights(
     state: State,
     second: Stored,
     layout: Layout,
@@ -99,16 +101,20 @@ def _owner(
     for module in modules:
         if module.prefix != right.prefix:
             with suppress(*UNREADABLE):
-                if not differing_tensors(state, _canonical(second, module, layout, counts)):
+                if not list_differing_tensors(
+                    state, _unpack_module(second, module, layout, counts)
+                ):
                     return module.prefix.rstrip(".")
     return ""
 
 
-def _exchanged(module: NamedModule, other: str) -> ModuleMoves:
+def _report_exchanged_module(module: NamedModule, other: str) -> ModuleMoves:
     return ModuleMoves(name=module.prefix.rstrip("."), layer=module.layer, is_other_module=other)
 
 
-def _moves(module: NamedModule, a: State, b: State, rotary_width: int | None) -> ModuleMoves:
+def _find_moves_of_module(
+    module: NamedModule, a: State, b: State, rotary_width: int | None
+) -> ModuleMoves:
     report = compare_states(a, b, rotary_width=rotary_width)
     return ModuleMoves(
         name=module.prefix.rstrip("."),

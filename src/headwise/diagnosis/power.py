@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.simulation.attention_model import AttentionModel
-from headwise.diagnosis.simulation.gaps import difference
-from headwise.diagnosis.simulation.stage_rounding import allowed
+from headwise.diagnosis.simulation.gaps import absolute_difference
+from headwise.diagnosis.simulation.stage_rounding import allowed_difference
 from headwise.diagnosis.simulation.stages import RecordedCall
 
 ANOTHER_SCALE = 0.7  # of the scores: a head's share that most faults exceed
 ONE = 1 - 1e-6  # a weight that leaves nothing to the other keys
 
 
-def blind_spot(model: AttentionModel, calls: Sequence[RecordedCall], unit: torch.dtype) -> str:
+def find_blind_spot(model: AttentionModel, calls: Sequence[RecordedCall], unit: torch.dtype) -> str:
     """Return the reason why other scores would not change what was compared; "" if they would.
 
     The model is run with its scores multiplied by 0.7. Where that moves neither the weights, if
@@ -36,12 +36,12 @@ def blind_spot(model: AttentionModel, calls: Sequence[RecordedCall], unit: torch
         return "zero values: no weight changes the output"
     if all(bool((run["weights"].amax(-1) > ONE).all()) for run in runs):
         return "saturated: each query gives all its weight to one key"
-    if all(_equal_tokens(run["v"]) for run in runs):
+    if all(_has_equal_tokens(run["v"]) for run in runs):
         return "equal tokens: all values are equal, so weights change nothing"
     return "another scale of the scores does not change the output on these inputs"
 
 
-def _equal_tokens(v: Tensor) -> bool:
+def _has_equal_tokens(v: Tensor) -> bool:
     apart = (v - v[:, :, :1]).abs().amax()
     return bool(apart <= torch.finfo(torch.float32).eps * v.abs().amax())
 
@@ -52,15 +52,15 @@ def _shows_scores(model: AttentionModel, call: RecordedCall) -> bool:
     if not {"scores", "weights"} <= set(call.stages):
         stage = "weights" if "weights" in call.stages else "output"
         bare = replace(call, stages={})
-        return _apart(model, bare, stage, other.predict(stage, bare))
+        return _is_stage_apart(model, bare, stage, other.predict(stage, bare))
     # From the recorded stages before each, so that only the rounding of one step counts.
     moved = replace(call, stages={**call.stages, "scores": ANOTHER_SCALE * call.stages["scores"]})
-    return _apart(model, call, "scores", other.predict("scores", call)) and _apart(
-        model, call, "weights", model.predict("weights", moved)
-    )
+    return _is_stage_apart(
+        model, call, "scores", other.predict("scores", call)
+    ) and _is_stage_apart(model, call, "weights", model.predict("weights", moved))
 
 
-def _apart(model: AttentionModel, call: RecordedCall, stage: str, other: Tensor) -> bool:
+def _is_stage_apart(model: AttentionModel, call: RecordedCall, stage: str, other: Tensor) -> bool:
     """True if a stage is apart from what the model computes by more than rounding."""
-    apart = difference(model.predict(stage, call), other)
-    return bool((apart > allowed(model.forced(stage, call))).any())
+    apart = absolute_difference(model.predict(stage, call), other)
+    return bool((apart > allowed_difference(model.prepare_stage(stage, call))).any())

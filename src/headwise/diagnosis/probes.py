@@ -23,7 +23,9 @@ class NamedInputs:
     inputs: Inputs
 
 
-def own_probes(widths: tuple[int, int], *, crosses: bool, seed: int = SEED) -> list[NamedInputs]:
+def make_probe_inputs(
+    widths: tuple[int, int], *, crosses: bool, seed: int = SEED
+) -> list[NamedInputs]:
     """Return inputs that show a difference if there is one.
 
     Random tokens of usual size, larger ones (which make attention sharp, and reach a softcap), a

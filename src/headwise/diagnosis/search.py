@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Variant
-from headwise.diagnosis.causes.fit import fit
+from headwise.diagnosis.causes.fit import fit_variant
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import (
     WHOLE,
     Cell,
     Gaps,
-    explains_heads,
-    gaps_of,
-    restricted,
+    heads_are_explained,
+    measure_gaps,
+    restrict_model_to_heads,
 )
 from headwise.diagnosis.simulation.stages import STAGES
 
@@ -75,7 +75,7 @@ class Search:
     left: Gaps
 
 
-def search(evidence: Evidence, causes: Sequence[Cause]) -> Search:
+def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> Search:
     """Name the causes why recorded calls part from a model.
 
     One cause after the other is put into the model, that which explains most stages first. Where
@@ -84,9 +84,9 @@ def search(evidence: Evidence, causes: Sequence[Cause]) -> Search:
     named: list[NamedCause] = []
     while evidence.gaps.parted and len(named) < MOST_CAUSES:
         chosen = (
-            _best(evidence, causes)
-            or _best_beside(named, evidence, causes)
-            or _best_pair(evidence, causes)
+            _find_best_causes(evidence, causes)
+            or _find_additional_cause(named, evidence, causes)
+            or _find_best_pair(evidence, causes)
         )
         if not chosen:
             break
@@ -95,9 +95,10 @@ def search(evidence: Evidence, causes: Sequence[Cause]) -> Search:
     return Search(tuple(named), evidence.gaps)
 
 
-def _best(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
+def _find_best_causes(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
     exact = sorted(
-        (each for cause in causes for each in _exact(cause, evidence)), key=lambda each: each.rank
+        (each for cause in causes for each in _list_exact_causes(cause, evidence)),
+        key=lambda each: each.rank,
     )
     if not exact:
         return []
@@ -111,7 +112,7 @@ def _best(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
     return [replace(best, equals=tuple(others))]
 
 
-def _best_beside(
+def _find_additional_cause(
     named: Sequence[NamedCause], evidence: Evidence, causes: Sequence[Cause]
 ) -> list[NamedCause]:
     """Return a cause that explains more beside the last one, where that is in all its stages.
@@ -121,28 +122,28 @@ def _best_beside(
     """
     if not named or not named[-1].is_partial:
         return []
-    return _best(Evidence.of(named[-1].variant.model, evidence.calls), causes)
+    return _find_best_causes(Evidence.of(named[-1].variant.model, evidence.calls), causes)
 
 
-def _exact(cause: Cause, evidence: Evidence) -> Iterator[NamedCause]:
+def _list_exact_causes(cause: Cause, evidence: Evidence) -> Iterator[NamedCause]:
     """Return the variants of a cause that explain whole stages."""
-    for variant in _fitted(cause, evidence):
-        if explained := _explained(cause, variant, evidence):
+    for variant in _yield_fitted_variants(cause, evidence):
+        if explained := _find_explained_cells(cause, variant, evidence):
             yield explained
 
 
-def _fitted(cause: Cause, evidence: Evidence) -> Iterator[Variant]:
-    cells = evidence.parted(*visible_stages(cause, evidence))
+def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant]:
+    cells = evidence.parted(*list_visible_stages(cause, evidence))
     if not cells:
         return
     for variant in cause.variants(evidence):
         if isinstance(variant, Variant):
             yield variant
-        elif (nearest := fit(variant, evidence, cells)) is not None:
+        elif (nearest := fit_variant(variant, evidence, cells)) is not None:
             yield nearest
 
 
-def visible_stages(cause: Cause, evidence: Evidence) -> list[str]:
+def list_visible_stages(cause: Cause, evidence: Evidence) -> list[str]:
     """Return the recorded stages in which a cause shows: its own, or else the next after it."""
     recorded = [stage for stage in STAGES if any(stage in call.stages for call in evidence.calls)]
     shown = []
@@ -152,16 +153,16 @@ def visible_stages(cause: Cause, evidence: Evidence) -> list[str]:
     return list(dict.fromkeys(shown))
 
 
-def _explained(cause: Cause, variant: Variant, evidence: Evidence) -> NamedCause | None:
+def _find_explained_cells(cause: Cause, variant: Variant, evidence: Evidence) -> NamedCause | None:
     """Return what a variant explains: all parted cells of at least one stage.
 
     A variant that must be kept from some heads explains nothing if it breaks the heads that it
     explains in another call.
     """
-    stages = visible_stages(cause, evidence)
+    stages = list_visible_stages(cause, evidence)
     if not any(_explains_a_call(variant, evidence, stage) for stage in stages):
         return None
-    after = gaps_of(variant.model, evidence.calls, stages)
+    after = measure_gaps(variant.model, evidence.calls, stages)
     cells: list[Cell] = []
     for stage in stages:
         parted = evidence.parted(stage)
@@ -169,8 +170,10 @@ def _explained(cause: Cause, variant: Variant, evidence: Evidence) -> NamedCause
             cells += parted
     if not cells:
         return None
-    model, is_partial = _merged(variant, evidence, after, cells)
-    if is_partial and {*gaps_of(model, evidence.calls, stages).parted} - {*evidence.gaps.parted}:
+    model, is_partial = _apply_variant_in_cells(variant, evidence, after, cells)
+    if is_partial and {*measure_gaps(model, evidence.calls, stages).parted} - {
+        *evidence.gaps.parted
+    }:
         return None
     return NamedCause(cause, variant, model, tuple(cells), is_partial, len(after.parted))
 
@@ -183,7 +186,7 @@ def _explains_a_call(variant: Variant, evidence: Evidence, stage: str) -> bool:
     sizes = {n: evidence.calls[n].stages[stage].numel() for _, n, _ in parted}
     number = min(sizes, key=sizes.__getitem__)
     heads = [head for _, n, head in parted if n == number]
-    return explains_heads(variant.model, evidence.calls[number], stage, heads)
+    return heads_are_explained(variant.model, evidence.calls[number], stage, heads)
 
 
 def _is_explained(cell: Cell, after: Gaps) -> bool:
@@ -195,7 +198,7 @@ def _is_explained(cell: Cell, after: Gaps) -> bool:
     return bool(gaps) and all(gap.is_rounding for gap in gaps)
 
 
-def _merged(
+def _apply_variant_in_cells(
     variant: Variant, evidence: Evidence, after: Gaps, cells: Sequence[Cell]
 ) -> tuple[AttentionModel, bool]:
     """Return the model with the fault where it explains, and whether that is in part only."""
@@ -208,22 +211,22 @@ def _merged(
     for stage in explained:
         heads = sorted({head for s, _, head in cells if s == stage})
         some = any(cell[0] == stage for cell in broken)
-        model = restricted(model, variant.model, stage, heads if some else None)
+        model = restrict_model_to_heads(model, variant.model, stage, heads if some else None)
     return model, True
 
 
-def _best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
+def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
     """Return two causes that explain a stage together, or nothing.
 
     One cause twice is no pair: that undoes what the first did, and is another name for anything.
     """
     stage = evidence.gaps.stages[0]
-    concerned = [cause for cause in causes if stage in visible_stages(cause, evidence)]
+    concerned = [cause for cause in causes if stage in list_visible_stages(cause, evidence)]
     before = evidence.gaps.size(stage)
     nearest: list[tuple[tuple[float, float], int, Cause, Variant]] = []
     for cause in concerned:
-        for variant in _fitted(cause, evidence):
-            size = gaps_of(variant.model, evidence.calls, [stage]).size(stage)
+        for variant in _yield_fitted_variants(cause, evidence):
+            size = measure_gaps(variant.model, evidence.calls, [stage]).size(stage)
             if variant.is_step or size < before:
                 size = (0.0, 0.0) if variant.is_step else size
                 nearest.append((size, len(nearest), cause, variant))
@@ -231,7 +234,7 @@ def _best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
     for _, _, cause, variant in sorted(nearest)[:BEAM]:
         first = NamedCause(cause, variant, variant.model, tuple(evidence.parted(stage)))
         others = [each for each in concerned if each is not cause]
-        for second in _best(Evidence.of(variant.model, evidence.calls), others):
+        for second in _find_best_causes(Evidence.of(variant.model, evidence.calls), others):
             if stage in second.stages:
                 pairs.append((second.rank, len(pairs), [first, second]))
     return min(pairs)[2] if pairs else []

@@ -12,15 +12,19 @@ from dataclasses import dataclass, replace
 from headwise.checkpoints.config import Config
 from headwise.checkpoints.description import COUNTS
 from headwise.diagnosis.candidate_layouts import CandidateLayout
-from headwise.diagnosis.compare_tensors import UNREADABLE, compare_tensors, outputs_of_both
-from headwise.diagnosis.config_differences import config_differences
+from headwise.diagnosis.compare_tensors import (
+    UNREADABLE,
+    compare_outputs_of_layers,
+    compare_tensors,
+)
+from headwise.diagnosis.config_differences import find_config_differences
 from headwise.diagnosis.detect import Given, GivenWeights, narrow_by_values, open_weights
 from headwise.diagnosis.detection_result import Detection
 from headwise.diagnosis.diagnosis_result import Diagnosis, OutputComparison, Verdict
-from headwise.diagnosis.module_moves import ModuleMoves, module_moves
+from headwise.diagnosis.module_moves import ModuleMoves, find_module_moves
 from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import modules_of
+from headwise.layouts.module_names import find_modules
 from headwise.support.progress import Progress, no_progress
 
 SIDES = ("first", "second")
@@ -68,7 +72,7 @@ class _Side:
     @property
     def description(self) -> str:
         """The name of the layout, with its counts."""
-        candidate = next(_candidates(self.detection), None)
+        candidate = next(_yield_candidates(self.detection), None)
         if candidate is None:
             return ""
         sizes = candidate.fits[0] if len(candidate.fits) == 1 else {}
@@ -114,27 +118,27 @@ def choose_layouts(first: GivenWeights, second: GivenWeights, named: LayoutNames
     counts = first.known | second.known  # one config may stand for both
     parameters = [f"{which}_layout" for which in SIDES]
     mine, theirs = sides = (
-        _side(first, named[0], parameters[0], counts),
-        _side(second, named[1], parameters[1], counts),
+        _make_side(first, named[0], parameters[0], counts),
+        _make_side(second, named[1], parameters[1], counts),
     )
     if mine.has_other_counts:  # only the first is converted
-        counts = _inferred(mine.trials[0][1], {}) | first.known
+        counts = _pick_inferred_counts(mine.trials[0][1], {}) | first.known
     if mine.layout and theirs.layout:
         pairs = zip(SIDES, sides, strict=True) if any(s.has_other_counts for s in sides) else ()
         notes = tuple(f"the {which} is {side.description}" for which, side in pairs)
-        notes += _faults(sides, (mine.layout, theirs.layout))
+        notes += _list_faults(sides, (mine.layout, theirs.layout))
         return LayoutPair((mine.layout, theirs.layout), counts, notes, can_run=not notes)
     is_damaged = any(side.layout is None and side.faults(None) for side in sides)
     if is_damaged and mine.trials and theirs.trials:
-        return _pair_of_damaged(sides, counts)
+        return _choose_layouts_of_damaged(sides, counts)
     for side, parameter in zip(sides, parameters, strict=True):
         if side.layout is None and not all(each.detection.candidates for each in sides):
             side.weights.require_fit(side.detection, **counts)
             side.detection.require(file=side.weights.title, parameter=parameter)
-    return _pair_by_values(sides, 0 if mine.layout is None else 1, counts)
+    return _choose_layouts_by_values(sides, 0 if mine.layout is None else 1, counts)
 
 
-def _side(
+def _make_side(
     weights: GivenWeights, name: str | Layout | None, parameter: str, counts: dict[str, int]
 ) -> _Side:
     detection = weights.detection(**counts)
@@ -152,11 +156,11 @@ def _side(
     return _Side(weights, Detection(candidates, {}, damaged=damaged), layout)
 
 
-def _inferred(sizes: dict[str, int], counts: dict[str, int]) -> dict[str, int]:
+def _pick_inferred_counts(sizes: dict[str, int], counts: dict[str, int]) -> dict[str, int]:
     return {n: sizes[n] for n in INFERRED_COUNTS if n in sizes and n not in counts}
 
 
-def _pair_of_damaged(sides: Sides, counts: dict[str, int]) -> LayoutPair:
+def _choose_layouts_of_damaged(sides: Sides, counts: dict[str, int]) -> LayoutPair:
     """Choose layouts where a side lacks tensors: the same layout for both if one fits both."""
     first, second = sides
     pairs = [(mine, theirs) for mine in first.trials for theirs in second.trials]
@@ -165,12 +169,12 @@ def _pair_of_damaged(sides: Sides, counts: dict[str, int]) -> LayoutPair:
     for (mine, sizes), (theirs, others) in pairs:
         # the counts of the side without faults
         both = sizes | others if first.faults(mine) else others | sizes
-        trials.append(((mine, theirs), counts | _inferred(both, counts)))
-    (layouts, chosen), _ = _most_equal(sides, trials)
-    return LayoutPair(layouts, chosen, _faults(sides, layouts), can_run=False)
+        trials.append(((mine, theirs), counts | _pick_inferred_counts(both, counts)))
+    (layouts, chosen), _ = _find_trial_with_most_equal(sides, trials)
+    return LayoutPair(layouts, chosen, _list_faults(sides, layouts), can_run=False)
 
 
-def _faults(sides: Sides, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
+def _list_faults(sides: Sides, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
     return tuple(
         f"the {which} is not whole: {fault}"
         for which, side, layout in zip(SIDES, sides, layouts, strict=True)
@@ -178,35 +182,37 @@ def _faults(sides: Sides, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
     )
 
 
-def _pair_by_values(sides: Sides, at: int, counts: dict[str, int]) -> LayoutPair:
+def _choose_layouts_by_values(sides: Sides, at: int, counts: dict[str, int]) -> LayoutPair:
     """Choose layouts by values, where several fit ``sides[at]``."""
     undecided, other = sides[at], sides[1 - at]
     detection = undecided.candidates_matching(other, called=f"the {SIDES[1 - at]}")
     if not detection.candidates:
-        return _nearest(sides, at, detection, counts)
-    mine = _likeliest(detection, other.layout)
+        return _choose_nearest_layouts(sides, at, detection, counts)
+    mine = _likeliest_candidate(detection, other.layout)
     theirs = other.layout
     if theirs is None:
         chosen = _Side(undecided.weights, Detection(((mine,),), {}), mine.layout)
         matching = other.candidates_matching(chosen, called=f"the {SIDES[at]}")
-        theirs = _likeliest(matching, mine.layout).layout
-    inferred = _inferred(mine.fits[0], counts)
+        theirs = _likeliest_candidate(matching, mine.layout).layout
+    inferred = _pick_inferred_counts(mine.fits[0], counts)
     words = "".join(f", {name} {count}" for name, count in inferred.items())
     layouts = (mine.layout, theirs) if at == 0 else (theirs, mine.layout)
     line = f"read as {layouts[0].name} and {layouts[1].name}{words}: their values agree"
     return LayoutPair(layouts, counts | inferred, (line,))
 
 
-def _nearest(sides: Sides, at: int, detection: Detection, counts: dict[str, int]) -> LayoutPair:
+def _choose_nearest_layouts(
+    sides: Sides, at: int, detection: Detection, counts: dict[str, int]
+) -> LayoutPair:
     """Choose the layouts with the most equal tensors, where values agree in no candidate."""
     undecided, other = sides[at], sides[1 - at]
-    theirs = other.layout or _likeliest(other.detection, None).layout
-    candidates, trials = list(_candidates(undecided.detection)), []
+    theirs = other.layout or _likeliest_candidate(other.detection, None).layout
+    candidates, trials = list(_yield_candidates(undecided.detection)), []
     for mine in candidates:
         layouts = (mine.layout, theirs) if at == 0 else (theirs, mine.layout)
         # the most heads, which name a difference most narrowly
-        trials.append((layouts, counts | _inferred(mine.fits[-1], counts)))
-    (layouts, chosen), equal = _most_equal(sides, trials)
+        trials.append((layouts, counts | _pick_inferred_counts(mine.fits[-1], counts)))
+    (layouts, chosen), equal = _find_trial_with_most_equal(sides, trials)
     line = f"read as {' and '.join(layout.name for layout in layouts)}"
     if 2 * equal > max(len(side.weights.tensors) for side in sides):
         line += ", where most tensors are equal"
@@ -221,7 +227,7 @@ def _nearest(sides: Sides, at: int, detection: Detection, counts: dict[str, int]
     return LayoutPair(layouts, chosen, lines, can_run=can_run)
 
 
-def _most_equal(sides: Sides, trials: list[Trial]) -> tuple[Trial, int]:
+def _find_trial_with_most_equal(sides: Sides, trials: list[Trial]) -> tuple[Trial, int]:
     """Return the trial with the most equal tensors, and their number; -1 if none can be read."""
     first, second = (side.weights.tensors for side in sides)
     equal = [-1] * len(trials)
@@ -233,13 +239,15 @@ def _most_equal(sides: Sides, trials: list[Trial]) -> tuple[Trial, int]:
     return trials[equal.index(most)], most
 
 
-def _likeliest(detection: Detection, other: Layout | None) -> CandidateLayout:
+def _likeliest_candidate(detection: Detection, other: Layout | None) -> CandidateLayout:
     """Return the candidate in the layout ``other``, or else the one that names most tensors."""
     name = None if other is None else other.name
-    return min(_candidates(detection), key=lambda each: (each.layout.name != name, -each.around))
+    return min(
+        _yield_candidates(detection), key=lambda each: (each.layout.name != name, -each.around)
+    )
 
 
-def _candidates(detection: Detection) -> Iterator[CandidateLayout]:
+def _yield_candidates(detection: Detection) -> Iterator[CandidateLayout]:
     return (candidate for group in detection.candidates for candidate in group)
 
 
@@ -286,10 +294,10 @@ def verify(
     mine = open_weights(first, counts, config=config, title="the first state dict")
     theirs = open_weights(second, counts, config=config, title="the second state dict")
     pair = choose_layouts(mine, theirs, (first_layout, second_layout))
-    return _diagnosis(mine, theirs, pair, outputs=outputs, progress=progress)
+    return _make_diagnosis(mine, theirs, pair, outputs=outputs, progress=progress)
 
 
-def _diagnosis(
+def _make_diagnosis(
     first: GivenWeights,
     second: GivenWeights,
     pair: LayoutPair,
@@ -303,17 +311,19 @@ def _diagnosis(
     tensors = compare_tensors(
         first.tensors, second.tensors, mine, theirs, progress=progress, **counts
     )
-    layers = [module.layer for module in modules_of(theirs, second.tensors)]
-    conflicts = config_differences(first.config, second.config, pair.layouts, layers)
+    layers = [module.layer for module in find_modules(theirs, second.tensors)]
+    conflicts = find_config_differences(first.config, second.config, pair.layouts, layers)
     tensors = replace(tensors, conflicts={**tensors.conflicts, **conflicts})
     runs: list[OutputComparison] = []
     if outputs and pair.can_run and not tensors.unheld:
         config = first.config or second.config
-        runs = outputs_of_both(first.tensors, second.tensors, mine, theirs, config, **counts)
+        runs = compare_outputs_of_layers(
+            first.tensors, second.tensors, mine, theirs, config, **counts
+        )
     moves: list[ModuleMoves] = []
     if tensors.differences and pair.can_run:
         differing = [tensor.name for tensor in tensors.differences]
-        moves = module_moves(first.tensors, second.tensors, pair.layouts, differing, counts)
+        moves = find_module_moves(first.tensors, second.tensors, pair.layouts, differing, counts)
     is_same = bool(tensors) and all(layer.is_same for layer in runs)
     return Diagnosis(
         verdict=Verdict.SAME if is_same else Verdict.DIFFERENT,

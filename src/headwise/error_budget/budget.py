@@ -77,9 +77,11 @@ class Budget:
             name: the quantity, for messages.
             axes: the names of the result's axes, for messages.
         """
-        (exact,), (plain,), (sensitivity,) = _family(lambda *x: (function(*x),), inputs)
+        (exact,), (plain,), (sensitivity,) = _run_input_family(lambda *x: (function(*x),), inputs)
         floor = torch.full_like(exact, sensitivity) if floor is None else floor.double()
-        return cls(name, inputs[0].dtype, exact, factor * plain + floor, axes or _numbered(exact))
+        return cls(
+            name, inputs[0].dtype, exact, factor * plain + floor, axes or _number_axes(exact)
+        )
 
     @classmethod
     def for_head_outputs(
@@ -92,9 +94,9 @@ class Budget:
         **options: Unpack[AttentionOptions],
     ) -> Budget:
         """Make the budget of ``A @ v``; options as in `headwise.AttentionMatrix`."""
-        floor = rounding.product_floor(_rows(q, k, options), _all_heads(v, q))
+        floor = rounding.product_floor(_row_rounding(q, k, options), _expand_to_all_heads(v, q))
         axes = (*MATRIX_AXES[:3], "value_dim")
-        f = partial(_product, options=options)
+        f = partial(_attention_product, options=options)
         return cls.of(f, q, k, v, floor=floor, factor=factor, name="head outputs", axes=axes)
 
     @classmethod
@@ -108,7 +110,9 @@ class Budget:
         **options: Unpack[AttentionOptions],
     ) -> Budget:
         """Make the budget of ``A.mT @ y``; options as in `headwise.AttentionMatrix`."""
-        floor = rounding.product_floor(_rows(q, k, options), _all_heads(y, q), transposed=True)
+        floor = rounding.product_floor(
+            _row_rounding(q, k, options), _expand_to_all_heads(y, q), transposed=True
+        )
         axes = ("batch", "heads", "keys", "y_dim")
 
         def f(q: Tensor, k: Tensor, y: Tensor) -> Tensor:
@@ -138,7 +142,7 @@ class Budget:
             **options: as in `headwise.AttentionMatrix`.
         """
         read_weights = read or (lambda w: w)
-        floor = rounding.reading_floor(_rows(q, k, options), read_weights)
+        floor = rounding.reading_floor(_row_rounding(q, k, options), read_weights)
         axes = MATRIX_AXES if read is None else ()
 
         def f(q: Tensor, k: Tensor) -> Tensor:
@@ -156,8 +160,8 @@ class Budget:
         **options: Unpack[AttentionOptions],
     ) -> Budget:
         """Make the budget of the logsumexp over keys and sink; -inf in an empty row."""
-        floor = rounding.logsumexp_floor(_rows(q, k, options))
-        f = partial(_logsumexp, options=options)
+        floor = rounding.logsumexp_floor(_row_rounding(q, k, options))
+        f = partial(_logsumexp_of_scores, options=options)
         return cls.of(f, q, k, floor=floor, factor=factor, name="logsumexp", axes=MATRIX_AXES[:3])
 
     @classmethod
@@ -170,8 +174,8 @@ class Budget:
         **options: Unpack[AttentionOptions],
     ) -> Budget:
         """Make the budget of the entropy in nats over keys and sink; 0 in an empty row."""
-        floor = rounding.entropy_floor(_rows(q, k, options))
-        f = partial(_entropy, options=options)
+        floor = rounding.entropy_floor(_row_rounding(q, k, options))
+        f = partial(_entropy_of_scores, options=options)
         return cls.of(f, q, k, floor=floor, factor=factor, name="entropy", axes=MATRIX_AXES[:3])
 
     @classmethod
@@ -195,16 +199,22 @@ class Budget:
         scale = options.get("scale")
         scale = reference.default_scale(q) if scale is None else scale
         floors = rounding.gradient_floors(
-            _rows(q, k, options), q, k, v, grad_output, scale=scale, bias_gradient=bias_gradient
+            _row_rounding(q, k, options),
+            q,
+            k,
+            v,
+            grad_output,
+            scale=scale,
+            bias_gradient=bias_gradient,
         )
         leaves = {"q": q, "k": k, "v": v}
         if (sink := options.get("sink")) is not None:
             leaves["sink"] = sink
-        backward = partial(_backward, options=options, read=bias_gradient)
-        exact, plain, _ = _family(backward, (grad_output, *leaves.values()))
+        backward = partial(_compute_gradients, options=options, read=bias_gradient)
+        exact, plain, _ = _run_input_family(backward, (grad_output, *leaves.values()))
         names = [*leaves, "score_bias"][: len(exact)]
         return {
-            name: cls(f"gradient of {name}", q.dtype, e, factor * p + floors[name], _numbered(e))
+            name: cls(f"gradient of {name}", q.dtype, e, factor * p + floors[name], _number_axes(e))
             for name, e, p in zip(names, exact, plain, strict=True)
         }
 
@@ -222,7 +232,7 @@ class Budget:
                 needed=f"{tuple(self.exact.shape)}, the shape of the reference",
                 do="pass the whole result, without a squeezed or transposed axis",
             )
-        allowed = self._allowed_in(actual.dtype)
+        allowed = self._allowed_in_dtype(actual.dtype)
         actual = actual.detach().to(self.exact.device, torch.float64)
         error = (actual - self.exact).abs().where(actual != self.exact, 0.0).nan_to_num(torch.inf)
         share = (error / allowed).where(error > 0, 0.0)
@@ -242,7 +252,7 @@ class Budget:
             allowed=float(allowed.flatten()[worst]),
         )
 
-    def _allowed_in(self, dtype: torch.dtype) -> Tensor:
+    def _allowed_in_dtype(self, dtype: torch.dtype) -> Tensor:
         """Return ``allowed`` plus one rounding to the dtype of the result."""
         info = torch.finfo(dtype)
         last_rounding = (self.exact.abs() + info.tiny) * info.eps / 2
@@ -275,7 +285,9 @@ class _Family(NamedTuple):
     sensitivity: tuple[float, ...]  # change of exact results for one unit in the inputs' last place
 
 
-def _family(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> _Family:
+def _run_input_family(
+    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+) -> _Family:
     """Run plain torch on a family of inputs, so that one lucky rounding does not count.
 
     The family is the inputs and DRAWS - 1 neighbours, whose elements differ by up to REACH units in
@@ -286,24 +298,24 @@ def _family(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor
     plain: list[float] = []
     changes: list[float] = []
     for draw in range(DRAWS):
-        near = [_neighbour(x, generator) if draw else x.detach() for x in inputs]
+        near = [_perturb_within_rounding(x, generator) if draw else x.detach() for x in inputs]
         wide = [x.double() if x.is_floating_point() else x for x in near]
         exact = [x.detach() for x in function(*wide)]
         rounded = [x.detach().double() for x in function(*near)]
         first = first or exact
-        plain = _largest(plain, rounded, exact)
-        changes = _largest(changes, exact, first)
+        plain = _update_largest_errors(plain, rounded, exact)
+        changes = _update_largest_errors(changes, exact, first)
     return _Family(tuple(first), tuple(plain), tuple(x / REACH for x in changes))
 
 
-def _largest(so_far: list[float], a: list[Tensor], b: list[Tensor]) -> list[float]:
+def _update_largest_errors(so_far: list[float], a: list[Tensor], b: list[Tensor]) -> list[float]:
     # An overflow of plain torch adds nothing to the allowance.
     errors = [(x - y).abs().nan_to_num(0.0, posinf=0.0) for x, y in zip(a, b, strict=True)]
     largest = [float(error.max()) if error.numel() else 0.0 for error in errors]
     return [max(pair) for pair in zip(so_far or largest, largest, strict=True)]
 
 
-def _neighbour(x: Tensor, generator: torch.Generator) -> Tensor:
+def _perturb_within_rounding(x: Tensor, generator: torch.Generator) -> Tensor:
     if not x.is_floating_point():
         return x
     steps = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
@@ -315,12 +327,12 @@ def _neighbour(x: Tensor, generator: torch.Generator) -> Tensor:
 # ---- the reference arithmetic of other results -----------------------------------------------
 
 
-def _product(q: Tensor, k: Tensor, v: Tensor, *, options: AttentionOptions) -> Tensor:
+def _attention_product(q: Tensor, k: Tensor, v: Tensor, *, options: AttentionOptions) -> Tensor:
     # Like reference.head_outputs, for any number of value heads that divides that of q.
     return reference.weights(q, k, **options) @ reference.share_heads(v, heads=q.shape[1])
 
 
-def _outcomes(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
+def _scores_with_sink(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
     """Return the scores with the sink's logit as an extra key, -inf without a sink."""
     s = reference.scores(
         q,
@@ -335,19 +347,19 @@ def _outcomes(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
     return torch.cat([s, logit.expand(*s.shape[:-1], 1)], dim=-1)
 
 
-def _logsumexp(q: Tensor, k: Tensor, *, options: AttentionOptions) -> Tensor:
-    return torch.logsumexp(_outcomes(q, k, options), dim=-1)
+def _logsumexp_of_scores(q: Tensor, k: Tensor, *, options: AttentionOptions) -> Tensor:
+    return torch.logsumexp(_scores_with_sink(q, k, options), dim=-1)
 
 
-def _entropy(q: Tensor, k: Tensor, *, options: AttentionOptions) -> Tensor:
-    s = _outcomes(q, k, options)
+def _entropy_of_scores(q: Tensor, k: Tensor, *, options: AttentionOptions) -> Tensor:
+    s = _scores_with_sink(q, k, options)
     below = s.amax(-1, keepdim=True) - s  # NaN in an empty row
     e = torch.exp(-below).nan_to_num(0.0)
     total = e.sum(-1).clamp(min=1.0)
     return total.log() + (e * below.where(e > 0, 0.0)).sum(-1) / total
 
 
-def _backward(
+def _compute_gradients(
     grad_output: Tensor, *leaves: Tensor, options: AttentionOptions, read: Read | None
 ) -> tuple[Tensor, ...]:
     leaves = tuple(x.detach().requires_grad_() for x in leaves)
@@ -362,18 +374,18 @@ def _backward(
         options = {**options, "score_bias": probe if score_bias is None else score_bias + probe}
         extra = [zeros]
     with torch.enable_grad():
-        out = _product(q, k, v, options=options)
+        out = _attention_product(q, k, v, options=options)
     grads = torch.autograd.grad(out, [*leaves, *extra], grad_output)
     return grads if read is None else (*grads[:-1], read(grads[-1]))
 
 
-def _rows(q: Tensor, k: Tensor, options: AttentionOptions) -> rounding.RowRounding:
+def _row_rounding(q: Tensor, k: Tensor, options: AttentionOptions) -> rounding.RowRounding:
     return rounding.row_rounding(q, k, Roundoff.of(q.dtype), **options)
 
 
-def _all_heads(x: Tensor, q: Tensor) -> Tensor:
+def _expand_to_all_heads(x: Tensor, q: Tensor) -> Tensor:
     return reference.share_heads(x.detach().double(), heads=q.shape[1])
 
 
-def _numbered(x: Tensor) -> tuple[str, ...]:
+def _number_axes(x: Tensor) -> tuple[str, ...]:
     return tuple(f"axis {n}:" for n in range(x.dim()))

@@ -111,7 +111,7 @@ def sum_error_bound(terms: int) -> float:
     return min(float(terms), LAMBDA * math.sqrt(terms))
 
 
-def _growth_of(terms: Tensor) -> Tensor:
+def _error_growth(terms: Tensor) -> Tensor:
     return torch.minimum(terms.double(), LAMBDA * terms.double().sqrt())
 
 
@@ -142,7 +142,7 @@ def row_rounding(
     share = torch.exp(logit - logsumexp)
     weights = reference.weights_of(s, sink)
 
-    capped, slope, slope_error, error = _capped_scores(q, k, r, scale, softcap)
+    capped, slope, slope_error, error = _softcapped_scores(q, k, r, scale, softcap)
     error = error + r.u * ((s - capped).abs() + 2 * s.abs() + (peak - s))
     error = error.where(live, 0.0)
     sink_error = (r.u * (2 * logit.abs() + peak - logit)).where(logit > -torch.inf, 0.0)
@@ -158,11 +158,11 @@ def row_rounding(
         score_error=error,
         sink_error=sink_error,
         mean_error=(weights * error).sum(-1, keepdim=True) + share * sink_error,
-        over_keys=_growth_of(live.sum(-1, keepdim=True) + (sink is not None)),
+        over_keys=_error_growth(live.sum(-1, keepdim=True) + (sink is not None)),
     )
 
 
-def _capped_scores(
+def _softcapped_scores(
     q: Tensor, k: Tensor, r: Roundoff, scale: float | None, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scale * q.k after the softcap: value, slope, error of the slope, error of the value.
@@ -237,7 +237,7 @@ def gradient_floors(
     q, k, v, g = (x.detach().double() for x in (q, k, v, grad_output))
     k_heads, v_heads, heads, r = k.shape[1], v.shape[1], q.shape[1], a.r
     k, v = reference.share_heads(k, heads=heads), reference.share_heads(v, heads=heads)
-    weight_error, ds, ds_error, d, d_error = _score_gradient(a, v, g)
+    weight_error, ds, ds_error, d, d_error = _bound_score_gradient(a, v, g)
 
     # dS through the softcap; it is stored for the two products.
     dr = a.slope * ds
@@ -251,8 +251,8 @@ def gradient_floors(
     dsink = a.share * ((relative + over_rows) * d.abs() + d_error)
     floors = {
         "q": dq,
-        "k": _per_kv_head(dk, scale * (dr.mT @ q), k_heads, r),
-        "v": _per_kv_head(dv, a.weights.mT @ g, v_heads, r),
+        "k": _sum_per_kv_head(dk, scale * (dr.mT @ q), k_heads, r),
+        "v": _sum_per_kv_head(dv, a.weights.mT @ g, v_heads, r),
         "sink": dsink.sum((0, 2, 3)),
     }
     if bias_gradient is not None:
@@ -263,7 +263,7 @@ def gradient_floors(
     return floors
 
 
-def _score_gradient(
+def _bound_score_gradient(
     a: RowRounding, v: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the error of P, then dS = P * (dP - D) and D, each with its error.
@@ -284,7 +284,7 @@ def _score_gradient(
     return weight_error, a.weights * (dp - d), ds_error, d, d_error
 
 
-def _per_kv_head(error: Tensor, exact: Tensor, kv_heads: int, r: Roundoff) -> Tensor:
+def _sum_per_kv_head(error: Tensor, exact: Tensor, kv_heads: int, r: Roundoff) -> Tensor:
     """Sum errors over the query heads of a kv head; parts may be stored before the sum."""
     error, exact = (x.unflatten(1, (kv_heads, -1)) for x in (error, exact))
     if exact.shape[2] == 1:

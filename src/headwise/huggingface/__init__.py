@@ -28,20 +28,20 @@ def register_huggingface() -> str:
     try:
         import transformers
     except ImportError as error:
-        raise _missing("transformers is not installed") from error
+        raise _missing_transformers_error("transformers is not installed") from error
     if int(transformers.__version__.split(".")[0]) < OLDEST:
-        raise _missing(f"transformers {transformers.__version__}")
+        raise _missing_transformers_error(f"transformers {transformers.__version__}")
 
     from headwise.huggingface.attention_function import attend
-    from headwise.huggingface.masks import from_transformers, load_readers
+    from headwise.huggingface.masks import load_readers, make_transformers_mask
 
     load_readers()
-    transformers.AttentionMaskInterface.register(NAME, from_transformers)
+    transformers.AttentionMaskInterface.register(NAME, make_transformers_mask)
     transformers.AttentionInterface.register(NAME, attend)
     return NAME
 
 
-def _missing(saw: str) -> MissingExtraError:
+def _missing_transformers_error(saw: str) -> MissingExtraError:
     return MissingExtraError(
         saw=saw,
         needed=f"transformers {OLDEST}.0 or newer: its models look up attention and masks by name",

@@ -67,14 +67,14 @@ def attend(
         OptionError: an option is not supported.
         MaskError, ShapeError, DTypeError, DeviceError: the tensors do not fit together.
     """
-    matrix, value = stated_matrix(module, query, key, value, attention_mask, options)
+    matrix, value = build_stated_matrix(module, query, key, value, attention_mask, options)
     dropout = float(options.get("dropout", 0.0))
     outputs = matrix @ value if dropout == 0 else matrix.dropped(value, dropout_p=dropout)
     weights = matrix.dense(limit=None) if _weights_requested(options) else None
     return call_hook(matrix, value, outputs).transpose(1, 2).contiguous(), weights
 
 
-def stated_matrix(
+def build_stated_matrix(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -92,7 +92,7 @@ def stated_matrix(
         if options.get(name) is not None:
             _raise_unsupported(name, what, module)
     query, key, value = _match_dtype_and_batch(query, key, value)
-    scores = _scores(module, query, key, attention_mask, options)
+    scores = _read_mask_and_bias(module, query, key, attention_mask, options)
     matrix = AttentionMatrix(
         query,
         key,
@@ -110,7 +110,7 @@ class _Scores(NamedTuple):
     score_bias: ScoreBias
 
 
-def _scores(
+def _read_mask_and_bias(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: object, options: dict[str, Any]
 ) -> _Scores:
     """Return the mask and the score bias of a call."""
@@ -128,16 +128,18 @@ def _scores(
     elif attention_mask.dtype == torch.bool:
         meaning = getattr(attention_mask, MEANING, None)
         mask = (
-            Mask.may_attend(_four_axes(attention_mask), axes=AXES) if meaning is None else meaning
+            Mask.may_attend(_add_leading_axes(attention_mask), axes=AXES)
+            if meaning is None
+            else meaning
         )
     else:
         mask, score_bias = split_additive_mask(
-            _four_axes(_narrow_float64(attention_mask, query)), axes=AXES
+            _add_leading_axes(_narrow_float64(attention_mask, query)), axes=AXES
         )
     if options.get("cu_seq_lens_q") is not None and not mask.of_kind(Segments):
         mask &= _packed_mask(module, query, key, options)
     if (added := options.get("position_bias")) is not None:
-        score_bias += ScoreBias.dense(_four_axes(_narrow_float64(added, query)), axes=AXES)
+        score_bias += ScoreBias.dense(_add_leading_axes(_narrow_float64(added, query)), axes=AXES)
     return _Scores(mask, score_bias)
 
 
@@ -171,7 +173,7 @@ def _packed_mask(module: nn.Module, query: Tensor, key: Tensor, options: dict[st
     return Mask.packed(options["cu_seq_lens_q"], options.get("cu_seq_lens_k"))
 
 
-def _four_axes(tensor: Tensor) -> Tensor:
+def _add_leading_axes(tensor: Tensor) -> Tensor:
     """Add leading axes of size 1, as broadcasting does."""
     return tensor[(None,) * (len(AXES.split()) - tensor.dim())]
 

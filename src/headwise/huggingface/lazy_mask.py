@@ -66,11 +66,13 @@ class LazyMask(Tensor):
             rows = torch.arange(queries, device=self.device)
             allowed = bound.at(rows).expand(self.shape)
             self.written = (
-                allowed.contiguous() if self.dtype == torch.bool else self._added(allowed)
+                allowed.contiguous()
+                if self.dtype == torch.bool
+                else self._as_added_numbers(allowed)
             )
         return self.written
 
-    def _added(self, allowed: Tensor) -> Tensor:
+    def _as_added_numbers(self, allowed: Tensor) -> Tensor:
         """Return zeros, and the smallest number for hidden keys."""
         smallest = torch.finfo(self.dtype).min
         zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -93,14 +95,14 @@ class LazyMask(Tensor):
         kwargs = kwargs or {}
         packet = getattr(func, "overloadpacket", None)
         if packet in _ALIASES or (
-            func.name() == private_torch.TO_COPY and _only_moves(kwargs, args[0].dtype)
+            func.name() == private_torch.TO_COPY and _copy_only_moves(kwargs, args[0].dtype)
         ):
             return args[0]._on(kwargs.get("device", args[0].device))
         if packet in _SUMS:
             _check_terms(*args[:2])
         return func(*map_leaves(_write_if_lazy, args), **map_leaves(_write_if_lazy, kwargs))
 
-    def _on(self, device: torch.device) -> LazyMask:
+    def _move_to_device(self, device: torch.device) -> LazyMask:
         batch, _, queries, keys = self.shape
         moved = LazyMask(
             self.mask.to(device),
@@ -118,7 +120,7 @@ def _write_if_lazy(value: Any) -> Any:
     return value.write() if isinstance(value, LazyMask) else value
 
 
-def _only_moves(options: dict[str, Any], dtype: torch.dtype) -> bool:
+def _copy_only_moves(options: dict[str, Any], dtype: torch.dtype) -> bool:
     """Check whether a copy changes only the device."""
     unchanged = {"dtype": dtype, "layout": torch.strided, "memory_format": torch.preserve_format}
     changed = {name for name, value in options.items() if value not in (None, unchanged.get(name))}

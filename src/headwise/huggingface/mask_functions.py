@@ -75,11 +75,11 @@ class TokenPositions:
 
 def read_mask_function(function: MaskFunction, tokens: TokenPositions) -> Mask | None:
     """Return the mask that a mask function describes, or None for an unknown function."""
-    return _read(function, tokens, trusted_readers())
+    return _read_function_tree(function, tokens, select_trusted_readers())
 
 
 @cache
-def trusted_readers() -> dict[CodeType, Reader]:
+def select_trusted_readers() -> dict[CodeType, Reader]:
     """Return the readers that agree with the installed transformers, by code object."""
     readers: dict[CodeType, Reader] = {}
     for kind in _KINDS:
@@ -105,7 +105,7 @@ class _Node(NamedTuple):
 Reader = Callable[[_Node], Mask | None]
 
 
-def _read(
+def _read_function_tree(
     function: MaskFunction, tokens: TokenPositions, readers: dict[CodeType, Reader]
 ) -> Mask | None:
     if not isinstance(function, FunctionType) or function.__code__ not in readers:
@@ -115,23 +115,23 @@ def _read(
     return readers[function.__code__](_Node(cells, tokens, readers))
 
 
-def _everything(_: _Node) -> Mask | None:
+def _read_everything(_: _Node) -> Mask | None:
     return Mask()
 
 
-def _causal(node: _Node) -> Mask | None:
+def _read_causal(node: _Node) -> Mask | None:
     return node.tokens.band(None, 0)
 
 
-def _window(node: _Node) -> Mask | None:
+def _read_window(node: _Node) -> Mask | None:
     return node.tokens.band(node.cells["sliding_window"] - 1, None)
 
 
-def _symmetric_window(node: _Node) -> Mask | None:
+def _read_symmetric_window(node: _Node) -> Mask | None:
     return node.tokens.band(node.cells["sliding_window"], node.cells["sliding_window"])
 
 
-def _chunk_segments(node: _Node) -> Mask | None:
+def _read_chunk_segments(node: _Node) -> Mask | None:
     size, start = node.cells["chunk_size"], node.cells["left_padding"][:, None]
     # Chunks in the padding have negative numbers, and segment ids must not be negative.
     ids = [
@@ -141,28 +141,30 @@ def _chunk_segments(node: _Node) -> Mask | None:
     return Mask.segments(*ids)
 
 
-def _packed_segments(node: _Node) -> Mask | None:
+def _read_packed_segments(node: _Node) -> Mask | None:
     ids = node.cells["packed_sequence_mask"]
     rows, columns = node.tokens.positions(ids.device)
     return Mask.segments(ids[:, rows[0]], ids[:, columns[0]])
 
 
-def _remapped_positions(node: _Node) -> Mask | None:
+def _read_remapped_positions(node: _Node) -> Mask | None:
     tokens = node.tokens
     if not tokens.packed or (tokens.first_query, tokens.keys) != (tokens.first_key, tokens.queries):
         return None
     tokens = replace(tokens, position_ids=node.cells["position_ids"])
-    return _read(node.cells["mask_function"], tokens, node.readers)
+    return _read_function_tree(node.cells["mask_function"], tokens, node.readers)
 
 
-def _conjunction(node: _Node) -> Mask | None:
+def _read_conjunction(node: _Node) -> Mask | None:
     functions = node.cells["mask_functions"]
     codes = [getattr(function, "__code__", None) for function in functions]
-    packed = any(node.readers.get(code) is _packed_segments for code in codes if code is not None)
+    packed = any(
+        node.readers.get(code) is _read_packed_segments for code in codes if code is not None
+    )
     tokens = replace(node.tokens, packed=node.tokens.packed or packed)
     mask = Mask()
     for function in functions:
-        part = _read(function, tokens, node.readers)
+        part = _read_function_tree(function, tokens, node.readers)
         if part is None:
             return None
         mask &= part
@@ -172,13 +174,13 @@ def _conjunction(node: _Node) -> Mask | None:
 # ---- checks of the readers -------------------------------------------------------------------
 
 
-def _cpu_tensor(values: list[Any]) -> Tensor:
+def _as_cpu_tensor(values: list[Any]) -> Tensor:
     return torch.tensor(values, device="cpu")  # independent of the default device
 
 
-_SEQUENCE_IDS = _cpu_tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 9 + [2]])
-_POSITIONS = _cpu_tensor([[*range(5), *range(3, 7), *range(3)], [*range(2), *range(9), 0]])
-_PADDING = _cpu_tensor([0, 3])
+_SEQUENCE_IDS = _as_cpu_tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 9 + [2]])
+_POSITIONS = _as_cpu_tensor([[*range(5), *range(3, 7), *range(3)], [*range(2), *range(9), 0]])
+_PADDING = _as_cpu_tensor([0, 3])
 _CACHED, _FULL = TokenPositions(7, 9, first_query=5, first_key=3), TokenPositions(12, 12)
 
 
@@ -199,7 +201,7 @@ class _Kind(NamedTuple):
         return function if isinstance(function, FunctionType) else None
 
     def cases(self, example: MaskFunction) -> Iterator[tuple[MaskFunction, TokenPositions]]:
-        if self.reader is _remapped_positions:  # valid only within packed sequences
+        if self.reader is _read_remapped_positions:  # valid only within packed sequences
             packed = masking_utils.packed_sequence_mask_function(_SEQUENCE_IDS)
             yield masking_utils.and_masks(packed, example), _FULL
         else:
@@ -208,21 +210,21 @@ class _Kind(NamedTuple):
 
 
 _KINDS = (
-    _Kind("causal_mask_function", None, _causal),
-    _Kind("bidirectional_mask_function", None, _everything),
-    _Kind("sliding_window_overlay", (4,), _window),
-    _Kind("sliding_window_bidirectional_overlay", (3,), _symmetric_window),
-    _Kind("chunked_overlay", (5, _PADDING), _chunk_segments),
-    _Kind("packed_sequence_mask_function", (_SEQUENCE_IDS,), _packed_segments),
+    _Kind("causal_mask_function", None, _read_causal),
+    _Kind("bidirectional_mask_function", None, _read_everything),
+    _Kind("sliding_window_overlay", (4,), _read_window),
+    _Kind("sliding_window_bidirectional_overlay", (3,), _read_symmetric_window),
+    _Kind("chunked_overlay", (5, _PADDING), _read_chunk_segments),
+    _Kind("packed_sequence_mask_function", (_SEQUENCE_IDS,), _read_packed_segments),
     _Kind(
         "and_masks",
         (masking_utils.bidirectional_mask_function, masking_utils.causal_mask_function),
-        _conjunction,
+        _read_conjunction,
     ),
     _Kind(
         "remap_positions_for_packed_sequence",
         (masking_utils.causal_mask_function, _POSITIONS),
-        _remapped_positions,
+        _read_remapped_positions,
     ),
 )
 
@@ -231,7 +233,7 @@ def _reader_agrees(
     function: MaskFunction, tokens: TokenPositions, readers: dict[CodeType, Reader]
 ) -> bool:
     """Check that a reader's mask equals the function's mask in every cell."""
-    mask = _read(function, tokens, readers)
+    mask = _read_function_tree(function, tokens, readers)
     if mask is None:
         return False
     batch, device = len(_PADDING), _PADDING.device

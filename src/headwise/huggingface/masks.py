@@ -38,10 +38,10 @@ from headwise.support.tracing import is_traced
 
 def load_readers() -> None:
     """Check the mask functions of the installed transformers before a model's first call."""
-    mask_functions.trusted_readers()
+    mask_functions.select_trusted_readers()
 
 
-def from_transformers(**call: Any) -> Tensor | None:
+def make_transformers_mask(**call: Any) -> Tensor | None:
     """Make the mask of a forward pass, (batch, 1, queries, keys), True = may attend.
 
     ``call`` holds transformers' arguments of a mask function. This function uses ``batch_size``,
@@ -52,7 +52,7 @@ def from_transformers(**call: Any) -> Tensor | None:
     Raises:
         OptionError: the model computes attention in its own code, which cannot use this mask.
     """
-    tokens, device = _token_positions(call), _device(call)
+    tokens, device = _token_positions(call), _find_device(call)
     if tokens is not None:
         kind: Any = type(call.get("config"))
         _require_interface(kind)
@@ -123,7 +123,7 @@ def _token_positions(call: dict[str, Any]) -> TokenPositions | None:
     positions = call.get("cache_position")
     queries = call["q_length"] if positions is None else positions.shape[0]
     first: Any = call.get("q_offset", 0) if positions is None else positions[0]
-    if call.get("use_vmap") or not _is_eager(_device(call)):
+    if call.get("use_vmap") or not _is_eager(_find_device(call)):
         return None
     if isinstance(first, Tensor):
         # The offset of a static cache is a tensor, and its decoding step may be compiled.
@@ -151,7 +151,7 @@ def _models_of_config(config: type) -> list[Any]:
     return list(models) if isinstance(models, (list, tuple)) else [models]
 
 
-def _device(call: dict[str, Any]) -> torch.device:
+def _find_device(call: dict[str, Any]) -> torch.device:
     positions = call.get("cache_position")
     return torch.device(call.get("device", "cpu") if positions is None else positions.device)
 
@@ -167,7 +167,7 @@ def _is_eager(device: torch.device) -> bool:
         and device.type != "meta"
         and type(torch.empty(0, device=device)) is Tensor
         and not is_traced()
-        and not private_torch.in_functorch(unknown=True)
+        and not private_torch.is_in_functorch(unknown=True)
     )
 
 
@@ -195,7 +195,7 @@ def _real_keys(padding: Tensor, mask: Mask, tokens: TokenPositions) -> Mask:
     if not _can_read(real):
         return by_key
     # Causality already hides the empty rest of a static cache.
-    bound = mask.bind(**_sizes(tokens), batch=len(real), device=real.device)
+    bound = mask.bind(**_mask_sizes(tokens), batch=len(real), device=real.device)
     start, stop = bound.key_range(0, tokens.queries)
     if bool(real[:, start:stop].all()):
         return Mask()
@@ -209,7 +209,9 @@ def _real_keys(padding: Tensor, mask: Mask, tokens: TokenPositions) -> Mask:
 
 
 def _hides_nothing(mask: Mask, tokens: TokenPositions, device: torch.device) -> bool:
-    bound = mask.bind(**_sizes(tokens), batch=1, device=device) if _has_only_bands(mask) else None
+    bound = (
+        mask.bind(**_mask_sizes(tokens), batch=1, device=device) if _has_only_bands(mask) else None
+    )
     return bound is not None and not bound.hiding
 
 
@@ -217,5 +219,5 @@ def _has_only_bands(mask: Mask) -> bool:
     return len(mask.of_kind(Band)) == len(mask.clauses)
 
 
-def _sizes(tokens: TokenPositions) -> dict[str, int]:
+def _mask_sizes(tokens: TokenPositions) -> dict[str, int]:
     return {"heads": 1, "queries": tokens.queries, "keys": tokens.keys}

@@ -36,7 +36,7 @@ def observe_attention() -> Iterator[None]:
         self: AttentionInterface, attn_implementation: str, default: AttentionFunction
     ) -> AttentionFunction:
         function = look_up(self, attn_implementation, default)
-        return _observed(function, attn_implementation)
+        return _wrap_with_observer(function, attn_implementation)
 
     AttentionInterface.get_interface = observed_interface  # type: ignore[method-assign]
     try:
@@ -45,10 +45,10 @@ def observe_attention() -> Iterator[None]:
         AttentionInterface.get_interface = look_up  # type: ignore[method-assign]
 
 
-def _observed(function: AttentionFunction, name: str) -> AttentionFunction:
+def _wrap_with_observer(function: AttentionFunction, name: str) -> AttentionFunction:
     """Return an attention function that also reports its calls."""
     # Here, since both import transformers, which this module is to do without.
-    from headwise.huggingface.attention_function import attend, stated_matrix
+    from headwise.huggingface.attention_function import attend, build_stated_matrix
 
     if function is attend:
         return function  # it reports its calls itself
@@ -61,15 +61,15 @@ def _observed(function: AttentionFunction, name: str) -> AttentionFunction:
         attention_mask: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        used = _in_range_of_float32(attention_mask)
+        used = _clamp_mask_to_float32(attention_mask)
         outputs, weights = call_for_kernel(function, module, query, key, value, used, **options)
         stated = options
         if attention_mask is None and name != SDPA:  # no other rule for a call without a mask
             stated = {**options, "is_causal": False, "sliding_window": None}
         elif attention_mask is None:
             stated = {**options, "sliding_window": None}
-        matrix, value = stated_matrix(
-            module, query, key, value, _as_tensor(attention_mask, query, key), stated
+        matrix, value = build_stated_matrix(
+            module, query, key, value, _mask_as_tensor(attention_mask, query, key), stated
         )
         head_outputs = call_hook(matrix, value, outputs.transpose(1, 2))
         return head_outputs.transpose(1, 2).contiguous(), weights
@@ -77,7 +77,7 @@ def _observed(function: AttentionFunction, name: str) -> AttentionFunction:
     return observed
 
 
-def _in_range_of_float32(mask: Any) -> Any:
+def _clamp_mask_to_float32(mask: Any) -> Any:
     """Return a mask whose hidden keys stay finite in float32.
 
     transformers computes the softmax in float32 in a float64 model too. There the lowest number of
@@ -88,7 +88,7 @@ def _in_range_of_float32(mask: Any) -> Any:
     return mask.clamp(min=torch.finfo(torch.float32).min)
 
 
-def _as_tensor(mask: Any, query: Tensor, key: Tensor) -> Any:
+def _mask_as_tensor(mask: Any, query: Tensor, key: Tensor) -> Any:
     """Return a mask as a tensor, cut to the keys."""
     flex = sys.modules.get("torch.nn.attention.flex_attention")  # slow to import
     if flex is not None and isinstance(mask, flex.BlockMask):

@@ -14,7 +14,7 @@ from headwise.kernels import pooled_weights
 from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
 from headwise.kernels.tiled import KernelResult, Requested, empty_result, log_floor, softmax_shift
-from headwise.support.tracing import autocasts, is_recorded
+from headwise.support.tracing import is_autocast_enabled, is_recorded
 
 
 class DenseKernel(Kernel):
@@ -30,7 +30,7 @@ class DenseKernel(Kernel):
         """See `Kernel.run`."""
         if task.dropout_p == 0 or task.v is None:
             return dense_result(task.problem, task.v, task.y, task.requested)
-        p = dropout(weights(task.problem), task.dropout_p)
+        p = dropout(dense_weights(task.problem), task.dropout_p)
         values = reference.share_heads(task.v.to(p.dtype), heads=p.shape[1])
         return outputs_only((p @ values).to(task.v.dtype))
 
@@ -48,7 +48,7 @@ def attend_one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Ten
     choice of a kernel. Scores have no mask, bias, softcap or sink.
     """
     # First, since a graph holds only for the sizes that it compares.
-    if is_recorded() or q.dtype != torch.float32 or autocasts(q.device.type):
+    if is_recorded() or q.dtype != torch.float32 or is_autocast_enabled(q.device.type):
         return None
     if q.shape[2] != 1 or v.shape != k.shape or k.shape[1] != q.shape[1] or not k.numel():
         return None
@@ -66,11 +66,11 @@ def dense_result(
     result = empty_result(problem.q, problem.k, v, y, requested)
     if 0 in (queries, keys):
         return result
-    s = _scores(problem)
+    s = _dense_scores(problem)
     p = reference.weights_of(s, problem.sink)
     peak = s.amax(-1)
     shift = softmax_shift(peak.detach(), None if problem.sink is None else problem.sink.detach())
-    log_sum, sink_entropy = _normaliser(s, shift, problem.sink)
+    log_sum, sink_entropy = _log_normaliser(s, shift, problem.sink)
     log_p = (s - (shift + log_sum)[..., None]).clamp(min=log_floor(exact))
     out = result.out if v is None else p @ reference.share_heads(v.to(exact), heads=p.shape[1])
     transposed = result.transposed if y is None else p.transpose(-2, -1) @ y.to(exact)
@@ -82,25 +82,25 @@ def dense_result(
         entropy=sink_entropy - (p * log_p).sum(-1) if requested.entropy else result.entropy,
         received=p.sum(2) if requested.received else result.received,
         average=p.mean(1).to(problem.q.dtype) if requested.average else result.average,
-        cells=_cells(p, requested) if requested.query_blocks else result.cells,
+        cells=_pool_weights(p, requested) if requested.query_blocks else result.cells,
     )
 
 
-def _cells(p: Tensor, requested: Requested) -> Tensor:
-    in_query_block = pooled_weights.membership(p.shape[2], requested.query_blocks, p)
+def _pool_weights(p: Tensor, requested: Requested) -> Tensor:
+    in_query_block = pooled_weights.block_membership(p.shape[2], requested.query_blocks, p)
     return (
         in_query_block.transpose(-2, -1)
         @ p
-        @ pooled_weights.membership(p.shape[3], requested.key_blocks, p)
+        @ pooled_weights.block_membership(p.shape[3], requested.key_blocks, p)
     )
 
 
-def weights(problem: BoundScores) -> Tensor:
+def dense_weights(problem: BoundScores) -> Tensor:
     """Return the attention matrix in the dtype of accumulation."""
-    return reference.weights_of(_scores(problem), problem.sink)
+    return reference.weights_of(_dense_scores(problem), problem.sink)
 
 
-def _scores(problem: BoundScores) -> Tensor:
+def _dense_scores(problem: BoundScores) -> Tensor:
     return reference.scores_at(
         problem.q.to(problem.accumulate),
         problem.k.to(problem.accumulate),
@@ -112,7 +112,7 @@ def _scores(problem: BoundScores) -> Tensor:
     )
 
 
-def _normaliser(s: Tensor, shift: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _log_normaliser(s: Tensor, shift: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return log Z, 0 in rows without keys and sink, and the sink's term of the entropy."""
     total = torch.exp(s - shift[..., None]).sum(-1)
     if sink is None:

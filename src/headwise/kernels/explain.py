@@ -42,7 +42,7 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(problem: BoundScores, v: Tensor) -> Explanation:
+def explain_kernels(problem: BoundScores, v: Tensor) -> Explanation:
     """Return the kernels of all results of this matrix, for values shaped like ``v``."""
     y = v.new_zeros(()).expand(*problem.q.shape[:3], v.shape[3])
     tasks = {
@@ -57,9 +57,11 @@ def explain(problem: BoundScores, v: Tensor) -> Explanation:
         "dense on request",
         *DenseKernel().cost(Task(problem)),
     )
-    return Explanation((*(_line(reading, task) for reading, task in tasks.items()), rows))
+    return Explanation(
+        (*(_make_explanation_line(reading, task) for reading, task in tasks.items()), rows)
+    )
 
 
-def _line(reading: str, task: Task) -> ExplanationLine:
+def _make_explanation_line(reading: str, task: Task) -> ExplanationLine:
     kernel, why = choose_kernel(task)
     return ExplanationLine(reading, kernel.name, why, *kernel.cost(task))

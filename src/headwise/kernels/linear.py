@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from torch.overrides import has_torch_function
 
 from headwise.support import private_torch
-from headwise.support.tracing import autocasts, is_recorded
+from headwise.support.tracing import is_autocast_enabled, is_recorded
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Multiply-adds from which oneDNN is used: below, it takes 1.04 to 2.7 times F.linear's time (one to
@@ -27,10 +27,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 PAYS_FROM = 2**25
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``x @ weight.T + bias``, with F.linear's shapes, errors and gradients."""
-    if bias is not None and bias.dtype != x.dtype and not autocasts(x.device.type):
-        out = project(x, weight, None)
+    if bias is not None and bias.dtype != x.dtype and not is_autocast_enabled(x.device.type):
+        out = apply_linear(x, weight, None)
         return (out + bias).to(out.dtype)
     # A recorded choice by size would hold for this size only.
     is_small = is_recorded() or x.numel() * weight.shape[0] < max(PAYS_FROM, 1)
@@ -47,7 +47,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """oneDNN's product; its gradients are products by `project`, so they are differentiable."""
+    """oneDNN's product; its gradients are products by `apply_linear`, so they are differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -62,8 +62,8 @@ class _Linear(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.needs_input_grad
         upstream = upstream.contiguous()
         return (
-            project(upstream, weight.mT, None) if of_x else None,
-            project(upstream.mT, x.mT, None) if of_weight else None,
+            apply_linear(upstream, weight.mT, None) if of_x else None,
+            apply_linear(upstream.mT, x.mT, None) if of_weight else None,
             upstream.sum(0) if of_bias else None,
         )
 
@@ -79,9 +79,9 @@ def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
         and not torch.is_autocast_enabled("cpu")
         and not has_torch_function(tensors)
-        and not private_torch.in_functorch(unknown=True)
-        and not private_torch.in_forward_mode()
-        and not private_torch.in_dispatch_mode()
+        and not private_torch.is_in_functorch(unknown=True)
+        and not private_torch.is_in_forward_mode()
+        and not private_torch.is_in_dispatch_mode()
         and weight.dim() == 2
         and x.dim() >= 2
         and x.shape[-1] == weight.shape[1]

@@ -61,24 +61,24 @@ class ObservedTile:
     allowed: Tensor
 
 
-def observe(
+def observe_tiles(
     problem: BoundScores, *, with_scores: bool = False, with_lowest: bool = False
 ) -> Iterator[ObservedTile]:
     """Yield every tile with an allowed key, in one pass over the matrix."""
     scratch, second, third = Scratch(problem), Scratch(problem), Scratch(problem)
-    keys, mask = KeysByColumn(problem), _sole_mask(problem)
+    keys, mask = KeysByColumn(problem), _mask_without_bias(problem)
     for tile in plan_tiles(problem):
         if tile.columns.start == tile.columns.stop:
             continue
         with without_autocast(problem.q):
             s, _, _ = tile_scores(problem, tile, keys, scratch)
             scores = third.view(*s.shape).copy_(s) if with_scores else None
-            lowest = _lowest(mask, tile, s, second) if with_lowest else None
+            lowest = _lowest_scores(mask, tile, s, second) if with_lowest else None
             allowed = _count_allowed(mask, tile, s)
             peak = s.amax(-1)
             sink = None if problem.sink is None else problem.sink[tile.heads]
             shift = tiled.softmax_shift(peak, sink)
-            e, total, entropy = tiled.exponentials(problem, tile, s, shift, second, True)
+            e, total, entropy = tiled.compute_exponentials(problem, tile, s, shift, second, True)
             assert entropy is not None
             weights = e.div_(total[..., None])
         top = peak if sink is None else torch.maximum(peak, sink.to(peak.dtype)[:, None])
@@ -102,10 +102,10 @@ def count_attending_queries(problem: BoundScores, queries: Tensor) -> Tensor:
     Returns (batch, heads, keys), or (batch, 1, keys) where the counts of all heads are equal.
     """
     batch, length = queries.shape
-    mask = _sole_mask(problem)
-    interval = None if mask is None else mask.interval(_rows(slice(0, length), queries))
+    mask = _mask_without_bias(problem)
+    interval = None if mask is None else mask.interval(_row_numbers(slice(0, length), queries))
     if mask is None or interval is None:
-        return _seen_by_dense(problem, queries)
+        return _count_attending_by_dense_mask(problem, queries)
     # +1 at a query's first key, -1 at its stop; the running sum is the count.
     keys, counts = mask.sizes.keys, queries.long()
     changes = counts.new_zeros(batch, keys + 1)
@@ -114,7 +114,7 @@ def count_attending_queries(problem: BoundScores, queries: Tensor) -> Tensor:
     return changes.cumsum(1)[:, None, :keys]
 
 
-def _seen_by_dense(problem: BoundScores, queries: Tensor) -> Tensor:
+def _count_attending_by_dense_mask(problem: BoundScores, queries: Tensor) -> Tensor:
     """Count for any mask, from dense rows of the mask, some rows at a time."""
     batch, heads, length, _ = problem.q.shape
     keys = problem.k.shape[2]
@@ -128,17 +128,17 @@ def _seen_by_dense(problem: BoundScores, queries: Tensor) -> Tensor:
     return counts
 
 
-def _sole_mask(problem: BoundScores) -> BoundMask | None:
+def _mask_without_bias(problem: BoundScores) -> BoundMask | None:
     """Return the mask, or None if the score bias may hide keys too."""
     return None if problem.bias.may_hide else problem.mask
 
 
-def _rows(rows: slice, like: Tensor) -> Tensor:
+def _row_numbers(rows: slice, like: Tensor) -> Tensor:
     return torch.arange(rows.start, rows.stop, device=like.device)
 
 
-def _lowest(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch) -> Tensor:
-    """Return the smallest score of each row that is not hidden, or inf; see `_sole_mask`."""
+def _lowest_scores(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch) -> Tensor:
+    """Return the smallest score of each row that is not hidden, or inf; see `_mask_without_bias`."""
     start, opened = tile.columns.start, Span(0, 0)
     if mask is not None:
         opened = mask.open_range(tile.rows.start, tile.rows.stop)
@@ -155,8 +155,8 @@ def _lowest(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch) -> Te
 
 
 def _count_allowed(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
-    """Count the keys that each query may attend to, (batches, heads, rows); see `_sole_mask`."""
-    interval = None if mask is None else mask.interval(_rows(tile.rows, s), tile.batches)
+    """Count the keys that each query may attend to, (batches, heads, rows); see `_mask_without_bias`."""
+    interval = None if mask is None else mask.interval(_row_numbers(tile.rows, s), tile.batches)
     if interval is None:
         return (s > -torch.inf).sum(-1)
     first, stop = interval

@@ -75,7 +75,7 @@ def expand_to_tile(cells: Tensor, problem: BoundScores, tile: Tile) -> Tensor:
     return cut.index_select(3, columns.index(cut)).index_select(2, rows.index(cut))
 
 
-def membership(length: int, blocks: int, like: Tensor) -> Tensor:
+def block_membership(length: int, blocks: int, like: Tensor) -> Tensor:
     """Return (length, blocks): 1 where a position is in a block, else 0."""
     block = torch.arange(length, device=like.device) * blocks // max(1, length)
     return (block[:, None] == torch.arange(blocks, device=like.device)).to(like.dtype)

@@ -36,7 +36,7 @@ class FusedKernel(Kernel):
     def refuses(self, task: Task) -> str | None:
         """See `Kernel.refuses`."""
         # Evaluated lazily: a compiled graph holds only for the sizes that it compares.
-        for refused, why in _reasons(task):
+        for refused, why in _yield_refusal_reasons(task):
             if refused:
                 return why
         return None
@@ -61,17 +61,17 @@ class FusedKernel(Kernel):
         return Cost(task.operations, copied_bytes(task.problem, task.v) + weights)
 
 
-def _reasons(task: Task) -> Iterator[tuple[bool, str]]:
+def _yield_refusal_reasons(task: Task) -> Iterator[tuple[bool, str]]:
     """Yield conditions for a refusal with their reasons; with dropout, only unsupported ones."""
     yield task.y is not None, "fused kernels do not sum over queries"
     yield task.requested.average, "heads of one row share a tile"
     yield task.values is None, "row sums and columns come from tiles; fused kernels return none"
-    yield from _unsupported(task.problem)
+    yield from _yield_unsupported_conditions(task.problem)
     if task.values is not None and task.dropout_p == 0:
-        yield from _unprofitable(task.problem, task.values)
+        yield from _yield_unprofitable_conditions(task.problem, task.values)
 
 
-def _unsupported(problem: BoundScores) -> Iterator[tuple[bool, str]]:
+def _yield_unsupported_conditions(problem: BoundScores) -> Iterator[tuple[bool, str]]:
     """Yield conditions under which the fused kernel computes another function."""
     bias, dtype = problem.bias, problem.q.dtype
     yield problem.softcap is not None, "softcap: the fused kernel has none"
@@ -87,7 +87,7 @@ def _unsupported(problem: BoundScores) -> Iterator[tuple[bool, str]]:
     yield sum_overflows(problem), "float16 cannot hold the sum of these score biases"
 
 
-def _unprofitable(problem: BoundScores, v: Tensor) -> Iterator[tuple[bool, str]]:
+def _yield_unprofitable_conditions(problem: BoundScores, v: Tensor) -> Iterator[tuple[bool, str]]:
     """Yield conditions under which it allocates queries x keys, or cannot run in this mode."""
     # Exported, a query that may attend to nothing gets the mean of v.
     yield torch.onnx.is_in_onnx_export(), "exported, torch's operator has no rows without keys"
@@ -172,7 +172,7 @@ def head_outputs(problem: BoundScores, v: Tensor, *, dropout_p: float = 0.0) -> 
     q, k, v = (with_unit_stride(t) for t in (q, k, v))
     # Literals: compiled, a comparison of sizes is a symbolic bool, which the kernel refuses.
     causal = {"is_causal": True} if is_causal_alone(problem) else {}
-    attn_mask = combined_mask(problem)
+    attn_mask = combine_mask_and_bias(problem)
     if attn_mask is not None and attn_mask.device.type != "cpu":
         attn_mask = with_unit_stride(attn_mask)  # the CPU's fused kernel takes masks of any stride
     in_groups = group > 1 and q.shape[2] == 1 and not causal
@@ -226,7 +226,7 @@ def copied_bytes(problem: BoundScores, v: Tensor) -> int:
     return entries * itemsize
 
 
-def combined_mask(problem: BoundScores) -> Tensor | None:
+def combine_mask_and_bias(problem: BoundScores) -> Tensor | None:
     """Return mask and bias as torch's single ``attn_mask``; None for a causal mask alone."""
     mask = problem.mask
     rows = torch.arange(mask.sizes.queries, device=problem.q.device)

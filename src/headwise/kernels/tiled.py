@@ -79,7 +79,7 @@ def softmax_shift(peak: Tensor, sink: Tensor | None) -> Tensor:
 # ---- forward -----------------------------------------------------------------------------------
 
 
-def forward(
+def compute_results(
     problem: BoundScores, v: Tensor | None, y: Tensor | None, requested: Requested
 ) -> KernelResult:
     """Compute the requested results in one pass over the matrix."""
@@ -95,12 +95,12 @@ def forward(
         s, _, _ = tile_scores(problem, tile, keys, scratch)
         result.peak[at] = s.amax(-1)
         shift = softmax_shift(result.peak[at], _cut_sink(problem, tile))
-        e, total, entropy = exponentials(problem, tile, s, shift, second, requested.entropy)
+        e, total, entropy = compute_exponentials(problem, tile, s, shift, second, requested.entropy)
         result.log_sum[at] = total.log()
         if entropy is not None:
             result.entropy[at] = entropy
         if v is not None:
-            result.out[at] = _product(problem, tile, e, v) / total[..., None]
+            result.out[at] = _multiply_by_values(problem, tile, e, v) / total[..., None]
         _column_sums(tile, e, total, y, transposed, result.received)
         if requested.average or result.cells.numel():
             e.div_(total[..., None])
@@ -141,7 +141,7 @@ def _cut_sink(problem: BoundScores, tile: Tile) -> Tensor | None:
     return None if problem.sink is None else problem.sink[tile.heads]
 
 
-def exponentials(
+def compute_exponentials(
     problem: BoundScores, tile: Tile, s: Tensor, shift: Tensor, second: Scratch, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return e (in scratch memory), Z (1 in rows without keys and sink), and entropy or None."""
@@ -163,7 +163,7 @@ def exponentials(
     return e, total, None if entropy is None else entropy / total + total.log()
 
 
-def _product(problem: BoundScores, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
+def _multiply_by_values(problem: BoundScores, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
     batches, kv_heads, group, rows, columns = tile.size(problem.group)
     values = cut_tile(v, tile, tile.columns, tile.kv_heads, e.dtype)
     out = torch.bmm(e.view(batches * kv_heads, group * rows, columns), values)
@@ -217,7 +217,7 @@ class Gradients:
     tensors: list[Tensor | None]
 
 
-def backward(
+def compute_gradients(
     problem: BoundScores,
     v: Tensor | None,
     y: Tensor | None,

@@ -22,7 +22,7 @@ from headwise.masks import clauses
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import MatrixSizes
 from headwise.masks.score_bias import BoundBias
-from headwise.support.tensor_containers import leaves, map_leaves
+from headwise.support.tensor_containers import iterate_leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch
 
 # The fields of BoundScores as operator arguments, in the order of pack and unpack.
@@ -36,7 +36,7 @@ _UPSTREAM = ", ".join(f"Tensor? d_{name}" for name in KernelResult._fields)
 Packed = tuple[Any, ...]
 
 
-def pack(problem: BoundScores) -> Packed:
+def pack_arguments(problem: BoundScores) -> Packed:
     """Return the problem as the operator's leading arguments."""
     bias = problem.bias
     return (
@@ -46,8 +46,8 @@ def pack(problem: BoundScores) -> Packed:
     )
 
 
-def unpack(packed: Packed) -> BoundScores:
-    """Return the problem of packed arguments: the inverse of `pack`."""
+def unpack_arguments(packed: Packed) -> BoundScores:
+    """Return the problem of packed arguments: the inverse of `pack_arguments`."""
     q, k, sink, table, biases, kinds, tensors, integers, scale, softcap = packed
     sizes = MatrixSizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     mask = BoundMask(sizes, q.device, clauses.rebuild_clauses(kinds, tensors, integers))
@@ -74,9 +74,11 @@ _LIBRARY.define(
 
 
 def sweep(*arguments: Any) -> tuple[Tensor, ...]:
-    """Compute the requested results of the attention matrix in one pass; see `tiled.forward`."""
+    """Compute the requested results of the attention matrix in one pass; see `tiled.compute_results`."""
     v, y, *statistics = arguments[COUNT:]
-    return tuple(tiled.forward(unpack(arguments[:COUNT]), v, y, Requested(*statistics)))
+    return tuple(
+        tiled.compute_results(unpack_arguments(arguments[:COUNT]), v, y, Requested(*statistics))
+    )
 
 
 def _fake_sweep(*arguments: Any) -> tuple[Tensor, ...]:
@@ -85,15 +87,17 @@ def _fake_sweep(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def sweep_backward(*arguments: Any) -> tuple[Any, ...]:
-    """Compute the gradients of q, k, v, y, sink, table and biases; see `tiled.backward`."""
-    problem = unpack(arguments[:COUNT])
+    """Compute the gradients of q, k, v, y, sink, table and biases; see `tiled.compute_gradients`."""
+    problem = unpack_arguments(arguments[:COUNT])
     v, y, peak, log_sum = arguments[COUNT : COUNT + 4]
     upstream = UpstreamGradients(*arguments[COUNT + 4 : -2])
-    gradients = tiled.backward(problem, v, y, (peak, log_sum), upstream, arguments[-2:])
-    return _cast(gradients, problem, v, y)
+    gradients = tiled.compute_gradients(problem, v, y, (peak, log_sum), upstream, arguments[-2:])
+    return _cast_gradients(gradients, problem, v, y)
 
 
-def _cast(gradients: Gradients, problem: BoundScores, v: Tensor | None, y: Tensor | None) -> Packed:
+def _cast_gradients(
+    gradients: Gradients, problem: BoundScores, v: Tensor | None, y: Tensor | None
+) -> Packed:
     """Return gradients in the dtypes of their inputs; an empty tensor means not needed."""
 
     def like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor:
@@ -126,18 +130,18 @@ def _fake_sweep_backward(*arguments: Any) -> tuple[Any, ...]:
     )
 
 
-def _setup(ctx: Any, inputs: Packed, output: tuple[Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: Packed, output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     # Tensors in lists are saved one by one; the backward pass rebuilds the lists.
     saved = [inputs, output[2:4]]
-    ctx.save_for_backward(*(x for x in leaves(saved) if isinstance(x, Tensor)))
+    ctx.save_for_backward(*(x for x in iterate_leaves(saved) if isinstance(x, Tensor)))
     ctx.form = map_leaves(lambda x: Tensor if isinstance(x, Tensor) else x, saved)
     table, biases = inputs[3:5]
     ctx.biases_needed = [bias.requires_grad for bias in biases]
     ctx.table_needed = table is not None and table.requires_grad
 
 
-def _backward(ctx: Any, *upstream: Tensor | None) -> Packed:
+def _run_sweep_backward(ctx: Any, *upstream: Tensor | None) -> Packed:
     tensors = iter(ctx.saved_tensors)
     arguments, (peak, log_sum) = map_leaves(lambda x: next(tensors) if x is Tensor else x, ctx.form)
     if torch.is_grad_enabled():
@@ -174,7 +178,7 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
     # Views: a tensor that is passed twice, as q and as k, needs a gradient for each.
     packed = map_leaves(lambda x: x.view_as(x) if needs_gradient(x) else x, arguments)
     v, y, *statistics = packed[COUNT:]
-    results = dense.dense_result(unpack(packed[:COUNT]), v, y, Requested(*statistics))
+    results = dense.dense_result(unpack_arguments(packed[:COUNT]), v, y, Requested(*statistics))
     used = [
         (result, gradient)
         for result, gradient in zip(results, upstream, strict=True)
@@ -182,7 +186,7 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
     ]
     flat = torch.autograd.grad(
         [result for result, _ in used],
-        [x for x in leaves(packed) if needs_gradient(x)],
+        [x for x in iterate_leaves(packed) if needs_gradient(x)],
         [gradient for _, gradient in used],
         create_graph=True,
         allow_unused=True,
@@ -206,7 +210,9 @@ _LIBRARY.impl("sweep", _disable_autocast(sweep), "CompositeExplicitAutograd")
 _LIBRARY.impl("sweep_backward", _disable_autocast(sweep_backward), "CompositeExplicitAutograd")
 torch.library.register_fake("headwise::sweep", _fake_sweep, lib=_LIBRARY)
 torch.library.register_fake("headwise::sweep_backward", _fake_sweep_backward, lib=_LIBRARY)
-torch.library.register_autograd("headwise::sweep", _backward, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd(
+    "headwise::sweep", _run_sweep_backward, setup_context=_save_for_backward, lib=_LIBRARY
+)
 
 
 class TiledKernel(Kernel):
@@ -224,7 +230,7 @@ class TiledKernel(Kernel):
 
     def run(self, task: Task) -> KernelResult:
         """See `Kernel.run`."""
-        operands = (*pack(task.problem), task.v, task.y, *task.requested)
+        operands = (*pack_arguments(task.problem), task.v, task.y, *task.requested)
         return KernelResult(*torch.ops.headwise.sweep(*operands))
 
     def cost(self, task: Task) -> Cost:

@@ -47,8 +47,8 @@ def plan_tiles(problem: BoundScores, *, all_heads: bool = False) -> Iterator[Til
     if 0 in (batch, heads, queries):
         return
     group = heads // kv_heads
-    rows = _rows(problem, group * (kv_heads if all_heads else 1))
-    width = max(1, _width(problem, rows))
+    rows = _rows_per_tile(problem, group * (kv_heads if all_heads else 1))
+    width = max(1, _tile_width(problem, rows))
     lanes = max(1, TILE_ELEMENTS // (group * rows * width))
     kv_step = kv_heads if all_heads else min(kv_heads, lanes)
     batch_step = max(1, lanes // kv_heads) if kv_step == kv_heads else 1
@@ -66,20 +66,20 @@ def plan_tiles(problem: BoundScores, *, all_heads: bool = False) -> Iterator[Til
                 )
 
 
-def _rows(problem: BoundScores, heads: int) -> int:
+def _rows_per_tile(problem: BoundScores, heads: int) -> int:
     """Return the number of queries in a tile of this many heads; fewer under a narrow window."""
-    queries, span = problem.q.shape[2], _span(problem)
+    queries, span = problem.q.shape[2], _widest_key_span(problem)
     rows = min(queries, max(128, span))
     return max(
         1, min(rows, TILE_ELEMENTS // (heads * max(1, min(problem.k.shape[2], span + rows))))
     )
 
 
-def _width(problem: BoundScores, rows: int) -> int:
-    return min(problem.k.shape[2], _span(problem) + rows)
+def _tile_width(problem: BoundScores, rows: int) -> int:
+    return min(problem.k.shape[2], _widest_key_span(problem) + rows)
 
 
-def _span(problem: BoundScores) -> int:
+def _widest_key_span(problem: BoundScores) -> int:
     """Return the most keys that bands allow to one query."""
     return problem.mask.longest_run
 
@@ -181,12 +181,12 @@ def _apply_mask(problem: BoundScores, tile: Tile, s: Tensor) -> None:
             without_range.append(clause)
             continue
         for columns in parts_outside(whole, open_range):
-            _hide(s, mask, tile, columns, (clause,))
+            _hide_by_clauses(s, mask, tile, columns, (clause,))
     if without_range:
-        _hide(s, mask, tile, whole, without_range)
+        _hide_by_clauses(s, mask, tile, whole, without_range)
 
 
-def _hide(
+def _hide_by_clauses(
     s: Tensor, mask: BoundMask, tile: Tile, columns: slice, clauses: Iterable[Clause]
 ) -> None:
     """Write -inf where these clauses hide, in some columns of a tile."""

@@ -58,7 +58,11 @@ class VarlenKernel(Kernel):
 
     def refuses(self, task: Task) -> str | None:
         """See `Kernel.refuses`."""
-        return None if _division(task) else "the mask does not divide the matrix into sequences"
+        return (
+            None
+            if _divide_by_sequence(task)
+            else "the mask does not divide the matrix into sequences"
+        )
 
     def reason(self, task: Task) -> str:
         """Return the number of sequences."""
@@ -70,7 +74,7 @@ class VarlenKernel(Kernel):
         for row, tasks in enumerate(tasks_by_sequence(task)):
             outputs = [self._choose(piece)[0].run(piece).out for piece in tasks]
             spans = [piece.queries for piece in division.rectangles if piece.batch == row]
-            rows.append(_fill_gaps(outputs, spans, problem.q, _values(task).shape[-1]))
+            rows.append(_fill_gaps(outputs, spans, problem.q, _require_values(task).shape[-1]))
         return outputs_only(torch.cat(rows).transpose(1, 2))
 
     def cost(self, task: Task) -> Cost:
@@ -80,7 +84,7 @@ class VarlenKernel(Kernel):
         return Cost(sum(c.operations for c in costs), max((c.memory for c in costs), default=0))
 
 
-def _division(task: Task) -> BlockDiagonal | None:
+def _divide_by_sequence(task: Task) -> BlockDiagonal | None:
     """Return the division of the task's matrix, computed once, since it reads the lengths."""
     if "division" not in task.cache:
         task.cache["division"] = (
@@ -91,12 +95,12 @@ def _division(task: Task) -> BlockDiagonal | None:
 
 
 def _require_division(task: Task) -> BlockDiagonal:
-    division = _division(task)
+    division = _divide_by_sequence(task)
     assert division is not None
     return division
 
 
-def _values(task: Task) -> Tensor:
+def _require_values(task: Task) -> Tensor:
     assert task.values is not None
     return task.values
 
@@ -105,19 +109,21 @@ def tasks_by_sequence(task: Task) -> Iterator[list[Task]]:
     """Yield the rectangles of each sequence of the batch, as tasks."""
     division = _require_division(task)
     problem = replace(task.problem, mask=division.rest)
-    rows = zip(problem.q.split(1), problem.k.split(1), _values(task).split(1), strict=True)
+    rows = zip(problem.q.split(1), problem.k.split(1), _require_values(task).split(1), strict=True)
     for index, (q, k, values) in enumerate(rows):
         pieces = [piece for piece in division.rectangles if piece.batch == index]
         parts_q = split_spans(q, [piece.queries for piece in pieces], dim=2)
         keys = [piece.keys for piece in pieces]
         parts_k, parts_v = (split_spans(t, keys, dim=2) for t in (k, values))
         yield [
-            replace(task, problem=_restrict(problem, piece, *parts), v=part_v)
+            replace(task, problem=_restrict_to_rectangle(problem, piece, *parts), v=part_v)
             for piece, *parts, part_v in zip(pieces, parts_q, parts_k, parts_v, strict=True)
         ]
 
 
-def _restrict(problem: BoundScores, piece: Rectangle, q: Tensor, k: Tensor) -> BoundScores:
+def _restrict_to_rectangle(
+    problem: BoundScores, piece: Rectangle, q: Tensor, k: Tensor
+) -> BoundScores:
     mask, bias = problem.mask.within(piece.part), problem.bias.within(piece.part)
     return replace(problem, q=q, k=k, mask=mask, bias=bias)
 

@@ -14,13 +14,13 @@ from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.dispatch import run_kernel
 from headwise.kernels.kernel import Task
 from headwise.kernels.tiled import softmax_shift
-from headwise.kernels.tiled_op import pack, unpack
+from headwise.kernels.tiled_op import pack_arguments, unpack_arguments
 from headwise.masks.bias_dtype import cast_biases
-from headwise.support.tensor_containers import leaves, map_leaves
+from headwise.support.tensor_containers import iterate_leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch, without_autocast
 
 
-def weights_at(problem: BoundScores, index: Tensor) -> Tensor:
+def weights_of_queries(problem: BoundScores, index: Tensor) -> Tensor:
     """Return the weights of the queries in ``index``, (batch, heads, rows, keys)."""
     exact = problem.accumulate
     with without_autocast(problem.q):
@@ -73,18 +73,18 @@ def largest_weights(problem: BoundScores, count: int, index: Tensor) -> tuple[Te
 def _largest_of_block(problem: BoundScores, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
     # torch.func does not support checkpoint.
     if not torch.is_grad_enabled() or needs_plain_torch():
-        values, indices = weights_at(problem, index).topk(count, dim=-1)
+        values, indices = weights_of_queries(problem, index).topk(count, dim=-1)
         return values, indices
     # Recompute rows in the backward pass: saved rows would add up to queries x keys. Every tensor
     # is an argument, so that torch saves it and detects in-place changes.
-    whole = (pack(problem), index)
-    tensors = [x for x in leaves(whole) if isinstance(x, Tensor)]
+    whole = (pack_arguments(problem), index)
+    tensors = [x for x in iterate_leaves(whole) if isinstance(x, Tensor)]
     form = map_leaves(lambda x: Tensor if isinstance(x, Tensor) else x, whole)
 
     def recomputed(*tensors: Any) -> tuple[Tensor, Tensor]:
         each = iter(tensors)
         packed, rows = map_leaves(lambda x: next(each) if x is Tensor else x, form)
-        values, indices = weights_at(unpack(packed), rows).topk(count, dim=-1)
+        values, indices = weights_of_queries(unpack_arguments(packed), rows).topk(count, dim=-1)
         return values, indices
 
     largest: tuple[Tensor, Tensor] = checkpoint(

@@ -19,8 +19,8 @@ from headwise.layouts.conversion_steps import (
     ConversionStep,
     ModuleTensors,
     TensorHeader,
-    components,
-    copy,
+    group_tensors_by_content,
+    make_copy_step,
     other_weight_steps,
 )
 from headwise.layouts.layout import Layout
@@ -28,9 +28,9 @@ from headwise.layouts.module_names import (
     AS_STORED,
     NamedModule,
     NameForm,
-    modules_of,
+    find_modules,
+    find_unlisted_tensors,
     template_fields,
-    unlisted_tensors,
 )
 from headwise.layouts.pattern import require_one_dtype
 
@@ -62,7 +62,7 @@ def plan_conversion(
         DTypeError: attention in integers or in 8-bit numbers, or in several dtypes where they
             would share a tensor.
     """
-    modules = modules_of(source, headers)
+    modules = find_modules(source, headers)
     if not modules:
         raise OptionError(
             saw=f"{len(headers)} tensors, among them {sorted(headers)[:3]}",
@@ -71,8 +71,8 @@ def plan_conversion(
         )
     for module in modules:
         _require_known_tensors(module, source, headers)
-    fitted = [(module, _sizes(module, source, headers, known)) for module in modules]
-    conflicts = _conflicts([sizes for _, sizes in fitted], source, target)
+    fitted = [(module, _solve_module_sizes(module, source, headers, known)) for module in modules]
+    conflicts = _conflicts_of_sizes([sizes for _, sizes in fitted], source, target)
     require_same(conflicts, accept, between=f"{source.name} and {target.name}")
     _require_one_head_dim(fitted, known)
     if form.base is None and any(module.place.is_base for module in modules):
@@ -80,23 +80,23 @@ def plan_conversion(
     steps: list[ConversionStep] = []
     for module, sizes in fitted:
         steps += _module_steps(module, sizes, source, target, headers, form)
-    return _with_other_weights(steps, modules, source, target, headers, form)
+    return _all_conversion_steps(steps, modules, source, target, headers, form)
 
 
-def rename_steps(
+def plan_renaming(
     headers: Mapping[str, TensorHeader], layout: Layout, *, form: NameForm
 ) -> list[ConversionStep]:
     """Return the steps that only rename tensors; modules may lack some of their tensors."""
-    modules = modules_of(layout, headers)
+    modules = find_modules(layout, headers)
     steps = [
-        copy(name, _prefix(module, layout, form) + local, headers[name])
+        make_copy_step(name, _target_prefix(module, layout, form) + local, headers[name])
         for module in modules
         for name, local in module.tensors.items()
     ]
-    return _with_other_weights(steps, modules, layout, layout, headers, form)
+    return _all_conversion_steps(steps, modules, layout, layout, headers, form)
 
 
-def _with_other_weights(
+def _all_conversion_steps(
     steps: list[ConversionStep],
     modules: Iterable[NamedModule],
     source: Layout,
@@ -123,7 +123,7 @@ def _with_other_weights(
     return sorted(steps, key=lambda step: bool(step.outputs))
 
 
-def conflicts_of(
+def find_function_conflicts(
     headers: Mapping[str, TensorHeader], source: Layout, target: Layout, known: Mapping[str, int]
 ) -> dict[str, tuple[str, str]]:
     """Return the fields of `AttentionSpec` in which these modules differ from the target.
@@ -133,13 +133,13 @@ def conflicts_of(
     Raises:
         OptionError, ShapeError: the modules cannot be read in the source's layout.
     """
-    modules = modules_of(source, headers)
-    return _conflicts(
-        [_sizes(module, source, headers, known) for module in modules], source, target
+    modules = find_modules(source, headers)
+    return _conflicts_of_sizes(
+        [_solve_module_sizes(module, source, headers, known) for module in modules], source, target
     )
 
 
-def _conflicts(
+def _conflicts_of_sizes(
     sizes: Iterable[Sizes], source: Layout, target: Layout
 ) -> dict[str, tuple[str, str]]:
     conflicts = source.function.conflicts(target.function)
@@ -151,7 +151,7 @@ def _conflicts(
 def _require_known_tensors(
     module: NamedModule, layout: Layout, headers: Mapping[str, TensorHeader]
 ) -> None:
-    stray = unlisted_tensors(module, layout)
+    stray = find_unlisted_tensors(module, layout)
     if stray:
         raise OptionError(
             saw=f"{', '.join(stray[:4])}{' ...' if len(stray) > 4 else ''}, within {module.prefix}",
@@ -186,7 +186,7 @@ def _require_one_head_dim(
         )
 
 
-def _sizes(
+def _solve_module_sizes(
     module: NamedModule,
     source: Layout,
     headers: Mapping[str, TensorHeader],
@@ -225,14 +225,14 @@ def _module_steps(
     }
     for pattern in written.values():
         require_one_dtype({t: dtypes[t] for t in pattern.tensors if t in dtypes})
-    prefix = _prefix(module, target, form)
+    prefix = _target_prefix(module, target, form)
     stored = {local: source.patterns[local] for local in module.tensors.values()}
     steps = []
-    for locals_in, locals_out in components(stored, written):
+    for locals_in, locals_out in group_tensors_by_content(stored, written):
         inputs = tuple(name for name, local in module.tensors.items() if local in locals_in)
         outputs = {prefix + local: written[local].shape(target_sizes) for local in locals_out}
         if _is_kept(source, target, locals_in, locals_out):
-            steps.append(copy(inputs[0], next(iter(outputs)), headers[inputs[0]]))
+            steps.append(make_copy_step(inputs[0], next(iter(outputs)), headers[inputs[0]]))
             continue
         reader = ModuleTensors(source, {name: module.tensors[name] for name in inputs}, sizes)
         writer = ModuleTensors(
@@ -256,7 +256,7 @@ def _is_kept(source: Layout, target: Layout, stored: list[str], written: list[st
     )
 
 
-def _prefix(module: NamedModule, target: Layout, form: NameForm) -> str:
+def _target_prefix(module: NamedModule, target: Layout, form: NameForm) -> str:
     place = module.place.formed(form)
     if not place.role:
         return place.root

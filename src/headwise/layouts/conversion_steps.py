@@ -12,11 +12,17 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from headwise.layouts.axis_sizes import Sizes, solve
+from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes
 from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import NameForm, NamePlace, locate_other_weight, template_fields
-from headwise.layouts.pattern import Pattern, pack, parse, require_one_dtype, unpack
+from headwise.layouts.pattern import (
+    Pattern,
+    pack_tensors,
+    parse_pattern,
+    require_one_dtype,
+    unpack_tensor,
+)
 
 PARTS = ("weight", "kernel", "W", "w", "bias", "b")  # of a linear layer, or of a norm
 
@@ -93,24 +99,24 @@ class OtherTensors:
         """Return the tensors by their names in the patterns."""
         tensors: State = {}
         for name, tensor in stored.items():
-            tensors |= unpack(self.patterns[name], tensor, self.sizes)
+            tensors |= unpack_tensor(self.patterns[name], tensor, self.sizes)
         return tensors
 
     def write(self, canonical: Mapping[str, Tensor]) -> State:
         """Return the stored tensors."""
         return {
-            name: pack(pattern, canonical, self.sizes)
+            name: pack_tensors(pattern, canonical, self.sizes)
             for name, pattern in self.patterns.items()
             if set(pattern.tensors) <= canonical.keys()
         }
 
 
-def copy(name: str, new: str, header: TensorHeader) -> ConversionStep:
+def make_copy_step(name: str, new: str, header: TensorHeader) -> ConversionStep:
     """Return the step that copies a tensor under a new name."""
     return ConversionStep((name,), {new: tuple(header.shape)})
 
 
-def components(
+def group_tensors_by_content(
     stored: Mapping[str, Pattern], written: Mapping[str, Pattern]
 ) -> list[tuple[list[str], list[str]]]:
     """Group the stored and the written tensors that share canonical tensors."""
@@ -149,11 +155,11 @@ def other_weight_steps(
             continue
         template, place = match
         same = places.setdefault(replace(place, role=""), {})
-        same[name] = parse(source.outside[template])
+        same[name] = parse_pattern(source.outside[template])
     steps = []
     for place, stored in places.items():
-        written = _counterparts(stored.values(), target, {slot for slot, _ in place.numbers})
-        for inputs, templates in components(stored, written):
+        written = _find_counterparts(stored.values(), target, {slot for slot, _ in place.numbers})
+        for inputs, templates in group_tensors_by_content(stored, written):
             # A module with further tensors (scales, an adapter, a bias) keeps its name.
             parts = (name.rpartition(".") for name in inputs)
             above = tuple(f"{module}." for module, _, leaf in parts if leaf in PARTS)
@@ -169,8 +175,10 @@ def other_weight_steps(
             if mine != theirs:  # the target has no name for some of the tensors
                 kept += inputs
                 continue
-            steps += _content_steps(held, made, headers)
-    return steps + [copy(name, _move_root(form.root, name, roots), headers[name]) for name in kept]
+            steps += _make_content_steps(held, made, headers)
+    return steps + [
+        make_copy_step(name, _move_root(form.root, name, roots), headers[name]) for name in kept
+    ]
 
 
 def _move_root(root: str | None, name: str, roots: Iterable[str]) -> str:
@@ -179,28 +187,30 @@ def _move_root(root: str | None, name: str, roots: Iterable[str]) -> str:
     return name if root is None or not above else root + name.removeprefix(max(above, key=len))
 
 
-def _counterparts(
+def _find_counterparts(
     stored: Iterable[Pattern], target: Layout, numbered: set[str]
 ) -> dict[str, Pattern]:
     """Return the tensors of the target that these make up: template -> pattern, no tensor twice."""
     held = {tensor for pattern in stored for tensor in pattern.tensors}
     patterns: dict[str, Pattern] = {}
     for template, text in target.outside.items():
-        pattern = parse(text)
+        pattern = parse_pattern(text)
         if held.issuperset(pattern.tensors) and template_fields(template) == numbered:
             held -= set(pattern.tensors)
             patterns[template] = pattern
     return patterns
 
 
-def _content_steps(
+def _make_content_steps(
     held: Mapping[str, Pattern], made: Mapping[str, Pattern], headers: Mapping[str, TensorHeader]
 ) -> list[ConversionStep]:
     """Return the steps between stored tensors that hold the same canonical tensors."""
     if list(held.values()) == list(made.values()):
-        return [copy(name, new, headers[name]) for name, new in zip(held, made, strict=True)]
+        return [
+            make_copy_step(name, new, headers[name]) for name, new in zip(held, made, strict=True)
+        ]
     shapes = {name: (pattern, tuple(headers[name].shape)) for name, pattern in held.items()}
-    sizes = solve(shapes, {}, {})
+    sizes = solve_axis_sizes(shapes, {}, {})
     require_one_dtype({name: headers[name].dtype for name in held})
     outputs = {name: pattern.shape(sizes) for name, pattern in made.items()}
     return [

@@ -38,21 +38,21 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     """True if two tensors have the same shape, dtype and bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(_bits(a), _bits(b))
+    return torch.equal(_view_as_bits(a), _view_as_bits(b))
 
 
-def differing_entries(a: Tensor, b: Tensor) -> Tensor:
+def mark_differing_entries(a: Tensor, b: Tensor) -> Tensor:
     """Return True for each entry whose bits differ, of the shape of both."""
-    differ = _bits(a) != _bits(b)
+    differ = _view_as_bits(a) != _view_as_bits(b)
     return differ.any(-1) if a.is_complex() else differ
 
 
-def _bits(x: Tensor) -> Tensor:
+def _view_as_bits(x: Tensor) -> Tensor:
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return x.contiguous().view(_BITS[x.element_size()])
 
 
-def differing_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+def list_differing_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the canonical tensors that differ; a bias of +0 may be absent."""
     names = []
     for name in AXES:
@@ -65,7 +65,7 @@ def differing_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[
     return names
 
 
-def differing_part(name: str, x: Tensor | None, y: Tensor | None) -> str:
+def describe_differing_part(name: str, x: Tensor | None, y: Tensor | None) -> str:
     """Return the part of a module where two canonical tensors differ: "values of kv head 3".
 
     Heads are numbered from 0; of keys and values they are kv heads. They are not named where the
@@ -81,10 +81,10 @@ def differing_part(name: str, x: Tensor | None, y: Tensor | None) -> str:
         if not same_bytes(x.select(axis, head), y.select(axis, head))
     ]
     word = "kv head" if AXES[name][axis] == "kv_heads" else "head"
-    return f"{part} of {_numbered(heads, word, of=x.shape[axis])}"
+    return f"{part} of {_describe_heads(heads, word, of=x.shape[axis])}"
 
 
-def _numbered(heads: list[int], word: str, *, of: int) -> str:
+def _describe_heads(heads: list[int], word: str, *, of: int) -> str:
     if len(heads) == 1:
         return f"{word} {heads[0]}"
     if len(heads) == of:
@@ -128,4 +128,4 @@ def is_same_map(reading: LayoutReading, other: LayoutReading) -> bool:
     # Without a rotary_width, all channels of a head are rotated.
     whole = ({"rotary_width": x.sizes["head_dim"], **x.sizes} for x in (reading, other))
     pairs = zip((reading, other), whole, strict=True)
-    return not differing_tensors(*(replace(x, sizes=sizes).read(first) for x, sizes in pairs))
+    return not list_differing_tensors(*(replace(x, sizes=sizes).read(first) for x, sizes in pairs))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.attention_spec import AttentionSpec
-from headwise.layouts.axis_sizes import Sizes, solve
+from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes
 from headwise.layouts.canonical import AXES, BIASES, NORMS, OPTIONAL, State
 from headwise.layouts.pattern import (
     GROUPED,
@@ -18,11 +18,11 @@ from headwise.layouts.pattern import (
     Splits,
     canonical_shape,
     names_by_axis,
-    pack,
-    parse,
+    pack_tensors,
+    parse_pattern,
     to_half_split,
     to_interleaved,
-    unpack,
+    unpack_tensor,
 )
 from headwise.support.display import ShownInNotebook
 
@@ -103,12 +103,12 @@ class Layout(ShownInNotebook):
                     do='write it as where={"self": "layers.{layer}.attention."}',
                 )
         for text in self.outside.values():
-            parse(text)
+            parse_pattern(text)
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
         """The parsed patterns of the tensors of attention."""
-        return {name: parse(text) for name, text in self.tensors.items()}
+        return {name: parse_pattern(text) for name, text in self.tensors.items()}
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, int]) -> Sizes:
         """Solve the size of every axis from the shapes of stored tensors and the known counts.
@@ -175,7 +175,7 @@ class Layout(ShownInNotebook):
         patterns = self.patterns
         canonical: State = {}
         for name, tensor in stored.items():
-            canonical |= unpack(patterns[name], tensor, sizes, self.all_splits)
+            canonical |= unpack_tensor(patterns[name], tensor, sizes, self.all_splits)
         if self.function.rotary == "interleaved":
             return to_half_split(canonical, width=self.rotary_width(sizes))
         return canonical
@@ -206,7 +206,7 @@ class Layout(ShownInNotebook):
             for tensor in absent:  # a missing bias, fused with others that are present
                 like = next(state[other] for other in pattern.tensors if other in state)
                 state[tensor] = like.new_zeros(shapes[tensor])
-            stored[name] = pack(pattern, state, sizes, self.all_splits)
+            stored[name] = pack_tensors(pattern, state, sizes, self.all_splits)
         return stored
 
     def canonical_sizes(
@@ -218,7 +218,7 @@ class Layout(ShownInNotebook):
             ShapeError: tensors that contradict each other, or that this layout cannot hold.
         """
         tensors = {
-            name: (parse(f"{name}: {' '.join(AXES[name])}"), shape)
+            name: (parse_pattern(f"{name}: {' '.join(AXES[name])}"), shape)
             for name, shape in shapes.items()
         }
         return self._solve_sizes(tensors, known)
@@ -240,7 +240,7 @@ class Layout(ShownInNotebook):
                     needed=f"{name} {size}: {self.name} has no other",
                     do="give the counts that the model has, or the layout that it is in",
                 )
-        sizes = solve(shapes, {**known, **self.fixed}, self.all_splits)
+        sizes = solve_axis_sizes(shapes, {**known, **self.fixed}, self.all_splits)
         if self.function.rotary == "interleaved" and "rotary_width" in sizes:
             self.rotary_width(sizes)  # raises before any tensor is converted
         return sizes

@@ -131,7 +131,7 @@ def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
     return layout.canonical_sizes(_canonical_shapes(layout, fitting), _rotary_width(fitting))
 
 
-def axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
+def draw_axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
     """Return every axis of every stored tensor."""
     patterns = layout.patterns
     shapes = {name: pattern.shape(sizes) for name, pattern in patterns.items()}
@@ -146,7 +146,7 @@ def axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...
         sizes=layout.canonical_sizes(_canonical_shapes(layout, narrow), _rotary_width(sizes)),
     )
     return {
-        name: tuple(_strip(stored[name], axis, length) for axis, length in enumerate(shape))
+        name: tuple(_draw_strip(stored[name], axis, length) for axis, length in enumerate(shape))
         for name, shape in shapes.items()
     }
 
@@ -162,7 +162,7 @@ def draw(layout: Layout, **given: int) -> str:
         ShapeError, OptionError: the layout cannot have these sizes.
     """
     sizes = drawing_sizes(layout, given)
-    strips_by_name = axis_strips(layout, sizes)
+    strips_by_name = draw_axis_strips(layout, sizes)
     lines: list[str] = []
     required = layout.required
     for name, pattern in layout.patterns.items():
@@ -226,9 +226,9 @@ def _labelled_tensor(tensor: str, sizes: Mapping[str, int]) -> Tensor:
     return entries
 
 
-def _strip(stored: Tensor, axis: int, length: int) -> DrawnStrip:
+def _draw_strip(stored: Tensor, axis: int, length: int) -> DrawnStrip:
     rows = stored.movedim(axis, 0).flatten(1) if stored.dim() > 1 else stored[:, None]
-    owners = [_owners(row) for row in rows // _MOST]
+    owners = [_owners_of_row(row) for row in rows // _MOST]
     if len(set(owners)) == 1:
         return DrawnStrip(axis, length, ())
     runs = [(whose, len(list(run))) for whose, run in groupby(owners)]
@@ -244,7 +244,7 @@ def _strip(stored: Tensor, axis: int, length: int) -> DrawnStrip:
     return DrawnStrip(axis, length, tuple(cells))
 
 
-def _owners(row: Tensor) -> Owners:
+def _owners_of_row(row: Tensor) -> Owners:
     owners = [divmod(int(entry), _MOST) for entry in row.unique()]
     return tuple(
         (_NAMES[tensor], tuple(head for _, head in heads))

@@ -64,7 +64,7 @@ class NamePlace:
 
     def within(self, template: str) -> str:
         """Return ``template`` with the root and the numbers of this position."""
-        written = (self.is_base and _without_base(template)) or template
+        written = (self.is_base and _remove_base_prefix(template)) or template
         return self.root + written.format(**dict(self.numbers))
 
 
@@ -84,7 +84,7 @@ class NamedModule:
         return int(dict(self.place.numbers).get("layer") or next(counted, 0))
 
 
-def modules_of(layout: Layout, names: Iterable[str]) -> list[NamedModule]:
+def find_modules(layout: Layout, names: Iterable[str]) -> list[NamedModule]:
     """Return every module of ``layout`` in a checkpoint, in the order of their numbers.
 
     Beside those at the places that the layout knows, any prefix that all its matrices share is
@@ -93,29 +93,31 @@ def modules_of(layout: Layout, names: Iterable[str]) -> list[NamedModule]:
     mixed layouts. A base model is stored without the word that models with a head call it by.
     """
     names = list(names)
-    modules = _modules_at(layout.where, layout, names)
+    modules = _find_modules_at(layout.where, layout, names)
     if not any(module.tensors for module in modules):
         # Those of a model that was stored without its head: its names lack their first word.
         where = {
-            role: bare for role, place in layout.where.items() if (bare := _without_base(place))
+            role: bare
+            for role, place in layout.where.items()
+            if (bare := _remove_base_prefix(place))
         }
-        modules = _modules_at(where, layout, names, is_base=True)
+        modules = _find_modules_at(where, layout, names, is_base=True)
         whole = (module for module in modules if layout.required <= {*module.tensors.values()})
         roots = {module.place.root for module in whole}
         modules = [module for module in modules if module.place.root in roots]
     placed = [module for module in modules if module.tensors or _is_attention(module, layout)]
     used = {name for module in placed for name in (*module.tensors, *module.beside)}
-    elsewhere = _modules_elsewhere(layout, [name for name in names if name not in used])
-    return sorted(placed + elsewhere, key=_order)
+    elsewhere = _find_modules_elsewhere(layout, [name for name in names if name not in used])
+    return sorted(placed + elsewhere, key=_module_sort_key)
 
 
-def _modules_at(
+def _find_modules_at(
     where: Mapping[str, str], layout: Layout, names: Iterable[str], *, is_base: bool = False
 ) -> list[NamedModule]:
     modules: dict[tuple[NamePlace, str], tuple[dict[str, str], list[str]]] = {}
     for name in names:
         for role, template in where.items():
-            if match := _pattern(template).match(name):
+            if match := _template_pattern(template).match(name):
                 place = NamePlace(match["root"], role, _slot_numbers(match), is_base)
                 tensors, beside = modules.setdefault((place, match[0]), ({}, []))
                 local = name[match.end() :]
@@ -130,13 +132,13 @@ def _modules_at(
     ]
 
 
-def _without_base(template: str) -> str:
+def _remove_base_prefix(template: str) -> str:
     """Return a template without the name of the base model; "" where it has none."""
     base = next((base for base in BASES if template.startswith(base)), None)
     return "" if base is None else template.removeprefix(base)
 
 
-def _order(module: NamedModule) -> tuple[str, bool, list[tuple[int, str]]]:
+def _module_sort_key(module: NamedModule) -> tuple[str, bool, list[tuple[int, str]]]:
     """Return a sort key: layer 10 follows layer 2, and a decoder follows its encoder."""
     place, parts = module.place, re.split(r"(\d+)", module.prefix)
     counted = [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
@@ -149,10 +151,10 @@ def _is_attention(module: NamedModule, layout: Layout) -> bool:
     False where a layout stores attention directly in the block, beside other tensors.
     """
     is_block = layout.where[module.place.role].endswith("{layer}.")
-    return not is_block and bool(unlisted_tensors(module, layout))
+    return not is_block and bool(find_unlisted_tensors(module, layout))
 
 
-def unlisted_tensors(module: NamedModule, layout: Layout) -> list[str]:
+def find_unlisted_tensors(module: NamedModule, layout: Layout) -> list[str]:
     """Return the tensors of a module that the layout does not list."""
     return [
         name
@@ -162,7 +164,7 @@ def unlisted_tensors(module: NamedModule, layout: Layout) -> list[str]:
     ]
 
 
-def _modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModule]:
+def _find_modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModule]:
     modules: dict[str, dict[str, str]] = {}
     for name in names:
         for local in layout.tensors:
@@ -196,8 +198,8 @@ def locate_other_weight(
     """Return the template and position of a tensor outside of attention; None if not listed."""
     for is_base in (False, True):
         for template in layout.outside:
-            read = _without_base(template) if is_base else template
-            match = _pattern(read, end="$").match(name) if read else None
+            read = _remove_base_prefix(template) if is_base else template
+            match = _template_pattern(read, end="$").match(name) if read else None
             if match and match["root"] in {*roots, ""}:  # an unembedding has no root
                 return template, NamePlace(match["root"], template, _slot_numbers(match), is_base)
     return None
@@ -213,7 +215,7 @@ def template_fields(template: str) -> set[str]:
 
 
 @cache
-def _pattern(template: str, *, end: str = "") -> re.Pattern[str]:
+def _template_pattern(template: str, *, end: str = "") -> re.Pattern[str]:
     parts = [
         rf"(?P<{part}>\d+)" if at % 2 else re.escape(part)
         for at, part in enumerate(SLOT.split(template))

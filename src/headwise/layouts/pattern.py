@@ -31,15 +31,19 @@ Splits = Mapping[str, tuple[str, ...]]
 GROUPED: Splits = {"heads": ("kv_heads", "group")}
 
 
-def unpack(
+def unpack_tensor(
     pattern: Pattern, stored: Tensor, sizes: Mapping[str, int], splits: Splits = GROUPED
 ) -> dict[str, Tensor]:
     """Return the canonical tensors that ``stored`` holds, as views where possible."""
     parts = [stored]
     if pattern.fused is not None:
         axis = pattern.axes[pattern.fused]
-        lengths = [product(block.names, sizes) for block in axis.blocks]
-        around = (product(axis.before, sizes), sum(lengths), product(axis.after, sizes))
+        lengths = [product_of_sizes(block.names, sizes) for block in axis.blocks]
+        around = (
+            product_of_sizes(axis.before, sizes),
+            sum(lengths),
+            product_of_sizes(axis.after, sizes),
+        )
         opened = stored.unflatten(pattern.fused, around)
         parts = list(opened.split(lengths, dim=pattern.fused + 1))
     canonical = {}
@@ -48,11 +52,13 @@ def unpack(
         groups = names_by_axis(tensor, names, splits)
         opened = part.reshape([sizes[name] for name in names])
         order = [names.index(name) for group in groups for name in group]
-        canonical[tensor] = opened.permute(order).reshape([product(x, sizes) for x in groups])
+        canonical[tensor] = opened.permute(order).reshape(
+            [product_of_sizes(x, sizes) for x in groups]
+        )
     return canonical
 
 
-def pack(
+def pack_tensors(
     pattern: Pattern,
     canonical: Mapping[str, Tensor],
     sizes: Mapping[str, int],
@@ -65,7 +71,7 @@ def pack(
     for tensor in pattern.tensors:
         names, whole = pattern.names_of(tensor), canonical[tensor]
         groups = names_by_axis(tensor, names, splits)
-        fitting = tuple(product(group, sizes) for group in groups)
+        fitting = tuple(product_of_sizes(group, sizes) for group in groups)
         if tuple(whole.shape) != fitting:
             raise ShapeError(
                 saw=f"{tensor} of shape {tuple(whole.shape)}",
@@ -74,7 +80,7 @@ def pack(
             )
         flat = [name for group in groups for name in group]
         opened = whole.reshape([sizes[name] for name in flat])
-        shape = [product(axis.names_of(tensor), sizes) for axis in pattern.axes]
+        shape = [product_of_sizes(axis.names_of(tensor), sizes) for axis in pattern.axes]
         parts.append(opened.permute([flat.index(name) for name in names]).reshape(shape))
     if pattern.fused is None:
         [part], [tensor] = parts, pattern.tensors
@@ -86,7 +92,11 @@ def pack(
     blocks = [
         part.unflatten(
             at,
-            (product(axis.before, sizes), product(block.names, sizes), product(axis.after, sizes)),
+            (
+                product_of_sizes(axis.before, sizes),
+                product_of_sizes(block.names, sizes),
+                product_of_sizes(axis.after, sizes),
+            ),
         )
         for part, block in zip(parts, axis.blocks, strict=True)
     ]
@@ -98,7 +108,7 @@ def canonical_shape(
 ) -> tuple[int, ...]:
     """Return the shape of a canonical tensor that a stored one holds."""
     names = pattern.names_of(tensor)
-    return tuple(product(group, sizes) for group in names_by_axis(tensor, names, splits))
+    return tuple(product_of_sizes(group, sizes) for group in names_by_axis(tensor, names, splits))
 
 
 def names_by_axis(
@@ -112,7 +122,7 @@ def names_by_axis(
         OptionError: names are missing, left over, or written twice.
     """
     axes = AXES.get(tensor) or tuple(sorted(names))
-    groups = [_spelling(axis, names, splits) for axis in axes]
+    groups = [_resolve_axis_names(axis, names, splits) for axis in axes]
     used = [name for group in groups for name in group or ()]
     if None in groups or sorted(used) != sorted(names):
         raise OptionError(
@@ -124,7 +134,9 @@ def names_by_axis(
     return [group for group in groups if group is not None]
 
 
-def _spelling(axis: str, names: tuple[str, ...], splits: Splits) -> tuple[str, ...] | None:
+def _resolve_axis_names(
+    axis: str, names: tuple[str, ...], splits: Splits
+) -> tuple[str, ...] | None:
     for spelling in (axis, WIDER.get(axis)):
         if spelling is None:
             continue
@@ -151,15 +163,15 @@ def to_half_split(state: State, *, width: int) -> State:
 
     The first ``width`` of head_dim are rotated; the rest stays where it is.
     """
-    return {name: _reordered(name, x, width, (width // 2, 2)) for name, x in state.items()}
+    return {name: _reorder_channels(name, x, width, (width // 2, 2)) for name, x in state.items()}
 
 
 def to_interleaved(state: State, *, width: int) -> State:
     """Reorder rotated channels from pairs (i, i + width / 2) to (2i, 2i + 1)."""
-    return {name: _reordered(name, x, width, (2, width // 2)) for name, x in state.items()}
+    return {name: _reorder_channels(name, x, width, (2, width // 2)) for name, x in state.items()}
 
 
-def _reordered(name: str, x: Tensor, width: int, shape: tuple[int, int]) -> Tensor:
+def _reorder_channels(name: str, x: Tensor, width: int, shape: tuple[int, int]) -> Tensor:
     import torch
 
     if name not in ROTATED:
@@ -233,17 +245,17 @@ class Pattern:
 
 
 @cache
-def parse(text: str) -> Pattern:
+def parse_pattern(text: str) -> Pattern:
     """Parse a pattern.
 
     Raises:
         OptionError: the text is no pattern; the message quotes the wrong token.
     """
-    tokens = _tokens(text)
+    tokens = _tokenize_pattern(text)
     whole = None
     if tokens and tokens[0].endswith(":"):
         whole = tokens.pop(0)[:-1]
-    axes = tuple(_axes(tokens, text))
+    axes = tuple(_parse_axes(tokens, text))
     fused = [number for number, axis in enumerate(axes) if axis.blocks]
     if (whole is None) != (len(fused) == 1) or len(fused) > 1:
         raise _pattern_error(text, "either one tensor's name before its axes, or one pair of []")
@@ -255,7 +267,7 @@ def parse(text: str) -> Pattern:
     return Pattern(axes, tensors, fused[0])
 
 
-def _tokens(text: str) -> list[str]:
+def _tokenize_pattern(text: str) -> list[str]:
     tokens = []
     for name, sign, other in _TOKEN.findall(text):
         if other:
@@ -264,18 +276,18 @@ def _tokens(text: str) -> list[str]:
     return tokens
 
 
-def _axes(tokens: list[str], text: str) -> Iterator[PatternAxis]:
+def _parse_axes(tokens: list[str], text: str) -> Iterator[PatternAxis]:
     while tokens:
         token = tokens.pop(0)
         if token == "(":
-            yield _product(tokens, text)
+            yield _parse_product_axis(tokens, text)
         elif token.isidentifier():
             yield PatternAxis((token,))
         else:
             raise _pattern_error(text, f"an axis where {token!r} stands")
 
 
-def _product(tokens: list[str], text: str) -> PatternAxis:
+def _parse_product_axis(tokens: list[str], text: str) -> PatternAxis:
     """Parse an axis in round brackets, after the opening bracket."""
     before: list[str] = []
     blocks: tuple[PatternBlock, ...] = ()
@@ -285,7 +297,7 @@ def _product(tokens: list[str], text: str) -> PatternAxis:
         if token == ")":
             return PatternAxis(tuple(before), blocks, tuple(after))
         if token == "[" and not blocks:
-            blocks = tuple(_blocks(tokens, text))
+            blocks = tuple(_parse_blocks(tokens, text))
         elif token.isidentifier():
             (after if blocks else before).append(token)
         else:
@@ -293,7 +305,7 @@ def _product(tokens: list[str], text: str) -> PatternAxis:
     raise _pattern_error(text, "a ) at the end")
 
 
-def _blocks(tokens: list[str], text: str) -> Iterator[PatternBlock]:
+def _parse_blocks(tokens: list[str], text: str) -> Iterator[PatternBlock]:
     tensor = ""
     names: list[str] = []
     while tokens:
@@ -324,6 +336,6 @@ def _pattern_error(text: str, needed: str) -> OptionError:
     )
 
 
-def product(names: Iterable[str], sizes: Mapping[str, int]) -> int:
+def product_of_sizes(names: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Return the product of the sizes of names."""
     return prod(sizes[name] for name in names)

@@ -58,7 +58,7 @@ def output_projection(name: str, *, bias: bool = True, columns: bool = False) ->
     return {f"{name}.weight": text} | ({f"{name}.bias": "bo: out_dim"} if bias else {})
 
 
-def stacked_qkv(
+def stacked_qkv_projection(
     name: str, *, kv_heads: str = "heads", bias: bool = True, columns: bool = False
 ) -> Tensors:
     """Return one linear layer of all queries, then all keys, then all values.
@@ -69,12 +69,12 @@ def stacked_qkv(
     return fused_projection(name, axis, bias=bias, columns=columns)
 
 
-def fused_by_head(name: str, *, bias: bool = True) -> Tensors:
+def qkv_fused_by_head(name: str, *, bias: bool = True) -> Tensors:
     """Return one linear layer with query, key and value of each head side by side."""
     return fused_projection(name, "(heads [wq: head_dim | wk: head_dim | wv: head_dim])", bias=bias)
 
 
-def fused_by_group(name: str, *, bias: bool = True) -> Tensors:
+def qkv_fused_by_group(name: str, *, bias: bool = True) -> Tensors:
     """Return one linear layer with, for each kv head, its query heads, its key and its value."""
     return fused_projection(
         name, "(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim])", bias=bias

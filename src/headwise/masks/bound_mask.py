@@ -58,7 +58,7 @@ class BoundMask:
 
     def key_range(self, first: int, stop: int) -> Span:
         """Keys outside are hidden from every query in [first, stop)."""
-        span = reduce(Span.within, (c.key_range(first, stop) for c in self.clauses), self._keys)
+        span = reduce(Span.within, (c.key_range(first, stop) for c in self.clauses), self._all_keys)
         start = min(span.first, self.sizes.keys)
         return Span(start, max(start, span.stop))
 
@@ -67,7 +67,7 @@ class BoundMask:
         spans = [clause.open_range(first, stop) for clause in self.clauses]
         if None in spans:
             return Span(0, 0)
-        return reduce(Span.within, (span for span in spans if span), self._keys)
+        return reduce(Span.within, (span for span in spans if span), self._all_keys)
 
     @property
     def longest_run(self) -> int:
@@ -88,7 +88,7 @@ class BoundMask:
         return first, torch.maximum(first, stop)
 
     @property
-    def _keys(self) -> Span:
+    def _all_keys(self) -> Span:
         return Span(0, self.sizes.keys)
 
     # ---- blocks -----------------------------------------------------------------------------
@@ -134,7 +134,9 @@ class BoundMask:
         lists = [rectangles for _, rectangles in parts if rectangles is not None]
         if not lists:
             return None
-        common = tuple(r for rows in zip(*lists, strict=True) for r in reduce(_intersect, rows))
+        common = tuple(
+            r for rows in zip(*lists, strict=True) for r in reduce(_intersect_rectangles, rows)
+        )
         rest = tuple(clause for clause, rectangles in parts if rectangles is None)
         return BlockDiagonal(tuple(r for r in common if r.cells), replace(self, clauses=rest))
 
@@ -183,11 +185,11 @@ def bind_clauses(clauses: Iterable[Clause], sizes: MatrixSizes, device: torch.de
                     needed="one device",
                     do=f'mask.to("{device}")',
                 )
-        _merge(merged, clause)
+        _merge_clause(merged, clause)
     return BoundMask(sizes, device, tuple(merged))
 
 
-def _merge(clauses: list[Clause], other: Clause) -> None:
+def _merge_clause(clauses: list[Clause], other: Clause) -> None:
     for index, clause in enumerate(clauses):
         if (both := clause.merged(other)) is not None:
             clauses[index] = both
@@ -195,7 +197,7 @@ def _merge(clauses: list[Clause], other: Clause) -> None:
     clauses.append(other)
 
 
-def _intersect(some: list[Rectangle], others: list[Rectangle]) -> list[Rectangle]:
+def _intersect_rectangles(some: list[Rectangle], others: list[Rectangle]) -> list[Rectangle]:
     """Intersect two lists of disjoint rectangles of one sequence."""
     pairs = [
         Rectangle(a.batch, a.queries.within(b.queries), a.keys.within(b.keys))

@@ -30,14 +30,19 @@ from headwise.masks.clauses.lengths import (
     Lengths,
     Side,
     Starts,
-    lengths_of,
+    require_lengths,
 )
-from headwise.masks.clauses.prefix import prefix_of
-from headwise.masks.clauses.segments import PackedRow, Segments, offsets_of, segment_ids_of
+from headwise.masks.clauses.prefix import make_prefix
+from headwise.masks.clauses.segments import (
+    PackedRow,
+    Segments,
+    require_offsets,
+    require_segment_ids,
+)
 from headwise.masks.clauses.where import Predicate, Where
-from headwise.masks.conventions import allowed_entries, allowed_matrix, require_bool
+from headwise.masks.conventions import read_allowed_entries, read_allowed_matrix, require_bool
 from headwise.support.display import ShownInNotebook
-from headwise.support.integers import as_count, as_int64
+from headwise.support.integers import convert_to_count, convert_to_int64
 from headwise.support.message_text import describe_value
 
 OneKind = TypeVar("OneKind", bound=Clause)
@@ -76,7 +81,9 @@ class Mask(ShownInNotebook):
             OptionError: a negative side, or an alignment that does not exist.
         """
         require_align(align)
-        return cls((Band(_side("left", left), _side("right", right), align),))
+        return cls(
+            (Band(_require_window_side("left", left), _require_window_side("right", right), align),)
+        )
 
     @classmethod
     def lengths(
@@ -104,8 +111,8 @@ class Mask(ShownInNotebook):
             )
         return cls(
             tuple(
-                Lengths(lengths_of(numbers, name), axis, side)
-                for name, axis, numbers in _given(keys, queries)
+                Lengths(require_lengths(numbers, name), axis, side)
+                for name, axis, numbers in _yield_given_lengths(keys, queries)
             )
         )
 
@@ -122,8 +129,8 @@ class Mask(ShownInNotebook):
         """
         return cls(
             tuple(
-                Starts(lengths_of(numbers, name, call="starts"), axis)
-                for name, axis, numbers in _given(keys, queries)
+                Starts(require_lengths(numbers, name, call="starts"), axis)
+                for name, axis, numbers in _yield_given_lengths(keys, queries)
             )
         )
 
@@ -138,8 +145,10 @@ class Mask(ShownInNotebook):
         Raises:
             MaskError: ids that are no integers.
         """
-        ids = segment_ids_of(ids, "queries")
-        return cls((Segments(ids, ids if key_ids is None else segment_ids_of(key_ids, "keys")),))
+        ids = require_segment_ids(ids, "queries")
+        return cls(
+            (Segments(ids, ids if key_ids is None else require_segment_ids(key_ids, "keys")),)
+        )
 
     @classmethod
     def packed(
@@ -155,10 +164,10 @@ class Mask(ShownInNotebook):
         Raises:
             MaskError: no integers, or another number of sequences for the keys.
         """
-        queries = offsets_of(cu_seqlens, "cu_seqlens")
+        queries = require_offsets(cu_seqlens, "cu_seqlens")
         keys = queries
         if key_cu_seqlens is not None:
-            keys = offsets_of(key_cu_seqlens, "key_cu_seqlens")
+            keys = require_offsets(key_cu_seqlens, "key_cu_seqlens")
         if queries.shape != keys.shape:
             raise MaskError(
                 saw=f"{len(queries)} offsets for the queries and {len(keys)} for the keys",
@@ -179,7 +188,7 @@ class Mask(ShownInNotebook):
             OptionError: a number below 0, or an alignment that does not exist.
         """
         require_align(align)
-        return cls((prefix_of(n, align),))
+        return cls((make_prefix(n, align),))
 
     @classmethod
     def where(cls, function: Predicate) -> Mask:
@@ -218,7 +227,7 @@ class Mask(ShownInNotebook):
         Raises:
             MaskError: another dtype, shape or float value.
         """
-        return cls((Dense(allowed_matrix(attn_mask, num_heads, true_attends=False)),))
+        return cls((Dense(read_allowed_matrix(attn_mask, num_heads, true_attends=False)),))
 
     @classmethod
     def from_torch_padding(cls, key_padding_mask: Tensor) -> Mask:
@@ -227,7 +236,7 @@ class Mask(ShownInNotebook):
         Raises:
             MaskError: another dtype, shape or float value.
         """
-        allowed = allowed_entries(key_padding_mask, true_attends=False)
+        allowed = read_allowed_entries(key_padding_mask, true_attends=False)
         return cls((Dense(with_matrix_axes(allowed, "batch keys")),))
 
     @classmethod
@@ -239,7 +248,7 @@ class Mask(ShownInNotebook):
         Raises:
             MaskError: another dtype, shape or float value.
         """
-        return cls((Dense(allowed_matrix(attn_mask, None, true_attends=True)),))
+        return cls((Dense(read_allowed_matrix(attn_mask, None, true_attends=True)),))
 
     def __and__(self, other: Mask) -> Mask:
         require_mask_type(other, "Mask & ")
@@ -288,19 +297,21 @@ class Mask(ShownInNotebook):
         self, queries: int | None = None, keys: int | None = None, *, batch: int = 0, head: int = 0
     ) -> Bool[Tensor, "_queries _keys"]:
         """Return which queries of a sequence may attend to which keys, as `draw` shows it."""
-        shape = self.known_sizes(_drawn("queries", queries), _drawn("keys", keys))
+        shape = self.known_sizes(
+            _require_drawing_size("queries", queries), _require_drawing_size("keys", keys)
+        )
         if shape["batch"] == 0:
             return torch.zeros(0, 0, dtype=torch.bool)
         for name, index, size in (("batch", batch, shape["batch"]), ("head", head, shape["heads"])):
-            number = as_count(index)
+            number = convert_to_count(index)
             if number is None or not -size <= number < size:
                 raise OptionError(
                     saw=f"draw({name}={describe_value(index)}) of a mask for {size}",
                     needed=f"a whole number from 0 to {size - 1}",
                     do=f"leave {name} out for the first",
                 )
-        bound = self.bind(**shape, device=self._device())
-        rows = bound.at(torch.arange(shape["queries"], device=self._device()))
+        bound = self.bind(**shape, device=self._find_device())
+        rows = bound.at(torch.arange(shape["queries"], device=self._find_device()))
         return rows.expand(shape["batch"], shape["heads"], -1, -1)[batch, head]
 
     def known_sizes(self, queries: int | None = None, keys: int | None = None) -> dict[str, int]:
@@ -315,20 +326,20 @@ class Mask(ShownInNotebook):
             keys = mask_keys if names_every_key else max(mask_keys, queries)
         return {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
 
-    def _device(self) -> torch.device:
+    def _find_device(self) -> torch.device:
         tensors = (t for clause in self.clauses for t in clause.tensors())
         return next((t.device for t in tensors), torch.device("cpu"))
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on ``device``."""
-        return self._mapped(lambda clause: clause.mapped(lambda tensor: tensor.to(device)))
+        return self._map_clauses(lambda clause: clause.mapped(lambda tensor: tensor.to(device)))
 
     def of_heads(self, index: Integer[Tensor, " chosen"]) -> Mask:
         """The mask of chosen heads alone."""
-        index = as_int64(index, "heads")
-        return self._mapped(lambda clause: clause.of_heads(index))
+        index = convert_to_int64(index, "heads")
+        return self._map_clauses(lambda clause: clause.of_heads(index))
 
-    def _mapped(self, function: Callable[[Clause], Clause]) -> Mask:
+    def _map_clauses(self, function: Callable[[Clause], Clause]) -> Mask:
         return Mask(tuple(map(function, self.clauses)))
 
     def __str__(self) -> str:
@@ -358,18 +369,20 @@ def require_mask_type(value: object, call: str) -> Mask:
     )
 
 
-def _given(keys: Tensor | None, queries: Tensor | None) -> Iterator[tuple[str, int, Tensor]]:
+def _yield_given_lengths(
+    keys: Tensor | None, queries: Tensor | None
+) -> Iterator[tuple[str, int, Tensor]]:
     if keys is not None:
         yield "keys", KEYS, keys
     if queries is not None:
         yield "queries", QUERIES, queries
 
 
-def _side(name: str, side: object) -> int:
+def _require_window_side(name: str, side: object) -> int:
     """Return one side of a window as Python's integer, or as the symbol of a compiled graph."""
     if side is None:
         return BOUNDLESS
-    count = as_count(side)
+    count = convert_to_count(side)
     if isinstance(count, int) and count >= BOUNDLESS:
         return BOUNDLESS
     if count is not None and count >= 0:
@@ -382,8 +395,8 @@ def _side(name: str, side: object) -> int:
     )
 
 
-def _drawn(name: str, size: object) -> int | None:
-    count = None if size is None else as_count(size)
+def _require_drawing_size(name: str, size: object) -> int | None:
+    count = None if size is None else convert_to_count(size)
     if size is None or (count is not None and count >= 0):
         return count
     raise OptionError(

@@ -11,7 +11,7 @@ from headwise.errors import DeviceError, DTypeError, LimitError, OptionError, Sh
 from headwise.masks.mask import Mask, require_mask_type
 from headwise.masks.score_bias import ScoreBias, require_score_bias_type
 from headwise.support.arguments import ArgumentAdvice, is_number, require_tensors
-from headwise.support.integers import as_count, as_int64, is_integer
+from headwise.support.integers import convert_to_count, convert_to_int64, is_integer
 from headwise.support.message_text import describe_sizes, describe_value, human_bytes
 from headwise.support.tracing import may_check_values
 
@@ -117,10 +117,10 @@ def check_options(
         )
     if sink.device != q.device:
         check_operand("sink", sink.to(q.dtype), q)
-    if too_large := _beyond(sink, q.dtype):
+    if too_large := _find_unrepresentable_entry(sink, q.dtype):
         raise OptionError(
             saw=f"a sink that holds {too_large}, with queries of dtype {q.dtype}",
-            needed=f"numbers up to {_range(q.dtype).max:.2g}, or -inf for a head without a sink",
+            needed=f"numbers up to {_score_range(q.dtype).max:.2g}, or -inf for a head without a sink",
             do="replace NaN and +inf, or use q.double() and k.double()",
         )
 
@@ -130,23 +130,23 @@ def check_score_numbers(scale: float | None, softcap: float | None, *, dtype: to
 
     ``dtype`` is that of the queries.
     """
-    limits = _range(dtype)
+    limits = _score_range(dtype)
     # Comparisons, not math.isfinite: they also hold for the symbolic floats of a compiled graph.
     if scale is not None and not (is_number(scale) and abs(scale) <= limits.max):
         raise OptionError(
             saw=f"scale={describe_value(scale)} with queries of dtype {dtype}",
             needed=f"a finite number from {limits.min:.2g} to {limits.max:.2g}",
-            do=_plain_number("scale", scale) or "1/sqrt(head_dim) is the default",
+            do=_advise_plain_number("scale", scale) or "1/sqrt(head_dim) is the default",
         )
     if softcap is not None and not (is_number(softcap) and limits.tiny <= softcap <= limits.max):
         raise OptionError(
             saw=f"softcap={describe_value(softcap)} with queries of dtype {dtype}",
             needed=f"a number from {limits.tiny:.2g} to {limits.max:.2g}, or None for no softcap",
-            do=_plain_number("softcap", softcap) or "e.g. softcap=50.0",
+            do=_advise_plain_number("softcap", softcap) or "e.g. softcap=50.0",
         )
 
 
-def _plain_number(name: str, value: object) -> str | None:
+def _advise_plain_number(name: str, value: object) -> str | None:
     """Return the remedy for a tensor that was passed as a number."""
     if not isinstance(value, Tensor):
         return None
@@ -154,17 +154,17 @@ def _plain_number(name: str, value: object) -> str | None:
     return f"{name}=float(t) of one number" + (learned if name == "scale" else "")
 
 
-def _range(dtype: torch.dtype) -> torch.finfo:
+def _score_range(dtype: torch.dtype) -> torch.finfo:
     """Return the range of the dtype of the scores, for queries of ``dtype``."""
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def _beyond(tensor: Tensor, dtype: torch.dtype) -> float | None:
+def _find_unrepresentable_entry(tensor: Tensor, dtype: torch.dtype) -> float | None:
     """Return the largest entry if scores cannot hold it, NaN included. Eager mode on CPU only."""
     if not may_check_values(tensor) or tensor.numel() == 0:
         return None
     largest = float(tensor.detach().max())
-    return None if largest <= _range(dtype).max else largest
+    return None if largest <= _score_range(dtype).max else largest
 
 
 def raise_operand_error(product: str, operand: Tensor, needed: str) -> None:
@@ -175,13 +175,13 @@ def raise_operand_error(product: str, operand: Tensor, needed: str) -> None:
     )
 
 
-def checked_rows(index: Tensor, queries: int, *, call: str) -> Tensor:
+def require_query_positions(index: Tensor, queries: int, *, call: str) -> Tensor:
     """Return positions of queries in int64, or raise OptionError."""
     wrong: str | None = None
     if not isinstance(index, Tensor) or index.dim() != 1 or not is_integer(index):
         wrong = describe_value(index)
     elif (
-        may_check_values(index := as_int64(index, "rows"))
+        may_check_values(index := convert_to_int64(index, "rows"))
         and index.numel()
         and not 0 <= int(index.min()) <= int(index.max()) < queries
     ):
@@ -220,9 +220,9 @@ def check_probability(dropout_p: float) -> None:
         )
 
 
-def checked_offset(offset: SupportsIndex, queries: int, keys: int) -> int:
+def require_diagonal_offset(offset: SupportsIndex, queries: int, keys: int) -> int:
     """Return the offset of a diagonal, or raise OptionError."""
-    count = as_count(offset)  # NumPy's integers wrap
+    count = convert_to_count(offset)  # NumPy's integers wrap
     if count is None:
         raise OptionError(
             saw=f"A.diagonal({describe_value(offset)})",
@@ -232,9 +232,9 @@ def checked_offset(offset: SupportsIndex, queries: int, keys: int) -> int:
     return max(-queries, min(keys, count))  # diagonals outside the matrix are empty
 
 
-def checked_blocks(axis: str, blocks: SupportsIndex, size: int) -> int:
+def require_block_count(axis: str, blocks: SupportsIndex, size: int) -> int:
     """Return the number of blocks of a pooled axis, or raise OptionError."""
-    count = as_count(blocks)
+    count = convert_to_count(blocks)
     if count is None or not 1 <= count <= max(1, size):
         raise OptionError(
             saw=f"pool to {describe_value(blocks)} {axis} of a matrix with {size} {axis}",

@@ -29,8 +29,8 @@ from headwise.masks.distance_table import (
     TableOfHeads,
 )
 from headwise.support.arguments import require_tensors
-from headwise.support.integers import as_int64
-from headwise.support.message_text import broadcasts, describe_value
+from headwise.support.integers import convert_to_int64
+from headwise.support.message_text import axis_broadcasts, describe_value
 from headwise.support.tracing import may_check_values
 
 
@@ -89,7 +89,7 @@ class ScoreBias:
 
     def of_heads(self, index: Integer[Tensor, " chosen"]) -> ScoreBias:
         """The bias of chosen heads alone."""
-        index = as_int64(index, "heads")
+        index = convert_to_int64(index, "heads")
         parts = tuple(replace(p, table=TableOfHeads(p.table, index)) for p in self.by_distance)
         tensors = tuple(t if t.shape[1] == 1 else t.index_select(1, index) for t in self.tensors)
         return ScoreBias(parts, tensors)
@@ -145,7 +145,7 @@ class ScoreBias:
         """
         for part in self.by_distance:
             resolve_align(part.align, queries, keys, what=part.described)
-            if not broadcasts(part.table.heads, heads):
+            if not axis_broadcasts(part.table.heads, heads):
                 raise MaskError(
                     saw=f"a {part.name} bias for {part.table.heads} heads",
                     needed=f"{heads} heads, or one row for all",
@@ -231,10 +231,10 @@ class BoundBias:
         parts = [index_axes(bias, batches, heads, rows, columns) for bias in self.tensors]
         if self.table is not None:
             table = self.table if self.table.shape[0] == 1 else self.table[heads]
-            parts.append(self._from_table(table, rows, columns)[None])
+            parts.append(self._read_distance_table(table, rows, columns)[None])
         return parts
 
-    def _from_table(self, table: Tensor, rows: slice | Tensor, columns: slice) -> Tensor:
+    def _read_distance_table(self, table: Tensor, rows: slice | Tensor, columns: slice) -> Tensor:
         keys = self.keys
         if isinstance(rows, Tensor):
             distance = torch.arange(keys, device=table.device)[columns] - rows[:, None]

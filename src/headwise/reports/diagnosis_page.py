@@ -14,10 +14,10 @@ from markupsafe import Markup, escape
 from headwise.diagnosis.cause_description import describe_cause
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.function_comparison import FunctionComparison, page_of
+from headwise.diagnosis.function_comparison import FunctionComparison, cause_page_path
 from headwise.diagnosis.model_comparison import LayerComparison
 from headwise.reports import png_images, stage_heat_map
-from headwise.reports.page_templates import secured, template_environment
+from headwise.reports.page_templates import secure_page, template_environment
 from headwise.reports.stage_heat_map import StageTables
 from headwise.support.atomic_write import write_whole
 from headwise.support.message_text import describe_count
@@ -101,17 +101,17 @@ class DiagnosisReport:
         ]
 
 
-def save(report: DiagnosisReport, path: Path) -> Path:
+def save_diagnosis_page(report: DiagnosisReport, path: Path) -> Path:
     """Write the page as a whole, and return its absolute path."""
-    return write_whole(path, render(report))
+    return write_whole(path, render_diagnosis_page(report))
 
 
-def render(report: DiagnosisReport) -> str:
+def render_diagnosis_page(report: DiagnosisReport) -> str:
     """Return the page as HTML."""
     environment = template_environment()
     environment.filters |= {
-        "css": png_images.css,
-        "ink": png_images.ink,
+        "css": png_images.css_colour,
+        "ink": png_images.text_colour_on,
         "quoted": mark_quoted,
     }
     model = report.diagnosis.model
@@ -126,14 +126,14 @@ def render(report: DiagnosisReport) -> str:
         stages=[] if model is None else stage_heat_map.model_stages(model),
         cause_count=sum(len(function.causes) for _, function in report.groups),
         texts={cause.name: describe_cause(cause) for cause in CAUSES},
-        page_of=page_of,
+        page_of=cause_page_path,
         most=MOST_TENSORS,
         most_names=MOST_NAMES,
-        gradient=Markup(png_images.gradient()),
+        gradient=Markup(png_images.css_gradient()),
         ticks=[(size, 100 * stage_heat_map.size_position(size)) for size in stage_heat_map.TICKS],
         describe_count=describe_count,
     )
-    return secured(page)
+    return secure_page(page)
 
 
 def mark_quoted(text: str) -> Markup:
@@ -143,5 +143,5 @@ def mark_quoted(text: str) -> Markup:
 
 def render_in_frame(diagnosis: Diagnosis) -> str:
     """Return the page in a frame for a notebook, so that styles do not mix."""
-    page = escape(render(DiagnosisReport(diagnosis=diagnosis)))
+    page = escape(render_diagnosis_page(DiagnosisReport(diagnosis=diagnosis)))
     return f'<iframe srcdoc="{page}" width="100%" height="600" frameborder="0"></iframe>'

@@ -10,12 +10,12 @@ import numpy as np
 
 from headwise.errors import OptionError
 from headwise.reports import viewer_blobs, wording
-from headwise.reports.scan_changes import change_end, clearest_change, diverging
+from headwise.reports.scan_changes import change_scale_end, clearest_change, diverging_colour
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.scan_diff import ScanDiff
 from headwise.support.message_text import describe_value
-from headwise.support.optional_imports import require
+from headwise.support.optional_imports import require_package
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,13 +43,13 @@ def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -
             needed=f"one number for each head that both scans have: {', '.join(diff.scalars)}",
             do="choose from these",
         )
-    end = change_end(diff, name)
-    colours = _matplotlib("colors")
+    end = change_scale_end(diff, name)
+    colours = _require_matplotlib("colors")
     steps = np.linspace(-1, 1, 255)
-    scale = colours.ListedColormap([np.array(diverging(step)) / 255 for step in steps])
+    scale = colours.ListedColormap([np.array(diverging_colour(step)) / 255 for step in steps])
     label = f"change of {diff.before.definition(name).label}"
-    with _style():
-        return _grid(diff[name].numpy(), label, ax, width, cmap=scale, vmin=-end, vmax=end)
+    with _paper_text_style():
+        return _draw_grid(diff[name].numpy(), label, ax, width, cmap=scale, vmin=-end, vmax=end)
 
 
 def plot_scan(
@@ -70,16 +70,16 @@ def plot_scan(
             needed=f"one of {', '.join(map(repr, KINDS))}",
             do='scan.plot("map", layer=1, head=0)',
         )
-    with _style():
+    with _paper_text_style():
         if kind == "grid":
             return _plot_grid(scan, statistic, ax, width)
-        layer, head = _chosen_head(scan, layer, head)
+        layer, head = _choose_head(scan, layer, head)
         if kind == "map":
             return _plot_map(scan, layer, head, name_of, ax, width)
         return _plot_profile(scan, layer, head, ax, width)
 
 
-def _chosen_head(scan: HeadScan, layer: int | None, head: int | None) -> tuple[int, int]:
+def _choose_head(scan: HeadScan, layer: int | None, head: int | None) -> tuple[int, int]:
     standouts = wording.standout_heads(scan)
     first = standouts[0].head if standouts else None
     heads = [(index, number) for _, index, number in scan.heads]
@@ -110,20 +110,22 @@ def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> 
         )
     drawn = wording.drawn_statistic(scan, statistic)
     low, high = drawn.scale.low, drawn.scale.high
-    norm = _norm(low, max(high, low + 1e-9), power=0.5 if drawn.scale.kind == "weight" else 1.0)
+    norm = _make_colour_norm(
+        low, max(high, low + 1e-9), power=0.5 if drawn.scale.kind == "weight" else 1.0
+    )
     unit = drawn.unit if drawn.scale.kind == "range" else drawn.definition.unit.split(",")[0]
     label = f"{drawn.definition.label}, {unit}"
-    return _grid(scan[statistic].numpy(), label, ax, width, cmap="viridis", norm=norm)
+    return _draw_grid(scan[statistic].numpy(), label, ax, width, cmap="viridis", norm=norm)
 
 
-def _grid(values: Any, label: str, ax: Any, width: float, **colours: Any) -> Figure:
+def _draw_grid(values: Any, label: str, ax: Any, width: float, **colours: Any) -> Figure:
     height = max(LEAST_HEIGHT, ROW * len(values) + AROUND)
-    figure, axes = _axes(ax, width, height)
+    figure, axes = _make_axes(ax, width, height)
     image = axes.imshow(values, aspect="auto", **colours)
     axes.set_xlabel("head")
     axes.set_ylabel("layer")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(_whole_numbers())
+        axis.set_major_locator(_use_whole_number_ticks())
     inches = axes.get_position().height * figure.get_figheight()
     wrapped = textwrap.fill(label, max(LETTERS, int(LETTERS * inches)))
     figure.colorbar(image, ax=axes, label=wrapped)
@@ -136,38 +138,40 @@ def _plot_map(
     record = scan.layer_scans[layer]
     maps = viewer_blobs.head_maps(scan, record)
     if maps is None:
-        raise _missing_statistic(viewer_blobs.MAP)
+        raise _missing_statistic_error(viewer_blobs.MAP)
     values = maps[record.heads.index(head)]
-    figure, axes = _axes(ax, width, width * 0.86)
+    figure, axes = _make_axes(ax, width, width * 0.86)
     texts = (record.key_text, record.query_text)
-    lengths = [viewer_blobs.lengths_of(scan, text) for text in texts]
+    lengths = [viewer_blobs.sequence_lengths(scan, text) for text in texts]
     # Texts of several lengths have no token in common at a place of the map.
     ends = [max(each) if len(set(each)) == 1 else 1 for each in lengths]
     extent = (-0.5, ends[0] - 0.5, ends[1] - 0.5, -0.5) if min(ends) > 1 else (0, 1, 1, 0)
-    image = axes.imshow(values, cmap="viridis", norm=_norm(), extent=extent)
+    image = axes.imshow(values, cmap="viridis", norm=_make_colour_norm(), extent=extent)
     places = "" if min(ends) > 1 else " (share of the text)"
     axes.set_xlabel(f"key{places}")
     axes.set_ylabel(f"query{places}")
     axes.set_title(f"layer {layer}, head {head}")
     if name_of is not None and (ends[1], ends[0]) == values.shape:
         _name_tokens(axes, scan, record, name_of)
-    label = "weight" if (ends[1], ends[0]) == values.shape else _blocks(ends, values.shape)
+    label = (
+        "weight" if (ends[1], ends[0]) == values.shape else _describe_map_cells(ends, values.shape)
+    )
     if len(lengths[0]) > 1:
         label += f", mean of {len(lengths[0])} texts"
     figure.colorbar(image, ax=axes, label=label, fraction=0.046)
     return figure
 
 
-def _blocks(ends: Sequence[int], shape: Sequence[int]) -> str:
+def _describe_map_cells(ends: Sequence[int], shape: Sequence[int]) -> str:
     """Return what a cell of the map is."""
     if min(ends) <= 1:
         return "weight of a block"
-    keys, queries = map(_tokens_of_block, ends, reversed(shape))
+    keys, queries = map(_name_tokens_of_block, ends, reversed(shape))
     tokens = keys if keys == queries else f"{queries} queries by {keys} keys"
     return f"weight of a block of {tokens}{' tokens' if keys == queries else ''}"
 
 
-def _tokens_of_block(length: int, blocks: int) -> str:
+def _name_tokens_of_block(length: int, blocks: int) -> str:
     least, most = length // blocks, -(-length // blocks)
     return str(most) if least in (most, 0) else f"{least} to {most}"
 
@@ -187,16 +191,16 @@ def _name_tokens(axes: Axes, scan: HeadScan, record: LayerScan, name_of: Names) 
 def _plot_profile(scan: HeadScan, layer: int, head: int, ax: Any, width: float) -> Figure:
     record = scan.layer_scans[layer]
     if viewer_blobs.OFFSETS not in record.summaries:
-        raise _missing_statistic(viewer_blobs.OFFSETS)
+        raise _missing_statistic_error(viewer_blobs.OFFSETS)
     *weights, inside = viewer_blobs.offset_profiles(record)[record.heads.index(head)].tolist()
     reach = len(weights) // 2
-    figure, axes = _axes(ax, width, PROFILE_HEIGHT)
+    figure, axes = _make_axes(ax, width, PROFILE_HEIGHT)
     heights = np.nan_to_num(np.array(weights))
     last = reach if heights[reach + 1 :].any() else 0  # a causal head has no later keys
     shown = slice(0, reach + 1 + last)
     axes.bar(np.arange(-reach, last + 1), heights[shown], color="#1b716d", width=0.8)
     axes.set_ylim(0, 1)
-    axes.xaxis.set_major_locator(_whole_numbers())
+    axes.xaxis.set_major_locator(_use_whole_number_ticks())
     axes.set_xlabel("offset of the key from the query, tokens")
     axes.set_ylabel("weight")
     outside = f"{100 * max(0, 1 - inside):.0f} % of the weight lies outside"
@@ -204,19 +208,19 @@ def _plot_profile(scan: HeadScan, layer: int, head: int, ax: Any, width: float) 
     return figure
 
 
-def _matplotlib(module: str) -> Any:
-    return require(f"matplotlib.{module}", purpose="which draws figures", pip="matplotlib")
+def _require_matplotlib(module: str) -> Any:
+    return require_package(f"matplotlib.{module}", purpose="which draws figures", pip="matplotlib")
 
 
-def _style() -> Any:
+def _paper_text_style() -> Any:
     """Return a context in which text has the size of a paper, and stays text."""
-    _matplotlib("figure")
+    _require_matplotlib("figure")
     from headwise.reports.paper_figure import paper_style
 
     return paper_style()
 
 
-def _axes(ax: Any, width: float, height: float) -> tuple[Figure, Axes]:
+def _make_axes(ax: Any, width: float, height: float) -> tuple[Figure, Axes]:
     """Return the axes to draw into; a new figure keeps no state of pyplot."""
     if ax is not None:
         return ax.figure, ax
@@ -226,16 +230,16 @@ def _axes(ax: Any, width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _whole_numbers() -> Any:
-    return _matplotlib("ticker").MaxNLocator(MOST_TICKS, integer=True)
+def _use_whole_number_ticks() -> Any:
+    return _require_matplotlib("ticker").MaxNLocator(MOST_TICKS, integer=True)
 
 
-def _norm(low: float = 0.0, high: float = 1.0, *, power: float = 0.5) -> Any:
+def _make_colour_norm(low: float = 0.0, high: float = 1.0, *, power: float = 0.5) -> Any:
     """Return a scale of colours; that of weights follows the square root, as on the page."""
-    return _matplotlib("colors").PowerNorm(power, low, high)
+    return _require_matplotlib("colors").PowerNorm(power, low, high)
 
 
-def _missing_statistic(name: str) -> OptionError:
+def _missing_statistic_error(name: str) -> OptionError:
     return OptionError(
         saw=f"a scan without {name}",
         needed=f"the statistic {name}",

@@ -9,7 +9,12 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.layouts.layout import Layout
 from headwise.masks.mask import Mask
 from headwise.reports import png_images
-from headwise.reports.scan_changes import change_end, changed_heads, clearest_change, diverging
+from headwise.reports.scan_changes import (
+    change_scale_end,
+    clearest_change,
+    diverging_colour,
+    most_changed_heads,
+)
 from headwise.scanning.scan_diff import ScanDiff
 
 UNKNOWN = 16  # queries of a mask that does not know how many there are
@@ -28,16 +33,16 @@ def mask_html(mask: Mask) -> str:
     queries = known["queries"] if known["queries"] > 1 else None
     size = queries or UNKNOWN
     if size * max(size, known["keys"]) > MOST_PAIRS:
-        return _caption(f"{mask!r}")
+        return _caption_html(f"{mask!r}")
     allowed = mask.dense(size).double()
     rows, columns = allowed.shape
     if not rows * columns:
-        return _caption(f"{mask!r}")
+        return _caption_html(f"{mask!r}")
     drawn = f"first sequence and head, {rows} queries by {columns} keys, bright where allowed"
     blocks = (min(rows, MOST_CELLS), min(columns, MOST_CELLS))
     shares = nn.functional.adaptive_avg_pool2d(allowed[None], blocks)[0]
-    picture = _picture(shares.tolist(), f"mask of the {drawn}", shape=(rows, columns))
-    return f"<figure>{picture}{_caption(f'{mask!r}: {drawn}')}</figure>"
+    picture = _image_html(shares.tolist(), f"mask of the {drawn}", shape=(rows, columns))
+    return f"<figure>{picture}{_caption_html(f'{mask!r}: {drawn}')}</figure>"
 
 
 def matrix_html(matrix: AttentionMatrix) -> str:
@@ -45,14 +50,16 @@ def matrix_html(matrix: AttentionMatrix) -> str:
     batch, heads, queries, keys = matrix.shape
     work = queries * keys * heads * matrix.q.shape[-1]
     if not batch * heads * queries * keys or work > MOST_WORK:
-        return _caption(f"{matrix!r}")
+        return _caption_html(f"{matrix!r}")
     pooled = matrix.pool(min(CELLS, queries), min(CELLS, keys))[0, :MOST_HEADS].double()
     pictures = "".join(
-        _picture(values.clamp(min=0).sqrt().tolist(), f"map of head {head}", shape=(queries, keys))
+        _image_html(
+            values.clamp(min=0).sqrt().tolist(), f"map of head {head}", shape=(queries, keys)
+        )
         for head, values in enumerate(pooled)
     )
     shown = f"heads 0 to {len(pooled) - 1} of the first sequence, in blocks"
-    return f"<figure>{pictures}{_caption(f'{matrix!r}: {shown}')}</figure>"
+    return f"<figure>{pictures}{_caption_html(f'{matrix!r}: {shown}')}</figure>"
 
 
 def layout_html(layout: Layout) -> str:
@@ -71,24 +78,24 @@ def layout_html(layout: Layout) -> str:
 
 def diff_html(diff: ScanDiff) -> str:
     """Return a grid of the statistic that changed most, and the heads that changed most."""
-    moved = changed_heads(diff)
+    moved = most_changed_heads(diff)
     if not moved:
-        return f"<div>{_caption(repr(diff))}No head has changed.</div>"
+        return f"<div>{_caption_html(repr(diff))}No head has changed.</div>"
     name = clearest_change(diff)
-    grid = "" if name is None else _signed_grid(diff, name)
+    grid = "" if name is None else _signed_grid_html(diff, name)
     rows = "".join(
         f"<tr><td>{change.layer_index}.{change.head}</td><td>{change.value:.3g}</td></tr>"
         for change in moved
     )
     head = "<tr><th>layer.head</th><th>distance over all statistics</th></tr>"
     table = f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
-    return f"<div>{_caption(repr(diff))}{grid}{table}</div>"
+    return f"<div>{_caption_html(repr(diff))}{grid}{table}</div>"
 
 
-def _signed_grid(diff: ScanDiff, name: str) -> str:
-    change, end = diff[name], change_end(diff, name)
+def _signed_grid_html(diff: ScanDiff, name: str) -> str:
+    change, end = diff[name], change_scale_end(diff, name)
     rows = "".join(
-        f"<tr><th>{index}</th>{''.join(_cell(value, end) for value in row)}</tr>"
+        f"<tr><th>{index}</th>{''.join(_table_cell_html(value, end) for value in row)}</tr>"
         for index, row in enumerate(change.tolist())
     )
     heads = "".join(f"<th>{head}</th>" for head in range(change.shape[1]))
@@ -99,21 +106,21 @@ def _signed_grid(diff: ScanDiff, name: str) -> str:
     return f"<div>{title}</div><table><tr><th></th>{heads}</tr>{rows}</table>"
 
 
-def _cell(value: float, end: float) -> str:
+def _table_cell_html(value: float, end: float) -> str:
     if value != value:
         return "<td>·</td>"
-    colour = diverging(value / end)
-    style = f"background:{png_images.css(colour)};color:{png_images.ink(colour)}"
+    colour = diverging_colour(value / end)
+    style = f"background:{png_images.css_colour(colour)};color:{png_images.text_colour_on(colour)}"
     words = f"{value:+.2g}".replace("-", "−") if value else "0"
     return f'<td style="{style}">{words}</td>'
 
 
-def _picture(rows: list[list[float]], words: str, *, shape: tuple[int, int]) -> str:
+def _image_html(rows: list[list[float]], words: str, *, shape: tuple[int, int]) -> str:
     image = png_images.positions_png(rows) if rows and rows[0] else ""
     height, width = (max(LEAST_PIXELS, round(PIXELS * size / max(*shape, 1))) for size in shape)
     size = f"width:{width}px;height:{height}px;image-rendering:pixelated;margin-right:4px"
     return f'<img src="{image}" alt="{escape(words)}" style="{size}">'
 
 
-def _caption(words: str) -> str:
+def _caption_html(words: str) -> str:
     return f"<figcaption><code>{escape(words)}</code></figcaption>"

@@ -47,19 +47,19 @@ _CLASS_ATTRIBUTE = re.compile(r'\sclass="([^"]*)"')
 _STYLE = re.compile(r"<style[^>]*>(.*?)</style>", re.DOTALL)
 
 
-def secured(html: str, *, script: str = "") -> str:
+def secure_page(html: str, *, script: str = "") -> str:
     """Return a page with its script and its Content-Security-Policy, and without style attributes.
 
     The policy forbids style attributes, since it could not tell ours from those of a hostile text:
     classes take their place.
     """
     rules: dict[str, str] = {}
-    html = _STYLE_ATTRIBUTE.sub(lambda match: _with_class(match, rules), html)
+    html = _STYLE_ATTRIBUTE.sub(lambda match: _replace_style_by_class(match, rules), html)
     # Three times the class, so that a rule beats those that a style attribute would beat.
     added = "".join(f".{name}.{name}.{name}{{{rule}}}" for rule, name in rules.items())
     html = html.replace("</style>", f"{added}</style>", 1)
-    styles = " ".join(map(_digest, dict.fromkeys(_STYLE.findall(html))))
-    scripts = f"; script-src {_digest(script)}" if script else ""
+    styles = " ".join(map(_policy_digest, dict.fromkeys(_STYLE.findall(html))))
+    scripts = f"; script-src {_policy_digest(script)}" if script else ""
     policy = f"default-src 'none'; img-src data:; style-src {styles}{scripts}"
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     return html.replace(POLICY, meta, 1).replace(
@@ -67,7 +67,7 @@ def secured(html: str, *, script: str = "") -> str:
     )
 
 
-def _with_class(match: re.Match[str], rules: dict[str, str]) -> str:
+def _replace_style_by_class(match: re.Match[str], rules: dict[str, str]) -> str:
     before, rule, after = match.groups()
     name = rules.setdefault(rule, f"s{len(rules)}")
     tag = before + after
@@ -76,7 +76,7 @@ def _with_class(match: re.Match[str], rules: dict[str, str]) -> str:
     return f'{before} class="{name}"{after}'
 
 
-def _digest(content: str) -> str:
+def _policy_digest(content: str) -> str:
     """Return the digest of a script or a style, as a policy has it."""
     digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
     return f"'sha256-{digest}'"

@@ -22,7 +22,7 @@ _STEPS = 255  # colours of a palette; the last of 256 entries is transparent
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def viridis(position: float) -> RGB:
+def viridis_colour(position: float) -> RGB:
     """Return the colour at a position, which is clamped to 0 to 1."""
     step = min(max(position, 0.0), 1.0) * (_STOPS - 1)
     low = min(int(step), _STOPS - 2)
@@ -36,12 +36,12 @@ def weight_position(weight: float) -> float:
     return math.sqrt(max(weight, 0.0))
 
 
-def css(colour: RGB) -> str:
+def css_colour(colour: RGB) -> str:
     """Return a colour as ``#21918c``."""
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
-def ink(colour: RGB) -> str:
+def text_colour_on(colour: RGB) -> str:
     """Return black or white, by the larger contrast with a colour (WCAG 2 relative luminance)."""
     linear = [(c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -49,9 +49,11 @@ def ink(colour: RGB) -> str:
     return "#000000" if (luminance + 0.05) ** 2 > 0.05 * 1.05 else "#ffffff"
 
 
-def gradient() -> str:
+def css_gradient() -> str:
     """Return the whole scale as a CSS gradient, left to right."""
-    return f"linear-gradient(90deg,{','.join(css(viridis(n / 16)) for n in range(17))})"
+    return (
+        f"linear-gradient(90deg,{','.join(css_colour(viridis_colour(n / 16)) for n in range(17))})"
+    )
 
 
 def positions_png(positions: Sequence[Sequence[float | None]]) -> str:
@@ -66,7 +68,7 @@ def positions_png(positions: Sequence[Sequence[float | None]]) -> str:
     ]
     # ISO/IEC 15948: a filter type precedes each row; 0 is no filter.
     header = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, 3, 0, 0, 0)
-    colours = (viridis(n / (_STEPS - 1)) for n in range(_STEPS))
+    colours = (viridis_colour(n / (_STEPS - 1)) for n in range(_STEPS))
     palette = b"".join(bytes(rgb) for rgb in (*colours, (0, 0, 0)))
     parts = [
         (b"IHDR", header),
@@ -75,9 +77,9 @@ def positions_png(positions: Sequence[Sequence[float | None]]) -> str:
         (b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows), 9)),
         (b"IEND", b""),
     ]
-    image = _SIGNATURE + b"".join(_chunk(name, data) for name, data in parts)
+    image = _SIGNATURE + b"".join(_png_chunk(name, data) for name, data in parts)
     return "data:image/png;base64," + base64.b64encode(image).decode("ascii")
 
 
-def _chunk(name: bytes, data: bytes) -> bytes:
+def _png_chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

@@ -13,12 +13,12 @@ MOST_CHANGES = 8  # heads that are listed
 _LOW, _MIDDLE, _HIGH = (1, 102, 94), (245, 245, 245), (140, 81, 10)
 
 
-def changed_heads(diff: ScanDiff) -> list[HeadValue]:
+def most_changed_heads(diff: ScanDiff) -> list[HeadValue]:
     """Return the heads that changed most over all statistics; none of them is unchanged."""
     return [change for change in diff.top(n=MOST_CHANGES) if change.value > 0]
 
 
-def diverging(position: float) -> RGB:
+def diverging_colour(position: float) -> RGB:
     """Return the colour of a position from −1 (teal) over 0 (white) to 1 (brown)."""
     share = min(1.0, abs(position))
     end = _HIGH if position > 0 else _LOW
@@ -38,7 +38,7 @@ def clearest_change(diff: ScanDiff) -> str | None:
     return best
 
 
-def change_end(diff: ScanDiff, name: str) -> float:
+def change_scale_end(diff: ScanDiff, name: str) -> float:
     """Return the end of the scale of a change: the largest, but no change so small that none is.
 
     The end of a share is at least `wording.LEAST_SHARE`, that of others `wording.LEAST_SPAN` of

@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from headwise.reports import viewer_blobs, viewer_meta
-from headwise.reports.page_templates import secured
+from headwise.reports.page_templates import secure_page
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.static_scan import static_body, static_environment
 from headwise.scanning.head_scan import HeadScan
@@ -26,12 +26,12 @@ DATA = "<!-- data -->"  # where the page leaves room for the data of the viewer
 QUICK_LEVEL, QUICK_FROM = 6, 2**20  # zlib's level for blobs from so many bytes on; else 9
 
 
-def save(path: Path, *reports: ScanReport) -> Path:
+def save_scan_page(path: Path, *reports: ScanReport) -> Path:
     """Write the page of one report or several as a whole, and return its absolute path."""
-    return write_whole(path, render(*reports))
+    return write_whole(path, render_scan_pages(*reports))
 
 
-def render(*reports: ScanReport) -> str:
+def render_scan_pages(*reports: ScanReport) -> str:
     """Return the page as HTML: the viewer, its data, and the static form without script."""
     metas, blobs = zip(*map(viewer_data, reports), strict=True)
     several = len(reports) > 1
@@ -47,15 +47,15 @@ def render(*reports: ScanReport) -> str:
         statics=[Markup(static_body(environment, report)) for report in reports],
         viewer_css=Markup(viewer_file("viewer.css")),
     )
-    data = _script_of_data({"reports": list(metas)} if several else metas[0], named)
-    return secured(page, script=viewer_file("viewer.js")).replace(DATA, data, 1)
+    data = _data_script({"reports": list(metas)} if several else metas[0], named)
+    return secure_page(page, script=viewer_file("viewer.js")).replace(DATA, data, 1)
 
 
 def render_scan(
     scan: HeadScan, *, title: str | None = None, name_of: Callable[[int], str] | None = None
 ) -> str:
     """Return the page of a scan alone."""
-    return render(ScanReport.of(scan, title=title, name_of=name_of))
+    return render_scan_pages(ScanReport.of(scan, title=title, name_of=name_of))
 
 
 def render_diff(
@@ -70,7 +70,7 @@ def render_diff(
     assert isinstance(before, HeadScan)
     assert isinstance(after, HeadScan)
     report = ScanReport.of(after, title=title, name_of=name_of)
-    return render(replace(report, second=before, names=(names[1], names[0])))
+    return render_scan_pages(replace(report, second=before, names=(names[1], names[0])))
 
 
 def viewer_data(report: ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -81,7 +81,7 @@ def viewer_data(report: ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
         blobs |= dict(viewer_blobs.scan_blobs(scan, report.name_of, str(number)))
     # zlib releases the lock of the interpreter.
     with ThreadPoolExecutor() as pool:
-        deflated = pool.map(_deflated, blobs.values())
+        deflated = pool.map(_deflate_bytes, blobs.values())
     meta = viewer_meta.report_meta(report, report.second, report.names[: len(scans)])
     return meta, dict(zip(blobs, deflated, strict=True))
 
@@ -91,11 +91,11 @@ def viewer_file(name: str) -> str:
     return files("headwise.reports").joinpath("static", name).read_text("utf-8")
 
 
-def _deflated(content: bytes) -> bytes:
+def _deflate_bytes(content: bytes) -> bytes:
     return zlib.compress(content, QUICK_LEVEL if len(content) >= QUICK_FROM else 9)
 
 
-def _script_of_data(meta: dict[str, Any], blobs: Mapping[str, bytes]) -> str:
+def _data_script(meta: dict[str, Any], blobs: Mapping[str, bytes]) -> str:
     """Return elements with the data. No text in them can end an element or begin another."""
     words = json.dumps(meta, separators=(",", ":"), allow_nan=False)
     for character in "<>&":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headwise.diagnosis.function_comparison import FunctionComparison, StageGaps
 from headwise.diagnosis.model_comparison import LayerComparison, ModelComparison
 from headwise.diagnosis.simulation.stages import STAGES
-from headwise.reports.png_images import RGB, viridis
+from headwise.reports.png_images import RGB, viridis_colour
 
 LEAST, MOST = 1e-6, 1.0  # sizes at the ends of the colour scale, which is logarithmic
 TICKS = (1e-6, 1e-4, 1e-2, 1.0)
@@ -106,7 +106,7 @@ def layer_rows(model: ModelComparison) -> list[LayerRow]:
     rows = []
     for layer in model.layers:
         gaps = {gap.stage: gap for gap in layer.comparison.gaps}
-        cells = (_of_input(gaps.get(stage), layer.name, (stage, 0)) for stage in stages)
+        cells = (_input_cell(gaps.get(stage), layer.name, (stage, 0)) for stage in stages)
         causes = (
             ("layers exchanged",) if layer.exchanged_with else tuple(layer.comparison.cause_names)
         )
@@ -150,8 +150,8 @@ def stage_rows(function: FunctionComparison) -> list[StageRow]:
         rows.append(
             StageRow(
                 stage,
-                tuple(_of_input(gaps.get(call), stage, call) for call in calls),
-                tuple(_by_head(list(gaps.values()), stage, heads)),
+                tuple(_input_cell(gaps.get(call), stage, call) for call in calls),
+                tuple(_cells_by_head(list(gaps.values()), stage, heads)),
                 is_parted,
                 stage in explained,
                 tuple(cause.name for cause in function.causes if stage in cause.stages),
@@ -160,18 +160,18 @@ def stage_rows(function: FunctionComparison) -> list[StageRow]:
     return rows
 
 
-def _of_input(gap: StageGaps | None, stage: str, call: tuple[str, int]) -> HeatCell:
+def _input_cell(gap: StageGaps | None, stage: str, call: tuple[str, int]) -> HeatCell:
     name = f"{stage}, {call[0]}"
     if gap is None:
         return HeatCell(title=f"{name}: not compared")
-    return _cell(name, gap.size, is_rounding=gap.is_rounding)
+    return _difference_cell(name, gap.size, is_rounding=gap.is_rounding)
 
 
-def _by_head(gaps: Sequence[StageGaps], stage: str, heads: int) -> Iterable[HeatCell]:
+def _cells_by_head(gaps: Sequence[StageGaps], stage: str, heads: int) -> Iterable[HeatCell]:
     counts = {len(gap.sizes) for gap in gaps}
     if len(counts) != 1:  # not compared, or of another shape in some calls
         yield (
-            _cell(stage, math.inf, is_rounding=False, span=heads)
+            _difference_cell(stage, math.inf, is_rounding=False, span=heads)
             if gaps
             else HeatCell(title=f"{stage}: not compared", span=heads)
         )
@@ -183,13 +183,13 @@ def _by_head(gaps: Sequence[StageGaps], stage: str, heads: int) -> Iterable[Heat
         size = max(parted or [gap.sizes[head] for gap in gaps])
         noun = "kv head" if count < heads else "head"
         name = f"{stage}, {noun} {head}" if count > 1 or heads == 1 else stage
-        yield _cell(name, size, is_rounding=not parted, span=span)
+        yield _difference_cell(name, size, is_rounding=not parted, span=span)
 
 
-def _cell(name: str, size: float, *, is_rounding: bool, span: int = 1) -> HeatCell:
+def _difference_cell(name: str, size: float, *, is_rounding: bool, span: int = 1) -> HeatCell:
     if is_rounding:
         return HeatCell("=", f"{name}: equal to rounding", span=span)
     if not math.isfinite(size):
         return HeatCell(size_text(size), f"{name}: of another shape", span=span)
     title = f"{name}: differs by {size:.2g} of its size"
-    return HeatCell(size_text(size), title, viridis(size_position(size)), span)
+    return HeatCell(size_text(size), title, viridis_colour(size_position(size)), span)

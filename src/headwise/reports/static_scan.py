@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from torch import Tensor
 
 from headwise.reports import png_images, viewer_blobs, wording
-from headwise.reports.page_templates import secured, template_environment
+from headwise.reports.page_templates import secure_page, template_environment
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.wording import StandoutHead
 from headwise.scanning.head_scan import HeadScan
@@ -39,8 +39,8 @@ class HeadCard:
 def render_static(report: ScanReport) -> str:
     """Return the static form as a page of its own, without script."""
     environment = static_environment()
-    page = environment.get_template("scan.html").render(_context(report))
-    return secured(page)
+    page = environment.get_template("scan.html").render(_template_context(report))
+    return secure_page(page)
 
 
 def render_in_frame(scan: HeadScan) -> str:
@@ -53,8 +53,8 @@ def static_environment() -> jinja2.Environment:
     """Return the environment of the pages of scans, with its filters."""
     environment = template_environment()
     environment.filters |= {
-        "css": png_images.css,
-        "ink": png_images.ink,
+        "css": png_images.css_colour,
+        "ink": png_images.text_colour_on,
         "image": lambda statistic: _png_image(statistic.rows, statistic.scale.position),
     }
     return environment
@@ -62,10 +62,10 @@ def static_environment() -> jinja2.Environment:
 
 def static_body(environment: jinja2.Environment, report: ScanReport) -> str:
     """Return the static form as a part of another page."""
-    return environment.get_template("scan_static.html").render(_context(report))
+    return environment.get_template("scan_static.html").render(_template_context(report))
 
 
-def _context(report: ScanReport) -> dict[str, Any]:
+def _template_context(report: ScanReport) -> dict[str, Any]:
     scan, cards = report.scan, standout_cards(report)
     maps = map_images(scan, cards)
     return {
@@ -86,7 +86,7 @@ def _context(report: ScanReport) -> dict[str, Any]:
         "with_numbers": all(layer.num_heads <= MOST_NUMBERS for layer in scan.layer_scans),
         "definitions": [scan.definition(name) for name in scan.measured],
         "table": scan.table(),
-        "gradient": Markup(png_images.gradient()),
+        "gradient": Markup(png_images.css_gradient()),
         "describe_count": describe_count,
     }
 
@@ -148,5 +148,5 @@ def _most_received(
     """Return (text, position, received weight) of the keys that receive most."""
     return [
         (wording.escape_unprintable(text), key, weight)
-        for key, text, weight in viewer_blobs.receiving(rows, name_of)
+        for key, text, weight in viewer_blobs.most_received_tokens(rows, name_of)
     ]

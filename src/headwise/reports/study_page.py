@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from headwise.reports.page_templates import secured, template_environment
+from headwise.reports.page_templates import secure_page, template_environment
 from headwise.study import charts
 from headwise.study.charts import Figure
 from headwise.study.question import Answer
@@ -57,22 +57,22 @@ STYLE = {
 }
 
 
-def save(result: Study, path: Path) -> Path:
+def save_study_page(result: Study, path: Path) -> Path:
     """Write the page as a whole, and return its absolute path.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    return write_whole(path, render(result))
+    return write_whole(path, render_study_page(result))
 
 
-def render(result: Study) -> str:
+def render_study_page(result: Study) -> str:
     """Return the page as HTML."""
     # matplotlib escapes the text in the pictures.
-    pictures = {answer.question.id: Markup(svg(answer)) for answer in result.answers}
+    pictures = {answer.question.id: Markup(answer_svg(answer)) for answer in result.answers}
     template = template_environment().get_template("study.html")
     page = template.render(study=result, pictures=pictures, version=result.setting["headwise"])
-    return secured(page)
+    return secure_page(page)
 
 
 def require_matplotlib() -> None:
@@ -81,10 +81,10 @@ def require_matplotlib() -> None:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    optional_imports.require("matplotlib", purpose="which draws the pictures of the page")
+    optional_imports.require_package("matplotlib", purpose="which draws the pictures of the page")
 
 
-def svg(answer: Answer) -> str:
+def answer_svg(answer: Answer) -> str:
     """Return the picture as an ``svg`` element, with its caption as the label for screen readers.
 
     Raises:
@@ -103,10 +103,10 @@ def svg(answer: Answer) -> str:
     with mpl.rc_context(settings):
         figure = Figure(figsize=(charts.WIDTH, HEIGHT), layout="constrained")
         answer.question.draw(figure, answer.numbers)
-        return _element(figure, answer.fill(answer.question.caption))
+        return _svg_element(figure, answer.fill(answer.question.caption))
 
 
-def _element(figure: Figure, caption: str) -> str:
+def _svg_element(figure: Figure, caption: str) -> str:
     file = io.StringIO()
     figure.savefig(file, format="svg", facecolor="none", metadata={"Date": None})
     drawn = file.getvalue()

@@ -13,8 +13,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from headwise.reports.png_images import css, ink
-from headwise.reports.scan_changes import changed_heads, clearest_change
+from headwise.reports.png_images import css_colour, text_colour_on
+from headwise.reports.scan_changes import clearest_change, most_changed_heads
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.wording import (
     RULE,
@@ -54,12 +54,12 @@ def scan_text(scan: HeadScan) -> str:
 def diff_text(diff: ScanDiff) -> str:
     """Return the text of ``print(diff)``: the heads that changed most."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
-    heads, name = changed_heads(diff), clearest_change(diff)
+    heads, name = most_changed_heads(diff), clearest_change(diff)
     changes = (
         {} if name is None else {f"change of {diff.before.definition(name).label}": diff[name]}
     )
     columns = ("layer", "head", "distance", *changes)
-    table = _table(dict.fromkeys(columns, True))
+    table = _make_table(dict.fromkeys(columns, True))
     for head in heads:
         values = [f"{change[head[1], head[2]]:+.3g}" for change in changes.values()]
         table.add_row(str(head.layer_index), str(head.head), f"{head.value:.3g}", *values)
@@ -81,7 +81,7 @@ def show_conclusions(report: ScanReport, console: Console) -> None:
     for note in report.all_notes:
         _print_paragraph(console, f"Note: {note}.", "bold red")
     if heads := standout_heads(report.scan):
-        table = _table({"layer": True, "head": True, "heads that stand out": False})
+        table = _make_table({"layer": True, "head": True, "heads that stand out": False})
         table.add_column("middle head", justify="right")
         for standout in heads:
             position = (str(standout.head.layer_index), str(standout.head.head))
@@ -125,33 +125,33 @@ def draw_statistic(statistic: DrawnStatistic, width: int) -> Text:
     unit = f", {statistic.unit}" if scale.kind == "range" else ""
     numbers = "".join(f"{head:{cell}d}" for head in range(drawn_heads))
     drawn = Text(f"{statistic.label}{unit}\n")
-    drawn.append(" " * left + (numbers if cell > 1 else _ruler(drawn_heads)), "dim")
+    drawn.append(" " * left + (numbers if cell > 1 else _head_number_ruler(drawn_heads)), "dim")
     for layer, row in enumerate(rows[:MOST_ROWS]):
         drawn.append(f"\n{layer:{left - 1}} ", "dim")
         for value in row[:drawn_heads]:
-            drawn.append_text(_cell(scale, value, cell))
+            drawn.append_text(_grid_cell(scale, value, cell))
     if len(rows) > MOST_ROWS or drawn_heads < heads:
         layers = f"{min(len(rows), MOST_ROWS)} of {describe_count(len(rows), 'layer')}"
         drawn.append(f"\nDrawn: {layers}, {drawn_heads} of {describe_count(heads, 'head')}", "dim")
     return drawn.append("\n")
 
 
-def _cell(scale: Scale, value: float, width: int) -> Text:
+def _grid_cell(scale: Scale, value: float, width: int) -> Text:
     if value != value:
         return Text(f"{NO_VALUE:>{width}}", "dim")
     colour = scale.colour(value)
     if width == 1:
-        return Text(_level(scale.position(value)), Style(color=css(colour)))
+        return Text(_share_bar(scale.position(value)), Style(color=css_colour(colour)))
     digits = f"{scale.format_short(value):>{width}}"
-    return Text(digits, Style(color=ink(colour), bgcolor=css(colour)))
+    return Text(digits, Style(color=text_colour_on(colour), bgcolor=css_colour(colour)))
 
 
-def _level(share: float) -> str:
+def _share_bar(share: float) -> str:
     """Return the bar of a share, which is clamped to 0 to 1."""
     return LEVELS[min(int(max(share, 0.0) * len(LEVELS)), len(LEVELS) - 1)]
 
 
-def _ruler(heads: int) -> str:
+def _head_number_ruler(heads: int) -> str:
     """Return a line with the number of every fifth head."""
     return "".join(f"{head:<5}" for head in range(0, heads, 5))[:heads].rstrip()
 
@@ -166,14 +166,14 @@ def show_study(result: Study, console: Console, *, whole: bool) -> None:
         console.print(f"To get it: {result.fallback.remedy}\n", markup=False, soft_wrap=True)
     for answer in result.answers:
         console.print(Text(answer.question.asks, "bold"))
-        console.print(_indented(Text(answer.verdict, "" if answer.holds else "bold red")))
+        console.print(_indent_content(Text(answer.verdict, "" if answer.holds else "bold red")))
         if whole:
             _show_evidence(answer, console)
         console.print()
     for skipped in result.left_out:
         console.print(Text(skipped.asks, "bold"))
         message = f"Left out: {skipped.reason}.\nTo get it: {skipped.remedy}"
-        console.print(_indented(Text(message, "yellow")))
+        console.print(_indent_content(Text(message, "yellow")))
         console.print()
     confirmed = sum(answer.holds for answer in result.answers)
     console.print(f"{confirmed} of {len(result.answers)} claims are borne out.")
@@ -186,17 +186,19 @@ def show_study(result: Study, console: Console, *, whole: bool) -> None:
 
 
 def _show_evidence(answer: Answer, console: Console) -> None:
-    console.print(_indented(Text(answer.fill(answer.question.why), "dim")))
+    console.print(_indent_content(Text(answer.fill(answer.question.why), "dim")))
     for holds, sentence in answer.facts:
         grid = Table.grid(padding=(0, 1, 0, 0))
         grid.add_row(Text("✓", "green") if holds else Text("✗", "red"), Text(sentence))
-        console.print(_indented(grid))
+        console.print(_indent_content(grid))
     if answer.question.table:
-        console.print(_indented(_answer_table(answer.question.table.columns, answer, console)))
+        console.print(
+            _indent_content(_answer_table(answer.question.table.columns, answer, console))
+        )
 
 
 def _answer_table(columns: Sequence[str], answer: Answer, console: Console) -> Table | Group:
-    table = _table(dict(zip(columns, answer.numeric_columns, strict=True)))
+    table = _make_table(dict(zip(columns, answer.numeric_columns, strict=True)))
     for row in answer.rows:
         table.add_row(*map(Text, row))
     if console.measure(table).minimum <= console.width - 2 * GAP:
@@ -217,7 +219,7 @@ def _answer_row(columns: Sequence[str], row: Sequence[str]) -> Table:
 # ---- helpers -------------------------------------------------------------------------------------
 
 
-def _table(columns: dict[str, bool]) -> Table:
+def _make_table(columns: dict[str, bool]) -> Table:
     """Return an empty table; columns of figures are set flush right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name, is_figures in columns.items():
@@ -230,5 +232,5 @@ def _print_paragraph(console: Console, text: str, style: str = "") -> None:
     console.print()
 
 
-def _indented(content: RenderableType) -> Padding:
+def _indent_content(content: RenderableType) -> Padding:
     return Padding(content, (0, 0, 0, GAP))

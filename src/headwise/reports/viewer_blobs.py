@@ -36,29 +36,31 @@ def scan_blobs(scan: HeadScan, name_of: Names | None, prefix: str) -> Iterator[t
     maps = [head_maps(scan, layer) for layer in scan.layer_scans]
     for index, text in enumerate(scan.texts):
         if has_words(text):
-            yield f"{prefix}/text/{index}", _words(text, name_of)
+            yield f"{prefix}/text/{index}", _token_words_json(text, name_of)
     for index, values in enumerate(maps):
         if values is not None:
-            yield f"{prefix}/map/{index}", root_bytes(values)
+            yield f"{prefix}/map/{index}", quantise_square_roots(values)
     thumbs = [
-        thumbnails(values) if values is not None else np.zeros((len(layer.heads), THUMB, THUMB))
+        pool_thumbnails(values)
+        if values is not None
+        else np.zeros((len(layer.heads), THUMB, THUMB))
         for values, layer in zip(maps, scan.layer_scans, strict=True)
     ]
     if thumbs:
-        yield f"{prefix}/thumbs", b"".join(map(root_bytes, thumbs))
+        yield f"{prefix}/thumbs", b"".join(map(quantise_square_roots, thumbs))
     if OFFSETS in scan.measured:
         yield (
             f"{prefix}/profile",
             b"".join(offset_profiles(layer).tobytes() for layer in scan.layer_scans),
         )
     if RECEIVED in scan.measured:
-        yield f"{prefix}/received", _received(scan, name_of)
+        yield f"{prefix}/received", _received_weights_json(scan, name_of)
     for index, layer in enumerate(scan.layer_scans):
         for head in heads_with_top_keys(scan, layer):
-            yield f"{prefix}/top/{index}.{head}", _top_keys(scan, layer, head)
+            yield f"{prefix}/top/{index}.{head}", _top_key_planes(scan, layer, head)
 
 
-def root_bytes(values: Array) -> bytes:
+def quantise_square_roots(values: Array) -> bytes:
     """Return a byte for each weight: the rounded 255 times its square root; NaN is 0."""
     rounded = np.rint(255 * np.sqrt(np.clip(np.nan_to_num(values), 0, 1)))
     stored: bytes = rounded.astype(np.uint8).tobytes()
@@ -83,7 +85,7 @@ def head_maps(scan: HeadScan, layer: LayerScan, *, most: int = MOST_CELLS) -> Ar
     if summary is None:
         return None
     cells = summary["count"].shape[-1]
-    queries, keys = (lengths_of(scan, text) for text in (layer.query_text, layer.key_text))
+    queries, keys = (sequence_lengths(scan, text) for text in (layer.query_text, layer.key_text))
     if len(queries) == len(keys) == 1 and 0 < max(*queries, *keys) <= min(cells, most):
         total, count = summary["sum"], summary["count"]
         rows, cols = (torch.arange(n) * cells // n for n in (*queries, *keys))
@@ -94,26 +96,26 @@ def head_maps(scan: HeadScan, layer: LayerScan, *, most: int = MOST_CELLS) -> Ar
         size
         for size in levels
         if size <= max(1, min(shortest, most))
-        and bool((_pooled_count(summary["count"], size) > 0).all())
+        and bool((_pool_count(summary["count"], size) > 0).all())
     ]
     return levels[max(whole, default=min(levels))].numpy()
 
 
-def _pooled_count(count: Tensor, size: int) -> Tensor:
+def _pool_count(count: Tensor, size: int) -> Tensor:
     pooled: Tensor = count.unflatten(-1, (size, -1)).sum(-1)
     return pooled
 
 
-def thumbnails(maps: Array) -> Array:
+def pool_thumbnails(maps: Array) -> Array:
     """Return (heads, 16, 16): the mean over the queries, the sum over the keys of each cell."""
     rows, cols = maps.shape[1:]
-    mean = THUMB * _overlap(rows)
-    spread = cols * _overlap(cols).T
+    mean = THUMB * _block_overlap(rows)
+    spread = cols * _block_overlap(cols).T
     pooled: Array = mean @ np.nan_to_num(maps) @ spread
     return pooled
 
 
-def _overlap(blocks: int) -> Array:
+def _block_overlap(blocks: int) -> Array:
     """Return (16, blocks): the share of the axis that a cell and a block have in common."""
     edges, others = np.linspace(0, 1, THUMB + 1), np.linspace(0, 1, blocks + 1)
     low = np.maximum(edges[:-1, None], others[None, :-1])
@@ -136,16 +138,16 @@ def offset_profiles(layer: LayerScan) -> Array:
     return values.numpy().astype("<f4")
 
 
-def _received(scan: HeadScan, name_of: Names | None) -> bytes:
+def _received_weights_json(scan: HeadScan, name_of: Names | None) -> bytes:
     rows = scan[RECEIVED]
     layers = [
-        [receiving(rows[index, head], name_of) for head in layer.heads]
+        [most_received_tokens(rows[index, head], name_of) for head in layer.heads]
         for index, layer in enumerate(scan.layer_scans)
     ]
     return json.dumps(layers).encode()
 
 
-def receiving(rows: Tensor, name_of: Names | None) -> list[tuple[int, str, float]]:
+def most_received_tokens(rows: Tensor, name_of: Names | None) -> list[tuple[int, str, float]]:
     """Return (key, its token's text, the weight that it receives), the most first."""
     received = []
     for key, token, weight in rows[:MOST_RECEIVING].tolist():
@@ -163,12 +165,12 @@ def has_words(text: ScannedText) -> bool:
     return bool((text.ids >= 0).all()) and len(text.ids) > 0
 
 
-def lengths_of(scan: HeadScan, text: int | None) -> tuple[int, ...]:
+def sequence_lengths(scan: HeadScan, text: int | None) -> tuple[int, ...]:
     """Return the lengths of the sequences of a text; none if it is unknown."""
     return () if text is None else scan.texts[text].lengths
 
 
-def _words(text: ScannedText, name_of: Names | None) -> bytes:
+def _token_words_json(text: ScannedText, name_of: Names | None) -> bytes:
     ids, index = torch.unique(text.ids, return_inverse=True)
     words = [str(token) if name_of is None else name_of(token) for token in ids.tolist()]
     return json.dumps({"words": words, "ids": index.tolist()}).encode()
@@ -177,23 +179,23 @@ def _words(text: ScannedText, name_of: Names | None) -> bytes:
 def heads_with_top_keys(scan: HeadScan, layer: LayerScan) -> list[int]:
     """Return the numbers of the heads of which a page can show every query's top keys."""
     summary = layer.summaries.get(TOP_KEYS)
-    if summary is None or not lengths_of(scan, layer.query_text):
+    if summary is None or not sequence_lengths(scan, layer.query_text):
         return []
-    kept = lengths_of(scan, layer.query_text)
+    kept = sequence_lengths(scan, layer.query_text)
     if tuple(summary["lengths"].tolist()[: len(kept)]) != kept:
         return []
     rows = summary["row"].tolist()
     return [head for head, row in zip(layer.heads, rows, strict=True) if row >= 0]
 
 
-def _top_keys(scan: HeadScan, layer: LayerScan, head: int) -> bytes:
+def _top_key_planes(scan: HeadScan, layer: LayerScan, head: int) -> bytes:
     """Return the planes of the keys, low bytes first, and the plane of the shares."""
     summary = layer.summaries[TOP_KEYS]
     row = int(summary["row"][layer.heads.index(head)])
-    queries = sum(lengths_of(scan, layer.query_text))
+    queries = sum(sequence_lengths(scan, layer.query_text))
     share = summary["share"][row, :queries].numpy()
     key = summary["key"][row, :queries].clamp(min=0).numpy().astype("<u4")
-    planes = 4 if max(lengths_of(scan, layer.key_text), default=0) > MANY_TOKENS else 2
+    planes = 4 if max(sequence_lengths(scan, layer.key_text), default=0) > MANY_TOKENS else 2
     by_byte = key.reshape(-1, 1).view(np.uint8)
     keys = b"".join(np.ascontiguousarray(by_byte[:, plane]).tobytes() for plane in range(planes))
-    return keys + root_bytes(share)
+    return keys + quantise_square_roots(share)

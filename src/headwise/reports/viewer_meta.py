@@ -33,12 +33,12 @@ def report_meta(
         "missing": report.not_measured,
         "rule": f"{wording.RULE} {wording.WEIGHTS}",
         "command": report.command,
-        "scans": [_scan(scan, name) for scan, name in zip(scans, names, strict=True)],
-        "matched": None if second is None else _matched(report.scan, second),
+        "scans": [_scan_meta(scan, name) for scan, name in zip(scans, names, strict=True)],
+        "matched": None if second is None else _matched_heads(report.scan, second),
     }
 
 
-def _scan(scan: HeadScan, name: str) -> dict[str, Any]:
+def _scan_meta(scan: HeadScan, name: str) -> dict[str, Any]:
     drawn = wording.drawn_statistics(scan)
     return {
         "name": name,
@@ -53,11 +53,11 @@ def _scan(scan: HeadScan, name: str) -> dict[str, Any]:
             }
             for number, text in enumerate(scan.texts)
         ],
-        "layers": [_layer(scan, layer) for layer in scan.layer_scans],
-        "ranks": _ranks(scan),
+        "layers": [_layer_meta(scan, layer) for layer in scan.layer_scans],
+        "ranks": _top_key_ranks(scan),
         "reach": viewer_blobs.OFFSET_REACH if viewer_blobs.OFFSETS in scan.measured else None,
         "received": viewer_blobs.RECEIVED in scan.measured,
-        "statistics": [_statistic(scan, statistic) for statistic in drawn],
+        "statistics": [_statistic_meta(scan, statistic) for statistic in drawn],
         "standouts": [
             {
                 "layer": standout.head.layer_index,
@@ -70,7 +70,7 @@ def _scan(scan: HeadScan, name: str) -> dict[str, Any]:
     }
 
 
-def _layer(scan: HeadScan, layer: LayerScan) -> dict[str, Any]:
+def _layer_meta(scan: HeadScan, layer: LayerScan) -> dict[str, Any]:
     maps = viewer_blobs.head_maps(scan, layer)
     is_blank = [] if maps is None else [bool(math.isnan(values.sum())) for values in maps]
     return {
@@ -86,17 +86,17 @@ def _layer(scan: HeadScan, layer: LayerScan) -> dict[str, Any]:
     }
 
 
-def _ranks(scan: HeadScan) -> int:
+def _top_key_ranks(scan: HeadScan) -> int:
     for layer in scan.layer_scans:
         if (summary := layer.summaries.get(viewer_blobs.TOP_KEYS)) is not None:
             return int(summary["key"].shape[-1])
     return RANKS
 
 
-def _statistic(scan: HeadScan, statistic: wording.DrawnStatistic) -> dict[str, Any]:
+def _statistic_meta(scan: HeadScan, statistic: wording.DrawnStatistic) -> dict[str, Any]:
     definition = statistic.definition
     rows = [
-        [_number(statistic.rows[index][head]) for head in layer.heads]
+        [_round_number(statistic.rows[index][head]) for head in layer.heads]
         for index, layer in enumerate(scan.layer_scans)
     ]
     return {
@@ -110,18 +110,18 @@ def _statistic(scan: HeadScan, statistic: wording.DrawnStatistic) -> dict[str, A
         "kind": statistic.scale.kind,
         "low": statistic.scale.low,
         "high": statistic.scale.high,
-        "middle": _number(statistic.middle),
+        "middle": _round_number(statistic.middle),
         "first": statistic.name in FIRST,
         "rows": rows,
     }
 
 
-def _number(value: float) -> float | None:
+def _round_number(value: float) -> float | None:
     """Return six digits of a value, None where there is none."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _matched(first: HeadScan, second: HeadScan) -> list[list[int]] | None:
+def _matched_heads(first: HeadScan, second: HeadScan) -> list[list[int]] | None:
     """Return for each head the head of the other scan that it is matched with, by layer.
 
     Without scipy, which assigns them, each head is compared with the same head.

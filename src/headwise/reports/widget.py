@@ -14,7 +14,7 @@ from headwise.reports.scan_report import ScanReport
 from headwise.scanning.exact_rows import ExactRows
 from headwise.scanning.head_scan import HeadScan
 from headwise.support.message_text import describe_value
-from headwise.support.optional_imports import require
+from headwise.support.optional_imports import require_package
 
 MOST_KEYS = 64  # of an exact row that is sent
 Reply = dict[str, Any]
@@ -45,7 +45,7 @@ def view_scan(
     if rows is not None:
 
         def answer(widget: Any, message: Any, _buffers: Any) -> None:
-            widget.send(answer_row(scan, rows, message))
+            widget.send(read_row_answer(scan, rows, message))
 
         widget.on_msg(answer)
     return widget
@@ -59,7 +59,7 @@ def _first_head(scan: HeadScan) -> list[int] | None:
     return next(([index, head] for _, index, head in scan.heads), None)
 
 
-def answer_row(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:
+def read_row_answer(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:
     """Return the largest weights of a row, or the reason why there is none."""
     number, layer, head, sequence, query = message["row"]
     if number:
@@ -79,8 +79,12 @@ def answer_row(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:
 
 @cache
 def _widget_class() -> type[Any]:
-    anywidget = require("anywidget", purpose="which shows a widget", pip="'headwise[notebook]'")
-    traitlets = require("traitlets", purpose="which shows a widget", pip="'headwise[notebook]'")
+    anywidget = require_package(
+        "anywidget", purpose="which shows a widget", pip="'headwise[notebook]'"
+    )
+    traitlets = require_package(
+        "traitlets", purpose="which shows a widget", pip="'headwise[notebook]'"
+    )
 
     base: Any = anywidget.AnyWidget
 

@@ -51,18 +51,18 @@ class Scale:
 
     def colour(self, value: float) -> png_images.RGB:
         """Return the colour of a value."""
-        return png_images.viridis(self.position(value))
+        return png_images.viridis_colour(self.position(value))
 
     def format_short(self, value: float) -> str:
         """Format at most three characters and a sign: ``78`` per cent, ``5.4`` nats, ``2k``."""
         if self.kind != "range":
-            return _with_minus_sign(f"{100 * value:.0f}")
+            return _use_minus_sign(f"{100 * value:.0f}")
         largest = max(abs(self.low), abs(self.high))
         if largest < 0.995:
-            return _with_minus_sign(f"{value:.2f}".replace("0.", ".", 1))
+            return _use_minus_sign(f"{value:.2f}".replace("0.", ".", 1))
         if largest < 9.95:
-            return _with_minus_sign(f"{value:.1f}")
-        return _with_minus_sign(f"{value:.0f}" if abs(value) < 999.5 else f"{value / 1000:.0f}k")
+            return _use_minus_sign(f"{value:.1f}")
+        return _use_minus_sign(f"{value:.0f}" if abs(value) < 999.5 else f"{value / 1000:.0f}k")
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,11 +116,11 @@ class DrawnStatistic:
         if self.scale.kind != "range":
             if 0 < value < 0.0005:
                 return "under 0.1 %"
-            return _with_minus_sign(f"{100 * value:.{0 if abs(value) >= 0.0095 else 1}f} %")
+            return _use_minus_sign(f"{100 * value:.{0 if abs(value) >= 0.0095 else 1}f} %")
         size = abs(value)
         digits = f"{value:.{2 if size < 9.95 else 1 if size < 99.5 else 0}f}"
         has_unit = self.unit in ("tokens", "nats", "keys", "directions")
-        return _with_minus_sign(f"{digits} {self.unit}" if has_unit else digits)
+        return _use_minus_sign(f"{digits} {self.unit}" if has_unit else digits)
 
 
 def drawn_statistic(scan: HeadScan, name: str) -> DrawnStatistic:
@@ -134,18 +134,18 @@ def drawn_statistic(scan: HeadScan, name: str) -> DrawnStatistic:
         definition=definition,
         rows=values.tolist(),
         middle=middle,
-        scale=_scale(scan, definition, real, middle),
+        scale=_make_scale(scan, definition, real, middle),
     )
 
 
-def _scale(scan: HeadScan, definition: Definition, real: Tensor, middle: float) -> Scale:
+def _make_scale(scan: HeadScan, definition: Definition, real: Tensor, middle: float) -> Scale:
     """Return the scale: from the definition, or around the values, but never of a narrow range."""
     if definition.drawn != "range":
         return Scale(definition.drawn, 0.0, 1.0)
     if not real.numel():
         return Scale("range", 0.0, 0.0)
     if definition.name == "entropy":
-        return Scale("range", 0.0, math.log(max(2, _longest_text(scan))))
+        return Scale("range", 0.0, math.log(max(2, _longest_text_length(scan))))
     low, high = float(real.min()), float(real.max())
     missing = LEAST_SPAN * abs(middle) - (high - low)
     if missing > 0:
@@ -153,7 +153,7 @@ def _scale(scan: HeadScan, definition: Definition, real: Tensor, middle: float) 
     return Scale("range", low, high)
 
 
-def _longest_text(scan: HeadScan) -> int:
+def _longest_text_length(scan: HeadScan) -> int:
     """Return the largest number of tokens of a sequence, as far as it is known."""
     lengths = [length for text in scan.texts for length in text.lengths]
     return max(lengths, default=scan.tokens)
@@ -202,32 +202,32 @@ def standout_heads(scan: HeadScan) -> list[StandoutHead]:
     """Return the heads that stand out by the `RULE`."""
     candidates = [drawn_statistic(scan, name) for name in scan.known_for or scan.scalars]
     heads = []
-    for statistic in _without_duplicates(s for s in candidates if s.varies_enough):
+    for statistic in _drop_duplicate_pictures(s for s in candidates if s.varies_enough):
         definition = statistic.definition
         top = scan.top(statistic.name, 1)[0]
         if statistic.is_far_above(top.value):
-            heads.append(_standout_head(scan, statistic, top, definition.says))
+            heads.append(_make_standout_head(scan, statistic, top, definition.says))
         if definition.least:
             low = scan.top(statistic.name, 1, lowest=True)[0]
             if statistic.is_far_below(low.value):
-                heads.append(_standout_head(scan, statistic, low, definition.least))
+                heads.append(_make_standout_head(scan, statistic, low, definition.least))
     return heads
 
 
-def _without_duplicates(statistics: Iterable[DrawnStatistic]) -> list[DrawnStatistic]:
+def _drop_duplicate_pictures(statistics: Iterable[DrawnStatistic]) -> list[DrawnStatistic]:
     """Drop statistics with the same picture, as where the first token is the only special one."""
     distinct: dict[str, DrawnStatistic] = {}
     for statistic in statistics:
-        distinct.setdefault(str(_formatted_rows(statistic)), statistic)
+        distinct.setdefault(str(_format_rows(statistic)), statistic)
     return list(distinct.values())
 
 
-def _formatted_rows(statistic: DrawnStatistic) -> list[list[str]]:
+def _format_rows(statistic: DrawnStatistic) -> list[list[str]]:
     short = statistic.scale.format_short
     return [["" if value != value else short(value) for value in row] for row in statistic.rows]
 
 
-def _standout_head(
+def _make_standout_head(
     scan: HeadScan, statistic: DrawnStatistic, head: HeadValue, phrase: str
 ) -> StandoutHead:
     value, middle = statistic.format_long(head.value), statistic.format_long(statistic.middle)
@@ -244,7 +244,7 @@ def _format_token_count(count: float) -> str:
     return f"{count:.1f}" if count < 9.95 else f"{count:,.0f}"
 
 
-def _with_minus_sign(text: str) -> str:
+def _use_minus_sign(text: str) -> str:
     return text.replace("-", "−")
 
 

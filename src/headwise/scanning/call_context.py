@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from headwise.kernels.bound_scores import accumulation_dtype
-from headwise.scanning.captured_call import CapturedCall, not_none
-from headwise.scanning.module_calls import ModuleCall, dequantized
+from headwise.scanning.captured_call import CapturedCall, require_not_none
+from headwise.scanning.module_calls import ModuleCall, dequantize_weight
 
 # ---- tokens -------------------------------------------------------------------------------------
 
@@ -74,9 +74,9 @@ class TokenStreams:
         Return True if the tokens are a model input. Some models have a second embedding, so equal
         tokens in the same run count as one text.
         """
-        if not any(_equal(tokens, model_input) for model_input in self._inputs):
+        if not any(_tensors_are_equal(tokens, model_input) for model_input in self._inputs):
             return False  # positions, segment ids, or ids that the model computed
-        part = _model_part_of(embedding)
+        part = _model_part_name(embedding)
         outside = [
             module_call for module_call in outer_calls[1:] if "embed" not in module_call.name
         ]
@@ -84,7 +84,7 @@ class TokenStreams:
         before = [
             text.tokens for text in self._streams if (text.part, text.within) == (part, within)
         ]
-        if any(_equal(tokens, text) for text in before):
+        if any(_tensors_are_equal(tokens, text) for text in before):
             return True
         self._streams.append(_Stream(part, within, tokens))
         past = self._history.get(part)
@@ -156,11 +156,11 @@ class TokenStreams:
         return KeyTokens(fitting[0].tokens)
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def _tensors_are_equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and bool(torch.equal(a, b)))
 
 
-def _model_part_of(embedding: str) -> str:
+def _model_part_name(embedding: str) -> str:
     """Return ``text_model.`` for text_model.embeddings.token_embedding, "" for a whole model."""
     parts = embedding.split(".")[:-1]
     for index, part in enumerate(parts):
@@ -184,14 +184,14 @@ class PendingProjection:
 
     def __init__(self, call: CapturedCall, block: ModuleCall | None, *, version: int) -> None:
         self.call, self.block, self.version = call, block, version
-        self._outputs = not_none(call.outputs)
+        self._outputs = require_not_none(call.outputs)
         self.is_complete = False
         self.was_read = False  # True once a module received the unchanged head outputs
         # True for a consumer of the head outputs that is inside the attention module.
         self._consumers: dict[ModuleCall, bool] = {}
         self._inside: list[tuple[Tensor, Tensor]] = []  # projections there, and their outputs
 
-    def before(self, module_call: ModuleCall, outer_modules: list[nn.Module]) -> None:
+    def note_module_start(self, module_call: ModuleCall, outer_modules: list[nn.Module]) -> None:
         """Note a module that is about to run inside ``outer_modules``."""
         if module_call.state is not None and _is_concatenated_heads(
             module_call.state, self._outputs
@@ -199,7 +199,7 @@ class PendingProjection:
             self._consumers[module_call] = self.call.module in outer_modules
             self.was_read = True
 
-    def after(self, module_call: ModuleCall, output: Any) -> None:
+    def note_module_output(self, module_call: ModuleCall, output: Any) -> None:
         """Note the output of a module, and complete the call if it was the output projection."""
         result = _first_tensor(output)
         if module_call.module is self.call.module:
@@ -236,7 +236,7 @@ def split_by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
 def _weight_matrix(module: nn.Module) -> Tensor | None:
     """Return the floating-point weight (in, out) of a module, if it has one."""
     stored = getattr(module, "weight", None)
-    weight = dequantized(stored.detach()) if isinstance(stored, Tensor) else None
+    weight = dequantize_weight(stored.detach()) if isinstance(stored, Tensor) else None
     if weight is None or weight.dim() != 2:
         return None
     # The Conv1D of transformers, as in GPT-2, stores (in, out); linear layers store (out, in).
@@ -249,7 +249,10 @@ def _is_linear_output(module_call: ModuleCall, result: Tensor) -> bool:
     The error may be n u (|x| |W|) from the sum of n products in the dtype of accumulation, and two
     roundings of the result (docs/budget.md).
     """
-    matrix, state = not_none(_weight_matrix(module_call.module)), not_none(module_call.state)
+    matrix, state = (
+        require_not_none(_weight_matrix(module_call.module)),
+        require_not_none(module_call.state),
+    )
     x, w = state.reshape(-1, matrix.shape[0])[0].double(), matrix.double()
     bias = getattr(module_call.module, "bias", None)
     exact = x @ w + (bias.double() if isinstance(bias, Tensor) else 0.0)

@@ -67,7 +67,7 @@ class AttentionCapture:
         )
         self._tokens = TokenStreams()
         whole = nn.Module() if model is None else model
-        self.modules = ModuleCalls(whole, before=self._before, after=self._after)
+        self.modules = ModuleCalls(whole, before=self._before_module, after=self._after_module)
 
     @property
     def missed_modules(self) -> dict[str, str]:
@@ -113,17 +113,17 @@ class AttentionCapture:
             f"another library, or are scripted or exported graphs: {names}{more}",
         )
 
-    def begin(self) -> None:
+    def begin_input(self) -> None:
         """Start another input, with other sequences and a new count of calls outside modules."""
         self._calls_outside_modules, self._last_block = 0, ("", None)
         self._tokens.begin_input()
 
-    def show(self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
+    def record_attention(self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
         """Record one attention call; a watcher of `headwise.layers.hooks`."""
         self.complete_call()
         stack = self.modules.stack
-        call = self._call(matrix, v, outputs)
-        block = _block_of(stack, matrix)
+        call = self._make_call_record(matrix, v, outputs)
+        block = _find_block(stack, matrix)
         if stack:
             stack[-1].last_keys = matrix.k, call.is_cross
         for module_call in stack:
@@ -173,7 +173,9 @@ class AttentionCapture:
             return f"{name} ({heads} heads)"
         return name
 
-    def _call(self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> CapturedCall:
+    def _make_call_record(
+        self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor
+    ) -> CapturedCall:
         """Return the record of a call, with what is known before anything else runs."""
         stack, layer = self.modules.stack, self._layer_name(matrix)
         batch, _, queries, keys = matrix.shape
@@ -226,7 +228,7 @@ class AttentionCapture:
             own_key = key_tokens.count - key_tokens.dropped - queries
         return own_key, key_tokens
 
-    def _before(self, module_call: ModuleCall) -> None:
+    def _before_module(self, module_call: ModuleCall) -> None:
         is_whole = not self.modules.stack
         if is_whole:
             self._tokens.begin_pass(module_call.tokens)
@@ -242,7 +244,7 @@ class AttentionCapture:
         if self._pending is not None:
             self._pending.before(module_call, [outer.module for outer in self.modules.stack])
 
-    def _after(self, module_call: ModuleCall, output: Any) -> None:
+    def _after_module(self, module_call: ModuleCall, output: Any) -> None:
         if self._pending is not None:
             self._pending.after(module_call, output)
             if self._pending.is_complete or module_call.is_block or not self.modules.stack:
@@ -276,7 +278,7 @@ def capture_attention(
         elif model is not None:
             stack.enter_context(use_headwise_attention(model))
         stack.enter_context(capture.modules.attach_hooks())
-        stack.enter_context(attention_hook(capture.show))
+        stack.enter_context(attention_hook(capture.record_attention))
         stack.enter_context(mark_kernel_calls())
         stack.enter_context(TorchCalls())
         yield capture
@@ -321,7 +323,7 @@ def _is_cross(stack: list[ModuleCall], matrix: AttentionMatrix) -> bool:
     return not tensors_equal(queries, keys)
 
 
-def _block_of(stack: list[ModuleCall], matrix: AttentionMatrix) -> ModuleCall | None:
+def _find_block(stack: list[ModuleCall], matrix: AttentionMatrix) -> ModuleCall | None:
     """Return the innermost block around the layer, before the first attention of the block.
 
     The state of the block must be (batch, queries, width). Where batch and queries are equal,

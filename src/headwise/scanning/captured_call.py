@@ -14,7 +14,7 @@ from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import ShapeError
 from headwise.kernels.bound_scores import accumulation_dtype
-from headwise.support.integers import as_int64
+from headwise.support.integers import convert_to_int64
 from headwise.support.message_text import describe_sizes
 
 CELLS = 64  # blocks of queries, and of keys, in a map, unless others are chosen
@@ -74,7 +74,7 @@ class RepeatedTokens:
     def __init__(
         self, tokens: Integer[Tensor, "batch keys"], real: Bool[Tensor, "batch keys"]
     ) -> None:
-        tokens = as_int64(tokens, "tokens")
+        tokens = convert_to_int64(tokens, "tokens")
         # Padding and unknown tokens share the index 0 and never count as repeats.
         is_token = real & (tokens >= 0)
         index = torch.unique(tokens, return_inverse=True)[1] + 1
@@ -246,7 +246,7 @@ class CapturedCall:
     @cached_property
     def repeats(self) -> RepeatedTokens:
         """Earlier keys with the same token, for each key."""
-        return RepeatedTokens(not_none(self.tokens), self.real_keys)
+        return RepeatedTokens(require_not_none(self.tokens), self.real_keys)
 
     @cached_property
     def samples(self) -> SampledRows:
@@ -257,13 +257,15 @@ class CapturedCall:
     def out_proj_factors(self) -> Float[Tensor, "heads value_dim width"]:
         """F with ‖z W_O‖ = ‖z F‖ for every z: no wider than z, so that norms are cheap."""
         # W_O^T = Q R, and Q keeps norms. Squaring W_O would lose half of the digits.
-        factors: Tensor = torch.linalg.qr(not_none(self.out_proj).double().mT, mode="r")[1].mT
+        factors: Tensor = torch.linalg.qr(require_not_none(self.out_proj).double().mT, mode="r")[
+            1
+        ].mT
         return factors
 
     @cached_property
     def value_norms(self) -> Float[Tensor, "batch heads keys"]:
         """‖v W_O‖ of each key: the norm of the contribution of a head that attends to it alone."""
-        values = not_none(self.values)
+        values = require_not_none(self.values)
         batch, heads, _, keys = self.matrix.shape
         group = heads // values.shape[1]
         exact = accumulation_dtype(values.dtype)
@@ -274,7 +276,7 @@ class CapturedCall:
         return norms
 
 
-def not_none(value: T | None) -> T:
+def require_not_none(value: T | None) -> T:
     """Return a value that the ``needs`` of a statistic declare to be there."""
     assert value is not None, "a statistic must list what it uses in its needs"
     return value

@@ -18,8 +18,13 @@ from typing import Any
 
 from headwise.errors import OptionError
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan_file import damaged_file_error, digest_of, read, write
-from headwise.scanning.scan_schema import FieldError, check_value, excerpt
+from headwise.scanning.scan_file import (
+    damaged_file_error,
+    hash_content,
+    read_scan_file,
+    write_scan_file,
+)
+from headwise.scanning.scan_schema import FieldError, check_value, shorten_for_message
 from headwise.scanning.statistics.statistic import Statistic
 
 SCAN, PARTS = "scan.safetensors", "parts"
@@ -47,7 +52,7 @@ def scan_corpus(
         scan_one: a function that scans the inputs of one document.
         documents: the name and the inputs of each document, in the order of the merge.
         out: the folder to write to; a missing folder is made.
-        made_with: all that ``scan_one`` depends on, by name, as for `digest_of`:
+        made_with: all that ``scan_one`` depends on, by name, as for `hash_content`:
             ``{"weights": model.state_dict(), "statistics": names}``. Parts that were made with
             other values are refused.
         statistics: statistics that are not in headwise's catalogue, to read the parts.
@@ -96,7 +101,7 @@ class _CorpusFolder:
         self, out: Path, made_with: Mapping[str, Any], statistics: tuple[Statistic, ...]
     ) -> None:
         self.out, self.parts = out, out / PARTS
-        self._made_with = {name: digest_of(value) for name, value in made_with.items()}
+        self._made_with = {name: hash_content(value) for name, value in made_with.items()}
         self._statistics = statistics
         for partial in [*out.glob(f".{SCAN}.*.part"), *self.parts.glob(f".*{SUFFIX}.*.part")]:
             partial.unlink(missing_ok=True)  # from a run that was killed while it wrote
@@ -127,7 +132,7 @@ class _CorpusFolder:
         document = {
             # A file name can hold surrogates, which UTF-8 cannot.
             "name": name.encode("utf-8", "backslashreplace").decode("utf-8"),
-            "digest": digest_of(inputs),
+            "digest": hash_content(inputs),
             "made_with": self._made_with,
         }
         path = self._parts_by_index.get(index)
@@ -143,15 +148,15 @@ class _CorpusFolder:
                     needed="the layers, heads and statistics of the documents before it",
                     do="leave this document out, or scan documents of its kind into another folder",
                 )
-            write(fresh, path, document=document)
-        fields, saved = read(path, self._statistics, remedy=REMOVE)
+            write_scan_file(fresh, path, document=document)
+        fields, saved = read_scan_file(path, self._statistics, remedy=REMOVE)
         if saved is None:
             raise _part_error(path, "a scan that scan_corpus did not write", "parts of a corpus")
         try:
             check_value(saved, DOCUMENT, "document")
         except FieldError as fault:
             raise damaged_file_error(path, fault, REMOVE) from fault
-        self._check(path, saved, document)
+        self._require_same_part(path, saved, document)
         scan = HeadScan(**fields)
         if fits is not None and (difference := fits.difference(scan)) is not None:
             raise _part_error(path, difference, "scans of the same layers, heads and statistics")
@@ -162,21 +167,25 @@ class _CorpusFolder:
         if beyond := [path for index, path in self._parts_by_index.items() if index >= number]:
             raise _part_error(beyond[0], f"with {number} documents", "a part for each document")
 
-    def _check(self, path: Path, saved: dict[str, Any], document: dict[str, Any]) -> None:
+    def _require_same_part(
+        self, path: Path, saved: dict[str, Any], document: dict[str, Any]
+    ) -> None:
         if saved["name"] != document["name"]:
             raise _part_error(
-                path, f"made from {excerpt(saved['name'])!r}", f"a part of {document['name']!r}"
+                path,
+                f"made from {shorten_for_message(saved['name'])!r}",
+                f"a part of {document['name']!r}",
             )
         # Checked before the content: other options, such as a length, may explain other content.
         before, now = saved["made_with"], document["made_with"]
         if other := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
-            option = excerpt(other[0])
+            option = shorten_for_message(other[0])
             raise _part_error(path, f"made with other {option}", f"the {option} given now")
         if saved["digest"] != document["digest"]:
             raise _part_error(
                 path,
                 f"made from other content of {document['name']!r}: "
-                + excerpt(saved["digest"][:16]),
+                + shorten_for_message(saved["digest"][:16]),
                 f"a part of the content given now, {document['digest'][:16]}",
             )
 

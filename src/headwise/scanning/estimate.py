@@ -81,7 +81,7 @@ def record_call_sizes(model: nn.Module, run: Callable[[], Any]) -> list[CallSize
     return calls
 
 
-def estimate(
+def estimate_scan(
     model: nn.Module,
     calls: Sequence[CallSizes],
     statistics: Iterable[TileStatistic],
@@ -104,11 +104,11 @@ def estimate(
         entries = sum(call.entries(length) for call in calls)
         attended = sum(call.entries(length) * call.width for call in calls)
         seconds += product * (length * products + attended) + entry * entries
-    extra_bytes = memory(model, calls, statistics, max(lengths))
+    extra_bytes = estimate_memory(model, calls, statistics, max(lengths))
     return Estimate(seconds, extra_bytes, held_bytes + extra_bytes)
 
 
-def memory(
+def estimate_memory(
     model: nn.Module, calls: Sequence[CallSizes], statistics: Sequence[TileStatistic], length: int
 ) -> int:
     """Return the bytes that a scan of ``length`` tokens needs in addition to the model."""
@@ -150,7 +150,7 @@ def measure_speed(
     width = max(1, max((call.width for call in calls), default=2) // 2)
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(512, 512, generator=generator) for _ in range(2))
-    product = min(_elapsed(lambda: x @ w) for _ in range(3)) / 512**3
+    product = min(_measure_elapsed(lambda: x @ w) for _ in range(3)) / 512**3
     q, k, v = (torch.randn(1, heads, SAMPLE, width, generator=generator) for _ in range(3))
     is_causal = all(call.is_causal for call in calls)
     matrix = AttentionMatrix(q, k, mask=Mask.causal() if is_causal else Mask())
@@ -161,7 +161,9 @@ def measure_speed(
     )
     fitting = [s for s in statistics if s.missing(call) is None]
     entries = heads * SAMPLE**2 / (2 if is_causal else 1)
-    entry = min(_elapsed(lambda: compute_summaries(call, fitting)) for _ in range(2)) / entries
+    entry = (
+        min(_measure_elapsed(lambda: compute_summaries(call, fitting)) for _ in range(2)) / entries
+    )
     return product, entry
 
 
@@ -179,7 +181,7 @@ def require_memory(needed: int, *, what: str, do: str) -> None:
         )
 
 
-def _elapsed(run: Callable[[], Any]) -> float:
+def _measure_elapsed(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -211,7 +213,7 @@ def process_memory() -> int:
 
 def _cgroup_memory_left(root: Path) -> Iterator[int]:
     """Yield the free bytes of each control group of the process and of the groups around it."""
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _read_lines_if_readable(root / "proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)
         if kinds == "":
             base, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
@@ -222,14 +224,16 @@ def _cgroup_memory_left(root: Path) -> Iterator[int]:
             continue
         inner = Path(path.lstrip("/"))
         for folder in dict.fromkeys([inner, *inner.parents, Path()]):
-            most, now = (_lines(base / folder / name) for name in (limit, used))
+            most, now = (_read_lines_if_readable(base / folder / name) for name in (limit, used))
             if most and now and most[0].isdecimal():  # "max" is no limit
                 # The kernel counts cached files as used, although it can drop them.
-                stat = dict(line.split() for line in _lines(base / folder / "memory.stat"))
+                stat = dict(
+                    line.split() for line in _read_lines_if_readable(base / folder / "memory.stat")
+                )
                 yield max(0, int(most[0]) - int(now[0]) + int(stat.get("inactive_file", 0)))
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines_if_readable(path: Path) -> list[str]:
     try:
         return path.read_text("utf-8").splitlines()
     except OSError:

@@ -12,7 +12,7 @@ from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.model_inputs import list_inputs, prepare_inputs, run_model
 from headwise.scanning.module_calls import unwrap_compiled
-from headwise.support.module_modes import evaluating
+from headwise.support.module_modes import evaluation_mode
 
 
 class ExactRows:
@@ -43,7 +43,7 @@ class ExactRows:
         Raises:
             OptionError: the model has no such layer, head, sequence or query.
         """
-        call, batch = self._call_of(layer, sequence)
+        call, batch = self._find_call(layer, sequence)
         places = call.real_queries[batch].nonzero().squeeze(1)
         heads = call.matrix.shape[1]
         if not 0 <= query < len(places) or not 0 <= head < heads:
@@ -55,9 +55,9 @@ class ExactRows:
         weights = call.matrix.rows(places[query : query + 1])[batch, head, 0]
         return weights[call.real_keys[batch]]
 
-    def _call_of(self, layer: str, sequence: int) -> tuple[CapturedCall, int]:
+    def _find_call(self, layer: str, sequence: int) -> tuple[CapturedCall, int]:
         if layer not in self._calls:
-            self._calls[layer] = self._captured(layer)
+            self._calls[layer] = self._capture_calls(layer)
         rest = sequence
         for call in self._calls[layer]:
             batch = call.matrix.shape[0]
@@ -70,7 +70,7 @@ class ExactRows:
             do="pass the model and the inputs of the scan",
         )
 
-    def _captured(self, layer: str) -> list[CapturedCall]:
+    def _capture_calls(self, layer: str) -> list[CapturedCall]:
         calls: list[CapturedCall] = []
 
         def keep(call: CapturedCall) -> None:
@@ -81,7 +81,7 @@ class ExactRows:
         prepared = prepare_inputs(self._model, self._inputs)
         with (
             torch.no_grad(),
-            evaluating(module),
+            evaluation_mode(module),
             capture_attention(module, on_complete=keep) as capture,
         ):
             for each in prepared:

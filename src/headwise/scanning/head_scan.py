@@ -15,7 +15,7 @@ from headwise.scanning.scan_diff import ScanDiff
 from headwise.scanning.scanned_text import merge_texts
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.support.atomic_write import write_whole
-from headwise.support.display import Displayed, render
+from headwise.support.display import Displayed, render_form
 from headwise.support.message_text import describe_value
 
 
@@ -137,7 +137,7 @@ class HeadScan(Displayed, ScanReadings):
         Raises:
             OptionError: nothing can be written there.
         """
-        return write_whole(Path(path), render(self, "page", title=title, name_of=name_of))
+        return write_whole(Path(path), render_form(self, "page", title=title, name_of=name_of))
 
     def view(
         self,
@@ -167,7 +167,7 @@ class HeadScan(Displayed, ScanReadings):
             MissingExtraError: anywidget is not installed.
         """
         options = {"title": title, "name_of": name_of, "height": height}
-        return render(self, "widget", model=model, inputs=inputs, other=other, **options)
+        return render_form(self, "widget", model=model, inputs=inputs, other=other, **options)
 
     def plot(
         self,
@@ -199,7 +199,7 @@ class HeadScan(Displayed, ScanReadings):
             MissingExtraError: matplotlib is not installed.
         """
         chosen = {"layer": layer, "head": head, "statistic": statistic, "name_of": name_of}
-        return render(self, "figure", kind=kind, **chosen, ax=ax, width=width)
+        return render_form(self, "figure", kind=kind, **chosen, ax=ax, width=width)
 
     # ---- save and load ----------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class HeadScan(Displayed, ScanReadings):
         Raises:
             OptionError: nothing can be written there, or the scan could not be loaded again.
         """
-        return scan_file.write(self, Path(path))
+        return scan_file.write_scan_file(self, Path(path))
 
     @classmethod
     def load(cls, path: str | PathLike[str], statistics: Iterable[Statistic] = ()) -> HeadScan:
@@ -229,7 +229,7 @@ class HeadScan(Displayed, ScanReadings):
             OptionError: a file that is damaged or was edited, comes from another program or a
                 later headwise, or has a statistic that is unknown or has another `Definition.id`.
         """
-        fields, _ = scan_file.read(Path(path), statistics)
+        fields, _ = scan_file.read_scan_file(Path(path), statistics)
         return cls(**fields)
 
 

@@ -14,9 +14,9 @@ from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.scanned_text import ScannedText
 from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic_error
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
-from headwise.support.integers import as_count
+from headwise.support.integers import convert_to_count
 from headwise.support.message_text import describe_value
-from headwise.support.optional_imports import require
+from headwise.support.optional_imports import require_package
 
 OTHER_HEAD = "other_head"  # the axis of a statistic that compares the heads of a layer
 Row = dict[str, str | int | float]
@@ -221,7 +221,7 @@ class ScanReadings:
         Raises:
             OptionError: the scan has no such statistic.
         """
-        return self._statistic(name).definition
+        return self._find_statistic(name).definition
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -238,7 +238,7 @@ class ScanReadings:
         Raises:
             OptionError: the scan has no such statistic, or no layer has it.
         """
-        statistic = self._statistic(name)
+        statistic = self._find_statistic(name)
         heads = max((layer.num_heads for layer in self.layer_scans), default=0)
         results = {
             index: _align_heads(statistic, layer, heads)
@@ -272,7 +272,7 @@ class ScanReadings:
             OptionError: the scan has no such statistic, no layer has it, or it is not one number
                 a head.
         """
-        return top_heads(self.layers, self._scalar(name), n, lowest=lowest)
+        return top_heads(self.layers, self._require_scalar(name), n, lowest=lowest)
 
     def table(self) -> list[Row]:
         """Return a row for each scanned head.
@@ -288,13 +288,13 @@ class ScanReadings:
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        pandas = require("pandas", purpose="which holds the table", pip="pandas")
+        pandas = require_package("pandas", purpose="which holds the table", pip="pandas")
         columns = ["layer", "layer_index", "head", *self.scalars]
         return pandas.DataFrame(self.table(), columns=columns)
 
     # ---- checks -----------------------------------------------------------------------------
 
-    def _statistic(self, name: str) -> Statistic:
+    def _find_statistic(self, name: str) -> Statistic:
         for statistic in self.statistics:
             if statistic.definition.name == name:
                 return statistic
@@ -309,10 +309,10 @@ class ScanReadings:
             f"{'; '.join(reasons) or 'the scan has no layers'}",
             needed=f"a statistic that was measured: {', '.join(self.measured) or 'none was'}",
             do="scan a model and inputs with what the statistic needs: "
-            + (", ".join(self._statistic(name).needs) or "an attention layer"),
+            + (", ".join(self._find_statistic(name).needs) or "an attention layer"),
         )
 
-    def _scalar(self, name: str) -> Tensor:
+    def _require_scalar(self, name: str) -> Tensor:
         if axes := self.definition(name).axes:
             raise OptionError(
                 saw=f"{name}, which has {' x '.join(axes)} numbers for each head",
@@ -339,7 +339,7 @@ def _comma_list(heads: tuple[int, ...]) -> str:
 
 def top_heads(layers: tuple[str, ...], values: Tensor, n: int, *, lowest: bool) -> list[HeadValue]:
     """Return the ``n`` largest of (layers, heads), or the smallest; NaN is left out."""
-    count = as_count(n)
+    count = convert_to_count(n)
     if count is None or count < 0:
         raise OptionError(
             saw=f"n={describe_value(n)}",

@@ -114,10 +114,10 @@ def prepare_inputs(
     parameters = inspect.signature(model.forward).parameters
     options = NO_CACHE if with_logits else NO_CACHE | NO_LOGITS
     options = {name: value for name, value in options.items() if name in parameters}
-    return [_with_fewer_outputs(model_input, options) for model_input in inputs]
+    return [_request_fewer_outputs(model_input, options) for model_input in inputs]
 
 
-def _with_fewer_outputs(model_input: ModelInput, options: dict[str, Any]) -> ModelInput:
+def _request_fewer_outputs(model_input: ModelInput, options: dict[str, Any]) -> ModelInput:
     if model_input.named.get("labels") is not None:  # the loss of the model needs all logits
         options = {k: v for k, v in options.items() if k not in NO_LOGITS}
     return replace(model_input, named={**options, **model_input.named})
@@ -168,7 +168,7 @@ def require_tokens(model: nn.Module, model_input: ModelInput) -> None:
             needed="at least one token",
             do="leave out texts without tokens",
         )
-    embedding = _embedding_of(model)
+    embedding = _find_embedding(model)
     if not isinstance(embedding, nn.Embedding):
         return
     if ids.dim() < 2:
@@ -223,7 +223,7 @@ def _no_batch_error(ids: Tensor) -> OptionError:
     )
 
 
-def _embedding_of(model: nn.Module) -> Any:
+def _find_embedding(model: nn.Module) -> Any:
     """Return the token embedding of a model of transformers, if it has one."""
     getter = getattr(model, "get_input_embeddings", None)
     if getter is None:

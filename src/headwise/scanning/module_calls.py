@@ -92,7 +92,7 @@ class ModuleCalls:
             for name, module in model.named_modules()
             if unwrap_compiled(module) is module
         }
-        self._blocks = {id(block) for module in model.modules() for block in _blocks_of(module)}
+        self._blocks = {id(block) for module in model.modules() for block in _list_blocks(module)}
         self._times: Counter[str] = Counter()
         self._before, self._after = before, after
         self._thread = threading.get_ident()
@@ -104,15 +104,21 @@ class ModuleCalls:
         try:
             for module in self._names:
                 if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-                    handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-                    handles.append(module.register_forward_hook(self._leave, always_call=True))
+                    handles.append(
+                        module.register_forward_pre_hook(self._on_module_start, with_kwargs=True)
+                    )
+                    handles.append(
+                        module.register_forward_hook(self._on_module_end, always_call=True)
+                    )
             yield
         finally:
             for handle in handles:
                 handle.remove()
             self.stack.clear()
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_module_start(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if threading.get_ident() != self._thread:
             return
         if not self.stack:
@@ -144,7 +150,7 @@ class ModuleCalls:
             if outer.is_block:
                 return
 
-    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+    def _on_module_end(self, module: nn.Module, _: Any, output: Any) -> None:
         if threading.get_ident() != self._thread:
             return
         while self.stack:
@@ -168,7 +174,7 @@ def version_counter(state: Tensor | None) -> int:
     return -1 if state is None or state.is_inference() else state._version
 
 
-def _blocks_of(listing: nn.Module) -> list[nn.Module]:
+def _list_blocks(listing: nn.Module) -> list[nn.Module]:
     """Return the members of a list of modules if all are of one class, such as layers."""
     if not isinstance(listing, (nn.ModuleList, nn.Sequential)):
         return []
@@ -223,7 +229,7 @@ def plain_tensors(weight: Tensor) -> Iterator[Tensor]:
         yield from plain_tensors(getattr(weight, name))
 
 
-def dequantized(weight: Tensor) -> Tensor | None:
+def dequantize_weight(weight: Tensor) -> Tensor | None:
     """Return a weight as a plain floating-point tensor, dequantised if necessary; else None.
 
     The dequantised numbers are those that the layer's products use.
@@ -235,10 +241,10 @@ def dequantized(weight: Tensor) -> Tensor | None:
     return weight if weight.is_floating_point() else None
 
 
-def unembedding_of(model: Any) -> Tensor | None:
+def find_unembedding(model: Any) -> Tensor | None:
     """Return the (vocabulary, embed_dim) weight of the last layer of a language model, if any."""
     getter = getattr(model, "get_output_embeddings", None)
     module = getter() if getter is not None else getattr(model, "unembedding", None)
     weight = module if isinstance(module, Tensor) else getattr(module, "weight", None)
-    weight = dequantized(weight.detach()) if isinstance(weight, Tensor) else None
+    weight = dequantize_weight(weight.detach()) if isinstance(weight, Tensor) else None
     return weight if weight is not None and weight.dim() == 2 else None

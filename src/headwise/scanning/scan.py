@@ -22,7 +22,7 @@ from headwise.scanning.model_inputs import (
     require_finite,
     run_model,
 )
-from headwise.scanning.module_calls import unembedding_of, unwrap_compiled
+from headwise.scanning.module_calls import find_unembedding, unwrap_compiled
 from headwise.scanning.scanned_text import TextRecorder
 from headwise.scanning.selection import (
     Layers,
@@ -34,7 +34,7 @@ from headwise.scanning.selection import (
 )
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.message_text import describe_value
-from headwise.support.module_modes import evaluating
+from headwise.support.module_modes import evaluation_mode
 from headwise.support.progress import Progress, no_progress
 
 Model = nn.Module | Callable[..., Any] | AttentionMatrix
@@ -78,13 +78,13 @@ def scan(
             finite, or a model in which no attention was captured.
     """
     if isinstance(model, AttentionMatrix):
-        inputs, model = (model, inputs), _attend
+        inputs, model = (model, inputs), _attend_with_hook
     model = unwrap_compiled(model)
     _require_callables(model, call=call, progress=progress)
     collector = _Collector(
         separators=select_tokens("separators", separators),
         specials=select_tokens("specials", specials),
-        unembedding=unembedding_of(model),
+        unembedding=find_unembedding(model),
         statistics=select_statistics(statistics),
         layers=SelectedLayers(layers, heads),
         progress=progress or no_progress,
@@ -100,7 +100,7 @@ def _run_scan(
     if module is not None:
         require_finite(module)
     prepared = prepare_inputs(model, inputs)
-    with torch.no_grad(), evaluating(module):
+    with torch.no_grad(), evaluation_mode(module):
         with capture_attention(module, on_complete=collector.add) as capture:
             for original, shortened in zip(inputs, prepared, strict=True):
                 collector.next_input(capture)
@@ -187,8 +187,8 @@ class _Collector:
         """Add the separators, the special tokens and the unembedding to a call."""
         tokens, table = call.tokens, self._unembedding
         if tokens is not None:
-            call.separators = _is_in(tokens, self._separators)
-            call.specials = _is_in(tokens, self._specials)
+            call.separators = _mark_chosen_tokens(tokens, self._separators)
+            call.specials = _mark_chosen_tokens(tokens, self._specials)
         if table is not None and call.out_proj is not None:
             call.unembedding = table if table.shape[-1] == call.out_proj.shape[-1] else None
 
@@ -219,17 +219,21 @@ class _Collector:
         )
 
 
-def _is_in(tokens: Tensor, chosen: tuple[int, ...]) -> Tensor | None:
+def _mark_chosen_tokens(tokens: Tensor, chosen: tuple[int, ...]) -> Tensor | None:
     if not chosen:
         return None
     return torch.isin(tokens, torch.tensor(chosen, device=tokens.device, dtype=tokens.dtype))
 
 
-def _attend(matrix: AttentionMatrix, v: Tensor) -> Tensor:
+def _attend_with_hook(matrix: AttentionMatrix, v: Tensor) -> Tensor:
     return call_hook(matrix, v, matrix @ v)
 
 
 def _model_name(model: Any) -> str:
     if isinstance(model, nn.Module):
         return type(model).__name__
-    return "AttentionMatrix" if model is _attend else getattr(model, "__name__", "a function")
+    return (
+        "AttentionMatrix"
+        if model is _attend_with_hook
+        else getattr(model, "__name__", "a function")
+    )

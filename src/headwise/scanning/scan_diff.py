@@ -37,8 +37,8 @@ from headwise.scanning.layer_scan import (
     top_heads,
 )
 from headwise.support.atomic_write import write_whole
-from headwise.support.display import Displayed, render
-from headwise.support.optional_imports import require
+from headwise.support.display import Displayed, render_form
+from headwise.support.optional_imports import require_package
 
 FIELD = "field"  # the axis of a statistic that names keys and tokens
 APART = "apart"  # the distance of two heads, among the columns of a table
@@ -73,7 +73,7 @@ class ScanDiff(Displayed):
         names = _shared_statistics(before, after)
         assignment = tuple(layer.heads for layer in before.layer_scans)
         if match:
-            distances = _distances(before, after, names)
+            distances = _head_distances(before, after, names)
             pairs = zip(assignment, distances, strict=True)
             assignment = tuple(_assign_heads(heads, distance) for heads, distance in pairs)
         return cls(before=before, after=after, names=names, assignment=assignment)
@@ -121,7 +121,7 @@ class ScanDiff(Displayed):
         Raises:
             OptionError: nothing can be written there.
         """
-        page = render(self, "page", names=names, title=title, name_of=name_of)
+        page = render_form(self, "page", names=names, title=title, name_of=name_of)
         return write_whole(Path(path), page)
 
     def plot(self, statistic: str | None = None, *, ax: Any = None, width: float = 3.35) -> Any:
@@ -138,7 +138,7 @@ class ScanDiff(Displayed):
             OptionError: a statistic that one of the scans lacks, or with several numbers a head.
             MissingExtraError: matplotlib is not installed.
         """
-        return render(self, "figure", statistic=statistic, ax=ax, width=width)
+        return render_form(self, "figure", statistic=statistic, ax=ax, width=width)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -172,7 +172,7 @@ class ScanDiff(Displayed):
         """The distance of each head from its partner, as the docstring of the module defines it."""
         heads = max(layer.num_heads for layer in self.before.layer_scans)
         whole = torch.full((len(self.layers), heads), torch.nan, dtype=torch.float64)
-        distances = _distances(self.before, self.after, self.names)
+        distances = _head_distances(self.before, self.after, self.names)
         for index, (layer, distance) in enumerate(
             zip(self.before.layer_scans, distances, strict=True)
         ):
@@ -274,7 +274,9 @@ def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, 
     return names
 
 
-def _distances(before: ScanReadings, after: ScanReadings, names: tuple[str, ...]) -> list[Tensor]:
+def _head_distances(
+    before: ScanReadings, after: ScanReadings, names: tuple[str, ...]
+) -> list[Tensor]:
     """Return, for each layer, the distances (heads of before, heads of after)."""
     scanned = [list(layer.heads) for layer in before.layer_scans]
     totals = [torch.zeros(len(heads), len(heads), dtype=torch.float64) for heads in scanned]
@@ -284,7 +286,8 @@ def _distances(before: ScanReadings, after: ScanReadings, names: tuple[str, ...]
             continue
         first, second = (scan[name][..., None].flatten(2) for scan in (before, after))
         gaps = [
-            _gaps(first[index, heads], second[index, heads]) for index, heads in enumerate(scanned)
+            _measure_statistic_gaps(first[index, heads], second[index, heads])
+            for index, heads in enumerate(scanned)
         ]
         # The mean over all pairs that have an entry in common; 1 where they are all the same.
         apart = torch.cat([(gap.squares / gap.both)[gap.both > 0].sqrt() for gap in gaps])
@@ -304,7 +307,9 @@ class _Gaps(NamedTuple):
     alone: Int[Tensor, "heads others"]
 
 
-def _gaps(first: Float[Tensor, "heads entries"], second: Float[Tensor, "others entries"]) -> _Gaps:
+def _measure_statistic_gaps(
+    first: Float[Tensor, "heads entries"], second: Float[Tensor, "others entries"]
+) -> _Gaps:
     squares, both, alone = [], [], []
     for head in first:  # all pairs at once would be heads times as large as the statistic
         gap = head - second
@@ -319,6 +324,8 @@ def _assign_heads(
     heads: tuple[int, ...], distance: Float[Tensor, "heads others"]
 ) -> tuple[int, ...]:
     """Return the head of the second scan for each head, by the least total distance."""
-    optimize = require("scipy.optimize", purpose="which assigns heads to heads", pip="scipy")
+    optimize = require_package(
+        "scipy.optimize", purpose="which assigns heads to heads", pip="scipy"
+    )
     _, columns = optimize.linear_sum_assignment(distance.numpy())
     return tuple(heads[column] for column in columns.tolist())

@@ -32,13 +32,13 @@ from headwise.scanning.scan_schema import (
     check_fields,
     check_value,
     describe_json,
-    excerpt,
     fields_of_layer,
     fields_of_statistic,
-    layers_of,
+    name_tensors,
+    rebuild_layers,
     require_texts,
+    shorten_for_message,
     take_texts,
-    tensors_of,
 )
 from headwise.scanning.statistics import importance_statistics
 from headwise.scanning.statistics.catalogue import STANDARD
@@ -58,8 +58,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object; differ
 COPY_AGAIN = "copy it again from where it was saved, or scan again"
 
 
-def write(scan: ScanReadings, path: Path, *, document: Mapping[str, Any] | None = None) -> Path:
-    """Save a scan, and ``document`` with it, for `read` to return.
+def write_scan_file(
+    scan: ScanReadings, path: Path, *, document: Mapping[str, Any] | None = None
+) -> Path:
+    """Save a scan, and ``document`` with it, for `read_scan_file` to return.
 
     Raises:
         OptionError: nothing can be written there, or the scan could not be read again.
@@ -77,23 +79,23 @@ def write(scan: ScanReadings, path: Path, *, document: Mapping[str, Any] | None 
     }
     if document is not None:
         about["document"] = dict(document)
-    tensors = tensors_of(scan)
+    tensors = name_tensors(scan)
     try:
         check_fields(about)
         rest = dict(tensors)
         take_texts(rest)
-        layers_of(about["layers"], rest, scan.statistics)
+        rebuild_layers(about["layers"], rest, scan.statistics)
     except FieldError as fault:
         raise OptionError(
-            saw=f"a scan that cannot be saved: {excerpt(str(fault))}",
+            saw=f"a scan that cannot be saved: {shorten_for_message(str(fault))}",
             needed="a scan that HeadScan.load can read again",
             do="save the scan that headwise.scan or HeadScan.merge returned, unchanged",
         ) from fault
-    about["digest"] = _digest(about, tensors)
-    return write_whole(path, safetensors_of(tensors, metadata={KEY: _json(about)}))
+    about["digest"] = _compute_digest(about, tensors)
+    return write_whole(path, safetensors_of(tensors, metadata={KEY: _encode_json(about)}))
 
 
-def read(
+def read_scan_file(
     path: Path, statistics: Iterable[Statistic] = (), *, remedy: str = COPY_AGAIN
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the fields of the scan in a file, and the document that was saved with it.
@@ -120,9 +122,11 @@ def read(
     try:
         about, tensors = _read_file(path)
         check_fields(about)
-        in_file = tuple(_statistic(saved, known, path, about) for saved in about["statistics"])
+        in_file = tuple(
+            _match_statistic(saved, known, path, about) for saved in about["statistics"]
+        )
         texts = take_texts(tensors)
-        layer_scans = layers_of(about["layers"], tensors, in_file)
+        layer_scans = rebuild_layers(about["layers"], tensors, in_file)
         require_texts(layer_scans, texts)
     except FieldError as fault:
         raise damaged_file_error(path, fault, remedy) from fault
@@ -141,19 +145,19 @@ def read(
 def damaged_file_error(path: Path, fault: FieldError, remedy: str) -> OptionError:
     """Return the error for a file that differs from what headwise wrote."""
     return OptionError(
-        saw=f"the file {path} is damaged or was edited: {excerpt(str(fault))}",
+        saw=f"the file {path} is damaged or was edited: {shorten_for_message(str(fault))}",
         needed="the file exactly as headwise wrote it",
         do=remedy,
     )
 
 
-def _json(about: Mapping[str, Any]) -> str:
+def _encode_json(about: Mapping[str, Any]) -> str:
     return json.dumps(about, sort_keys=True, ensure_ascii=False, allow_nan=False)
 
 
-def _digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+def _compute_digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     rest = {name: value for name, value in about.items() if name != "digest"}
-    return digest_of([_json(rest), tensors])
+    return hash_content([_encode_json(rest), tensors])
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -184,7 +188,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     try:
         about = check_value(json.loads(text), {...: object}, "its metadata")
-        is_as_written = _json(about) == text
+        is_as_written = _encode_json(about) == text
     except (ValueError, RecursionError) as error:
         raise FieldError("its metadata cannot be read as the JSON of a scan") from error
     version = check_value(about.get("version"), WHOLE, "version")
@@ -195,17 +199,19 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             needed=f"a format up to {VERSION}, which headwise {metadata.version('headwise')} reads",
             do="load the file with the version of headwise that saved it",
         )
-    if version > 1 and not (is_as_written and about.get("digest") == _digest(about, tensors)):
+    if version > 1 and not (
+        is_as_written and about.get("digest") == _compute_digest(about, tensors)
+    ):
         raise FieldError("its content does not have the digest that was saved with it")
     return about, tensors
 
 
-def _statistic(
+def _match_statistic(
     saved: Mapping[str, Any], known: Mapping[str, Statistic], path: Path, about: Mapping[str, Any]
 ) -> Statistic:
     """Return the known statistic of a saved name, if both have the same meaning."""
     statistic = known.get(saved["name"])
-    name, formula = excerpt(saved["name"]), excerpt(saved["formula"])
+    name, formula = shorten_for_message(saved["name"]), shorten_for_message(saved["formula"])
     if statistic is None:
         raise OptionError(
             saw=f"{path} with statistic {name!r}, which is not in headwise's catalogue",
@@ -218,9 +224,9 @@ def _statistic(
     # A statistic may have got a version since; with unchanged words it is the same.
     if saved_id not in (definition.id, definition.id_of_words):
         raise OptionError(
-            saw=f"{path} with {name} as {formula} ({excerpt(saved_id)})",
+            saw=f"{path} with {name} as {formula} ({shorten_for_message(saved_id)})",
             needed=f"{name} as this headwise defines it: {definition.formula} ({definition.id})",
-            do=f"load the file with headwise {excerpt(about['headwise'])} or the statistic "
+            do=f"load the file with headwise {shorten_for_message(about['headwise'])} or the statistic "
             "that saved it, or scan again",
         )
     return statistic
@@ -229,7 +235,7 @@ def _statistic(
 # ---- the digest ---------------------------------------------------------------------------------
 
 
-def digest_of(content: Any) -> str:
+def hash_content(content: Any) -> str:
     """Return the hex SHA-256 of a string, number or tensor, or of mappings and sequences of these.
 
     The digest is the same in every process and on every device. It includes the dtype and shape of

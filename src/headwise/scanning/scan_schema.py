@@ -100,7 +100,7 @@ def check_value(value: Any, schema: Any, where: str) -> Any:
     return value
 
 
-def excerpt(words: str) -> str:
+def shorten_for_message(words: str) -> str:
     """Return a short excerpt of a string from a file for a message, without control codes."""
     short = words if len(words) <= LONGEST_EXCERPT else f"{words[:LONGEST_EXCERPT]}…"
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in short)
@@ -138,7 +138,7 @@ def fields_of_layer(layer: LayerScan) -> dict[str, Any]:
     return {**vars(layer), "heads": list(layer.heads), "summaries": summaries, **texts}
 
 
-def tensors_of(scan: ScanReadings) -> dict[str, Tensor]:
+def name_tensors(scan: ScanReadings) -> dict[str, Tensor]:
     """Return every tensor of a scan by its name in a file."""
     texts = {
         f"texts/{number}/{part}": torch.as_tensor(value, dtype=torch.int32).clone()
@@ -218,7 +218,7 @@ def require_texts(layers: Iterable[LayerScan], texts: tuple[ScannedText, ...]) -
                 raise FieldError(f"layer {layer.name} names text {number}, of {len(texts)} texts")
 
 
-def layers_of(
+def rebuild_layers(
     layers: Iterable[Mapping[str, Any]],
     tensors: dict[str, Tensor],
     statistics: Iterable[Statistic],
@@ -230,13 +230,13 @@ def layers_of(
     """
     by_name = {statistic.definition.name: statistic for statistic in statistics}
     rest = dict(tensors)
-    scans = tuple(_layer(index, layer, rest, by_name) for index, layer in enumerate(layers))
+    scans = tuple(_rebuild_layer(index, layer, rest, by_name) for index, layer in enumerate(layers))
     if rest:
         raise FieldError(f"it holds a tensor {describe_json(min(rest))} that no layer has")
     return scans
 
 
-def _layer(
+def _rebuild_layer(
     index: int,
     saved: Mapping[str, Any],
     tensors: dict[str, Tensor],

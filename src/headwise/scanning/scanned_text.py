@@ -39,7 +39,7 @@ def merge_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[ScannedText, 
             for length in text.lengths:
                 room -= target.add(text.ids[start : start + length], room=room)
                 start += length
-    return tuple(text.scanned for text in merged)
+    return tuple(text.to_scanned_text for text in merged)
 
 
 class _Text:
@@ -58,7 +58,7 @@ class _Text:
         return len(ids)
 
     @property
-    def scanned(self) -> ScannedText:
+    def to_scanned_text(self) -> ScannedText:
         ids = torch.cat(self.sequences) if self.sequences else torch.zeros(0, dtype=torch.int32)
         return ScannedText(ids, tuple(map(len, self.sequences)))
 
@@ -88,7 +88,7 @@ class TextRecorder:
         """
         if call.own_key not in (0, None):
             return None, None
-        keys = self._number_of(_sequences(call))
+        keys = self._number_of_text(_token_sequences(call))
         if call.own_key == 0 and not call.is_cross:
             self._last_queries = keys
             return keys, keys
@@ -97,9 +97,9 @@ class TextRecorder:
         is_known = queries is not None and [len(ids) for ids in self._now[queries]] == lengths
         return (queries if is_known else None), keys
 
-    def _number_of(self, sequences: list[Tensor]) -> int:
+    def _number_of_text(self, sequences: list[Tensor]) -> int:
         for number, known in enumerate(self._now):
-            if _are_equal(known, sequences):
+            if _sequences_are_equal(known, sequences):
                 return number
         number = len(self._now)
         self._now.append(sequences)
@@ -112,16 +112,16 @@ class TextRecorder:
     @property
     def texts(self) -> tuple[ScannedText, ...]:
         """The texts so far."""
-        return tuple(text.scanned for text in self._texts)
+        return tuple(text.to_scanned_text for text in self._texts)
 
 
-def _sequences(call: CapturedCall) -> list[Tensor]:
+def _token_sequences(call: CapturedCall) -> list[Tensor]:
     tokens, real = call.tokens, call.real_keys
     if tokens is None:
         tokens = torch.full(real.shape, -1, device=real.device)
     return [ids[chosen] for ids, chosen in zip(tokens, real, strict=True)]
 
 
-def _are_equal(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
+def _sequences_are_equal(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
     first, second = list(a), list(b)
     return len(first) == len(second) and all(map(torch.equal, first, second))

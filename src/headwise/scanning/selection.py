@@ -35,7 +35,9 @@ def select_layers(layers: Layers) -> tuple[str, ...] | None:
     """
     if layers is None or isinstance(layers, str):
         return None if layers is None else (layers,)
-    chosen = _as_tuple("layers", layers, needed="names of layers, or patterns", do='layers="*.3.*"')
+    chosen = _require_tuple(
+        "layers", layers, needed="names of layers, or patterns", do='layers="*.3.*"'
+    )
     for name in chosen:
         if not isinstance(name, str):
             raise OptionError(
@@ -56,7 +58,7 @@ def select_heads(heads: Numbers | None) -> tuple[int, ...] | None:
     """
     if heads is None:
         return None
-    chosen = tuple(dict.fromkeys(_as_integers("heads", heads, do="heads=[0, 3], or heads=3")))
+    chosen = tuple(dict.fromkeys(_require_integers("heads", heads, do="heads=[0, 3], or heads=3")))
     if not chosen:
         raise OptionError(
             saw=f"heads={describe_value(heads)}, which names no head",
@@ -73,7 +75,7 @@ def select_tokens(name: str, tokens: Numbers) -> tuple[int, ...]:
         OptionError: an entry that is not a whole number.
     """
     do = f"{name}=tokenizer.convert_tokens_to_ids([...]), or the numbers themselves"
-    return _as_integers(name, tokens, do=do)
+    return _require_integers(name, tokens, do=do)
 
 
 def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...], tuple[str, ...]]:
@@ -91,7 +93,7 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...]
     chosen: tuple[Any, ...] = (
         (statistics,)
         if single
-        else _as_tuple(
+        else _require_tuple(
             "statistics", statistics, needed="names, or TileStatistic objects", do='["entropy"]'
         )
     )
@@ -173,12 +175,12 @@ class SelectedLayers:
         return self.chosen()
 
 
-def _as_integers(name: str, numbers: Any, *, do: str) -> tuple[int, ...]:
+def _require_integers(name: str, numbers: Any, *, do: str) -> tuple[int, ...]:
     needed = "a whole number, or several"
     if isinstance(numbers, str | bytes):
         raise OptionError(saw=f"{name}={describe_value(numbers)}", needed=needed, do=do)
     single = _is_integer(numbers)
-    chosen = (numbers,) if single else _as_tuple(name, numbers, needed=needed, do=do)
+    chosen = (numbers,) if single else _require_tuple(name, numbers, needed=needed, do=do)
     if not all(_is_integer(n) for n in chosen):
         raise OptionError(saw=f"{name}={describe_value(numbers)}", needed=needed, do=do)
     return tuple(index(n) for n in chosen)
@@ -192,7 +194,7 @@ def _is_integer(number: Any) -> bool:
     return is_scalar and not isinstance(number, bool)
 
 
-def _as_tuple(name: str, value: Any, *, needed: str, do: str) -> tuple[Any, ...]:
+def _require_tuple(name: str, value: Any, *, needed: str, do: str) -> tuple[Any, ...]:
     is_scalar = isinstance(value, Tensor) and value.dim() == 0
     if not isinstance(value, Iterable) or isinstance(value, bytes) or is_scalar:
         raise OptionError(saw=f"{name}={describe_value(value)}", needed=needed, do=do)

@@ -99,17 +99,17 @@ class _Axes:
     def with_four_axes(self, x: Tensor, *, heads: int | None = None) -> Tensor:
         """Return (batch, heads, length, width); with the heads of ``x`` if ``heads`` is None."""
         *batch, _ = self._batch_and_heads(self.leading)
-        x = self._broadcastable(x)
+        x = self._make_broadcastable(x)
         heads = x.shape[-3] if heads is None else heads
         return x.expand(*batch, heads, -1, -1).flatten(0, -4)
 
     def mask_with_four_axes(self, mask: Tensor) -> Tensor:
         """Return a mask with four axes; a mask for the whole batch is not repeated."""
-        single = self._broadcastable(mask)
+        single = self._make_broadcastable(mask)
         is_shared = single.shape[:-3].numel() == 1
         return single.flatten(0, -4) if is_shared else self.with_four_axes(mask)
 
-    def _broadcastable(self, x: Tensor) -> Tensor:
+    def _make_broadcastable(self, x: Tensor) -> Tensor:
         leading = x.shape[:-2]
         missing = (1,) * (len(self.leading) - len(leading))
         return x.reshape(*self._batch_and_heads((*missing, *leading)), *x.shape[-2:])

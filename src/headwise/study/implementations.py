@@ -29,7 +29,7 @@ from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.study.implementation_interface import Implementation, SharedWeights
-from headwise.support.optional_imports import require
+from headwise.support.optional_imports import require_package
 
 PURPOSE = "whose attention is compared with"  # follows a package's name in an error
 HIDDEN = -1e9
@@ -159,7 +159,7 @@ class EinopsPage(Implementation):
 
     def build(self) -> None:
         """See `Implementation.build`."""
-        self.rearrange = require("einops", purpose=PURPOSE).rearrange
+        self.rearrange = require_package("einops", purpose=PURPOSE).rearrange
         self.w_qs, self.w_ks, self.w_vs, self.fc = (
             nn.Linear(self.embed_dim, self.embed_dim) for _ in range(4)
         )
@@ -239,7 +239,7 @@ class XTransformers(Implementation):
 
     def build(self) -> Any:
         """See `Implementation.build`."""
-        layer = require("x_transformers.x_transformers", purpose=PURPOSE).Attention
+        layer = require_package("x_transformers.x_transformers", purpose=PURPOSE).Attention
         return layer(self.embed_dim, heads=self.num_heads, dim_head=self.head_dim, dropout=self.p)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
@@ -264,7 +264,7 @@ class OfTransformers(Implementation):
 
     def convert_mask(self, may_attend: Tensor) -> Any:
         """Make the mask with the function of transformers."""
-        masks = require("transformers.masking_utils", purpose=PURPOSE)
+        masks = require_package("transformers.masking_utils", purpose=PURPOSE)
         batch, queries, keys = may_attend.shape
         return masks.ALL_MASK_ATTENTION_FUNCTIONS[self.implementation](
             batch_size=batch,
@@ -288,7 +288,7 @@ class Bert(OfTransformers):
 
     def build(self) -> Any:
         """See `Implementation.build`."""
-        bert = require("transformers.models.bert.modeling_bert", purpose=PURPOSE)
+        bert = require_package("transformers.models.bert.modeling_bert", purpose=PURPOSE)
         config = bert.BertConfig(
             hidden_size=self.embed_dim,
             num_attention_heads=self.num_heads,
@@ -322,7 +322,7 @@ class GPT2(OfTransformers):
 
     def build(self) -> Any:
         """See `Implementation.build`."""
-        gpt2 = require("transformers.models.gpt2.modeling_gpt2", purpose=PURPOSE)
+        gpt2 = require_package("transformers.models.gpt2.modeling_gpt2", purpose=PURPOSE)
         config = gpt2.GPT2Config(
             n_embd=self.embed_dim,
             n_head=self.num_heads,

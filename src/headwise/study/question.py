@@ -131,7 +131,7 @@ class Answer:
         }
 
 
-def as_numbers(value: Any) -> Any:
+def round_numbers_for_json(value: Any) -> Any:
     """Convert measured values to JSON's types, with floats to six significant digits.
 
     Raises:
@@ -146,9 +146,9 @@ def as_numbers(value: Any) -> Any:
                 raise ValueError(f"a measured number is {value}")
             return float(f"{value:.{SIGNIFICANT}g}")
         case Mapping():
-            return {str(key): as_numbers(inner) for key, inner in value.items()}
+            return {str(key): round_numbers_for_json(inner) for key, inner in value.items()}
         case Sequence():
-            return [as_numbers(inner) for inner in value]
+            return [round_numbers_for_json(inner) for inner in value]
     raise TypeError(f"a measured number is a {type(value).__name__}")
 
 
@@ -164,7 +164,7 @@ def fill_template(template: str, numbers: Mapping[str, Any]) -> str:
     return _Template().vformat(template, (), numbers)
 
 
-def scientific(value: float) -> str:
+def format_scientific(value: float) -> str:
     """Return ``1.9 × 10⁻⁶`` with no-break spaces, or ``0`` for 0."""
     if value == 0:
         return "0"
@@ -188,7 +188,7 @@ class _Template(string.Formatter):
     def format_field(self, value: Any, spec: str) -> str:
         match spec:
             case "sci":
-                return scientific(float(value))
+                return format_scientific(float(value))
             case "percent":
                 small = 0 < abs(value) < 0.01
                 return f"{100 * value:{'.2g' if small else '.0f'}}\u00a0%"

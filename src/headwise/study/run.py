@@ -13,7 +13,7 @@ import torch
 
 from headwise.errors import MissingExtraError, OptionError
 from headwise.study import trained_encoder
-from headwise.study.question import Answer, Question, as_numbers
+from headwise.study.question import Answer, Question, round_numbers_for_json
 from headwise.study.trained_encoder import Fallback
 from headwise.support.progress import Progress, no_progress
 
@@ -123,7 +123,9 @@ def run_study(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> S
                 raise
             left_out.append(LeftOut(name, question.asks, missing.saw, missing.do))
     progress("done", STEPS_PER_QUESTION * len(names), STEPS_PER_QUESTION * len(names))
-    return Study(tuple(answers), tuple(left_out), describe_setting(), trained_encoder.fallback())
+    return Study(
+        tuple(answers), tuple(left_out), describe_setting(), trained_encoder.encoder_fallback()
+    )
 
 
 def answer_question(question: Question, *, progress: Progress = no_progress) -> Answer:
@@ -131,7 +133,7 @@ def answer_question(question: Question, *, progress: Progress = no_progress) -> 
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
-        return Answer(question, as_numbers(question.measure(progress)))
+        return Answer(question, round_numbers_for_json(question.measure(progress)))
 
 
 def describe_setting() -> dict[str, str | int]:

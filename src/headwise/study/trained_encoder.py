@@ -25,7 +25,10 @@ def run_minilm(progress: Progress = no_progress) -> RecordedRun:
     Raises:
         MissingExtraError: as `headwise.bundled_models.minilm.record_run`.
     """
-    whole, first = " ".join(demo_text.paragraphs()), demo_text.paragraphs()[0]
+    whole, first = (
+        " ".join(demo_text.read_opening_paragraphs()),
+        demo_text.read_opening_paragraphs()[0],
+    )
     return minilm.record_run(whole, first, progress=progress)
 
 
@@ -38,12 +41,12 @@ def encoder_run(progress: Progress = no_progress) -> RecordedRun:
         try:
             _cache.append((run_minilm(progress), None))
         except MissingExtraError as missing:
-            whole = " ".join(demo_text.paragraphs())
+            whole = " ".join(demo_text.read_opening_paragraphs())
             small = small_encoder.record_run(whole, attention=MultiheadAttention, progress=progress)
             _cache.append((small, Fallback(missing.saw, missing.do)))
     return _cache[0][0]
 
 
-def fallback() -> Fallback | None:
+def encoder_fallback() -> Fallback | None:
     """Return the reason why `encoder_run` used the small encoder, or None if it did not."""
     return _cache[0][1] if _cache else None

@@ -39,7 +39,7 @@ def require_writable(path: Path) -> Path:
             do="name a file in another folder",
         ) from error
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _unwritable_folder_error(path, error) from error
     return path
 
 
@@ -55,7 +55,7 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     try:
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     except OSError as error:  # a name that is too long
-        raise _unwritable(path, error) from error
+        raise _unwritable_folder_error(path, error) from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
@@ -64,13 +64,13 @@ def write_whole(path: Path, content: str | bytes) -> Path:
         os.chmod(beside, 0o644)  # a temporary file is readable by its owner alone
         os.replace(beside, path)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _unwritable_folder_error(path, error) from error
     finally:
         Path(beside).unlink(missing_ok=True)  # it still exists only after an error
     return path
 
 
-def _unwritable(path: Path, error: OSError) -> OptionError:
+def _unwritable_folder_error(path: Path, error: OSError) -> OptionError:
     return OptionError(
         saw=f"{path.parent}, where nothing can be written ({error.strerror or error})",
         needed="a folder to write into",

@@ -32,7 +32,7 @@ class ShownInNotebook:
     """Base of results: a notebook shows their HTML."""
 
     def _repr_html_(self) -> str:
-        html: str = render(self, "html")
+        html: str = render_form(self, "html")
         return html
 
 
@@ -40,11 +40,11 @@ class Displayed(ShownInNotebook):
     """Base of results: ``print`` shows their text, and a notebook their HTML."""
 
     def __str__(self) -> str:
-        text: str = render(self, "text")
+        text: str = render_form(self, "text")
         return text
 
 
-def render(result: object, form: Form, **options: Any) -> Any:
+def render_form(result: object, form: Form, **options: Any) -> Any:
     """Return a result in one of its rich forms, with the options of the function that draws it.
 
     Raises:

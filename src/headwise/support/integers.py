@@ -16,7 +16,7 @@ from headwise.errors import OptionError
 from headwise.support.tracing import may_check_values
 
 
-def as_int64(tensor: Tensor, name: str) -> Tensor:
+def convert_to_int64(tensor: Tensor, name: str) -> Tensor:
     """Return the integers in int64; the tensor itself if it is int64.
 
     Raises:
@@ -40,7 +40,7 @@ def as_int64(tensor: Tensor, name: str) -> Tensor:
     return wide
 
 
-def as_count(value: object) -> int | None:
+def convert_to_count(value: object) -> int | None:
     """Return an integer of any library as an int, or None if ``value`` is not an integer.
 
     A SymInt of a compiled graph is returned as it is.

@@ -38,7 +38,7 @@ def describe_count(count: int, what: str) -> str:
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
-def broadcasts(size: int, wanted: int) -> bool:
+def axis_broadcasts(size: int, wanted: int) -> bool:
     """True if an axis of this size broadcasts to ``wanted``.
 
     Not ``size in (1, wanted)``: compiled, that is False where only one of both is symbolic.
@@ -75,7 +75,7 @@ def describe_value(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 4 * LONGEST_VALUE:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, list | tuple | set | frozenset | dict):
-        return _container(value)
+        return _describe_container(value)
     if isinstance(value, torch.nn.Module):
         return f"a module of type {kind}"
     if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
@@ -84,7 +84,7 @@ def describe_value(value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else f"an object of type {kind}"
 
 
-def _container(value: Collection[Any]) -> str:
+def _describe_container(value: Collection[Any]) -> str:
     """Return the repr of a container of a few plain values, else its type and length."""
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
     plain = all(value is None or isinstance(value, str | int | float) for value in items)

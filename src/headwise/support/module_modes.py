@@ -9,7 +9,7 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(model: nn.Module | None) -> Iterator[None]:
+def evaluation_mode(model: nn.Module | None) -> Iterator[None]:
     """Put every module in evaluation mode while the block runs, then restore the modes.
 
     ``eval()`` is not called, because some modules override it to do more than set the flag.

@@ -11,7 +11,7 @@ from typing import Any
 from headwise.errors import MissingExtraError
 
 
-def require(module: str, *, purpose: str, pip: str = "'headwise[demo]'") -> Any:
+def require_package(module: str, *, purpose: str, pip: str = "'headwise[demo]'") -> Any:
     """Import a module of an optional package without its warnings, and return the module.
 
     Args:

@@ -7,9 +7,9 @@ speed, memory or a check of values is lost:
 | private part of torch | where it is missing |
 | --- | --- |
 | `mkldnn._linear_pointwise` | `kernels.linear` computes by `torch.nn.functional.linear` |
-| `_C._functorch.peek_interpreter_stack` | the caller of `in_functorch` says what to assume |
-| `forward_ad._current_level` | `in_forward_mode` asks torch to make a dual tensor |
-| `_C._len_torch_dispatch_stack` | `in_dispatch_mode` answers yes: values are not checked |
+| `_C._functorch.peek_interpreter_stack` | the caller of `is_in_functorch` says what to assume |
+| `forward_ad._current_level` | `is_in_forward_mode` asks torch to make a dual tensor |
+| `_C._len_torch_dispatch_stack` | `is_in_dispatch_mode` answers yes: values are not checked |
 | `Tensor._make_wrapper_subclass` | masks of transformers' models are written |
 | `_C._disabled_torch_function_impl` | the same |
 | `utils._python_dispatch.TorchDispatchMode` | operators and bytes are not counted: ImportError |
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def find(path: str) -> Any:
+def find_torch_attribute(path: str) -> Any:
     """Return the attribute at a dotted path inside torch, or None if torch lacks it."""
     part: Any = torch
     for name in path.split("."):
@@ -36,13 +36,13 @@ def find(path: str) -> Any:
     return part
 
 
-_linear_pointwise = find("ops.mkldnn._linear_pointwise")
-_interpreter_stack = find("_C._functorch.peek_interpreter_stack")
-_dispatch_modes = find("_C._len_torch_dispatch_stack")
-_make_wrapper = find("Tensor._make_wrapper_subclass")
-_is_wrapper = find("utils._python_dispatch.is_traceable_wrapper_subclass")
-_process_group_named = find("_C._distributed_c10d._resolve_process_group")
-no_torch_function = find("_C._disabled_torch_function_impl")
+_linear_pointwise = find_torch_attribute("ops.mkldnn._linear_pointwise")
+_interpreter_stack = find_torch_attribute("_C._functorch.peek_interpreter_stack")
+_dispatch_modes = find_torch_attribute("_C._len_torch_dispatch_stack")
+_make_wrapper = find_torch_attribute("Tensor._make_wrapper_subclass")
+_is_wrapper = find_torch_attribute("utils._python_dispatch.is_traceable_wrapper_subclass")
+_process_group_named = find_torch_attribute("_C._distributed_c10d._resolve_process_group")
+no_torch_function = find_torch_attribute("_C._disabled_torch_function_impl")
 
 # (x, weight, bias) -> x @ weight.T + bias by oneDNN's product, where `HAS_ONEDNN_LINEAR`.
 onednn_linear = _linear_pointwise and partial(
@@ -55,7 +55,7 @@ HAS_WRAPPERS = _make_wrapper is not None and no_torch_function is not None
 TO_COPY = "aten::_to_copy"
 
 
-def in_functorch(*, unknown: bool) -> bool:
+def is_in_functorch(*, unknown: bool) -> bool:
     """True if a transform of torch.func (grad, vmap, jvp, ...) is running.
 
     Args:
@@ -64,7 +64,7 @@ def in_functorch(*, unknown: bool) -> bool:
     return unknown if _interpreter_stack is None else _interpreter_stack() is not None
 
 
-def in_forward_mode() -> bool:
+def is_in_forward_mode() -> bool:
     """True if forward-mode differentiation is running."""
     level: int | None = getattr(forward_ad, "_current_level", None)
     if level is not None:
@@ -76,7 +76,7 @@ def in_forward_mode() -> bool:
     return True
 
 
-def in_dispatch_mode() -> bool:
+def is_in_dispatch_mode() -> bool:
     """True if a dispatch mode is on: torch fakes, counts or changes every operator."""
     return _dispatch_modes is None or _dispatch_modes() > 0
 
@@ -103,7 +103,9 @@ class _NoDispatchMode:
         )
 
 
-DispatchMode: Any = find("utils._python_dispatch.TorchDispatchMode") or _NoDispatchMode
+DispatchMode: Any = (
+    find_torch_attribute("utils._python_dispatch.TorchDispatchMode") or _NoDispatchMode
+)
 
 
 def argument_names(operator: Any) -> list[str]:

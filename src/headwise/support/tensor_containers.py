@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def iterate_leaves(value: Any) -> Iterator[Any]:
     """Yield every value that is not a container, in order; dataclasses are containers."""
     if isinstance(value, Mapping):
         value = list(value.values())
@@ -16,7 +16,7 @@ def leaves(value: Any) -> Iterator[Any]:
         value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, (list, tuple, deque)):
         for part in value:
-            yield from leaves(part)
+            yield from iterate_leaves(part)
     else:
         yield value
 

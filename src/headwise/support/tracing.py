@@ -21,8 +21,8 @@ def may_read_values(tensor: Tensor) -> bool:
         and not tensor.is_meta
         and not torch.compiler.is_compiling()
         and not is_traced()
-        and not private_torch.in_functorch(unknown=True)
-        and not private_torch.in_dispatch_mode()
+        and not private_torch.is_in_functorch(unknown=True)
+        and not private_torch.is_in_dispatch_mode()
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
@@ -35,7 +35,7 @@ def may_check_values(tensor: Tensor) -> bool:
 def cast_like_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return tensors in the dtype that autocast gives torch's own operator."""
     kind = tensors[0].device.type
-    if not autocasts(kind):
+    if not is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
@@ -68,7 +68,7 @@ def is_recorded() -> bool:
     )
 
 
-def autocasts(kind: str) -> bool:
+def is_autocast_enabled(kind: str) -> bool:
     """True if autocast is on for this type of device, such as "cpu"."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
@@ -80,4 +80,4 @@ def needs_plain_torch() -> bool:
     if torch.compiler.is_compiling():
         return False
     # An unknown state counts as no torch.func: torch's error there beats a silent use of memory.
-    return private_torch.in_forward_mode() or private_torch.in_functorch(unknown=False)
+    return private_torch.is_in_forward_mode() or private_torch.is_in_functorch(unknown=False)

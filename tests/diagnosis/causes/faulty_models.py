@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.search import Search, search
-from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
+from headwise.diagnosis.search import Search, search_causes
+from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
 from headwise.diagnosis.simulation.settings import RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 
@@ -59,7 +59,7 @@ def recorded(model: AttentionModel, inputs: Inputs) -> list[RecordedCall]:
 def searched(model: AttentionModel, calls: Sequence[RecordedCall], *names: str) -> Search:
     """Return what a search among the causes of these names gives; among all for no name."""
     chosen = [each for each in CAUSES if not names or each.name in names]
-    return search(Evidence.of(model, calls), chosen)
+    return search_causes(Evidence.of(model, calls), chosen)
 
 
 def with_function(
@@ -67,7 +67,7 @@ def with_function(
 ) -> AttentionModel:
     """Return the model with a function after a stage."""
 
-    def applied(forced: Forced) -> Tensor:
+    def applied(forced: ForcedStage) -> Tensor:
         return function(forced.usual())
 
     return model.with_stage(stage, applied)

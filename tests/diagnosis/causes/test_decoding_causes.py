@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
+from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from tests.diagnosis.causes.faulty_models import (
     BATCH,
@@ -129,14 +129,14 @@ def test_padding_of_another_number_is_not_named() -> None:
 def short_cache(model: AttentionModel, keep: Callable[[int, int], list[int]]) -> list[RecordedCall]:
     """Return calls of a cache that drops keys; ``keep`` takes the numbers of old and new keys."""
 
-    def scores(forced: Forced) -> Tensor:
+    def scores(forced: ForcedStage) -> Tensor:
         return forced.usual()[..., kept(forced)]
 
-    def outputs(forced: Forced) -> Tensor:
+    def outputs(forced: ForcedStage) -> Tensor:
         values = forced.values[:, :, kept(forced)].repeat_interleave(2, 1)
         return forced["weights"] @ values
 
-    def kept(forced: Forced) -> list[int]:
+    def kept(forced: ForcedStage) -> list[int]:
         new = forced.call.inputs.x.shape[1]
         return keep(forced.call.past, new) if forced.call.earlier else list(range(new))
 

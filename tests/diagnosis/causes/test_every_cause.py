@@ -10,7 +10,7 @@ from benchmarks.compare.suites import SUITES, Case
 from headwise.diagnosis.cause_description import describe_cause
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause
-from headwise.diagnosis.function_comparison import page_of
+from headwise.diagnosis.function_comparison import cause_page_path
 from tools import causes_page
 
 NAMES = [cause.name for cause in CAUSES]
@@ -61,7 +61,7 @@ def test_the_pages_of_causes_are_up_to_date() -> None:
 
 @pytest.mark.parametrize("cause", CAUSES, ids=NAMES)
 def test_each_cause_has_a_page_with_a_repair(cause: Cause) -> None:
-    text = causes_page.DOCS.joinpath(page_of(cause.name)).read_text("utf-8")
+    text = causes_page.DOCS.joinpath(cause_page_path(cause.name)).read_text("utf-8")
     assert text.startswith(f"# {cause.symptom}\n")
     assert "## Repair" in text
     sections = describe_cause(cause).sections

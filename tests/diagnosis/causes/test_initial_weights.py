@@ -13,7 +13,7 @@ from benchmarks.faults.geometries import GEOMETRIES, Kind, layer_of
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
 from headwise.diagnosis.causes.weights_at_initial_values import InitialWeightsCause
-from headwise.diagnosis.search import NamedCause, search
+from headwise.diagnosis.search import NamedCause, search_causes
 
 GEOMETRY = next(each for each in GEOMETRIES if each.name == "gqa-rotary")
 NAME = "weights at their initial values"
@@ -23,7 +23,7 @@ def searched(kind: Kind, **changed: Tensor) -> list[NamedCause]:
     right = layer_of(GEOMETRY, kind, Draw("weights", kind))
     with torch.no_grad():
         calls = record(right.with_weights(**changed), default_probe(GEOMETRY, Draw("probe")))
-        return list(search(Evidence.of(model_of(right), calls), CAUSES).causes)
+        return list(search_causes(Evidence.of(model_of(right), calls), CAUSES).causes)
 
 
 def weights(name: str, kind: Kind) -> Tensor:
@@ -69,7 +69,7 @@ def named_alone(tokens: int, **changed: Tensor) -> list[NamedCause]:
     probe = Probe(Draw("probe").normal(1, tokens, mha.embed_dim))
     with torch.no_grad():
         calls = record(right.with_weights(**changed), probe)
-    return list(search(Evidence.of(model_of(right), calls), [InitialWeightsCause()]).causes)
+    return list(search_causes(Evidence.of(model_of(right), calls), [InitialWeightsCause()]).causes)
 
 
 def test_right_numbers_in_another_place_are_not_initial_values() -> None:

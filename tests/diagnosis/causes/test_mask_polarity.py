@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import Forced, products
+from headwise.diagnosis.simulation.attention_model import ForcedStage, scale_products
 from tests.diagnosis.causes.faulty_models import TOKENS, inputs_of, model_of, recorded, searched
 
 PADDED = torch.arange(TOKENS) < torch.tensor([TOKENS, 13, 9])[:, None]
 
 
 def names(number: float) -> list[tuple[str, object]]:
-    def scores(forced: Forced) -> Tensor:
+    def scores(forced: ForcedStage) -> Tensor:
         mask = forced.call.inputs.mask
         assert mask is not None
-        return products(forced) + number * mask
+        return scale_products(forced) + number * mask
 
     right = model_of()
     inputs = inputs_of(mask=PADDED[:, None, None])

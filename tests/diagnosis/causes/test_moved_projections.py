@@ -17,7 +17,7 @@ from benchmarks.faults.reference_layer import ReferenceLayer
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
 from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
-from headwise.diagnosis.search import NamedCause, search
+from headwise.diagnosis.search import NamedCause, search_causes
 
 Edit = Callable[[dict[str, Tensor]], Mapping[str, Tensor | None]]
 
@@ -31,7 +31,7 @@ def searched(geometry: str, right: ReferenceLayer, wrong: ReferenceLayer) -> lis
     chosen = next(each for each in GEOMETRIES if each.name == geometry)
     with torch.no_grad():
         calls = record(wrong, default_probe(chosen, Draw("probe", geometry)))
-        result = search(Evidence.of(model_of(right), calls), CAUSES)
+        result = search_causes(Evidence.of(model_of(right), calls), CAUSES)
     assert not result.left.parted or not result.causes
     return list(result.causes)
 

@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced, distances
+from headwise.diagnosis.simulation.attention_model import (
+    AttentionModel,
+    ForcedStage,
+    key_query_distances,
+)
 from headwise.diagnosis.simulation.settings import NormForm
 from tests.diagnosis.causes.faulty_models import (
     BATCH,
@@ -53,7 +57,9 @@ def after(stage: str, function: Callable[[Tensor], Tensor]) -> Callable[..., Att
     return lambda model: with_function(model, stage, function)
 
 
-def of_stage(stage: str, function: Callable[[Forced], Tensor]) -> Callable[..., AttentionModel]:
+def of_stage(
+    stage: str, function: Callable[[ForcedStage], Tensor]
+) -> Callable[..., AttentionModel]:
     """Return a change that computes a stage by a function."""
     return lambda model: model.with_stage(stage, function)
 
@@ -67,9 +73,9 @@ def by_head(numbers: tuple[float, ...]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)[:, None, None]
 
 
-def each_head_its_window(forced: Forced) -> Tensor:
+def each_head_its_window(forced: ForcedStage) -> Tensor:
     windows = torch.tensor([4, 5, 6, 7])[:, None, None]
-    return forced.usual().masked_fill(distances(forced.call) < -windows, -INFINITE)
+    return forced.usual().masked_fill(key_query_distances(forced.call) < -windows, -INFINITE)
 
 
 def last_row_shifted(scores: Tensor) -> Tensor:
@@ -78,23 +84,23 @@ def last_row_shifted(scores: Tensor) -> Tensor:
     return scores
 
 
-def one_pair_still(forced: Forced) -> Tensor:
+def one_pair_still(forced: ForcedStage) -> Tensor:
     rotated, bare = forced.usual().clone(), forced[f"{forced.stage[0]} after norm"]
     for channel in (1, 1 + HEAD_DIM // 2):
         rotated[..., channel] = bare[..., channel]
     return rotated
 
 
-def each_sequence_its_offset(forced: Forced) -> Tensor:
+def each_sequence_its_offset(forced: ForcedStage) -> Tensor:
     positions = forced.call.query_positions + torch.arange(BATCH)[:, None]
     other = replace(forced.call.inputs, positions=positions)
     return replace(forced, call=replace(forced.call, inputs=other)).usual()
 
 
-def one_sequence(change: Callable[[Tensor], Tensor]) -> Callable[[Forced], Tensor]:
+def one_sequence(change: Callable[[Tensor], Tensor]) -> Callable[[ForcedStage], Tensor]:
     """Return scores under a mask that is changed for the second sequence alone."""
 
-    def scores(forced: Forced) -> Tensor:
+    def scores(forced: ForcedStage) -> Tensor:
         mask = forced.call.inputs.mask
         assert mask is not None
         mask = mask.clone()
@@ -105,7 +111,7 @@ def one_sequence(change: Callable[[Tensor], Tensor]) -> Callable[[Forced], Tenso
     return scores
 
 
-def mask_times_five(forced: Forced) -> Tensor:
+def mask_times_five(forced: ForcedStage) -> Tensor:
     inputs = forced.call.inputs
     assert inputs.mask is not None
     bare = replace(forced.call, inputs=replace(inputs, mask=None))
@@ -117,7 +123,7 @@ def dropped_without_a_factor(weights: Tensor) -> Tensor:
     return weights * (torch.rand(weights.shape, generator=generator) > 0.2)
 
 
-def other_kv_heads(forced: Forced) -> Tensor:
+def other_kv_heads(forced: ForcedStage) -> Tensor:
     keys = forced.keys[:, [0, 1, 1, 0]]
     return forced["q after rotary"] @ keys.mT * forced.settings.scale
 

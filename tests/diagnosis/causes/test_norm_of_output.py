@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
+from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
 from tests.diagnosis.causes.faulty_models import WIDTH, inputs_of, model_of, recorded, searched
 
 LAST = ("norm inside", "residual inside", "factor", "bias missing", "adapters merged or not")
@@ -20,7 +20,7 @@ def with_norm(model: AttentionModel, residual: float, noise: float = 0.0) -> Att
     nn.init.normal_(norm.bias)
     noises = noise * torch.randn(WIDTH, dtype=torch.float64)
 
-    def normed(forced: Forced) -> torch.Tensor:
+    def normed(forced: ForcedStage) -> torch.Tensor:
         y: torch.Tensor = norm(forced.usual() + residual * forced.call.inputs.x)
         return (y + noises * y.square()).detach()
 

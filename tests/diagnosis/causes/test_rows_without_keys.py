@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 from tests.diagnosis.causes.faulty_models import TOKENS, inputs_of, model_of, recorded, searched
 
 
@@ -19,7 +19,7 @@ def test_each_filling_is_named(value: float, row: str) -> None:
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool)
     mask[..., 3, :] = False
 
-    def filled(forced: Forced) -> Tensor:
+    def filled(forced: ForcedStage) -> Tensor:
         return forced.usual().masked_fill(~mask.any(-1, keepdim=True), value)
 
     calls = recorded(model_of().with_stage("weights", filled), inputs_of(mask=mask))

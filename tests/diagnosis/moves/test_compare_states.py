@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.compare_states import compare_states, rows_of, with_rows
+from headwise.diagnosis.moves.compare_states import compare_states, extract_rows, replace_rows
 from headwise.layouts.canonical import State
 from tests.diagnosis.moves.projections import GEOMETRIES, halves, projections
 
@@ -86,6 +86,6 @@ def test_moves_apply_to_canonical_weights() -> None:
     b = {**state_of("mha"), "q_norm": torch.ones(16)}
     a = {**b, "wq": halves(b["wq"]).reshape(b["wq"].shape)}
     a["bq"] = halves(b["bq"][..., None]).reshape(b["bq"].shape)
-    made = with_rows(b, compare_states(a, b).apply(rows_of(b)))
+    made = replace_rows(b, compare_states(a, b).apply(extract_rows(b)))
     assert made.keys() == a.keys()
     assert all(torch.equal(made[name], a[name]) for name in a)

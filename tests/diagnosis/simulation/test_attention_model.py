@@ -12,8 +12,8 @@ from benchmarks.faults.geometries import GEOMETRIES, layer_of
 from benchmarks.faults.geometry import Geometry
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.search import search
-from headwise.diagnosis.simulation.gaps import gaps_of
+from headwise.diagnosis.search import search_causes
+from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import STAGES
 
 
@@ -23,7 +23,7 @@ def test_every_stage_agrees_with_the_reference_to_rounding(geometry: Geometry) -
     probes = [default_probe, padded_probe] + [decoding_probe] * (not geometry.cross)
     for probe in probes:
         calls = record(layer, probe(geometry, Draw("probe", geometry.name)))
-        gaps = gaps_of(model_of(layer), calls)
+        gaps = measure_gaps(model_of(layer), calls)
         assert {stage for stage, _, _ in gaps.cells} == {*STAGES}
         assert gaps.parted == []
 
@@ -43,7 +43,7 @@ def test_another_scale_parts_the_scores_alone_and_is_fitted() -> None:
     with torch.no_grad():
         calls = record(other, default_probe(geometry, Draw("probe", geometry.name)))
         evidence = Evidence.of(model_of(layer), calls)
-        named = search(evidence, CAUSES)
+        named = search_causes(evidence, CAUSES)
     assert evidence.gaps.stages == ["scores"]
     assert not named.left.parted
     [explanation] = named.causes

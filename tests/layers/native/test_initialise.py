@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2Model, T5Config, T5EncoderModel
 
 from headwise import Attention, reference
 from headwise.errors import OptionError
-from headwise.layers.native.initialization import Source, initialise
+from headwise.layers.native.initialization import Source, initialise_projections
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, PositionBias, T5Bias
 
@@ -191,7 +191,7 @@ def test_transformers_gpt2() -> None:
     ours = Attention(240, 6, init="gpt2")
     for weight in weights(ours):
         assert_normal(weight, 0.02)
-    initialise(ours, "gpt2", num_layers=config.n_layer)
+    initialise_projections(ours, "gpt2", num_layers=config.n_layer)
     inputs, residual = (
         [theirs.c_attn.weight, *weights(ours)[:3]],
         [theirs.c_proj.weight, ours.out_proj.weight],
@@ -344,7 +344,7 @@ def test_what_is_no_initialisation_is_refused(source: Any, num_layers: Any, saw:
     layer = redrawn(Attention(40, 4))
     before = [parameter.clone() for parameter in layer.parameters()]
     with pytest.raises(OptionError, match=saw) as error:
-        initialise(layer, source, num_layers=num_layers)
+        initialise_projections(layer, source, num_layers=num_layers)
     assert all(name in error.value.needed for name in SOURCES)
     assert_equal(list(layer.parameters()), before)
 

@@ -15,13 +15,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from headwise import Rotary
 from headwise.errors import OptionError
 from headwise.layers.positions import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling
-from headwise.layers.positions.rotary_scaling import frequencies_of
+from headwise.layers.positions.rotary_scaling import unscaled_frequencies
 from tests.refusals import refusals
 
 # ---- what each promises ------------------------------------------------------------------------
 
 THETA, WIDTH = 10_000.0, 64
-plain = frequencies_of(THETA, WIDTH)
+plain = unscaled_frequencies(THETA, WIDTH)
 turns = 4096 * plain / (2 * math.pi)  # of each pair, within 4,096 tokens
 
 
@@ -35,7 +35,7 @@ def test_ntk_keeps_the_fastest_and_divides_the_slowest() -> None:
     # Powers, whose exponents are rounded and magnified by the logarithm of a theta of 41,829.
     bound = torch.finfo(torch.float32).eps * (math.log(41_829.0) + 3)
     assert abs(float(scaled[-1] / plain[-1]) * 4 - 1) <= bound
-    assert torch.equal(scaled, frequencies_of(THETA * 4.0 ** (64 / 62), WIDTH))
+    assert torch.equal(scaled, unscaled_frequencies(THETA * 4.0 ** (64 / 62), WIDTH))
 
 
 @pytest.mark.parametrize("truncate", [True, False])

@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.error_budget.budget import FORWARD, Budget, _family, _numbered
+from headwise.error_budget.budget import FORWARD, Budget, _number_axes, _run_input_family
 from headwise.kernels import observe_tiles, tiles
 from headwise.kernels.bound_scores import accumulation_dtype
 from headwise.scanning import captured_call
@@ -81,7 +81,7 @@ def assert_as_dense(call: Call, found: dict[str, Tensor]) -> None:
         return tuple(number_of(name, result) for name, result in results)
 
     # Budget.of for all statistics of one call, which share what is written down.
-    family = zip(*_family(numbers, [x.to(wide) for x in call.inputs]), strict=True)
+    family = zip(*_run_input_family(numbers, [x.to(wide) for x in call.inputs]), strict=True)
     exact_results = reference(*(x.double() for x in call.inputs))
     for (name, own), whole, (exact, plain, moved) in zip(
         found.items(), exact_results, family, strict=True
@@ -92,7 +92,7 @@ def assert_as_dense(call: Call, found: dict[str, Tensor]) -> None:
             assert torch.equal(own[..., :2].nan_to_num(), whole[..., :2].nan_to_num())
         size = exact.abs().clamp(min=1.0 if name in CAN_CANCEL else 0.0)
         rounding = roundoff(call.inputs[1].shape[2] + 1, wide) * size
-        budget = Budget(name, wide, exact, FORWARD * plain + moved + rounding, _numbered(exact))
+        budget = Budget(name, wide, exact, FORWARD * plain + moved + rounding, _number_axes(exact))
         budget.assert_holds(number_of(name, own))
 
 

@@ -145,7 +145,7 @@ def test_influence_is_the_size_of_the_derivative() -> None:
         def forward(self, x: Tensor, *_: Tensor, need_weights: bool) -> tuple[Tensor, None]:
             return torch.stack([x[:, 0], 3 * x[:, 0]], dim=1), None
 
-    found = axis_order.influence(Mix(), torch.randn(2, 2, 4))
+    found = axis_order.measure_influence(Mix(), torch.randn(2, 2, 4))
     first, second = 2.0, 6.0  # the norm of four ones, and of four threes, on a diagonal
     assert found.tolist() == [
         [first, 0, 0, 0],

@@ -134,7 +134,7 @@ def test_the_heads_are_consecutive_parts(projected: Projected) -> None:
 
 
 def test_the_merged_scores_are_those_of_the_single_head(projected: Projected) -> None:
-    merged = measures.merged_scores(projected.scores(3))
+    merged = measures.merge_scores(projected.scores(3))
     measures.score_budget(projected).assert_holds(merged)
     with pytest.raises(AssertionError, match="scores"):
         measures.score_budget(projected).assert_holds(merged * (1 + 1e-4))

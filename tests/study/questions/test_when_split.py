@@ -21,7 +21,7 @@ from headwise.study.experiments.operation_trace import (
     head_splits,
     split_axes,
     stage_tensors,
-    trace,
+    trace_operations,
 )
 from headwise.study.implementations import TorchLayer
 from headwise.study.questions import when_split
@@ -194,7 +194,7 @@ def test_shares_of_blocks() -> None:
 
 
 def trace_of(layer: Attention) -> tuple[Any, ...]:
-    return trace(layer, torch.randn(1, 6, 32), layer)
+    return trace_operations(layer, torch.randn(1, 6, 32), layer)
 
 
 def test_stages_of_a_trace() -> None:
@@ -224,7 +224,7 @@ def test_an_axis_that_holds_two() -> None:
 def test_all_results_of_a_step_are_kept() -> None:
     """The memory of one that is let go could become that of another tensor."""
     layer = nn.Linear(4, 4)
-    steps = trace(layer, torch.randn(3, 4), lambda x: layer(x.sort(dim=0)[0]))
+    steps = trace_operations(layer, torch.randn(3, 4), lambda x: layer(x.sort(dim=0)[0]))
     (sort,) = (step for step in steps if step.operation == "sort")
     assert [result.dtype for result in sort.results] == [torch.float32, torch.int64]
     assert sort.result is sort.results[0]
@@ -232,5 +232,5 @@ def test_all_results_of_a_step_are_kept() -> None:
 
 def test_a_copy_is_no_view() -> None:
     layer = nn.Linear(4, 4)
-    steps = trace(layer, torch.ones(1, 4), lambda x: layer(x).clone())
+    steps = trace_operations(layer, torch.ones(1, 4), lambda x: layer(x).clone())
     assert not steps[-1].is_view

@@ -38,7 +38,7 @@ class Planted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_layer(heads) for heads in LAYERS)
+        self.layers = nn.ModuleList(_make_planted_layer(heads) for heads in LAYERS)
         unembedding = torch.zeros(VOCABULARY, EMBED_DIM)
         unembedding[:, SECTIONS["induced"]] = binary_code(torch.arange(VOCABULARY), bits=TOKEN_BITS)
         self.unembedding = nn.Parameter(SHARPNESS * unembedding)
@@ -57,7 +57,7 @@ class Planted(nn.Module):
         Raises:
             OptionError: an id is out of range, or a sequence is too long.
         """
-        return F.linear(self._states(ids, lengths)[-1], self.unembedding)
+        return F.linear(self._residual_states(ids, lengths)[-1], self.unembedding)
 
     def matrices(
         self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
@@ -66,7 +66,9 @@ class Planted(nn.Module):
         mask = causal_padding_mask(lengths)
         return [
             layer.matrix(x, mask=mask)
-            for layer, x in zip(self.each_layer(), self._states(ids, lengths), strict=False)
+            for layer, x in zip(
+                self.each_layer(), self._residual_states(ids, lengths), strict=False
+            )
         ]
 
     def contributions(
@@ -76,7 +78,9 @@ class Planted(nn.Module):
         mask = causal_padding_mask(lengths)
         return [
             layer.contributions(x, mask=mask)
-            for layer, x in zip(self.each_layer(), self._states(ids, lengths), strict=False)
+            for layer, x in zip(
+                self.each_layer(), self._residual_states(ids, lengths), strict=False
+            )
         ]
 
     def embed(self, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length embed_dim"]:
@@ -85,7 +89,7 @@ class Planted(nn.Module):
         Raises:
             OptionError: an id is out of range, or a sequence is too long.
         """
-        _check(ids)
+        _require_token_ids(ids)
         position = torch.arange(ids.shape[1], device=ids.device)
         token, is_first = binary_code(ids, bits=TOKEN_BITS), (position == 0)[:, None]
         separator = (position * (ids == SEPARATOR))[..., None] / LONGEST
@@ -108,7 +112,7 @@ class Planted(nn.Module):
         """Return ``layers`` as a typed list."""
         return [layer for layer in self.layers if isinstance(layer, Attention)]
 
-    def _states(self, ids: Tensor, lengths: Tensor | None) -> list[Tensor]:
+    def _residual_states(self, ids: Tensor, lengths: Tensor | None) -> list[Tensor]:
         """Return the state before each layer, and after the last."""
         mask, states = causal_padding_mask(lengths), [self.embed(ids)]
         for layer in self.layers:
@@ -128,7 +132,7 @@ def binary_code(numbers: Int[Tensor, "*shape"], *, bits: int) -> Float[Tensor, "
 
 
 @torch.no_grad()
-def _layer(heads: tuple[PlantedHead, ...]) -> Attention:
+def _make_planted_layer(heads: tuple[PlantedHead, ...]) -> Attention:
     """Make a layer with the weights of the plan."""
     layer = Attention(
         EMBED_DIM,
@@ -163,7 +167,7 @@ def _layer(heads: tuple[PlantedHead, ...]) -> Attention:
     return layer
 
 
-def _check(ids: Tensor) -> None:
+def _require_token_ids(ids: Tensor) -> None:
     if ids.shape[1] > LONGEST:
         raise OptionError(
             saw=f"ids with {ids.shape[1]} tokens in a sequence",

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from headwise.bundled_models.planted.network import SEPARATOR, binary_code
 from headwise.bundled_models.planted.plan import EMBED_DIM, LAYERS, SECTIONS, TOKEN_BITS
-from headwise.support.integers import as_int64
+from headwise.support.integers import convert_to_int64
 
 # ids (batch, length), rows (rows,) -> the keys of each row, (batch, rows, length) or
 # (rows, length); the caller removes keys after the row
@@ -34,10 +34,10 @@ def true_weights(
         rows: the queries; all by default.
     """
     position = torch.arange(ids.shape[1], device=ids.device)
-    rows = position if rows is None else as_int64(rows, "rows")
+    rows = position if rows is None else convert_to_int64(rows, "rows")
     real = torch.ones_like(ids, dtype=torch.bool)
     if lengths is not None:
-        real = position < as_int64(lengths, "lengths")[:, None]
+        real = position < convert_to_int64(lengths, "lengths")[:, None]
     allowed = (position <= rows[:, None]) & real[:, rows, None]
     return [
         torch.stack([_even_weights(RULES[head.name](ids, rows) & allowed) for head in layer], dim=1)
@@ -63,39 +63,39 @@ def true_contributions(
     return contributions
 
 
-def _previous_rule(steps: int) -> Rule:
+def _make_previous_rule(steps: int) -> Rule:
     def rule(ids: Tensor, rows: Tensor) -> Tensor:
-        return _equals_key(ids, (rows - steps).clamp(min=0)[:, None])
+        return _equal_token_weights(ids, (rows - steps).clamp(min=0)[:, None])
 
     return rule
 
 
 def _first_key(ids: Tensor, rows: Tensor) -> Tensor:
-    return _equals_key(ids, torch.zeros_like(rows)[:, None])
+    return _equal_token_weights(ids, torch.zeros_like(rows)[:, None])
 
 
 def _all_keys(ids: Tensor, rows: Tensor) -> Tensor:
-    return _equals_key(ids, rows[:, None]) | True
+    return _equal_token_weights(ids, rows[:, None]) | True
 
 
 def _nearest_separator(ids: Tensor, rows: Tensor) -> Tensor:
     position = torch.arange(ids.shape[1], device=ids.device)
     last = torch.where(ids == SEPARATOR, position, 0).cummax(dim=1).values
-    return _equals_key(ids, last[:, rows, None])
+    return _equal_token_weights(ids, last[:, rows, None])
 
 
 def _same_token(ids: Tensor, rows: Tensor) -> Tensor:
     return ids[:, None, :] == ids[:, rows, None]
 
 
-def _induction(ids: Tensor, rows: Tensor) -> Tensor:
+def _keys_after_earlier_occurrence(ids: Tensor, rows: Tensor) -> Tensor:
     position = torch.arange(ids.shape[1], device=ids.device)
     follows = F.pad(ids[:, None, :-1] == ids[:, rows, None], (1, 0))
     follows &= position <= rows[:, None]
     return follows | (~follows.any(-1, keepdim=True) & (position == 0))
 
 
-def _equals_key(ids: Tensor, key: Tensor) -> Tensor:
+def _equal_token_weights(ids: Tensor, key: Tensor) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device) == key
 
 
@@ -106,14 +106,14 @@ def _even_weights(
 
 
 RULES: dict[str, Rule] = {
-    "previous token": _previous_rule(1),
+    "previous token": _make_previous_rule(1),
     "first token": _first_key,
     "uniform": _all_keys,
     "nearest separator": _nearest_separator,
     "same token": _same_token,
-    "induction": _induction,
-    "two back": _previous_rule(2),
-    "two back, again": _previous_rule(2),
-    "own token": _previous_rule(0),
+    "induction": _keys_after_earlier_occurrence,
+    "two back": _make_previous_rule(2),
+    "two back, again": _make_previous_rule(2),
+    "own token": _make_previous_rule(0),
     "dead": _all_keys,
 }

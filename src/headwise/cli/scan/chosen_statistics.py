@@ -21,7 +21,7 @@ CELLS = 128  # of a map on each side
 _HEAD = re.compile(r"(\d+)\.(\d+)")
 
 
-def chosen_statistics(options: ScanOptions, trial: HeadScan, tokens: int) -> list[TileStatistic]:
+def choose_statistics(options: ScanOptions, trial: HeadScan, tokens: int) -> list[TileStatistic]:
     """Return the statistics for a text of so many tokens.
 
     Args:
@@ -38,11 +38,11 @@ def chosen_statistics(options: ScanOptions, trial: HeadScan, tokens: int) -> lis
     )
     fine = Map(options.map_cells or CELLS)
     statistics = [fine if isinstance(statistic, Map) else statistic for statistic in chosen]
-    heads = _heads(options, trial, tokens)
+    heads = _parse_top_keys_heads(options, trial, tokens)
     return [*statistics, TopKeysOfEveryQuery(heads)] if heads else statistics
 
 
-def _heads(
+def _parse_top_keys_heads(
     options: ScanOptions, trial: HeadScan, tokens: int
 ) -> Literal["all"] | list[tuple[int | str, int]]:
     """Return "all", or the heads that --top-keys names; an empty list for none."""

@@ -112,10 +112,10 @@ def scan(
     """
     options = locals()  # all but as_json are fields of `ScanOptions`
     del options["as_json"]
-    _scan(ScanOptions(**options), as_json=as_json)
+    _run_scan_command(ScanOptions(**options), as_json=as_json)
 
 
-def _scan(options: ScanOptions, *, as_json: bool) -> None:
+def _run_scan_command(options: ScanOptions, *, as_json: bool) -> None:
     import time
 
     from headwise.cli.output import print_result, stderr_console
@@ -126,11 +126,11 @@ def _scan(options: ScanOptions, *, as_json: bool) -> None:
     from rich.console import Console
 
     from headwise.cli.scan.run_scan import KEPT
-    from headwise.reports.scan_page import save
+    from headwise.reports.scan_page import save_scan_page
     from headwise.reports.terminal import show_conclusions, show_grid
 
     print_result(
-        save(options.page, report),
+        save_scan_page(options.page, report),
         start=start,
         show=lambda terminal: show_conclusions(report, terminal),
         as_json=report.as_json if as_json else None,
@@ -154,9 +154,9 @@ def scan_report(options: ScanOptions) -> ScanReport:
     message = "Interrupted before the scan began."
     try:
         with progress_bar(console, "loading the model"):
-            from headwise.cli.scan.run_scan import prepare
+            from headwise.cli.scan.run_scan import prepare_scan
 
-            work = prepare(options)
+            work = prepare_scan(options)
         console.print(work.opening_lines, markup=False)
         with progress_bar(console, "reading") as progress:
             try:

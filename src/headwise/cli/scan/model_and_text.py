@@ -70,8 +70,8 @@ class ModelToScan:
     @property
     def chosen(self) -> str:
         """Sentences on the tokens that count as separators and as special."""
-        separators = ", ".join(_quoted(name) for name in self.separators)
-        specials = ", ".join(_quoted(self.name(token)) for token in self.specials[:MOST_NAMES])
+        separators = ", ".join(_quote_name(name) for name in self.separators)
+        specials = ", ".join(_quote_name(self.name(token)) for token in self.specials[:MOST_NAMES])
         if len(self.specials) > MOST_NAMES:
             specials += f" and {len(self.specials) - MOST_NAMES} more"
         sentences = [f"Separators: {separators}."] if separators else []
@@ -119,7 +119,7 @@ def load_model(options: ScanOptions) -> ModelToScan:
         return tokenizer.ids(text) if most is None else tokenizer.cut(text, most)
 
     return ModelToScan(
-        title=model_title(options.model_dir),
+        title=make_model_title(options.model_dir),
         model=stored.model,
         inputs=stored.inputs,
         vocabulary=stored.vocabulary,
@@ -133,7 +133,7 @@ def load_model(options: ScanOptions) -> ModelToScan:
     )
 
 
-def model_title(folder: Path) -> str:
+def make_model_title(folder: Path) -> str:
     """Return the name of a folder, with the folder above it if the name is just "model".
 
     In transformers' cache, models--owner--name/snapshots/revision, the title is owner/name.
@@ -167,7 +167,7 @@ def load_tiny() -> ModelToScan:
     )
 
 
-def _quoted(name: str) -> str:
+def _quote_name(name: str) -> str:
     text = escape_unprintable(name)
     return f"“{text}”" if len(text) < 3 else text
 
@@ -191,7 +191,7 @@ class TextToRead:
     description: str
 
 
-def text_files(paths: Sequence[Path]) -> list[Path]:
+def list_text_files(paths: Sequence[Path]) -> list[Path]:
     """Return the named text files, and the .txt files of named folders.
 
     Raises:
@@ -211,23 +211,28 @@ def text_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def texts_to_read(subject: ModelToScan, options: ScanOptions) -> list[TextToRead]:
+def prepare_texts(subject: ModelToScan, options: ScanOptions) -> list[TextToRead]:
     """Return the texts of the options, cut to the length; by default the text in headwise."""
     length = options.length
     if options.random_repeats or (options.demo and not options.text and options.tokens is None):
         # On random tokens only induction can predict the next token.
-        return [repeats(subject, length)]
+        return [make_repeated_tokens(subject, length)]
     if options.tokens is not None:
-        return [stored_tokens(subject, options.tokens, length)]
+        return [read_stored_tokens(subject, options.tokens, length)]
     if options.text:
-        return [text(subject, _read_utf8(f), length, name=f.name) for f in text_files(options.text)]
+        return [
+            tokenize_text(subject, _read_utf8(f), length, name=f.name)
+            for f in list_text_files(options.text)
+        ]
     from headwise.bundled_models import demo_text as alice
 
-    whole = "\n\n".join(alice.paragraphs())
-    return [text(subject, whole, length, name=f"the opening of {alice.TITLE}")]
+    whole = "\n\n".join(alice.read_opening_paragraphs())
+    return [tokenize_text(subject, whole, length, name=f"the opening of {alice.TITLE}")]
 
 
-def text(subject: ModelToScan, content: str, length: int | None, *, name: str) -> TextToRead:
+def tokenize_text(
+    subject: ModelToScan, content: str, length: int | None, *, name: str
+) -> TextToRead:
     """Return the beginning of a text as tokens.
 
     Raises:
@@ -239,7 +244,7 @@ def text(subject: ModelToScan, content: str, length: int | None, *, name: str) -
             needed="a tokenizer, or token ids",
             do="--tokens FILE with your token ids, or --random-repeats",
         )
-    most = tokens_to_read(subject, length, default=TEXT_LENGTH)
+    most = largest_text_length(subject, length, default=TEXT_LENGTH)
     whole, ids = subject.encode(content, None), subject.encode(content, most)
     if len([token for token in whole if token not in subject.specials]) < 2:
         raise OptionError(
@@ -251,7 +256,7 @@ def text(subject: ModelToScan, content: str, length: int | None, *, name: str) -
     return TextToRead(name, torch.tensor([ids]), f"{name}, {part} {len(whole):,} tokens")
 
 
-def stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> TextToRead:
+def read_stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> TextToRead:
     """Read token ids from a file, separated by spaces, commas or line ends.
 
     Raises:
@@ -276,18 +281,18 @@ def stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> TextT
         )
     ids = torch.tensor([whole])
     subject.require_tokens(ids)  # before the cut
-    most = tokens_to_read(subject, length, default=TEXT_LENGTH)
+    most = largest_text_length(subject, length, default=TEXT_LENGTH)
     part = f"all {len(whole):,}" if len(whole) <= most else f"the first {most:,} of {len(whole):,}"
     return TextToRead(file.name, ids[:, :most], f"{file.name}, {part} tokens")
 
 
-def repeats(subject: ModelToScan, length: int | None) -> TextToRead:
+def make_repeated_tokens(subject: ModelToScan, length: int | None) -> TextToRead:
     """Return random tokens followed by the same tokens, so that only induction can predict them.
 
     Raises:
         OptionError: a length that the model cannot take, or that is too short for a repeat.
     """
-    most = tokens_to_read(subject, length, default=REPEATS_LENGTH)
+    most = largest_text_length(subject, length, default=REPEATS_LENGTH)
     # The default ids of transformers' configs can lie outside of a small vocabulary.
     has_begin = subject.begin is not None and subject.begin < subject.vocabulary
     begin = [subject.begin] if has_begin else []
@@ -307,7 +312,7 @@ def repeats(subject: ModelToScan, length: int | None) -> TextToRead:
     return TextToRead("random repeats", ids, f"{half:,} random tokens and the same {half:,} again")
 
 
-def tokens_to_read(subject: ModelToScan, length: int | None, *, default: int) -> int:
+def largest_text_length(subject: ModelToScan, length: int | None, *, default: int) -> int:
     """Return the largest number of tokens to read.
 
     Raises:

@@ -10,15 +10,15 @@ from functools import partial
 
 import torch
 
-from headwise.cli.scan.chosen_statistics import chosen_statistics
-from headwise.cli.scan.model_and_text import ModelToScan, TextToRead, load_model, texts_to_read
+from headwise.cli.scan.chosen_statistics import choose_statistics
+from headwise.cli.scan.model_and_text import ModelToScan, TextToRead, load_model, prepare_texts
 from headwise.cli.scan.scan_options import ScanOptions
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.wording import escape_unprintable
 from headwise.scanning.corpus_scan import PARTS, SCAN, list_parts, scan_corpus
 from headwise.scanning.estimate import (
     Estimate,
-    estimate,
+    estimate_scan,
     process_memory,
     record_call_sizes,
     require_memory,
@@ -53,12 +53,14 @@ class PreparedScan:
     def opening_lines(self) -> str:
         """Lines on the model and its input, the estimate, and texts that are already done."""
         texts = describe_count(len(self.texts), "text")
-        begins = escape_unprintable(f"{self.subject.title} reads {self._reading}")
+        begins = escape_unprintable(f"{self.subject.title} reads {self._describe_texts}")
         begins += f": {self.estimate}, by estimate."
-        if not self._num_done:
+        if not self._count_done_texts:
             return begins
-        if self._num_done < len(self.texts):
-            return f"{begins}\n{self._num_done} of {texts} are in {self.options.out} already."
+        if self._count_done_texts < len(self.texts):
+            return (
+                f"{begins}\n{self._count_done_texts} of {texts} are in {self.options.out} already."
+            )
         done = "The text is" if len(self.texts) == 1 else f"All {texts} are"
         return f"{begins}\n{done} in {self.options.out} already; nothing is read again."
 
@@ -68,7 +70,7 @@ class PreparedScan:
         if self.options.out is None:
             return "Interrupted; nothing is saved without --out."
         return (
-            f"Interrupted; {self._num_done} of {describe_count(len(self.texts), 'text')} are in "
+            f"Interrupted; {self._count_done_texts} of {describe_count(len(self.texts), 'text')} are in "
             f"{self.options.out}. Run the same command again to resume."
         )
 
@@ -76,7 +78,7 @@ class PreparedScan:
         """Run the scan, save it if there is --out, and return the report."""
         steps = _CallCount(progress, self.calls, len(self.texts))
         scan_one = partial(
-            _scan,
+            _scan_text,
             self.options,
             self.subject,
             statistics=self.statistics,
@@ -84,17 +86,17 @@ class PreparedScan:
         )
         is_saved = self.options.out is not None
         return ScanReport(
-            scan=self._corpus(scan_one, steps) if is_saved else scan_one(self.texts[0].ids),
+            scan=self._scan_corpus(scan_one, steps) if is_saved else scan_one(self.texts[0].ids),
             title=escape_unprintable(self.subject.title),
             about=self.subject.about,
-            read=escape_unprintable(self._reading),
+            read=escape_unprintable(self._describe_texts),
             chosen=self.subject.chosen,
             notes=self.subject.notes,
             name_of=self.subject.name_of,
             command=self.options.command_with_top_keys,
         )
 
-    def _corpus(self, scan_one: partial[HeadScan], steps: _CallCount) -> HeadScan:
+    def _scan_corpus(self, scan_one: partial[HeadScan], steps: _CallCount) -> HeadScan:
         options, subject = self.options, self.subject
         assert options.out is not None
         merged = scan_corpus(
@@ -113,16 +115,16 @@ class PreparedScan:
             },
             progress=steps.document,
         )
-        write_whole(options.out / TABLE, _csv(merged))
+        write_whole(options.out / TABLE, _format_csv(merged))
         return merged
 
     @property
-    def _num_done(self) -> int:
+    def _count_done_texts(self) -> int:
         """Number of texts that are already in the folder; 0 without a folder."""
         return len(list_parts(self.options.out)) if self.options.out else 0
 
     @property
-    def _reading(self) -> str:
+    def _describe_texts(self) -> str:
         if len(self.texts) == 1:
             return self.texts[0].description
         count = sum(text.ids.numel() for text in self.texts)
@@ -149,7 +151,7 @@ class _CallCount:
         self._progress((self._name or layer)[-26:], done, self._total)
 
 
-def prepare(options: ScanOptions) -> PreparedScan:
+def prepare_scan(options: ScanOptions) -> PreparedScan:
     """Load the model and the texts, run a trial on a few tokens, and estimate the scan.
 
     Raises:
@@ -157,17 +159,17 @@ def prepare(options: ScanOptions) -> PreparedScan:
     """
     require_writable(options.page)
     subject = load_model(options)
-    texts = texts_to_read(subject, options)
+    texts = prepare_texts(subject, options)
     for text in texts:
         subject.require_tokens(text.ids)
     trial = texts[0].ids[:, :TRIAL]
     with explain_token_failure(subject.title, trial.shape[1], do=INSTEAD):
-        tried = _scan(options, subject, trial, statistics=options.stats)
+        tried = _scan_text(options, subject, trial, statistics=options.stats)
         (once,) = list_inputs(subject.inputs(trial))
         calls = record_call_sizes(subject.model, lambda: run_model(subject.model, once))
     lengths = [text.ids.shape[1] for text in texts]
-    statistics = chosen_statistics(options, tried, max(lengths))
-    expected = estimate(subject.model, calls, statistics, lengths, held_bytes=process_memory())
+    statistics = choose_statistics(options, tried, max(lengths))
+    expected = estimate_scan(subject.model, calls, statistics, lengths, held_bytes=process_memory())
     if not options.force:
         require_memory(
             expected.extra_bytes,
@@ -177,7 +179,7 @@ def prepare(options: ScanOptions) -> PreparedScan:
     return PreparedScan(options, subject, texts, statistics, expected, len(calls))
 
 
-def _scan(
+def _scan_text(
     options: ScanOptions,
     subject: ModelToScan,
     ids: torch.Tensor,
@@ -196,7 +198,7 @@ def _scan(
     )
 
 
-def _csv(result: HeadScan) -> str:
+def _format_csv(result: HeadScan) -> str:
     file = io.StringIO()
     columns = ["layer", "layer_index", "head", *result.scalars]
     writer = csv.DictWriter(file, columns, lineterminator="\n")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.projection_moves import STAGE_OF
-from headwise.diagnosis.causes.projection_tokens import flat_tokens, projection_tokens
+from headwise.diagnosis.causes.projection_tokens import collect_projection_tokens, flatten_tokens
 from headwise.diagnosis.simulation.gaps import WHOLE
-from headwise.diagnosis.simulation.stage_rounding import allowed
+from headwise.diagnosis.simulation.stage_rounding import allowed_difference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LOW = 4  # a rank is low if so many times it fits into the matrix
@@ -49,7 +49,7 @@ class AdaptersMergedCause(Cause):
 
         All projections that part are tried together, and each alone.
         """
-        stated = {role: _low_rank(evidence, role) for role in STAGE_OF}
+        stated = {role: _fit_low_rank_change(evidence, role) for role in STAGE_OF}
         added = {role: change for role, change in stated.items() if change is not None}
         for roles in dict.fromkeys((tuple(added), *((role,) for role in added))):
             if roles:
@@ -62,7 +62,7 @@ class AdaptersMergedCause(Cause):
                 )
 
 
-def _low_rank(evidence: Evidence, role: str) -> tuple[int, Tensor] | None:
+def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | None:
     """Return the rank and the change of the weights, None where it is not of low rank.
 
     Some tokens must depend on others linearly: only they show that the stage changes linearly.
@@ -70,19 +70,21 @@ def _low_rank(evidence: Evidence, role: str) -> tuple[int, Tensor] | None:
     stage, weight = STAGE_OF[role], evidence.model.weights[f"w{role}"]
     heads = {head for _, _, head in evidence.parted(stage)}
     every = {WHOLE} if role == "o" else set(range(len(weight)))
-    tokens = projection_tokens(evidence, role) if heads == every else None
+    tokens = collect_projection_tokens(evidence, role) if heads == every else None
     if tokens is None:
         return None
     x, recorded = tokens
-    predicted = flat_tokens(evidence.model.predict(stage, call) for call in evidence.calls)
-    bound = flat_tokens(allowed(evidence.model.forced(stage, call)) for call in evidence.calls)
+    predicted = flatten_tokens(evidence.model.predict(stage, call) for call in evidence.calls)
+    bound = flatten_tokens(
+        allowed_difference(evidence.model.prepare_stage(stage, call)) for call in evidence.calls
+    )
     if predicted.shape != recorded.shape:
         return None
     change = recorded - predicted
     matrix = weight.flatten(0, 1) if role == "o" else weight.flatten(0, 1).T
     sizes = torch.linalg.svdvals(change)
     rest = sizes.square().flip(0).cumsum(0).flip(0).sqrt()  # beyond the first ranks
-    rank = int((rest > bound.norm() + _stored_rounding(evidence, x, matrix)).sum())
+    rank = int((rest > bound.norm() + _norm_of_stored_rounding(evidence, x, matrix)).sum())
     span = int(torch.linalg.matrix_rank(x))
     if not 0 < LOW * rank <= min(span, change.shape[1]) or span == len(x):
         return None
@@ -94,7 +96,7 @@ def _low_rank(evidence: Evidence, role: str) -> tuple[int, Tensor] | None:
     return rank, (added if role == "o" else added.T).reshape(weight.shape)
 
 
-def _stored_rounding(evidence: Evidence, x: Tensor, matrix: Tensor) -> Tensor:
+def _norm_of_stored_rounding(evidence: Evidence, x: Tensor, matrix: Tensor) -> Tensor:
     """Return the norm of the products of tokens with the rounding of stored sums of weights.
 
     Roundings are independent, so their squares add up. They are those of the narrowest dtype that

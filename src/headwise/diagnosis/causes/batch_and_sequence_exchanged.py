@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import BEFORE, Forced
+from headwise.diagnosis.simulation.attention_model import BEFORE, ForcedStage
 
 
 class BatchSequenceExchangedCause(Cause):
@@ -52,40 +52,42 @@ class BatchSequenceExchangedCause(Cause):
         if any(call.earlier or call.inputs.source is not None for call in calls):
             return
         for by_batch in (("scores",), (), ("q after rotary", "k after rotary", "scores")):
-            model = evidence.model.with_stage("head outputs", _mixed)
+            model = evidence.model.with_stage("head outputs", _head_outputs_along_batch)
             for stage in self.stages[:3]:
                 if stage == "scores":
-                    model = model.with_stage(stage, partial(_scored, stage in by_batch))
+                    model = model.with_stage(stage, partial(_scores_along_batch, stage in by_batch))
                 elif stage in by_batch:
-                    model = model.with_stage(stage, _rotated)
+                    model = model.with_stage(stage, _rotate_along_batch)
             yield Variant(model, {}, "batch_first=True, or x.transpose(0, 1) on both sides")
 
 
-def _scored(by_batch: bool, forced: Forced) -> Tensor:
+def _scores_along_batch(by_batch: bool, forced: ForcedStage) -> Tensor:
     """Return scores (tokens, heads, batch, batch)."""
-    return _exchanged(forced, _batch_positions(forced).T if by_batch else None).usual()
+    return _exchange_batch_and_sequence(
+        forced, _positions_in_batch(forced).T if by_batch else None
+    ).usual()
 
 
-def _mixed(forced: Forced) -> Tensor:
+def _head_outputs_along_batch(forced: ForcedStage) -> Tensor:
     """Return head outputs of weights (tokens, heads, batch, batch)."""
     if len(forced["weights"]) != forced.call.inputs.x.shape[1]:
         return forced.usual()
-    return _exchanged(forced, None).usual().transpose(0, 2)
+    return _exchange_batch_and_sequence(forced, None).usual().transpose(0, 2)
 
 
-def _rotated(forced: Forced) -> Tensor:
+def _rotate_along_batch(forced: ForcedStage) -> Tensor:
     """Return queries or keys rotated by their place in the batch."""
-    inputs = replace(forced.call.inputs, positions=_batch_positions(forced))
+    inputs = replace(forced.call.inputs, positions=_positions_in_batch(forced))
     return replace(forced, call=replace(forced.call, inputs=inputs)).usual()
 
 
-def _batch_positions(forced: Forced) -> Tensor:
+def _positions_in_batch(forced: ForcedStage) -> Tensor:
     """Return the place in the batch as a position, (batch, tokens)."""
     batch, tokens = forced.call.inputs.x.shape[:2]
     return torch.arange(batch)[:, None].expand(batch, tokens)
 
 
-def _exchanged(forced: Forced, positions: Tensor | None) -> Forced:
+def _exchange_batch_and_sequence(forced: ForcedStage, positions: Tensor | None) -> ForcedStage:
     """Return the stage with what it is made of along the batch; the caller's mask does not fit."""
     call = forced.call
     before = [*BEFORE[forced.stage]]

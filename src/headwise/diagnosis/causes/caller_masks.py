@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
+from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
 
 MaskChange = Callable[[Tensor], Tensor | None]
 
@@ -19,16 +19,16 @@ def has_masks(evidence: Evidence) -> bool:
     return any(call.inputs.mask is not None for call in evidence.calls)
 
 
-def model_with_mask(evidence: Evidence, change: MaskChange) -> AttentionModel:
+def change_mask_of_model(evidence: Evidence, change: MaskChange) -> AttentionModel:
     """Return the model under a changed mask."""
-    return evidence.model.with_stage("scores", partial(_scores, change))
+    return evidence.model.with_stage("scores", partial(_scores_with_mask, change))
 
 
-def _scores(change: MaskChange, forced: Forced) -> Tensor:
-    return with_mask(change, forced).usual()
+def _scores_with_mask(change: MaskChange, forced: ForcedStage) -> Tensor:
+    return change_mask(change, forced).usual()
 
 
-def with_mask(change: MaskChange, forced: Forced) -> Forced:
+def change_mask(change: MaskChange, forced: ForcedStage) -> ForcedStage:
     """Return the stage under a changed mask."""
     inputs = forced.call.inputs
     if inputs.mask is None:

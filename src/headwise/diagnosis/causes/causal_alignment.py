@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 MOST = 12
 
@@ -58,11 +58,11 @@ class CausalAlignmentCause(Cause):
             free = evidence.model.with_settings(causal=False, window=(left, right or None))
             yield Variant(free, {"causal": False}, repair)
             if any(call.earlier for call in evidence.calls):
-                model = free.with_stage("scores", _top_left)
+                model = free.with_stage("scores", _scores_with_top_left_mask)
                 yield Variant(model, {"align": "top-left"}, 'Mask.causal(align="bottom-right")')
 
 
-def _top_left(forced: Forced) -> Tensor:
+def _scores_with_top_left_mask(forced: ForcedStage) -> Tensor:
     """Return scores in which query i of the call attends to the first i + 1 keys of all."""
     scores = forced.usual()
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from headwise.diagnosis.simulation.attention_model import AttentionModel
-from headwise.diagnosis.simulation.gaps import Cell, Gaps, gaps_of
+from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.stages import RecordedCall
 
 
@@ -29,7 +29,7 @@ class Evidence:
     @classmethod
     def of(cls, model: AttentionModel, calls: Sequence[RecordedCall]) -> Evidence:
         """Return the evidence of calls against a model."""
-        return cls(model, calls, gaps_of(model, calls))
+        return cls(model, calls, measure_gaps(model, calls))
 
     def parted(self, *stages: str) -> list[Cell]:
         """Return the parted cells of these stages."""

@@ -9,14 +9,14 @@ from typing import ClassVar
 
 import torch
 
-from headwise.diagnosis.causes.caller_masks import MaskChange, has_masks, with_mask
+from headwise.diagnosis.causes.caller_masks import MaskChange, change_mask, has_masks
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.later_calls import (
+    change_model_in_later_calls,
+    change_positions,
     has_later_calls,
-    model_with_later_calls,
-    with_positions,
 )
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 MASKS: tuple[tuple[MaskChange, str], ...] = (
     (lambda _: None, "mask ignored"),
@@ -61,14 +61,14 @@ class DecodingLeftPaddingCause(Cause):
             return
         masks = MASKS if has_masks(evidence) else ()
         for change, words in masks:
-            model = model_with_later_calls(evidence, ("scores",), partial(with_mask, change))
+            model = change_model_in_later_calls(evidence, ("scores",), partial(change_mask, change))
             yield Variant(model, {"padding": words}, REPAIR)
         if any(call.inputs.positions is not None for call in evidence.calls):
             repair = "positions that count the tokens and not the padding, in every call"
-            model = model_with_later_calls(evidence, self.stages, _counted)
+            model = change_model_in_later_calls(evidence, self.stages, _count_positions_of_cache)
             yield Variant(model, {"padding": "counted in the positions"}, repair)
 
 
-def _counted(forced: Forced) -> Forced:
+def _count_positions_of_cache(forced: ForcedStage) -> ForcedStage:
     """Return the stage with positions that count all keys of the cache."""
-    return replace(forced, call=with_positions(forced.call, lambda _: None))
+    return replace(forced, call=change_positions(forced.call, lambda _: None))

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.later_calls import (
+    change_model_in_later_calls,
+    change_positions,
     has_later_calls,
-    model_with_later_calls,
-    with_positions,
 )
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 from headwise.diagnosis.simulation.stages import RecordedCall
 
 MOST = 16
@@ -55,13 +55,15 @@ class DecodingPositionOffsetCause(Cause):
             return
         offsets: list[int | None] = [None, *(n for n in range(-MOST, MOST + 1) if n)]
         for offset in offsets:
-            model = model_with_later_calls(evidence, self.stages, partial(_shifted, offset))
+            model = change_model_in_later_calls(
+                evidence, self.stages, partial(_shift_positions, offset)
+            )
             words = "from 0 again" if offset is None else offset
             yield Variant(model, {"offset": words}, "positions continue from the keys in the cache")
 
 
-def _shifted(offset: int | None, forced: Forced) -> Forced:
+def _shift_positions(offset: int | None, forced: ForcedStage) -> ForcedStage:
     def positions(call: RecordedCall) -> Tensor:
         return call.query_positions + (-call.past if offset is None else offset)
 
-    return replace(forced, call=with_positions(forced.call, positions))
+    return replace(forced, call=change_positions(forced.call, positions))

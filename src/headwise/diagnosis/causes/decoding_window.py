@@ -8,8 +8,8 @@ from functools import partial
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.later_calls import has_later_calls, model_with_later_calls
-from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
+from headwise.diagnosis.causes.later_calls import change_model_in_later_calls, has_later_calls
+from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
 
 MOST = 40
 
@@ -47,11 +47,13 @@ class DecodingWindowCause(Cause):
                 changed = evidence.model.with_settings(
                     window=None if other is None else (other, right)
                 )
-                model = model_with_later_calls(evidence, self.stages, partial(_of, changed))
+                model = change_model_in_later_calls(
+                    evidence, self.stages, partial(_replace_model, changed)
+                )
                 keys = "all" if other is None else other + 1
                 repair = "no window" if left is None else f"window=({left}, 0) in every call"
                 yield Variant(model, {"window": keys}, repair)
 
 
-def _of(model: AttentionModel, forced: Forced) -> Forced:
+def _replace_model(model: AttentionModel, forced: ForcedStage) -> ForcedStage:
     return replace(forced, model=model)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 
 class DropoutLeftOnCause(Cause):
@@ -50,11 +50,15 @@ class DropoutLeftOnCause(Cause):
         factor = float(torch.cat(factors).median()) if factors else 1.0
         if factor > 1.0 + 1e-6:
             rate = round(1 - 1 / factor, 12)
-            model = evidence.model.with_stage("weights", partial(_dropped, kept, factor))
+            model = evidence.model.with_stage(
+                "weights", partial(_apply_recorded_dropout, kept, factor)
+            )
             yield Variant(model, {"p": rate}, "call eval() before the comparison")
 
 
-def _dropped(kept: dict[object, Tensor], factor: float, forced: Forced) -> Tensor:
+def _apply_recorded_dropout(
+    kept: dict[object, Tensor], factor: float, forced: ForcedStage
+) -> Tensor:
     usual = forced.usual()
     left = kept.get(forced.call.key)
     if left is None or left.shape != usual.shape:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.reference import share_heads
 
@@ -51,7 +51,7 @@ class Eviction:
         return {"kept": self.last} | ({"first": self.first} if self.first else {})
 
 
-def evictions(past: int) -> Iterator[Eviction]:
+def list_evictions(past: int) -> Iterator[Eviction]:
     """Return evictions of up to ``past`` keys."""
     for last in range(past):
         yield Eviction(missing=last + 1)
@@ -86,39 +86,39 @@ class EvictedKeysCause(Cause):
         later = next((call for call in evidence.calls if call.earlier), None)
         if later is None:
             return
-        columns, every = _columns(later), later.key_positions.shape[1]
+        columns, every = _count_key_columns(later), later.key_positions.shape[1]
         if evidence.model.predict("scores", later).shape[-1] != every:
             return  # keys are dropped already
-        for eviction in evictions(max(call.past for call in evidence.calls)):
+        for eviction in list_evictions(max(call.past for call in evidence.calls)):
             if columns == every:
-                model = evidence.model.with_stage("scores", partial(_hidden, eviction))
+                model = evidence.model.with_stage("scores", partial(_hide_evicted_keys, eviction))
             elif len(eviction.keys(later)) == columns:
-                model = evidence.model.with_stage("scores", partial(_dropped, eviction))
-                model = model.with_stage("head outputs", partial(_mixed, eviction))
+                model = evidence.model.with_stage("scores", partial(_drop_evicted_keys, eviction))
+                model = model.with_stage("head outputs", partial(_mix_remaining_values, eviction))
             else:
                 continue
             repair = "a cache that holds every token of the sequence"
             yield Variant(model, eviction.parameters, repair)
 
 
-def _columns(call: RecordedCall) -> int:
+def _count_key_columns(call: RecordedCall) -> int:
     """Return the number of keys in the recorded scores or weights."""
     recorded = (call.stages[stage] for stage in ("scores", "weights") if stage in call.stages)
     return next((x.shape[-1] for x in recorded), call.key_positions.shape[1])
 
 
-def _hidden(eviction: Eviction, forced: Forced) -> Tensor:
+def _hide_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
     scores = forced.usual()
     is_left = torch.zeros(scores.shape[-1], dtype=torch.bool)
     is_left[eviction.keys(forced.call)] = True
     return scores.masked_fill(~is_left, -torch.inf)
 
 
-def _dropped(eviction: Eviction, forced: Forced) -> Tensor:
+def _drop_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
     return forced.usual()[..., eviction.keys(forced.call)]
 
 
-def _mixed(eviction: Eviction, forced: Forced) -> Tensor:
+def _mix_remaining_values(eviction: Eviction, forced: ForcedStage) -> Tensor:
     """Return the head outputs of weights over the keys that are left."""
     weights, values = forced["weights"], forced.values[:, :, eviction.keys(forced.call)]
     return weights @ share_heads(values, heads=weights.shape[1])

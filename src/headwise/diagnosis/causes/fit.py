@@ -21,7 +21,7 @@ STEP = 1e-5  # of the numerical derivative
 MOST_ENTRIES = 20_000  # of residuals; more do not make the fit better
 
 
-def fit(family: Family, evidence: Evidence, cells: Sequence[Cell]) -> Variant | None:
+def fit_variant(family: Family, evidence: Evidence, cells: Sequence[Cell]) -> Variant | None:
     """Return the variant that is nearest to the recorded stages in these cells.
 
     Gauss and Newton's method from the best starts, with a numerical derivative: where a variant
@@ -33,21 +33,21 @@ def fit(family: Family, evidence: Evidence, cells: Sequence[Cell]) -> Variant | 
 
     def residuals(t: float) -> Tensor:
         variant = family.make(math.exp(t) if family.is_log else t)
-        return _residuals(variant, evidence.calls, heads)
+        return _compute_residuals(variant, evidence.calls, heads)
 
     starts = [math.log(s) if family.is_log else s for s in family.starts]
     sizes = [(float(residuals(t).norm()), t) for t in starts]
     finite = sorted(pair for pair in sizes if math.isfinite(pair[0]))
     span = (max(starts) - min(starts)) * BEYOND
     bounds = (min(starts) - span, max(starts) + span)
-    ends = [_descend(residuals, size, t, bounds) for size, t in finite[:BEST_STARTS]]
+    ends = [_minimise_residuals(residuals, size, t, bounds) for size, t in finite[:BEST_STARTS]]
     if not ends:
         return None
     _, t = min(ends)
     return family.make(math.exp(t) if family.is_log else t)
 
 
-def _descend(
+def _minimise_residuals(
     residuals: Callable[[float], Tensor], size: float, t: float, bounds: tuple[float, float]
 ) -> tuple[float, float]:
     for _ in range(ROUNDS):
@@ -66,7 +66,7 @@ def _descend(
     return size, t
 
 
-def _residuals(
+def _compute_residuals(
     variant: Variant, calls: Sequence[RecordedCall], heads_of: Mapping[tuple[str, int], list[int]]
 ) -> Tensor:
     parts = []

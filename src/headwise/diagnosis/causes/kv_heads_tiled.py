@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Evidence, Family, Variant
 from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
-from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
+from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
 
 
 class KVHeadsTiledCause(MovedProjectionsCause):
@@ -53,12 +53,12 @@ class KVHeadsTiledCause(MovedProjectionsCause):
         for stages in (("scores", "head outputs"), ("scores",), ("head outputs",)):
             model = evidence.model
             for stage in stages:
-                model = model.with_stage(stage, _tiled)
+                model = model.with_stage(stage, _tile_kv_heads)
             repair = "k.repeat_interleave(group, dim=heads) in place of k.repeat(group), v likewise"
             yield Variant(model, {"kv_heads": settings.num_kv_heads}, repair)
 
 
-def _tiled(forced: Forced) -> Tensor:
+def _tile_kv_heads(forced: ForcedStage) -> Tensor:
     """Return a stage whose head h takes kv head h % kv_heads."""
     settings = forced.settings
     heads = torch.arange(settings.num_heads)

@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced
+from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
 from headwise.diagnosis.simulation.stages import RecordedCall
 
 
@@ -18,21 +18,23 @@ def has_later_calls(evidence: Evidence) -> bool:
     return any(call.earlier for call in evidence.calls)
 
 
-def model_with_later_calls(
-    evidence: Evidence, stages: Sequence[str], change: Callable[[Forced], Forced]
+def change_model_in_later_calls(
+    evidence: Evidence, stages: Sequence[str], change: Callable[[ForcedStage], ForcedStage]
 ) -> AttentionModel:
     """Return the model with stages that are changed in calls with earlier keys."""
     model = evidence.model
     for stage in stages:
-        model = model.with_stage(stage, partial(_changed, change))
+        model = model.with_stage(stage, partial(_change_later_calls, change))
     return model
 
 
-def _changed(change: Callable[[Forced], Forced], forced: Forced) -> Tensor:
+def _change_later_calls(
+    change: Callable[[ForcedStage], ForcedStage], forced: ForcedStage
+) -> Tensor:
     return change(forced).usual() if forced.call.earlier else forced.usual()
 
 
-def with_positions(
+def change_positions(
     call: RecordedCall, position: Callable[[RecordedCall], Tensor | None]
 ) -> RecordedCall:
     """Return the call with other positions, also in those of its earlier calls that are later."""
@@ -41,5 +43,5 @@ def with_positions(
     return replace(
         call,
         inputs=replace(call.inputs, positions=position(call)),
-        earlier=tuple(with_positions(each, position) for each in call.earlier),
+        earlier=tuple(change_positions(each, position) for each in call.earlier),
     )

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced, score
+from headwise.diagnosis.simulation.attention_model import ForcedStage, compute_scores
 
 
 class MaskAddedAsNumbersCause(Cause):
@@ -43,15 +43,17 @@ class MaskAddedAsNumbersCause(Cause):
         """Return scores with the mask, or its inverse, added."""
         if any(call.inputs.mask is not None for call in evidence.calls):
             for is_inverted in (False, True):
-                model = evidence.model.with_stage("scores", partial(_added, is_inverted))
+                model = evidence.model.with_stage(
+                    "scores", partial(_add_mask_to_scores, is_inverted)
+                )
                 yield Variant(model, {}, "hide keys: scores.masked_fill(~mask, -inf)")
 
 
-def _added(is_inverted: bool, forced: Forced) -> Tensor:
+def _add_mask_to_scores(is_inverted: bool, forced: ForcedStage) -> Tensor:
     inputs = forced.call.inputs
     mask = inputs.mask
     bare = replace(forced, call=replace(forced.call, inputs=replace(inputs, mask=None)))
-    usual = score(bare)
+    usual = compute_scores(bare)
     if mask is None:
         return usual
     return usual + (~mask if is_inverted else mask).to(usual.dtype)

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.caller_masks import has_masks, model_with_mask, with_mask
+from headwise.diagnosis.causes.caller_masks import change_mask, change_mask_of_model, has_masks
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 # Numbers that hide a key when they are added to its score.
 LOWEST = (-1e4, -1e9, torch.finfo(torch.float32).min)
@@ -48,16 +48,16 @@ class MaskPolarityCause(Cause):
         """Return the inverted mask of the caller, and large numbers added where it is True."""
         if has_masks(evidence):
             repair = "pass ~mask: True means may attend"
-            model = model_with_mask(evidence, torch.logical_not)
+            model = change_mask_of_model(evidence, torch.logical_not)
             yield Variant(model, {}, repair)
             for number in LOWEST:
-                model = evidence.model.with_stage("scores", partial(_added, number))
+                model = evidence.model.with_stage("scores", partial(_add_number_where_true, number))
                 yield Variant(model, {"added": number}, repair)
 
 
-def _added(number: float, forced: Forced) -> Tensor:
+def _add_number_where_true(number: float, forced: ForcedStage) -> Tensor:
     mask = forced.call.inputs.mask
     if mask is None:
         return forced.usual()
-    usual = with_mask(lambda _: None, forced).usual()
+    usual = change_mask(lambda _: None, forced).usual()
     return usual + number * mask.to(usual.dtype)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 
 class MergeWithoutTransposeCause(Cause):
@@ -39,11 +39,11 @@ class MergeWithoutTransposeCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the output projection of the view."""
-        model = evidence.model.with_stage("output", _merged)
+        model = evidence.model.with_stage("output", _project_unmerged_heads)
         yield Variant(model, {}, "outputs.transpose(1, 2).flatten(2)")
 
 
-def _merged(forced: Forced) -> Tensor:
+def _project_unmerged_heads(forced: ForcedStage) -> Tensor:
     heads, bias = forced["head outputs"], forced.weight("bo")
     batch, _, length, _ = heads.shape
     joined = heads.reshape(batch, length, -1)

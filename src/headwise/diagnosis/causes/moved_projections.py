@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.projection_moves import moved_model, moves_of
+from headwise.diagnosis.causes.projection_moves import apply_moves_to_model, find_projection_moves
 from headwise.diagnosis.moves.move import Move
 from headwise.diagnosis.moves.row_map import MapName
 
@@ -22,20 +22,20 @@ class MovedProjectionsCause(Cause):
         The rows of q, k and v are their channels over all tokens. Each is looked up among the rows
         of the other layer. Moves of the output projection are tried on recorded head outputs.
         """
-        for moves in moves_of(evidence):
+        for moves in find_projection_moves(evidence):
             # Moves of separate roles are causes of their own.
             for place, move in enumerate(moves):
-                name = self._name_of(move)
+                name = self._matching_name(move)
                 if name is not None:
                     later = {role for after in moves[place + 1 :] for role in after.roles}
                     yield Variant(
-                        moved_model(evidence.model, (move,)),
-                        _parameters(name),
+                        apply_moves_to_model(evidence.model, (move,)),
+                        _cause_parameters(name),
                         self.remedy(name),
                         is_step=not later.isdisjoint(move.roles),
                     )
 
-    def _name_of(self, move: Move) -> MapName | None:
+    def _matching_name(self, move: Move) -> MapName | None:
         return next((each for each in (move.name, *move.equals) if each.cause == self.name), None)
 
     def remedy(self, name: MapName) -> str:
@@ -44,5 +44,5 @@ class MovedProjectionsCause(Cause):
         return f"undo it in {where}: {name}"
 
 
-def _parameters(name: MapName) -> dict[str, object]:
+def _cause_parameters(name: MapName) -> dict[str, object]:
     return {"roles": "".join(name.roles), **dict(name.parameters)}

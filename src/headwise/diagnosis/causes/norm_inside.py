@@ -10,8 +10,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.projection_tokens import flat_tokens
-from headwise.diagnosis.simulation.attention_model import AttentionModel, Forced, project
+from headwise.diagnosis.causes.projection_tokens import flatten_tokens
+from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage, project_heads
 
 Norm = Callable[[Tensor], Tensor]
 LEAST_TOKENS = 8  # of which two decide the weight and the bias of a channel
@@ -45,38 +45,38 @@ class NormInsideCause(Cause):
         """
         for kind in ("layer", "rms"):
             for eps in (1e-5, 1e-6, 1e-12, 1e-8):
-                norm = partial(_normed, kind, eps)
+                norm = partial(_normalise_last_axis, kind, eps)
                 model = evidence.model
                 for role in "qkv":
-                    model = model.with_stage(role, partial(_of_input, norm))
+                    model = model.with_stage(role, partial(_project_normed_input, norm))
                 yield Variant(
                     model, {"norm": f"{kind} of the input"}, "normalise both inputs or neither"
                 )
-                yield from _norms_of_output(evidence, kind, norm)
+                yield from _variants_of_output_norm(evidence, kind, norm)
 
 
-def _norms_of_output(evidence: Evidence, kind: str, norm: Norm) -> Iterator[Variant]:
+def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Iterator[Variant]:
     repair = "normalise both outputs or neither"
     for has_residual in (False, True):
-        if has_residual and evidence.model.weights["wo"].shape[2] != _width(evidence):
+        if has_residual and evidence.model.weights["wo"].shape[2] != _input_width(evidence):
             continue
         words = f"{kind} of the output{' and the residual' if has_residual else ''}"
-        model = evidence.model.with_stage("output", partial(_of_output, norm, has_residual))
+        model = evidence.model.with_stage("output", partial(_normalise_output, norm, has_residual))
         yield Variant(model, {"norm": words}, repair)
-        if (weights := _stated_weights(evidence, model)) is not None:
-            weighted = model.with_stage("output", partial(_multiplied, *weights))
+        if (weights := _fit_norm_weights(evidence, model)) is not None:
+            weighted = model.with_stage("output", partial(_multiply_output, *weights))
             yield Variant(weighted, {"norm": words, "weights": "of its own"}, repair)
 
 
-def _width(evidence: Evidence) -> int:
+def _input_width(evidence: Evidence) -> int:
     return evidence.calls[0].inputs.x.shape[2]
 
 
-def _stated_weights(evidence: Evidence, model: AttentionModel) -> tuple[Tensor, Tensor] | None:
+def _fit_norm_weights(evidence: Evidence, model: AttentionModel) -> tuple[Tensor, Tensor] | None:
     """Return the weight and the bias of each channel that make the recorded outputs nearest."""
     calls = [call for call in evidence.calls if "output" in call.stages]
-    recorded = flat_tokens(call.stages["output"] for call in calls)
-    predicted = flat_tokens(model.predict("output", call) for call in calls)
+    recorded = flatten_tokens(call.stages["output"] for call in calls)
+    predicted = flatten_tokens(model.predict("output", call) for call in calls)
     if recorded.shape != predicted.shape or len(recorded) < LEAST_TOKENS:
         return None
     x, y = predicted - predicted.mean(0), recorded - recorded.mean(0)
@@ -84,21 +84,21 @@ def _stated_weights(evidence: Evidence, model: AttentionModel) -> tuple[Tensor, 
     return weight, recorded.mean(0) - weight * predicted.mean(0)
 
 
-def _normed(kind: str, eps: float, x: Tensor) -> Tensor:
+def _normalise_last_axis(kind: str, eps: float, x: Tensor) -> Tensor:
     x = x - x.mean(-1, keepdim=True) if kind == "layer" else x
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def _of_input(norm: Norm, forced: Forced) -> Tensor:
+def _project_normed_input(norm: Norm, forced: ForcedStage) -> Tensor:
     inputs = forced.call.inputs
     source = None if inputs.source is None else norm(inputs.source.double())
     normed = replace(inputs, x=norm(inputs.x.double()), source=source)
-    return project(replace(forced, call=replace(forced.call, inputs=normed)))
+    return project_heads(replace(forced, call=replace(forced.call, inputs=normed)))
 
 
-def _of_output(norm: Norm, has_residual: bool, forced: Forced) -> Tensor:
+def _normalise_output(norm: Norm, has_residual: bool, forced: ForcedStage) -> Tensor:
     return norm(forced.usual() + forced.call.inputs.x if has_residual else forced.usual())
 
 
-def _multiplied(weight: Tensor, bias: Tensor, forced: Forced) -> Tensor:
+def _multiply_output(weight: Tensor, bias: Tensor, forced: ForcedStage) -> Tensor:
     return forced.usual() * weight + bias

@@ -56,20 +56,22 @@ class NumberOfHeadsCause(Cause):
                 continue
             is_usual = math.isclose(settings.scale, model.weights["wq"].shape[1] ** -0.5)
             for scale in {head_dim**-0.5 if is_usual else settings.scale, settings.scale}:
-                other_model = _split(model, heads, kv_heads, scale)
+                other_model = _split_into_heads(model, heads, kv_heads, scale)
                 if other_model is not None:
                     repair = f"num_heads={settings.num_heads}"
-                    is_seen = heads == _recorded_heads(evidence)
+                    is_seen = heads == _count_recorded_heads(evidence)
                     yield Variant(other_model, {"heads": heads}, repair, is_step=is_seen)
 
 
-def _recorded_heads(evidence: Evidence) -> int | None:
+def _count_recorded_heads(evidence: Evidence) -> int | None:
     """Return the number of heads of recorded queries; None where they were not recorded."""
     recorded = (call.stages["q"].shape[1] for call in evidence.calls if "q" in call.stages)
     return next(recorded, None)
 
 
-def _split(model: AttentionModel, heads: int, kv_heads: int, scale: float) -> AttentionModel | None:
+def _split_into_heads(
+    model: AttentionModel, heads: int, kv_heads: int, scale: float
+) -> AttentionModel | None:
     """Return the model with its rows in other heads; None where tensors of heads do not fit.
 
     The logits of sinks are left out: those of other heads are another cause.

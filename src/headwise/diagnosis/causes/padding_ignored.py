@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from headwise.diagnosis.causes.caller_masks import has_masks, model_with_mask
+from headwise.diagnosis.causes.caller_masks import change_mask_of_model, has_masks
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
@@ -29,4 +29,4 @@ class PaddingIgnoredCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the model without the mask of the caller."""
         if has_masks(evidence):
-            yield Variant(model_with_mask(evidence, lambda _: None), {}, "pass the mask on")
+            yield Variant(change_mask_of_model(evidence, lambda _: None), {}, "pass the mask on")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from headwise.diagnosis.causes.caller_masks import has_masks, model_with_mask
+from headwise.diagnosis.causes.caller_masks import change_mask_of_model, has_masks
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 
 
@@ -38,5 +38,5 @@ class PaddingSideCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the mask with its keys in reverse order."""
         if has_masks(evidence):
-            model = model_with_mask(evidence, lambda mask: mask.flip(-1))
+            model = change_mask_of_model(evidence, lambda mask: mask.flip(-1))
             yield Variant(model, {}, 'Mask.lengths(..., side="left"), or side="right"')

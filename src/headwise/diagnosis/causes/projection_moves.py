@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.moves.compare_states import rows_of, with_rows
+from headwise.diagnosis.moves.compare_states import extract_rows, replace_rows
 from headwise.diagnosis.moves.find_moves import find_moves
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Change, Move, Taken
-from headwise.diagnosis.moves.output_moves import OutputPair, output_factors, output_moves
+from headwise.diagnosis.moves.output_moves import OutputPair, find_output_factors, find_output_moves
 from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_changes import (
     Multiplied,
@@ -42,29 +42,32 @@ class _Last:
 _last = _Last()
 
 
-def moves_of(evidence: Evidence) -> tuple[tuple[Move, ...], ...]:
+def find_projection_moves(evidence: Evidence) -> tuple[tuple[Move, ...], ...]:
     """Return sequences of moves of the weights; each explains some stages of the evidence."""
     if _last.evidence is not evidence:
-        _last.sequences = (*_projections(evidence), *((move,) for move in _outputs(evidence)))
+        _last.sequences = (
+            *_yield_qkv_moves(evidence),
+            *((move,) for move in _yield_output_moves(evidence)),
+        )
         _last.evidence = evidence
     return _last.sequences
 
 
-def moved_model(model: AttentionModel, moves: Sequence[Move]) -> AttentionModel:
+def apply_moves_to_model(model: AttentionModel, moves: Sequence[Move]) -> AttentionModel:
     """Return the model after moves of its weights and biases."""
-    rows = rows_of(model.weights)
+    rows = extract_rows(model.weights)
     weights = dict(model.weights)
     for move in moves:
-        rows = _on_weights(move).apply(rows)
+        rows = _move_weights_instead(move).apply(rows)
         change = move.change
         if isinstance(change, Multiplied) and "bo" in weights and "o" in change.factors:
             # Only a factor of all heads can be one of the bias too.
             factor = change.factors["o"].flatten()[0] if "biases" in change.parts else 1.0
             weights["bo"] = weights["bo"] * factor
-    return replace(model, weights=with_rows(weights, rows))
+    return replace(model, weights=replace_rows(weights, rows))
 
 
-def _on_weights(move: Move) -> Move:
+def _move_weights_instead(move: Move) -> Move:
     """Return a move of activations as one of weights."""
     change = move.change
     if isinstance(change, Taken) and isinstance(change.step, MatrixMap):
@@ -72,22 +75,22 @@ def _on_weights(move: Move) -> Move:
     return move
 
 
-def _projections(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
+def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
     """Yield moves of q, k and v, with their biases or without."""
     if not evidence.parted("q", "k", "v"):
         return
     model, calls = evidence.model, evidence.calls
-    rows = _stage_rows(model, calls)
+    rows = _collect_stage_rows(model, calls)
     if rows is None:
         return
-    rotary, biases = model.settings.rotary, rows_of(model.weights).biases
+    rotary, biases = model.settings.rotary, extract_rows(model.weights).biases
     tolerance = max(default_tolerance(call.dtype) for call in calls)
-    transposed = _transposed(model, calls, rows[0].roles)
+    transposed = _transpose_square_matrices(model, calls, rows[0].roles)
     for moved in ("weights", "biases") if biases else ("weights",):
         a, b, turned = rows[0], rows[1], transposed
         if moved == "biases":
-            a, b = (_without(side, biases) for side in (a, b))
-            turned = None if turned is None else _without(turned, biases)
+            a, b = (_subtract_biases(side, biases) for side in (a, b))
+            turned = None if turned is None else _subtract_biases(turned, biases)
         report = find_moves(
             a,
             b,
@@ -98,12 +101,12 @@ def _projections(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
         )
         for moves in (report.moves, *report.others):
             still = biases if moved == "biases" else {}
-            yield tuple(replace(move, change=_kept(move, tuple(still))) for move in moves)
+            yield tuple(replace(move, change=_keep_biases(move, tuple(still))) for move in moves)
         if not report.unexplained:
             return
 
 
-def _kept(move: Move, still: tuple[str, ...]) -> Change:
+def _keep_biases(move: Move, still: tuple[str, ...]) -> Change:
     """Return the change of a move that leaves these biases where they are."""
     change = move.change
     if still and isinstance(change, Taken | Multiplied | Rounded | Zeroed):
@@ -111,7 +114,7 @@ def _kept(move: Move, still: tuple[str, ...]) -> Change:
     return change
 
 
-def _outputs(evidence: Evidence) -> Iterator[Move]:
+def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
     """Yield moves of the output projection."""
     model, calls = evidence.model, evidence.calls
     recorded = [{"head outputs", "output"} <= set(call.stages) for call in calls]
@@ -119,19 +122,21 @@ def _outputs(evidence: Evidence) -> Iterator[Move]:
         return
     heads = [call.stages["head outputs"].transpose(1, 2).flatten(0, 1) for call in calls]
     outputs = [call.stages["output"].flatten(0, 1) for call in calls]
-    rows, bias = rows_of(model.weights), model.weights.get("bo")
+    rows, bias = extract_rows(model.weights), model.weights.get("bo")
     shapes = {(x.shape[1:], y.shape[1:]) for x, y in zip(heads, outputs, strict=True)}
     if shapes != {(rows.matrices["o"].shape[:2], rows.matrices["o"].shape[2:])}:
         return
     output = torch.cat(outputs)
     tolerance = max(default_tolerance(call.dtype) for call in calls)
     pair = OutputPair(torch.cat(heads), output if bias is None else output - bias, rows, tolerance)
-    yield from output_moves(pair)
+    yield from find_output_moves(pair)
     if bias is not None:
-        yield from output_factors(pair, output, bias)
+        yield from find_output_factors(pair, output, bias)
 
 
-def _stage_rows(model: AttentionModel, calls: Sequence[RecordedCall]) -> tuple[Rows, Rows] | None:
+def _collect_stage_rows(
+    model: AttentionModel, calls: Sequence[RecordedCall]
+) -> tuple[Rows, Rows] | None:
     """Return the rows of a and of b, of the stages that every call has."""
     ours, theirs = {}, {}
     for role in "qkv":
@@ -141,29 +146,29 @@ def _stage_rows(model: AttentionModel, calls: Sequence[RecordedCall]) -> tuple[R
         predicted = [model.predict(role, call) for call in calls]
         if any(x.shape != y.shape for x, y in zip(recorded, predicted, strict=True)):
             continue
-        ours[role], theirs[role] = _channels(recorded), _channels(predicted)
+        ours[role], theirs[role] = _channels_by_head(recorded), _channels_by_head(predicted)
     return (Rows(ours), Rows(theirs)) if ours else None
 
 
-def _channels(stages: Sequence[Tensor]) -> Tensor:
+def _channels_by_head(stages: Sequence[Tensor]) -> Tensor:
     """Return (heads, channels, tokens) of stages (batch, heads, length, channels)."""
     return torch.cat([x.permute(1, 3, 0, 2).flatten(2) for x in stages], 2)
 
 
-def _transposed(
+def _transpose_square_matrices(
     model: AttentionModel, calls: Sequence[RecordedCall], roles: Sequence[str]
 ) -> Rows | None:
     """Return the rows of b with each square matrix transposed, None where none is square."""
-    weights = rows_of(model.weights)
+    weights = extract_rows(model.weights)
     square = [r for r in roles if weights.flat(r).shape[0] == weights.flat(r).shape[1]]
     if not square:
         return None
-    turned = with_rows(model.weights, MatrixMap(tuple(square), is_square=True).apply(weights))
+    turned = replace_rows(model.weights, MatrixMap(tuple(square), is_square=True).apply(weights))
     other = replace(model, weights=turned)
-    return Rows({r: _channels([other.predict(r, call) for call in calls]) for r in square})
+    return Rows({r: _channels_by_head([other.predict(r, call) for call in calls]) for r in square})
 
 
-def _without(rows: Rows, biases: Mapping[str, Tensor]) -> Rows:
+def _subtract_biases(rows: Rows, biases: Mapping[str, Tensor]) -> Rows:
     return Rows(
         {r: x - biases[r][..., None] if r in biases else x for r, x in rows.matrices.items()}
     )

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.projection_moves import STAGE_OF
-from headwise.diagnosis.simulation.gaps import restricted
+from headwise.diagnosis.simulation.gaps import restrict_model_to_heads
 
 
 class ProjectionNeverCalledCause(Cause):
@@ -44,6 +44,6 @@ class ProjectionNeverCalledCause(Cause):
         for roles in dict.fromkeys((parted, *((role,) for role in parted))):
             model = evidence.model
             for role in roles:
-                model = restricted(model, of_weights, STAGE_OF[role], None)
+                model = restrict_model_to_heads(model, of_weights, STAGE_OF[role], None)
             names = "".join(roles)
             yield Variant(model, {"roles": names}, f"call the modules of {', '.join(roles)}")

@@ -11,20 +11,20 @@ from headwise.diagnosis.causes.cause import Evidence
 from headwise.diagnosis.causes.projection_moves import STAGE_OF
 
 
-def projection_tokens(evidence: Evidence, role: str) -> tuple[Tensor, Tensor] | None:
+def collect_projection_tokens(evidence: Evidence, role: str) -> tuple[Tensor, Tensor] | None:
     """Return the inputs (tokens, columns) and the recorded stage (tokens, rows) of a projection."""
     needed = {"head outputs", "output"} if role == "o" else {role}
     calls = [call for call in evidence.calls if needed <= set(call.stages)]
     if not calls:
         return None
-    recorded = flat_tokens(call.stages[STAGE_OF[role]] for call in calls)
+    recorded = flatten_tokens(call.stages[STAGE_OF[role]] for call in calls)
     if role == "o":
-        return flat_tokens(call.stages["head outputs"] for call in calls), recorded
+        return flatten_tokens(call.stages["head outputs"] for call in calls), recorded
     inputs = (call.inputs.x if role == "q" else call.inputs.key_source for call in calls)
-    return flat_tokens(inputs), recorded
+    return flatten_tokens(inputs), recorded
 
 
-def flat_tokens(stages: Iterable[Tensor]) -> Tensor:
+def flatten_tokens(stages: Iterable[Tensor]) -> Tensor:
     """Return (tokens, channels) of stages that may have an axis of heads."""
     rows = (x.transpose(1, 2).flatten(2) if x.dim() == 4 else x for x in stages)
     return torch.cat([x.flatten(0, 1).double() for x in rows])

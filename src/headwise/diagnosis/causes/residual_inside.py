@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 
 class ResidualInsideCause(Cause):
@@ -32,9 +32,9 @@ class ResidualInsideCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the output plus the input."""
         if evidence.model.weights["wo"].shape[2] == evidence.model.weights["wq"].shape[2]:
-            model = evidence.model.with_stage("output", _with_residual)
+            model = evidence.model.with_stage("output", _add_residual)
             yield Variant(model, {}, "compare without the residual: a(x) - x")
 
 
-def _with_residual(forced: Forced) -> Tensor:
+def _add_residual(forced: ForcedStage) -> Tensor:
     return forced.usual() + forced.call.inputs.x

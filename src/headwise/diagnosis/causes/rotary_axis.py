@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 
 class RotaryAxisCause(Cause):
@@ -47,22 +47,22 @@ class RotaryAxisCause(Cause):
         for axis in ("head", "position and head", "batch", "position from the end"):
             model = evidence.model
             for stage in self.stages:
-                model = model.with_stage(stage, partial(_rotated, axis))
+                model = model.with_stage(stage, partial(_rotate_by_axis, axis))
             yield Variant(model, {"axis": axis}, "rotate by the position of the token: axis 2 of 4")
 
 
-def _rotated(axis: str, forced: Forced) -> Tensor:
+def _rotate_by_axis(axis: str, forced: ForcedStage) -> Tensor:
     role, rotary = forced.stage[0], forced.settings.rotary
     x = forced[f"{role} after norm"]
     if rotary is None:  # another cause removed the rotation
         return x
     positions = forced.call.query_positions if role == "q" else forced.call.new_key_positions
-    places = _places(axis, x, positions[:, None])
+    places = _positions_along_axis(axis, x, positions[:, None])
     angles = places[..., None].double() * rotary.frequencies()
     return rotary.turn(x, angles, *rotary.pairs())
 
 
-def _places(axis: str, x: Tensor, positions: Tensor) -> Tensor:
+def _positions_along_axis(axis: str, x: Tensor, positions: Tensor) -> Tensor:
     heads = torch.arange(x.shape[1])[:, None]
     match axis:
         case "head":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.gaps import WHOLE, explains_heads
+from headwise.diagnosis.simulation.gaps import WHOLE, heads_are_explained
 
 MOST = 64
 OFFSETS = tuple(offset for offset in range(-MOST, MOST + 1) if offset)
@@ -42,7 +42,7 @@ class RotaryPositionOffsetCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return offsets of up to MOST tokens of queries and of keys, not the same for both."""
         parted = [stage[0] for stage in self.stages if evidence.parted(stage)]
-        if evidence.model.settings.rotary is None or _is_common(evidence):
+        if evidence.model.settings.rotary is None or _has_equal_offsets(evidence):
             return
         for role in parted or ("q", "k"):
             for offset in OFFSETS:
@@ -51,7 +51,7 @@ class RotaryPositionOffsetCause(Cause):
                 yield Variant(model, {"role": role, "offset": offset}, repair)
 
 
-def _is_common(evidence: Evidence) -> bool:
+def _has_equal_offsets(evidence: Evidence) -> bool:
     """True if queries and keys are off by the same number, which changes no score."""
     stages = ("q after rotary", "k after rotary")
     if not all(evidence.parted(stage) for stage in stages):
@@ -59,5 +59,6 @@ def _is_common(evidence: Evidence) -> bool:
     call = min(evidence.calls, key=lambda call: call.inputs.x.shape[1])
     models = (evidence.model.with_rotary(q_offset=n, k_offset=n) for n in OFFSETS)
     return any(
-        all(explains_heads(model, call, stage, [WHOLE]) for stage in stages) for model in models
+        all(heads_are_explained(model, call, stage, [WHOLE]) for stage in stages)
+        for model in models
     )

@@ -56,14 +56,16 @@ class RotaryScalingKindCause(Cause):
             return
         length = getattr(rotary.scaling, "original_length", None)
         factors = FACTORS if rotary.scaling is None else (rotary.scaling.factor, *FACTORS)
-        for scaling in _others(rotary, factors, LENGTHS if length is None else (length,)):
+        for scaling in _list_other_scalings(
+            rotary, factors, LENGTHS if length is None else (length,)
+        ):
             for amplitude in (None, rotary.amplitude, 1.0):
                 model = evidence.model.with_rotary(scaling=scaling, attention_factor=amplitude)
                 kind = "none" if scaling is None else type(scaling).__name__
                 yield Variant(model, {"scaling": kind}, f"scaling={rotary.scaling}")
 
 
-def _others(
+def _list_other_scalings(
     rotary: RotaryForm, factors: Sequence[float], lengths: Sequence[int]
 ) -> Iterator[Scaling | None]:
     """Return the scalings of other kinds that have frequencies for this rotation."""

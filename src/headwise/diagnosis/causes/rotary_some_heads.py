@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 from headwise.diagnosis.simulation.gaps import WHOLE
 
 
@@ -49,11 +49,11 @@ class RotarySomeHeadsCause(Cause):
             if len(parted) == count or WHOLE in parted:
                 return
             heads[stage[0]] = tuple(head for head in range(count) if head not in parted)
-            model = model.with_stage(stage, partial(_unrotated, parted))
+            model = model.with_stage(stage, partial(_undo_rotation_of_heads, parted))
         yield Variant(model, {"rotated": str(heads)}, "rotate every head")
 
 
-def _unrotated(heads: list[int], forced: Forced) -> Tensor:
+def _undo_rotation_of_heads(heads: list[int], forced: ForcedStage) -> Tensor:
     x, bare = forced.usual().clone(), forced[f"{forced.stage[0]} after norm"]
     x[:, heads] = bare[:, heads]
     return x

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.projection_moves import STAGE_OF
-from headwise.diagnosis.moves.compare_states import rows_of, with_rows
-from headwise.diagnosis.moves.row_changes import ROUNDED, Rounded, dtype_name
+from headwise.diagnosis.moves.compare_states import extract_rows, replace_rows
+from headwise.diagnosis.moves.row_changes import ROUNDED, Rounded, format_dtype
 
 
 class RoundedProjectionsCause(Cause):
@@ -33,16 +33,16 @@ class RoundedProjectionsCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the models after a rounding of the projections that parted."""
-        rows = rows_of(evidence.model.weights)
+        rows = extract_rows(evidence.model.weights)
         roles = tuple(role for role in rows.roles if evidence.parted(STAGE_OF[role]))
         for dtype in ROUNDED:
             for parts in (("weights", "biases"), ("weights",)):
                 rounded = Rounded(roles, dtype, parts).apply(rows)
-                weights = with_rows(evidence.model.weights, rounded)
+                weights = replace_rows(evidence.model.weights, rounded)
                 if "bo" in weights and "biases" in parts and "o" in roles:
                     weights["bo"] = weights["bo"].to(dtype).to(weights["bo"].dtype)
                 yield Variant(
                     evidence.model.with_weights(**weights),
                     {"roles": "".join(roles), "dtype": str(dtype)},
-                    f"load the weights in a wider dtype than {dtype_name(dtype)}",
+                    f"load the weights in a wider dtype than {format_dtype(dtype)}",
                 )

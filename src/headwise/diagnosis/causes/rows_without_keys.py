@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 
 class RowsWithoutKeysCause(Cause):
@@ -40,18 +40,19 @@ class RowsWithoutKeysCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return NaN, and equal weights over all keys."""
         if any(
-            bool(_empty(evidence.model.predict("scores", call)).any()) for call in evidence.calls
+            bool(_find_empty_rows(evidence.model.predict("scores", call)).any())
+            for call in evidence.calls
         ):
             for words, value in (("NaN", math.nan), ("equal weights", None), ("weights of 1", 1.0)):
-                model = evidence.model.with_stage("weights", partial(_filled, value))
+                model = evidence.model.with_stage("weights", partial(_fill_empty_rows, value))
                 yield Variant(model, {"row": words}, "give such rows zeros")
 
 
-def _empty(scores: Tensor) -> Tensor:
+def _find_empty_rows(scores: Tensor) -> Tensor:
     return (scores == -math.inf).all(-1, keepdim=True)
 
 
-def _filled(value: float | None, forced: Forced) -> Tensor:
+def _fill_empty_rows(value: float | None, forced: ForcedStage) -> Tensor:
     scores = forced["scores"]
     other = 1 / scores.shape[-1] if value is None else value
-    return torch.where(_empty(scores), other, forced.usual())
+    return torch.where(_find_empty_rows(scores), other, forced.usual())

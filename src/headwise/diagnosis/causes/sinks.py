@@ -39,14 +39,14 @@ class SinksCause(Cause):
         repair = "load the sinks: one logit for each head, in the denominator alone"
         if sink is not None:
             yield Variant(evidence.model.with_weights(sink=None), {"sinks": "none"}, repair)
-        stated = _stated(evidence)
+        stated = _infer_sink_logits(evidence)
         if stated is not None:
             model = evidence.model.with_weights(sink=stated)
             repair = repair if sink is not None else "leave the sinks out"
             yield Variant(model, {"sinks": [round(float(logit), 6) for logit in stated]}, repair)
 
 
-def _stated(evidence: Evidence) -> Tensor | None:
+def _infer_sink_logits(evidence: Evidence) -> Tensor | None:
     """Return a logit for each head: exp(sink) = sum of exp(scores) * (1 / sum of weights - 1)."""
     logits = []
     for call in evidence.calls:

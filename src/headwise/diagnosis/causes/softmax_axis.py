@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 
 class SoftmaxAxisCause(Cause):
@@ -40,9 +40,9 @@ class SoftmaxAxisCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the softmax over each other axis."""
         for axis, words in ((2, "queries"), (1, "heads"), (0, "batch")):
-            model = evidence.model.with_stage("weights", partial(_over, axis))
+            model = evidence.model.with_stage("weights", partial(_softmax_over_axis, axis))
             yield Variant(model, {"axis": words}, "scores.softmax(dim=-1), over keys")
 
 
-def _over(axis: int, forced: Forced) -> Tensor:
+def _softmax_over_axis(axis: int, forced: ForcedStage) -> Tensor:
     return forced["scores"].softmax(axis).nan_to_num(0.0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 
 class SoftmaxDtypeCause(Cause):
@@ -41,25 +41,29 @@ class SoftmaxDtypeCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the softmax in each narrower dtype."""
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for function in (_in_dtype, _of_rounded, _rounded):
+            for function in (
+                _softmax_in_dtype,
+                _softmax_of_rounded_scores,
+                _round_softmax_and_scores,
+            ):
                 model = evidence.model.with_stage("weights", partial(function, dtype))
                 name = str(dtype).removeprefix("torch.")
                 yield Variant(model, {"dtype": name}, "softmax in the dtype of the scores")
 
 
-def _in_dtype(dtype: torch.dtype, forced: Forced) -> Tensor:
-    return _softmax(forced["scores"].to(dtype), forced).double()
+def _softmax_in_dtype(dtype: torch.dtype, forced: ForcedStage) -> Tensor:
+    return _softmax_with_sink(forced["scores"].to(dtype), forced).double()
 
 
-def _of_rounded(dtype: torch.dtype, forced: Forced) -> Tensor:
-    return _softmax(forced["scores"].to(dtype).double(), forced)
+def _softmax_of_rounded_scores(dtype: torch.dtype, forced: ForcedStage) -> Tensor:
+    return _softmax_with_sink(forced["scores"].to(dtype).double(), forced)
 
 
-def _rounded(dtype: torch.dtype, forced: Forced) -> Tensor:
-    return _softmax(forced["scores"].to(dtype).double(), forced).to(dtype).double()
+def _round_softmax_and_scores(dtype: torch.dtype, forced: ForcedStage) -> Tensor:
+    return _softmax_with_sink(forced["scores"].to(dtype).double(), forced).to(dtype).double()
 
 
-def _softmax(scores: Tensor, forced: Forced) -> Tensor:
+def _softmax_with_sink(scores: Tensor, forced: ForcedStage) -> Tensor:
     sink = forced.weight("sink")
     if sink is None:
         return scores.softmax(-1).nan_to_num(0.0)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced
+from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 
 class SplitWithoutTransposeCause(Cause):
@@ -42,12 +42,12 @@ class SplitWithoutTransposeCause(Cause):
         for roles in ("qkv", "qk", "q", "k", "v"):
             model = evidence.model
             for role in roles:
-                model = model.with_stage(role, _viewed)
+                model = model.with_stage(role, _view_as_heads)
             names = ", ".join(roles)
             yield Variant(model, {"roles": names}, "view(batch, length, heads, d).transpose(1, 2)")
 
 
-def _viewed(forced: Forced) -> Tensor:
+def _view_as_heads(forced: ForcedStage) -> Tensor:
     split = forced.usual()
     joined = split.transpose(1, 2).flatten(2)
     return joined.reshape(split.shape)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.projection_moves import STAGE_OF
-from headwise.diagnosis.causes.projection_tokens import projection_tokens
-from headwise.diagnosis.moves.compare_states import rows_of
+from headwise.diagnosis.causes.projection_tokens import collect_projection_tokens
+from headwise.diagnosis.moves.compare_states import extract_rows
 from headwise.diagnosis.moves.initial_values import (
     Initialisation,
-    fits,
-    initialisation_of,
-    initialisations,
+    is_drawn_from_initialisation,
+    list_initialisations,
+    recognise_initialisation,
 )
 from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.simulation.gaps import WHOLE
@@ -53,51 +53,51 @@ class InitialWeightsCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return models whose weights make the recorded stage, where they look initialised."""
-        rows = rows_of(evidence.model.weights)
+        rows = extract_rows(evidence.model.weights)
         shapes = {r: (rows.flat(r).shape[0], rows.flat(r).shape[1]) for r in rows.roles}
         for role, stage in STAGE_OF.items():
             parted = {head for _, _, head in evidence.parted(stage)}
             if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
                 continue
-            tokens = projection_tokens(evidence, role)
+            tokens = collect_projection_tokens(evidence, role)
             if tokens is None:
                 continue
             x, y = tokens
-            whitened = _whitened(x, y)
-            if whitened is None or not _is_new(evidence, role, x, whitened):
+            whitened = _whiten_tokens(x, y)
+            if whitened is None or not _is_freshly_initialised(evidence, role, x, whitened):
                 continue
-            kinds = initialisations(role, shapes)
+            kinds = list_initialisations(role, shapes)
             kind = next((each for each in kinds if _is_drawn_from(whitened, each)), None)
             if kind is None:
                 continue
-            variant = _variant(evidence, role, x, y, kind)
-            if not _holds_the_numbers(variant.model.weights[f"w{role}"], rows):
+            variant = _fit_weights_variant(evidence, role, x, y, kind)
+            if not _has_permuted_entries(variant.model.weights[f"w{role}"], rows):
                 yield variant
 
 
-def _is_new(evidence: Evidence, role: str, x: Tensor, products: Tensor) -> bool:
+def _is_freshly_initialised(evidence: Evidence, role: str, x: Tensor, products: Tensor) -> bool:
     """True if nothing of the right weights is in the products.
 
     The products do not correlate with those of the right weights of any projection, which may be
     in this one's place. Where the right weights look initialised themselves, some stage must agree
     as well.
     """
-    rows = rows_of(evidence.model.weights)
+    rows = extract_rows(evidence.model.weights)
     all_parted = all(evidence.parted(stage) for stage in ("q", "k", "v"))
-    if all_parted and initialisation_of(role, rows) is not None:
+    if all_parted and recognise_initialisation(role, rows) is not None:
         return False
     roles = [role] if role == "o" else [each for each in rows.roles if each != "o"]
     for each in roles:
         matrix = rows.flat(each)
         if matrix.shape[0 if role == "o" else 1] != x.shape[1]:
             continue
-        right = _whitened(x, x @ (matrix if role == "o" else matrix.T).double())
-        if right is None or _correlates(products, right, in_place=each == role):
+        right = _whiten_tokens(x, x @ (matrix if role == "o" else matrix.T).double())
+        if right is None or _rows_correlate(products, right, in_place=each == role):
             return False
     return True
 
 
-def _correlates(products: Tensor, right: Tensor, *, in_place: bool) -> bool:
+def _rows_correlate(products: Tensor, right: Tensor, *, in_place: bool) -> bool:
     """True if two rows are parallel, or all rows resemble those of their place a little."""
     ours, theirs = (each / each.norm(dim=0) for each in (products, right))
     if float((ours.T @ theirs).abs().max()) >= PARALLEL:
@@ -105,7 +105,7 @@ def _correlates(products: Tensor, right: Tensor, *, in_place: bool) -> bool:
     return in_place and abs(float((ours * theirs).sum(0).mean())) >= 5 / products.numel() ** 0.5
 
 
-def _holds_the_numbers(weights: Tensor, rows: Rows) -> bool:
+def _has_permuted_entries(weights: Tensor, rows: Rows) -> bool:
     """True if the entries of the weights are those of a right projection, in another order."""
     ours = weights.flatten().sort().values
     for role in rows.roles:
@@ -116,7 +116,7 @@ def _holds_the_numbers(weights: Tensor, rows: Rows) -> bool:
     return False
 
 
-def _whitened(x: Tensor, y: Tensor) -> Tensor | None:
+def _whiten_tokens(x: Tensor, y: Tensor) -> Tensor | None:
     """Return combinations of tokens that have unit inputs, at right angles to each other.
 
     Returns:
@@ -132,18 +132,20 @@ def _whitened(x: Tensor, y: Tensor) -> Tensor | None:
 def _is_drawn_from(products: Tensor, kind: Initialisation) -> bool:
     """True if products with unit vectors are independent normal numbers of the right variance."""
     combinations, rows = products.shape
-    normal = Initialisation(kind.text, kind.deviation, is_uniform=False)
-    apart = float(products.square().mean().sqrt()) / kind.deviation - 1
+    normal = Initialisation(kind.text, kind.standard_deviation, is_uniform=False)
+    apart = float(products.square().mean().sqrt()) / kind.standard_deviation - 1
     if abs(apart) * (2 * products.numel()) ** 0.5 > MOST_DEVIATIONS:
         return False
-    if not fits(products.flatten(), normal):
+    if not is_drawn_from_initialisation(products.flatten(), normal):
         return False
-    gram = (products / kind.deviation) @ (products / kind.deviation).T / rows
+    gram = (products / kind.standard_deviation) @ (products / kind.standard_deviation).T / rows
     size = float((gram - torch.eye(combinations, dtype=gram.dtype)).square().sum())
     return abs(size * rows / (combinations * (combinations + 1)) - 1) < WIDEST
 
 
-def _variant(evidence: Evidence, role: str, x: Tensor, y: Tensor, kind: Initialisation) -> Variant:
+def _fit_weights_variant(
+    evidence: Evidence, role: str, x: Tensor, y: Tensor, kind: Initialisation
+) -> Variant:
     weights = evidence.model.weights
     biased = f"b{role}" in weights
     inputs = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1) if biased else x

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.attention_model import Forced, distances
+from headwise.diagnosis.simulation.attention_model import ForcedStage, key_query_distances
 from headwise.diagnosis.simulation.stages import RecordedCall
 
 MOST = 40
@@ -50,11 +50,11 @@ class WindowOffByOneCause(Cause):
         """
         settings = evidence.model.settings
         if settings.window is None and not settings.causal:
-            yield from _of_masks(evidence)
+            yield from _windows_of_masks(evidence)
             return
         left, right = settings.window or (None, None)
         repair = f"window=({left}, {0 if settings.causal else right})"
-        for length in dict.fromkeys((None, *range(MOST), *_seen(evidence))):
+        for length in dict.fromkeys((None, *range(MOST), *_farthest_visible_keys(evidence))):
             keys = "all" if length is None else length + 1
             if length != left:
                 far = length if right is not None and right == left else right
@@ -65,55 +65,55 @@ class WindowOffByOneCause(Cause):
                 yield Variant(model, {"window after": keys}, repair)
 
 
-def _of_masks(evidence: Evidence) -> Iterator[Variant]:
+def _windows_of_masks(evidence: Evidence) -> Iterator[Variant]:
     """Return other windows of masks that hold one themselves, as those of transformers do."""
-    lefts = [_left(call) for call in evidence.calls]
+    lefts = [_count_keys_to_the_left(call) for call in evidence.calls]
     if None in lefts:
         return
     left = max(each for each in lefts if each is not None)
     for length in (None, *range(MOST)):
         if length != left:
-            model = evidence.model.with_stage("scores", partial(_with_window, length))
+            model = evidence.model.with_stage("scores", partial(_scores_with_window, length))
             keys = "all" if length is None else length + 1
             yield Variant(model, {"window": keys}, f"sliding_window={left + 1}")
 
 
-def _left(call: RecordedCall) -> int | None:
+def _count_keys_to_the_left(call: RecordedCall) -> int | None:
     """Return the number of keys before the query in the window of a mask; None without one."""
     mask = call.inputs.mask
     if mask is None or not mask.any():
         return None
-    mask, ahead = torch.broadcast_tensors(mask, distances(call))
-    whole = _without_window(call, mask)
+    mask, ahead = torch.broadcast_tensors(mask, key_query_distances(call))
+    whole = _mask_without_window(call, mask)
     left = -int(ahead[mask].min())
     has_window = torch.equal(mask, whole & (ahead >= -left)) and not torch.equal(mask, whole)
     return left if has_window else None
 
 
-def _without_window(call: RecordedCall, mask: Tensor) -> Tensor:
+def _mask_without_window(call: RecordedCall, mask: Tensor) -> Tensor:
     """Return the mask with every key that some query sees, up to the query if it is causal."""
-    ahead = distances(call)
+    ahead = key_query_distances(call)
     whole = (mask.any(-1, keepdim=True) & mask.any(-2, keepdim=True)).expand(mask.shape)
     is_causal = not bool((mask & (ahead > 0)).any())
     return whole & (ahead <= 0) if is_causal else whole
 
 
-def _with_window(length: int | None, forced: Forced) -> Tensor:
+def _scores_with_window(length: int | None, forced: ForcedStage) -> Tensor:
     mask = forced.call.inputs.mask
     assert mask is not None
-    whole = _without_window(forced.call, mask)
-    whole = whole if length is None else whole & (distances(forced.call) >= -length)
+    whole = _mask_without_window(forced.call, mask)
+    whole = whole if length is None else whole & (key_query_distances(forced.call) >= -length)
     inputs = replace(forced.call.inputs, mask=whole)
     return replace(forced, call=replace(forced.call, inputs=inputs)).usual()
 
 
-def _seen(evidence: Evidence) -> tuple[int, int]:
+def _farthest_visible_keys(evidence: Evidence) -> tuple[int, int]:
     """Return the largest distances at which recorded scores show a key before and after."""
     before, after = [0], [0]
     for call in evidence.calls:
         scores = call.stages.get("scores")
         if scores is not None and scores.shape[-1] == call.key_positions.shape[1]:
-            ahead = distances(call).expand(scores.shape)[scores.isfinite()]
+            ahead = key_query_distances(call).expand(scores.shape)[scores.isfinite()]
             if ahead.numel():
                 before.append(-int(ahead.min()))
                 after.append(int(ahead.max()))

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.moves.labelled_rows import Labelled
-from headwise.diagnosis.moves.map_catalogue import map_catalogue
+from headwise.diagnosis.moves.map_catalogue import make_map_catalogue
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, Taken
 from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
 from headwise.diagnosis.moves.row_changes import (
     Multiplied,
     Rounded,
-    change_of,
+    find_row_change,
+    have_same_bits,
     largest_residual,
-    same_bits,
 )
-from headwise.diagnosis.moves.row_labels import row_labels
+from headwise.diagnosis.moves.row_labels import hash_rows
 from headwise.diagnosis.moves.row_map import MapName
 from headwise.diagnosis.moves.search_moves import search_steps
 from headwise.diagnosis.moves.zero_rows import Zeroed
@@ -51,15 +51,17 @@ def apply_moves(moves: Sequence[Move], rows: Rows) -> Rows:
     return rows
 
 
-def wrong_biases(moves: Sequence[Move], a: Rows, b: Rows, tolerance: float) -> tuple[str, ...]:
+def list_wrong_biases(moves: Sequence[Move], a: Rows, b: Rows, tolerance: float) -> tuple[str, ...]:
     """Return the roles whose biases differ after the moves."""
     made = apply_moves(moves, b)
     return tuple(
-        role for role in a.roles if not _equal(a.biases.get(role), made.biases.get(role), tolerance)
+        role
+        for role in a.roles
+        if not _biases_equal(a.biases.get(role), made.biases.get(role), tolerance)
     )
 
 
-def with_biases(
+def explain_biases(
     moves: tuple[Move, ...], a: Rows, b: Rows, tolerance: float
 ) -> tuple[tuple[Move, ...], tuple[str, ...]]:
     """Return moves that explain the biases too, and the roles whose biases stay unexplained.
@@ -70,35 +72,35 @@ def with_biases(
         b: the right rows.
         tolerance: relative, for biases that are rounded.
     """
-    wrong = wrong_biases(moves, a, b, tolerance)
+    wrong = list_wrong_biases(moves, a, b, tolerance)
     if not wrong:
         return moves, ()
-    moves = _kept_still(moves, wrong, a, b, tolerance)
-    wrong = wrong_biases(moves, a, b, tolerance)
-    cleared = [_cleared(role, a.biases.get(role)) for role in wrong]
-    moves += _united([move for move in cleared if move is not None])
-    wrong = wrong_biases(moves, a, b, tolerance)
+    moves = _keep_bias_in_place(moves, wrong, a, b, tolerance)
+    wrong = list_wrong_biases(moves, a, b, tolerance)
+    cleared = [_make_cleared_bias_move(role, a.biases.get(role)) for role in wrong]
+    moves += _unite_moves_by_cause([move for move in cleared if move is not None])
+    wrong = list_wrong_biases(moves, a, b, tolerance)
     if wrong:
-        moves += _moved_alone(wrong, a, apply_moves(moves, b))
-        wrong = wrong_biases(moves, a, b, tolerance)
+        moves += _move_biases_alone(wrong, a, apply_moves(moves, b))
+        wrong = list_wrong_biases(moves, a, b, tolerance)
     for role in wrong:
-        moves += _changed(role, a, apply_moves(moves, b), tolerance)
-    return moves, wrong_biases(moves, a, b, tolerance)
+        moves += _find_bias_change(role, a, apply_moves(moves, b), tolerance)
+    return moves, list_wrong_biases(moves, a, b, tolerance)
 
 
-def _equal(a: Tensor | None, b: Tensor | None, tolerance: float) -> bool:
+def _biases_equal(a: Tensor | None, b: Tensor | None, tolerance: float) -> bool:
     """True if two biases are equal; an absent bias equals zeros."""
     if a is None or b is None:
         return all(x is None or not bool(x.any()) for x in (a, b))
-    return same_bits(a, b) or largest_residual(a, b) <= tolerance
+    return have_same_bits(a, b) or largest_residual(a, b) <= tolerance
 
 
-def _kept_still(
+def _keep_bias_in_place(
     moves: tuple[Move, ...], wrong: tuple[str, ...], a: Rows, b: Rows, tolerance: float
 ) -> tuple[Move, ...]:
     """Return moves that leave a bias where it is, if that makes a's."""
     unmoved = tuple(
-        r for r in wrong if r in b.biases and _equal(a.biases.get(r), b.biases[r], tolerance)
+        r for r in wrong if r in b.biases and _biases_equal(a.biases.get(r), b.biases[r], tolerance)
     )
     kept = []
     for move in moves:
@@ -114,14 +116,14 @@ def _kept_still(
     return tuple(kept)
 
 
-def _cleared(role: str, bias: Tensor | None) -> Move | None:
+def _make_cleared_bias_move(role: str, bias: Tensor | None) -> Move | None:
     if bias is not None and bool(bias.any()):
         return None
     cause = "bias missing" if bias is None else "bias zero"
     return Move(MapName(cause, "", (role,)), BiasCleared((role,), bias is None), parts=("biases",))
 
 
-def _united(moves: list[Move]) -> tuple[Move, ...]:
+def _unite_moves_by_cause(moves: list[Move]) -> tuple[Move, ...]:
     """Return one move for each cause."""
     united = []
     for cause in dict.fromkeys(move.cause for move in moves):
@@ -131,14 +133,14 @@ def _united(moves: list[Move]) -> tuple[Move, ...]:
     return tuple(united)
 
 
-def _moved_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, ...]:
+def _move_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, ...]:
     """Return moves of biases that are not those of their weights."""
     roles = tuple(role for role in a.roles if role in a.biases and role in b.biases)
     if not set(wrong) <= set(roles):
         return ()
     sizes = replace(b.sizes(), roles=roles)
-    ours, theirs = (_bias_labels(rows, sizes) for rows in (a, b))
-    sequences = search_steps(ours, theirs, map_catalogue(sizes, (1,) * len(roles)), (), roles)
+    ours, theirs = (_label_biases(rows, sizes) for rows in (a, b))
+    sequences = search_steps(ours, theirs, make_map_catalogue(sizes, (1,) * len(roles)), (), roles)
     if not sequences or not sequences[0]:
         return ()
     moves = []
@@ -148,17 +150,17 @@ def _moved_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, ...]:
     return tuple(moves)
 
 
-def _bias_labels(rows: Rows, sizes: RowSizes) -> Labelled:
+def _label_biases(rows: Rows, sizes: RowSizes) -> Labelled:
     biases = torch.cat([rows.biases[role].flatten() for role in sizes.roles])
-    return Labelled(sizes, row_labels(biases[:, None]))
+    return Labelled(sizes, hash_rows(biases[:, None]))
 
 
-def _changed(role: str, a: Rows, b: Rows, tolerance: float) -> tuple[Move, ...]:
+def _find_bias_change(role: str, a: Rows, b: Rows, tolerance: float) -> tuple[Move, ...]:
     """Return a factor or a rounding of a bias; each head's bias counts as a row."""
     if role not in a.biases or role not in b.biases:
         return ()
     ours, theirs = (rows.biases[role].flatten()[None, None] for rows in (a, b))
-    move, _ = change_of(role, ours, theirs, tolerance)
+    move, _ = find_row_change(role, ours, theirs, tolerance)
     if move is None or not isinstance(move.change, Multiplied | Rounded):
         return ()
     return (replace(move, change=replace(move.change, parts=("biases",)), parts=("biases",)),)

@@ -8,14 +8,18 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.moves.projection_rows import RowSizes
-from headwise.diagnosis.moves.row_labels import hash_weights, mix, sequence_hashes
+from headwise.diagnosis.moves.row_labels import (
+    hash_label_sequences,
+    make_hash_multipliers,
+    mix_bits,
+)
 from headwise.diagnosis.moves.row_map import MapName, RowMap
 
 SHARDS = (2, 4, 8)
 HEADS_ORDER, ROLLED_ORDER, SHARDS_ORDER = 1000, 990, 1010
 
 
-def block_hashes(labels: Tensor, blocks: int) -> Tensor:
+def hash_blocks(labels: Tensor, blocks: int) -> Tensor:
     """Return a hash for each block of rows.
 
     Args:
@@ -26,10 +30,10 @@ def block_hashes(labels: Tensor, blocks: int) -> Tensor:
         (sequences, blocks), int64.
     """
     rows = labels.unflatten(-1, (blocks, -1))
-    return mix(sequence_hashes(rows, hash_weights(rows.shape[-1], seed=1)))
+    return mix_bits(hash_label_sequences(rows, make_hash_multipliers(rows.shape[-1], seed=1)))
 
 
-def candidates(
+def filter_block_permutations(
     sequences: Tensor, labels: Tensor, sizes: RowSizes, roles: tuple[str, ...]
 ) -> Tensor:
     """Return which sequences may be the labels with whole blocks in another order.
@@ -48,21 +52,21 @@ def candidates(
         if role not in roles:
             continue
         some = (sequences[:, span] == labels[span]).all(1)
-        for blocks in block_counts(role, sizes):
-            ours = block_hashes(sequences[:, span], blocks).sort(dim=1).values
-            theirs = block_hashes(labels[None, span], blocks).sort(dim=1).values
+        for blocks in list_block_counts(role, sizes):
+            ours = hash_blocks(sequences[:, span], blocks).sort(dim=1).values
+            theirs = hash_blocks(labels[None, span], blocks).sort(dim=1).values
             some |= (ours == theirs).all(1)
         fitting &= some
     return fitting
 
 
-def block_counts(role: str, sizes: RowSizes) -> list[int]:
+def list_block_counts(role: str, sizes: RowSizes) -> list[int]:
     """Return the numbers of blocks to try, the fewest first."""
-    counts = {*SHARDS, sizes.heads_of(role)} - {1}
+    counts = {*SHARDS, sizes.count_heads(role)} - {1}
     return sorted(n for n in counts if sizes.count(role) % n == 0)
 
 
-def block_order(a: Tensor, b: Tensor, blocks: int) -> list[int] | None:
+def find_block_order(a: Tensor, b: Tensor, blocks: int) -> list[int] | None:
     """Return the order of b's blocks that makes a, or None.
 
     Args:
@@ -70,7 +74,7 @@ def block_order(a: Tensor, b: Tensor, blocks: int) -> list[int] | None:
         b: (rows), likewise.
         blocks: a number that divides the rows.
     """
-    ours, theirs = block_hashes(a[None], blocks)[0], block_hashes(b[None], blocks)[0]
+    ours, theirs = hash_blocks(a[None], blocks)[0], hash_blocks(b[None], blocks)[0]
     places: dict[int, list[int]] = defaultdict(list)
     for place, label in reversed(list(enumerate(theirs.tolist()))):
         places[label].append(place)
@@ -85,7 +89,7 @@ def block_order(a: Tensor, b: Tensor, blocks: int) -> list[int] | None:
     return order
 
 
-def block_maps(
+def find_block_maps(
     a: Tensor, b: Tensor, sizes: RowSizes, roles: tuple[str, ...]
 ) -> list[RowMap] | None:
     """Return maps of whole blocks that make a's labels of b's, or None.
@@ -104,31 +108,33 @@ def block_maps(
         span = spans[role]
         if torch.equal(a[span], b[span]):
             continue
-        for blocks in block_counts(role, sizes):
-            order = block_order(a[span], b[span], blocks)
+        for blocks in list_block_counts(role, sizes):
+            order = find_block_order(a[span], b[span], blocks)
             if order is not None:
                 orders.setdefault(tuple(order), []).append(role)
                 break
         else:
             return None
-    return [block_map(order, tuple(moved), sizes) for order, moved in orders.items()]
+    return [make_block_map(order, tuple(moved), sizes) for order, moved in orders.items()]
 
 
-def block_map(order: tuple[int, ...], roles: tuple[str, ...], sizes: RowSizes) -> RowMap:
+def make_block_map(order: tuple[int, ...], roles: tuple[str, ...], sizes: RowSizes) -> RowMap:
     """Return the map that puts the blocks of some roles into an order."""
     index, spans = torch.arange(sizes.rows), sizes.spans()
     for role in roles:
         rows = index[spans[role]].view(len(order), -1)
         index[spans[role]] = rows[list(order)].flatten()
-    names = _names(order, roles, sizes)
+    names = _name_block_order(order, roles, sizes)
     return RowMap(names, index, is_permutation=True, space=sizes.roles)
 
 
-def _names(order: tuple[int, ...], roles: tuple[str, ...], sizes: RowSizes) -> tuple[MapName, ...]:
+def _name_block_order(
+    order: tuple[int, ...], roles: tuple[str, ...], sizes: RowSizes
+) -> tuple[MapName, ...]:
     count, names = len(order), []
     parameters = (("order", order),)
     listed = " ".join(map(str, order))
-    if all(count == sizes.heads_of(role) for role in roles):
+    if all(count == sizes.count_heads(role) for role in roles):
         step = order[0]
         if order == tuple((i + step) % count for i in range(count)) and step in (1, count - 1):
             text = f"rows rolled by {'one head' if step == count - 1 else 'one head backwards'}"

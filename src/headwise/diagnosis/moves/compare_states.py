@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.bias_moves import BiasCleared
 from headwise.diagnosis.moves.find_moves import find_moves
-from headwise.diagnosis.moves.initial_values import initialisation_of
+from headwise.diagnosis.moves.initial_values import recognise_initialisation
 from headwise.diagnosis.moves.move import Move, MoveReport
 from headwise.diagnosis.moves.projection_rows import ROLES, Rows
 from headwise.diagnosis.moves.row_changes import default_tolerance, largest_residual
@@ -33,7 +33,7 @@ class Replaced:
         return Rows({**rows.matrices, **other}, rows.biases)
 
 
-def rows_of(state: State) -> Rows:
+def extract_rows(state: State) -> Rows:
     """Return the rows of canonical weights; the output bias is left out."""
     return Rows(
         {role: state[f"w{role}"] for role in ROLES if f"w{role}" in state},
@@ -41,7 +41,7 @@ def rows_of(state: State) -> Rows:
     )
 
 
-def with_rows(state: State, rows: Rows) -> State:
+def replace_rows(state: State, rows: Rows) -> State:
     """Return canonical weights whose projections and biases are these rows."""
     others = {
         name: x
@@ -69,13 +69,13 @@ def compare_states(
     Raises:
         ShapeError: the two have other sizes.
     """
-    ours, theirs = _with_equal_kv_heads(rows_of(a), rows_of(b))
+    ours, theirs = _equalise_kv_heads(extract_rows(a), extract_rows(b))
     report = find_moves(ours, theirs, rotary_width=rotary_width, tolerance=tolerance)
     fresh: dict[str, list[str]] = {}
     for role in report.unexplained:
         if role not in ours.roles or not _is_drawn_anew(role, ours, theirs):
             continue
-        if initialisation := initialisation_of(role, ours):
+        if initialisation := recognise_initialisation(role, ours):
             fresh.setdefault(initialisation.text, []).append(role)
     cause = "weights at their initial values"
     moves = [
@@ -84,7 +84,7 @@ def compare_states(
     ]
     named = {role for move in moves for role in move.roles}
     unexplained = [role for role in report.unexplained if role not in named]
-    output_bias = _output_bias(a.get("bo"), b.get("bo"), tolerance)
+    output_bias = _find_output_bias_move(a.get("bo"), b.get("bo"), tolerance)
     if isinstance(output_bias, Move):
         moves.append(output_bias)
     elif not output_bias:
@@ -106,23 +106,25 @@ def _is_drawn_anew(role: str, a: Rows, b: Rows) -> bool:
     return float(equal.double().mean()) < MOST_EQUAL
 
 
-def _with_equal_kv_heads(a: Rows, b: Rows) -> tuple[Rows, Rows]:
+def _equalise_kv_heads(a: Rows, b: Rows) -> tuple[Rows, Rows]:
     """Return rows with the kv heads of the side with fewer of them repeated."""
     counts = [x.matrices["k"].shape[0] if "k" in x.matrices else 0 for x in (a, b)]
     most = max(counts)
     if min(counts) == most or not min(counts) or most % min(counts):
         return a, b
-    return _repeated(a, most // counts[0]), _repeated(b, most // counts[1])
+    return _repeat_kv_heads(a, most // counts[0]), _repeat_kv_heads(b, most // counts[1])
 
 
-def _repeated(rows: Rows, times: int) -> Rows:
+def _repeat_kv_heads(rows: Rows, times: int) -> Rows:
     def repeat(parts: dict[str, Tensor]) -> dict[str, Tensor]:
         return {r: x.repeat_interleave(times, 0) if r in "kv" else x for r, x in parts.items()}
 
     return rows if times == 1 else Rows(repeat({**rows.matrices}), repeat({**rows.biases}))
 
 
-def _output_bias(a: Tensor | None, b: Tensor | None, tolerance: float | None) -> Move | bool:
+def _find_output_bias_move(
+    a: Tensor | None, b: Tensor | None, tolerance: float | None
+) -> Move | bool:
     """Return the move of the output bias; True where it is equal, False where it is another."""
     if a is None or not bool(a.any()):
         if b is None or not bool(b.any()):

@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import torch
 
-from headwise.diagnosis.moves.bias_moves import apply_moves, with_biases, wrong_biases
+from headwise.diagnosis.moves.bias_moves import apply_moves, explain_biases, list_wrong_biases
 from headwise.diagnosis.moves.explain_roles import RoleSteps, explain_roles
-from headwise.diagnosis.moves.labelled_rows import exact_labels, matrix_maps
-from headwise.diagnosis.moves.map_catalogue import map_catalogue
+from headwise.diagnosis.moves.labelled_rows import label_exact_rows, list_matrix_maps
+from headwise.diagnosis.moves.map_catalogue import make_map_catalogue
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, MoveReport, Taken
-from headwise.diagnosis.moves.near_labels import near_labels
+from headwise.diagnosis.moves.near_labels import label_near_rows
 from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
 from headwise.diagnosis.moves.row_changes import (
     ROUNDED,
     Multiplied,
     Rounded,
-    change_of,
     default_tolerance,
-    same_bits,
+    find_row_change,
+    have_same_bits,
 )
 from headwise.diagnosis.moves.search_moves import Steps
-from headwise.diagnosis.moves.zero_rows import zero_rows
+from headwise.diagnosis.moves.zero_rows import find_zeroed_rows
 from headwise.errors import ShapeError
 
 MOST_LISTED = 8  # other sequences of moves that are kept
@@ -60,11 +60,11 @@ def find_moves(
     sizes = replace(_common_sizes(a, b, rotary_width), is_interleaved=is_interleaved)
     dtypes = [x.dtype for rows in (a, b) for x in rows.matrices.values()]
     tolerance = default_tolerance(*dtypes) if tolerance is None else tolerance
-    a, b = _in_one_dtype(a, dtypes), _in_one_dtype(b, dtypes)
-    transposed = None if transposed is None else _in_one_dtype(transposed, dtypes)
+    a, b = _cast_to_common_dtype(a, dtypes), _cast_to_common_dtype(b, dtypes)
+    transposed = None if transposed is None else _cast_to_common_dtype(transposed, dtypes)
     best = MoveReport((), unexplained=sizes.roles)
-    for explanation in _explanations(a, b, sizes, transposed):
-        report = _report(explanation, a, b, sizes, tolerance)
+    for explanation in _yield_explanations(a, b, sizes, transposed):
+        report = _make_move_report(explanation, a, b, sizes, tolerance)
         if len(report.explained) > len(best.explained):
             best = report
         if not [role for role in report.unexplained if role in sizes.roles]:
@@ -83,7 +83,7 @@ def _common_sizes(a: Rows, b: Rows, rotary_width: int | None) -> RowSizes:
     return b.sizes(rotary_width)
 
 
-def _in_one_dtype(rows: Rows, dtypes: list[torch.dtype]) -> Rows:
+def _cast_to_common_dtype(rows: Rows, dtypes: list[torch.dtype]) -> Rows:
     """Return rows in the dtype that holds the numbers of all."""
     common = torch.float64 if torch.float64 in dtypes else torch.float32
     common = dtypes[0] if len(set(dtypes)) == 1 else common
@@ -93,80 +93,82 @@ def _in_one_dtype(rows: Rows, dtypes: list[torch.dtype]) -> Rows:
     )
 
 
-def _explanations(a: Rows, b: Rows, sizes: RowSizes, given: Rows | None) -> Iterator[RoleSteps]:
+def _yield_explanations(
+    a: Rows, b: Rows, sizes: RowSizes, given: Rows | None
+) -> Iterator[RoleSteps]:
     """Yield explanations: nothing moved, by bits, by bits after a rounding, by directions."""
     yield RoleSteps(((),), sizes.roles)
-    catalogue = map_catalogue(sizes, b.columns())
+    catalogue = make_map_catalogue(sizes, b.columns())
     maps: list[MatrixMap] = []
-    for dtype in (None, *_rounded_dtypes(a, b)):
-        ours, theirs = (_cast(rows, dtype) for rows in (a, b))
-        for maps in ([], matrix_maps(b, sizes, given)):
+    for dtype in (None, *_list_rounding_dtypes(a, b)):
+        ours, theirs = (_cast_rows(rows, dtype) for rows in (a, b))
+        for maps in ([], list_matrix_maps(b, sizes, given)):
             asked = bool(maps)
-            turned = _cast(given, dtype) if asked and given is not None else None
-            labels_a = exact_labels(ours, sizes, matrices=asked and given is None)
-            labels_b = exact_labels(theirs, sizes, matrices=asked, given=turned)
+            turned = _cast_rows(given, dtype) if asked and given is not None else None
+            labels_a = label_exact_rows(ours, sizes, matrices=asked and given is None)
+            labels_b = label_exact_rows(theirs, sizes, matrices=asked, given=turned)
             yield explain_roles(labels_a, labels_b, catalogue, maps)
-    yield explain_roles(*near_labels(a, b, sizes, maps), catalogue, maps)
+    yield explain_roles(*label_near_rows(a, b, sizes, maps), catalogue, maps)
 
 
-def _cast(rows: Rows, dtype: torch.dtype | None) -> Rows:
+def _cast_rows(rows: Rows, dtype: torch.dtype | None) -> Rows:
     if dtype is None:
         return rows
     return Rows({role: x.to(dtype) for role, x in rows.matrices.items()}, rows.biases)
 
 
-def _rounded_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
+def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
     """Return the dtypes in which a role of one side is stored, but for the dtype that it has."""
     return [
         dtype
         for dtype in ROUNDED
         if any(
-            x.dtype != dtype and x.any() and same_bits(x, x.to(dtype).to(x.dtype))
+            x.dtype != dtype and x.any() and have_same_bits(x, x.to(dtype).to(x.dtype))
             for rows in (a, b)
             for x in (rows.flat(role)[:64] for role in rows.roles)
         )
     ]
 
 
-def _report(
+def _make_move_report(
     explanation: RoleSteps, a: Rows, b: Rows, sizes: RowSizes, tolerance: float
 ) -> MoveReport:
     """Return what is explained after the steps and changes that move nothing, on every entry."""
-    sequences = [as_moves(steps) for steps in explanation.sequences[: MOST_LISTED + 1]]
+    sequences = [steps_to_moves(steps) for steps in explanation.sequences[: MOST_LISTED + 1]]
     # Names that are equal for the weights may differ for the biases.
-    sequences.sort(key=lambda moves: len(wrong_biases(moves, a, b, tolerance)))
+    sequences.sort(key=lambda moves: len(list_wrong_biases(moves, a, b, tolerance)))
     moves = sequences[0] if sequences else ()
     others = tuple(moves for moves in sequences[1:])
     made = apply_moves(moves, b)
     changes, residual, unexplained = [], {}, []
     for role in sizes.roles:
         ours, theirs = a.matrices[role], made.matrices[role]
-        change, left = zero_rows(role, ours, theirs, tolerance), 0.0
+        change, left = find_zeroed_rows(role, ours, theirs, tolerance), 0.0
         if change is None:
-            change, left = change_of(role, ours, theirs, tolerance)
+            change, left = find_row_change(role, ours, theirs, tolerance)
         if left > tolerance:
             unexplained.append(role)
         residual[role] = left
         changes += [] if change is None else [change]
-    moves = _without_idle(moves, unexplained) + united_changes(changes)
-    moves, biases = with_biases(moves, a, b, tolerance)
+    moves = _drop_idle_moves(moves, unexplained) + unite_changes(changes)
+    moves, biases = explain_biases(moves, a, b, tolerance)
     explained = tuple(role for role in sizes.roles if role not in unexplained)
     rest = (*unexplained, *(f"bias of {role}" for role in biases))
     return MoveReport(moves, others, explained, rest, residual)
 
 
-def _without_idle(moves: tuple[Move, ...], unexplained: list[str]) -> tuple[Move, ...]:
+def _drop_idle_moves(moves: tuple[Move, ...], unexplained: list[str]) -> tuple[Move, ...]:
     """Return the moves that explain a role."""
     return tuple(move for move in moves if not set(move.roles) <= set(unexplained))
 
 
-def united_changes(changes: list[Move]) -> tuple[Move, ...]:
+def unite_changes(changes: list[Move]) -> tuple[Move, ...]:
     """Return changes of several roles as one where they have the same cause and parameters."""
     united: list[Move] = []
     for move in changes:
         for place, other in enumerate(united):
             same = (move.name.cause, move.name.text) == (other.name.cause, other.name.text)
-            both = _both_changes(other, move) if same else None
+            both = _unite_two_changes(other, move) if same else None
             if both is not None:
                 united[place] = both
                 break
@@ -175,7 +177,7 @@ def united_changes(changes: list[Move]) -> tuple[Move, ...]:
     return tuple(united)
 
 
-def _both_changes(first: Move, second: Move) -> Move | None:
+def _unite_two_changes(first: Move, second: Move) -> Move | None:
     roles = (*first.roles, *second.roles)
     name = replace(first.name, roles=roles)
     match first.change, second.change:
@@ -187,7 +189,7 @@ def _both_changes(first: Move, second: Move) -> Move | None:
     return None
 
 
-def as_moves(steps: Steps) -> tuple[Move, ...]:
+def steps_to_moves(steps: Steps) -> tuple[Move, ...]:
     """Return the steps as moves, each with its simplest name."""
     return tuple(
         Move(

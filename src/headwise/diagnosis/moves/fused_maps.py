@@ -12,10 +12,10 @@ from headwise.diagnosis.moves.row_map import (
     TENSORS,
     Draft,
     MapName,
-    pattern_sizes,
-    read,
-    role_indices,
-    stored,
+    index_rows_by_role,
+    lengths_of_pattern_names,
+    order_rows_by_pattern,
+    read_rows_by_pattern,
 )
 from headwise.layouts.pattern import GROUPED, Splits
 
@@ -27,9 +27,9 @@ _BY_RANK: Splits = {"heads": ("ranks", "rank_heads"), "kv_heads": ("ranks", "ran
 EXCHANGED, BLOCKS, NESTED, GROUPS, BY_RANK, COPIED = 0, 100, 200, 300, 400, 900
 
 
-def exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
+def draft_exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
     """Yield the exchanges of two roles, and one role in the place of another."""
-    indices = {role: index.flatten() for role, index in role_indices(sizes).items()}
+    indices = {role: index.flatten() for role, index in index_rows_by_role(sizes).items()}
     for first, second in (("q", "k"), ("k", "v"), ("q", "v")):
         if len(indices[first]) != len(indices[second]):
             continue
@@ -41,17 +41,19 @@ def exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
             yield name, {role: indices[source]}
 
 
-def fused_orders(sizes: RowSizes) -> Iterator[Draft]:
+def draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
     """Yield fused rows that are stored in one order and read in another."""
-    nests = _nests(sizes)
+    nests = _nested_row_patterns(sizes)
     rows: dict[tuple[str, tuple[str, ...]], Tensor] = {
-        (nest, order): stored(_filled(pattern, order), sizes, lengths, splits)
+        (nest, order): order_rows_by_pattern(_fill_pattern(pattern, order), sizes, lengths, splits)
         for nest, (pattern, lengths, splits, _) in nests.items()
         for order in ORDERS
     }
     flat = next(iter(nests))
     for (nest, order), (other, reading) in product(rows, rows):
-        if (nest, order) == (other, reading) or not _usual(nest, order, other, reading, flat):
+        if (nest, order) == (other, reading) or not _is_usual_pair(
+            nest, order, other, reading, flat
+        ):
             continue
         pattern, lengths, splits, family = nests[other]
         family = max(family, nests[nest][3])
@@ -61,27 +63,32 @@ def fused_orders(sizes: RowSizes) -> Iterator[Draft]:
         else:
             cause = _CAUSE_OF[family]
             place = family + 10 * mixed + 10 * (flat not in (nest, other))
-        text = f"{_written(nest, order)} read as {_written(other, reading)}"
-        parameters = (("stored", _written(nest, order)), ("read", _written(other, reading)))
+        text = f"{_write_block_order(nest, order)} read as {_write_block_order(other, reading)}"
+        parameters = (
+            ("stored", _write_block_order(nest, order)),
+            ("read", _write_block_order(other, reading)),
+        )
         # A reader of several ranks needs the ranks of its own order alone.
-        moved = read(_filled(pattern, reading), rows[nest, order], lengths, splits)
+        moved = read_rows_by_pattern(
+            _fill_pattern(pattern, reading), rows[nest, order], lengths, splits
+        )
         yield MapName(cause, text, (), place, parameters), moved
 
 
-def fused_pairs(sizes: RowSizes) -> Iterator[Draft]:
+def draft_fused_pairs(sizes: RowSizes) -> Iterator[Draft]:
     """Yield keys and values that are fused without the queries."""
     if sizes.head_dim != sizes.value_dim:
         return
-    lengths = pattern_sizes(sizes)
+    lengths = lengths_of_pattern_names(sizes)
     nests = {
         "[k|v]": "([wk: kv_heads head_dim | wv: kv_heads head_dim]) embed_dim",
         "kv_heads [k|v] head_dim": "(kv_heads [wk: head_dim | wv: head_dim]) embed_dim",
         "kv_heads head_dim [k|v]": "(kv_heads head_dim [wk: | wv:]) embed_dim",
         "[k|v] head_dim kv_heads": "([wk: head_dim kv_heads | wv: head_dim kv_heads]) embed_dim",
     }
-    rows = {nest: stored(pattern, sizes, lengths) for nest, pattern in nests.items()}
+    rows = {nest: order_rows_by_pattern(pattern, sizes, lengths) for nest, pattern in nests.items()}
     for nest, other in permutations(nests, 2):
-        moved = read(nests[other], rows[nest], lengths)
+        moved = read_rows_by_pattern(nests[other], rows[nest], lengths)
         text = f"{nest} read as {other}"
         place = NESTED + 15 + 10 * ("[k|v]" not in (nest, other))
         name = MapName(
@@ -99,9 +106,9 @@ _CAUSE_OF = {
 _Nest = tuple[tuple[str, ...], dict[str, int], Splits, int]
 
 
-def _nests(sizes: RowSizes) -> dict[str, _Nest]:
+def _nested_row_patterns(sizes: RowSizes) -> dict[str, _Nest]:
     """Return name -> (pattern in parts, lengths, splits, family); ``*`` stands for the blocks."""
-    lengths = pattern_sizes(sizes)
+    lengths = lengths_of_pattern_names(sizes)
     flat = ("(", "heads head_dim", "kv_heads head_dim", "kv_heads value_dim", ") embed_dim")
     nests: dict[str, _Nest] = {"*": (flat, lengths, GROUPED, BLOCKS)}
     is_equal = sizes.heads == sizes.kv_heads
@@ -136,22 +143,27 @@ def _nests(sizes: RowSizes) -> dict[str, _Nest]:
         }
         inner = ("rank_heads head_dim", "rank_kv_heads head_dim", "rank_kv_heads value_dim")
         blocks = ("(ranks ", *inner, ") embed_dim")
-        nests[f"{ranks} ranks *"] = (blocks, pattern_sizes(sizes, **cut), _BY_RANK, BY_RANK)
+        nests[f"{ranks} ranks *"] = (
+            blocks,
+            lengths_of_pattern_names(sizes, **cut),
+            _BY_RANK,
+            BY_RANK,
+        )
     return nests
 
 
-def _filled(parts: tuple[str, ...], order: tuple[str, ...]) -> str:
+def _fill_pattern(parts: tuple[str, ...], order: tuple[str, ...]) -> str:
     opening, *names, closing = parts
     inner = dict(zip(USUAL, names, strict=True))
     blocks = " | ".join(f"{TENSORS[role]}: {inner[role]}" for role in order)
     return f"{opening}[{blocks}]{closing}"
 
 
-def _written(nest: str, order: tuple[str, ...]) -> str:
+def _write_block_order(nest: str, order: tuple[str, ...]) -> str:
     return nest.replace("*", f"[{'|'.join(order)}]")
 
 
-def _usual(
+def _is_usual_pair(
     nest: str, order: tuple[str, ...], other: str, reading: tuple[str, ...], flat: str
 ) -> bool:
     """True for pairs that occur: one change at a time, or two beside the plain order."""

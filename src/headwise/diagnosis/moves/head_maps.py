@@ -9,7 +9,12 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.fused_maps import RANKS
 from headwise.diagnosis.moves.projection_rows import ROLES, RowSizes
-from headwise.diagnosis.moves.row_map import Draft, MapName, full_sizes, role_indices
+from headwise.diagnosis.moves.row_map import (
+    Draft,
+    MapName,
+    index_rows_by_role,
+    sizes_with_all_roles,
+)
 
 SCOPES = (
     ("q", "k", "v", "o"),
@@ -26,28 +31,28 @@ SCOPES = (
 INTERLEAVED, OUTPUT_GROUPS, TILED, QUERY_GROUPS, FIRST_SHARD = 110, 120, 130, 140, 800
 
 
-def interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
+def draft_interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
     """Yield rows stored channel by channel and read head by head, and the reverse."""
-    indices = role_indices(sizes)
+    indices = index_rows_by_role(sizes)
     for place, scope in enumerate(SCOPES):
         text = "head_dim heads read as heads head_dim"
         name = MapName("heads interleaved", text, (), INTERLEAVED + place // 6)
-        yield name, {role: _stored_by_channel(indices[role]) for role in scope}
+        yield name, {role: _store_by_channel(indices[role]) for role in scope}
         text = "heads head_dim read as head_dim heads"
         name = MapName("heads interleaved", text, (), INTERLEAVED + 2 + place // 6)
-        yield name, {role: _read_by_channel(indices[role]) for role in scope}
+        yield name, {role: _reread_by_channel(indices[role]) for role in scope}
 
 
-def head_orders(sizes: RowSizes) -> Iterator[Draft]:
+def draft_head_orders(sizes: RowSizes) -> Iterator[Draft]:
     """Yield heads in another order of groups."""
-    indices = role_indices(sizes)
-    for number in _divisors(sizes.heads):
+    indices = index_rows_by_role(sizes)
+    for number in _list_divisors(sizes.heads):
         group = sizes.heads // number
         known = number == sizes.kv_heads or sizes.kv_heads == sizes.heads
         far = 0 if number == sizes.kv_heads else 20 if known else 600
         for groups, first in ((number, "(kv_heads group)"), (group, "(group kv_heads)")):
             second = "(group kv_heads)" if groups == number else "(kv_heads group)"
-            regroup = partial(_regrouped, groups=groups)
+            regroup = partial(_regroup_heads, groups=groups)
             text, parameters = f"{first} read as {second}", (("kv_heads", number),)
             back = far + (groups != number)
             name = MapName(
@@ -67,12 +72,12 @@ def head_orders(sizes: RowSizes) -> Iterator[Draft]:
                 yield name, {role: regroup(indices[role]) for role in scope}
 
 
-def first_shards(sizes: RowSizes) -> Iterator[Draft]:
+def draft_repeated_first_shards(sizes: RowSizes) -> Iterator[Draft]:
     """Yield roles that hold the first shard or the first head at every place."""
-    indices = role_indices(sizes)
+    indices = index_rows_by_role(sizes)
     for role in ROLES:
         rows = indices[role].flatten()
-        for shards in sorted({*RANKS, full_sizes(sizes).heads_of(role)}):
+        for shards in sorted({*RANKS, sizes_with_all_roles(sizes).count_heads(role)}):
             if len(rows) % shards:
                 continue
             text = f"every of {shards} shards is the first"
@@ -82,20 +87,20 @@ def first_shards(sizes: RowSizes) -> Iterator[Draft]:
             yield name, {role: rows[: len(rows) // shards].repeat(shards)}
 
 
-def _stored_by_channel(rows: Tensor) -> Tensor:
+def _store_by_channel(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1).flatten()
 
 
-def _read_by_channel(rows: Tensor) -> Tensor:
+def _reread_by_channel(rows: Tensor) -> Tensor:
     heads, channels, _ = rows.shape
     return rows.reshape(channels, heads).T.flatten()
 
 
-def _regrouped(rows: Tensor, groups: int) -> Tensor:
+def _regroup_heads(rows: Tensor, groups: int) -> Tensor:
     """Return heads of ``groups`` groups in the order of their place in the group."""
     heads, channels, _ = rows.shape
     return rows.reshape(groups, heads // groups, channels).transpose(0, 1).flatten()
 
 
-def _divisors(count: int) -> list[int]:
+def _list_divisors(count: int) -> list[int]:
     return [n for n in range(2, count) if count % n == 0]

@@ -34,11 +34,11 @@ class Initialisation:
     is_uniform: bool
 
     @property
-    def deviation(self) -> float:
+    def standard_deviation(self) -> float:
         """The standard deviation."""
         return self.width / math.sqrt(3) if self.is_uniform else self.width
 
-    def distribution(self, x: Tensor) -> Tensor:
+    def cumulative_share(self, x: Tensor) -> Tensor:
         """Return the share of values below each x."""
         if self.is_uniform:
             return (x / self.width).clamp(-1, 1) / 2 + 0.5
@@ -46,7 +46,7 @@ class Initialisation:
         return normal
 
 
-def initialisations(role: str, shapes: Mapping[str, tuple[int, int]]) -> list[Initialisation]:
+def list_initialisations(role: str, shapes: Mapping[str, tuple[int, int]]) -> list[Initialisation]:
     """Return usual initialisations of the matrix of a role.
 
     Args:
@@ -76,7 +76,7 @@ def initialisations(role: str, shapes: Mapping[str, tuple[int, int]]) -> list[In
     ]
 
 
-def initialisation_of(role: str, rows: Rows) -> Initialisation | None:
+def recognise_initialisation(role: str, rows: Rows) -> Initialisation | None:
     """Return the initialisation whose statistics the weights of a role have, or None."""
     shapes = {r: (rows.flat(r).shape[0], rows.flat(r).shape[1]) for r in rows.roles}
     values = rows.flat(role).flatten().to(torch.float64)
@@ -84,22 +84,22 @@ def initialisation_of(role: str, rows: Rows) -> Initialisation | None:
         return None
     fitting = [
         (apart, place, each)
-        for place, each in enumerate(initialisations(role, shapes))
-        if (apart := distance(values, each)) < CRITICAL
+        for place, each in enumerate(list_initialisations(role, shapes))
+        if (apart := distribution_distance(values, each)) < CRITICAL
     ]
     return min(fitting)[2] if fitting else None
 
 
-def distance(values: Tensor, kind: Initialisation) -> float:
+def distribution_distance(values: Tensor, kind: Initialisation) -> float:
     """Return the largest distance of the distribution functions, times the root of the count."""
     values = values[:: math.ceil(values.numel() / MOST_ENTRIES)].sort().values
     count = len(values)
     steps = torch.arange(count + 1, dtype=torch.float64) / count
-    share = kind.distribution(values)
+    share = kind.cumulative_share(values)
     apart = max(float((share - steps[:-1]).max()), float((steps[1:] - share).max()))
     return apart * math.sqrt(count)
 
 
-def fits(values: Tensor, kind: Initialisation) -> bool:
+def is_drawn_from_initialisation(values: Tensor, kind: Initialisation) -> bool:
     """True if values may be drawn from an initialisation."""
-    return distance(values, kind) < CRITICAL
+    return distribution_distance(values, kind) < CRITICAL

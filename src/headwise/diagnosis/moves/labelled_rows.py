@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.matrix_map import MatrixMap, reread_matrix
 from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
-from headwise.diagnosis.moves.row_labels import column_labels, row_labels
+from headwise.diagnosis.moves.row_labels import hash_columns, hash_rows
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Labelled:
     plain: Tensor
     by_map: Mapping[tuple[str, bool], Tensor] = field(default_factory=dict)
 
-    def after(self, matrix_map: MatrixMap, *, undone: bool = False) -> Tensor:
+    def labels_after_map(self, matrix_map: MatrixMap, *, undone: bool = False) -> Tensor:
         """Return the labels of all rows after a map of matrices, or before it.
 
         Returns:
@@ -41,7 +41,7 @@ class Labelled:
         return labels
 
 
-def exact_labels(
+def label_exact_rows(
     rows: Rows, sizes: RowSizes, *, matrices: bool, given: Rows | None = None
 ) -> Labelled:
     """Return labels of the bits of the weights.
@@ -52,24 +52,24 @@ def exact_labels(
         matrices: True to label matrices that are read with exchanged axes as well.
         given: the rows with matrices transposed, if they cannot be computed.
     """
-    plain = torch.cat([row_labels(rows.flat(role)) for role in sizes.roles])
+    plain = torch.cat([hash_rows(rows.flat(role)) for role in sizes.roles])
     by_map = {}
     if given is not None:
-        by_map = {(role, False): row_labels(given.flat(role)) for role in given.roles}
+        by_map = {(role, False): hash_rows(given.flat(role)) for role in given.roles}
         return Labelled(sizes, plain, by_map)
     for role in sizes.roles if matrices else ():
         matrix = rows.flat(role)
         for is_reversed in (False, True):
             if matrix.shape[0] == matrix.shape[1]:
-                by_map[role, is_reversed] = column_labels(matrix)
+                by_map[role, is_reversed] = hash_columns(matrix)
             else:
-                by_map[role, is_reversed] = row_labels(
+                by_map[role, is_reversed] = hash_rows(
                     reread_matrix(matrix, is_reversed=is_reversed)
                 )
     return Labelled(sizes, plain, by_map)
 
 
-def matrix_maps(rows: Rows, sizes: RowSizes, given: Rows | None = None) -> list[MatrixMap]:
+def list_matrix_maps(rows: Rows, sizes: RowSizes, given: Rows | None = None) -> list[MatrixMap]:
     """Return the maps of matrices for these rows, those of the fewest roles first.
 
     Args:

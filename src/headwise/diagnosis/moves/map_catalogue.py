@@ -9,20 +9,28 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.fused_maps import exchanged_roles, fused_orders, fused_pairs
-from headwise.diagnosis.moves.head_maps import first_shards, head_orders, interleaved_heads
+from headwise.diagnosis.moves.fused_maps import (
+    draft_exchanged_roles,
+    draft_fused_orders,
+    draft_fused_pairs,
+)
+from headwise.diagnosis.moves.head_maps import (
+    draft_head_orders,
+    draft_interleaved_heads,
+    draft_repeated_first_shards,
+)
 from headwise.diagnosis.moves.projection_rows import RowSizes
-from headwise.diagnosis.moves.rotary_maps import rotary_maps
-from headwise.diagnosis.moves.row_map import RowMap, grouped_maps
+from headwise.diagnosis.moves.rotary_maps import draft_rotary_maps
+from headwise.diagnosis.moves.row_map import RowMap, make_distinct_maps
 
 FAMILIES = (
-    exchanged_roles,
-    fused_orders,
-    fused_pairs,
-    rotary_maps,
-    interleaved_heads,
-    head_orders,
-    first_shards,
+    draft_exchanged_roles,
+    draft_fused_orders,
+    draft_fused_pairs,
+    draft_rotary_maps,
+    draft_interleaved_heads,
+    draft_head_orders,
+    draft_repeated_first_shards,
 )
 
 
@@ -44,7 +52,7 @@ class MapCatalogue:
 
 
 @lru_cache(maxsize=8)
-def map_catalogue(sizes: RowSizes, columns: tuple[int, ...]) -> MapCatalogue:
+def make_map_catalogue(sizes: RowSizes, columns: tuple[int, ...]) -> MapCatalogue:
     """Return the maps for these sizes.
 
     Args:
@@ -52,7 +60,7 @@ def map_catalogue(sizes: RowSizes, columns: tuple[int, ...]) -> MapCatalogue:
         columns: of each role; rows of different widths are never exchanged.
     """
     drafts = chain.from_iterable(family(sizes) for family in FAMILIES)
-    maps = grouped_maps(drafts, sizes, columns)
+    maps = make_distinct_maps(drafts, sizes, columns)
     permutations = tuple(row_map for row_map in maps if row_map.is_permutation)
     none = torch.empty(0, sizes.rows, dtype=torch.int64)
     return MapCatalogue(

@@ -47,13 +47,13 @@ class MatrixMap:
         if self.given is not None:
             taken = {role: self.given.matrices[role] for role in self.roles}
             return Rows({**rows.matrices, **taken}, rows.biases)
-        return self._on(rows, is_reversed=self.is_reversed)
+        return self._reread_rows(rows, is_reversed=self.is_reversed)
 
     def undo(self, rows: Rows) -> Rows:
         """Return the rows that `apply` makes these of."""
-        return self._on(rows, is_reversed=not self.is_reversed)
+        return self._reread_rows(rows, is_reversed=not self.is_reversed)
 
-    def _on(self, rows: Rows, *, is_reversed: bool) -> Rows:
+    def _reread_rows(self, rows: Rows, *, is_reversed: bool) -> Rows:
         matrices = dict(rows.matrices)
         for role in self.roles:
             matrices[role] = reread_matrix(rows.flat(role), is_reversed=is_reversed).view_as(

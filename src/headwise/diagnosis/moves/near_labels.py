@@ -25,7 +25,7 @@ _SAME = 1e-13  # 1 - cosine of rows that are parallel in float64
 _WIDEST = 1e-2  # the largest distance at which right rows can count as parallel
 
 
-def near_labels(
+def label_near_rows(
     a: Rows, b: Rows, sizes: RowSizes, matrix_maps: Sequence[MatrixMap]
 ) -> tuple[Labelled, Labelled]:
     """Return labels of a's and of b's rows, as they are and with matrices read otherwise."""
@@ -42,11 +42,11 @@ def near_labels(
                 parts[role, not is_reversed] = matrix_map.undo(rows).flat(role)
         sides.append(parts)
     ours, theirs = sides
-    labels_a, labels_b = _labels(ours, theirs)
-    return _labelled(labels_a, sizes), _labelled(labels_b, sizes)
+    labels_a, labels_b = _label_parts(ours, theirs)
+    return _collect_labels(labels_a, sizes), _collect_labels(labels_b, sizes)
 
 
-def _labelled(labels: dict[tuple[str, bool | None], Tensor], sizes: RowSizes) -> Labelled:
+def _collect_labels(labels: dict[tuple[str, bool | None], Tensor], sizes: RowSizes) -> Labelled:
     plain = torch.cat([labels[role, None] for role in sizes.roles])
     by_map = {(role, way): x for (role, way), x in labels.items() if way is not None}
     return Labelled(sizes, plain, by_map)
@@ -55,7 +55,7 @@ def _labelled(labels: dict[tuple[str, bool | None], Tensor], sizes: RowSizes) ->
 _Parts = dict[tuple[str, bool | None], Tensor]
 
 
-def _labels(ours: _Parts, theirs: _Parts) -> tuple[_Parts, _Parts]:
+def _label_parts(ours: _Parts, theirs: _Parts) -> tuple[_Parts, _Parts]:
     """Return labels of each part of both sides; parts of other widths share none."""
     by_width: dict[int, list[list[tuple[str, bool | None]]]] = defaultdict(lambda: [[], []])
     for side, parts in enumerate((ours, theirs)):
@@ -65,10 +65,10 @@ def _labels(ours: _Parts, theirs: _Parts) -> tuple[_Parts, _Parts]:
     start = 0
     for width, keys in by_width.items():
         directions = [
-            _directions([parts[key] for key in keys[side]], width)
+            _unit_directions([parts[key] for key in keys[side]], width)
             for side, parts in enumerate((ours, theirs))
         ]
-        nearest = nearest_labels(*directions, start=start)
+        nearest = label_nearest_directions(*directions, start=start)
         start += len(directions[1]) + len(directions[0])
         for side, parts in enumerate((ours, theirs)):
             lengths = [len(parts[key]) for key in keys[side]]
@@ -76,7 +76,7 @@ def _labels(ours: _Parts, theirs: _Parts) -> tuple[_Parts, _Parts]:
     return labels
 
 
-def _directions(parts: list[Tensor], columns: int) -> Tensor:
+def _unit_directions(parts: list[Tensor], columns: int) -> Tensor:
     """Return rows of length 1 in at most 64 dimensions; rows of zeros stay zero."""
     if not parts:
         return torch.zeros(0, min(columns, DIMENSIONS), dtype=torch.float64)
@@ -94,7 +94,9 @@ def _directions(parts: list[Tensor], columns: int) -> Tensor:
     return torch.nn.functional.normalize(torch.cat(projected), dim=1)
 
 
-def nearest_labels(ours: Tensor, theirs: Tensor, *, start: int = 0) -> tuple[Tensor, Tensor]:
+def label_nearest_directions(
+    ours: Tensor, theirs: Tensor, *, start: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return labels of directions; equal labels for those that are parallel.
 
     Args:
@@ -102,7 +104,7 @@ def nearest_labels(ours: Tensor, theirs: Tensor, *, start: int = 0) -> tuple[Ten
         theirs: (right rows, dimensions), likewise.
         start: the first label.
     """
-    nearest, apart = _nearest(ours, theirs)
+    nearest, apart = _find_nearest_rows(ours, theirs)
     known = apart < 1 - LEAST_COSINE
     noise = float(apart[known].quantile(0.9)) if bool(known.any()) else 0.0
     parallel = min(_WIDEST, max(_SAME, 4 * noise))
@@ -121,7 +123,7 @@ def nearest_labels(ours: Tensor, theirs: Tensor, *, start: int = 0) -> tuple[Ten
     return labels, right
 
 
-def _nearest(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+def _find_nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest right row of each row, and 1 - |cosine|."""
     nearest = torch.zeros(len(ours), dtype=torch.int64)
     apart = torch.ones(len(ours), dtype=torch.float64)

@@ -13,13 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.block_orders import block_counts, block_map
-from headwise.diagnosis.moves.labelled_rows import matrix_maps
-from headwise.diagnosis.moves.map_catalogue import map_catalogue
+from headwise.diagnosis.moves.block_orders import list_block_counts, make_block_map
+from headwise.diagnosis.moves.labelled_rows import list_matrix_maps
+from headwise.diagnosis.moves.map_catalogue import make_map_catalogue
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, Taken
 from headwise.diagnosis.moves.projection_rows import Rows
-from headwise.diagnosis.moves.row_changes import ROUNDED, Multiplied, Rounded, dtype_name, snapped
+from headwise.diagnosis.moves.row_changes import (
+    ROUNDED,
+    Multiplied,
+    Rounded,
+    format_dtype,
+    snap_to_power_of_two,
+)
 from headwise.diagnosis.moves.row_map import MapName, RowMap
 
 FIRST_TOKENS = 4  # a map that fails on them is not tried on all
@@ -51,52 +57,56 @@ class OutputPair:
         return float(apart.abs().max()) <= self.tolerance * float(ours.square().mean().sqrt())
 
 
-def output_moves(pair: OutputPair, rotary_width: int | None = None) -> Iterator[Move]:
+def find_output_moves(pair: OutputPair, rotary_width: int | None = None) -> Iterator[Move]:
     """Yield the moves of the output projection that make the outputs."""
-    for move in (*_maps(pair, rotary_width), *_roundings(), *_blocks(pair)):
+    for move in (
+        *_yield_row_maps(pair, rotary_width),
+        *_yield_roundings(),
+        *_yield_block_moves(pair),
+    ):
         projection = move.apply(pair.rows).matrices["o"]
         if pair.is_made_by(projection, FIRST_TOKENS) and pair.is_made_by(projection):
             yield move
 
 
-def _maps(pair: OutputPair, rotary_width: int | None) -> Iterator[Move]:
+def _yield_row_maps(pair: OutputPair, rotary_width: int | None) -> Iterator[Move]:
     sizes = pair.rows.sizes(rotary_width)
     steps: list[RowMap | MatrixMap] = [
         row_map
-        for row_map in map_catalogue(sizes, pair.rows.columns()).maps
+        for row_map in make_map_catalogue(sizes, pair.rows.columns()).maps
         if row_map.names[0].roles == ("o",)
     ]
-    steps += [step for step in matrix_maps(pair.rows, sizes) if step.roles == ("o",)]
+    steps += [step for step in list_matrix_maps(pair.rows, sizes) if step.roles == ("o",)]
     for step in steps:
         yield Move(step.names[0], Taken(step), step.names[1:], ("weights",))
 
 
-def _roundings() -> Iterator[Move]:
+def _yield_roundings() -> Iterator[Move]:
     for dtype in ROUNDED:
         parameters = (("dtype", dtype),)
-        name = MapName("dtype's rounding of weights", dtype_name(dtype), ("o",), 0, parameters)
+        name = MapName("dtype's rounding of weights", format_dtype(dtype), ("o",), 0, parameters)
         yield Move(name, Rounded(("o",), dtype, ("weights",)), parts=("weights",))
 
 
-def _blocks(pair: OutputPair) -> Iterator[Move]:
+def _yield_block_moves(pair: OutputPair) -> Iterator[Move]:
     """Yield orders of heads and shards, and factors of heads."""
     sizes = pair.rows.sizes()
-    for blocks in block_counts("o", sizes):
+    for blocks in list_block_counts("o", sizes):
         if blocks > MOST_BLOCKS:
             continue
-        shares = _coefficients(pair, blocks)
+        shares = _solve_block_coefficients(pair, blocks)
         taken = shares.abs().argmax(1)
         if sorted(taken.tolist()) != list(range(blocks)):
             continue
         if taken.tolist() == list(range(blocks)):
             if blocks == sizes.heads:
-                yield from _factors(shares.diagonal())
+                yield from _yield_head_factors(shares.diagonal())
             continue
-        row_map = block_map(tuple(taken.tolist()), ("o",), sizes)
+        row_map = make_block_map(tuple(taken.tolist()), ("o",), sizes)
         yield Move(row_map.names[0], Taken(row_map), row_map.names[1:], ("weights",))
 
 
-def _coefficients(pair: OutputPair, blocks: int) -> Tensor:
+def _solve_block_coefficients(pair: OutputPair, blocks: int) -> Tensor:
     """Return how much of each block of the projection each block of head outputs goes through.
 
     Returns:
@@ -114,7 +124,7 @@ def _coefficients(pair: OutputPair, blocks: int) -> Tensor:
     return solution.view(blocks, blocks)
 
 
-def _factors(shares: Tensor) -> Iterator[Move]:
+def _yield_head_factors(shares: Tensor) -> Iterator[Move]:
     """Yield signs, factors and zeros of whole heads of the output projection."""
     snapped = torch.where((shares - shares.round()).abs() < 1e-6, shares.round(), shares)
     changed = tuple((snapped != 1).nonzero().flatten().tolist())
@@ -135,7 +145,7 @@ def _factors(shares: Tensor) -> Iterator[Move]:
     yield Move(MapName(cause, text, ("o",), 0, parameters), change, parts=("weights",))
 
 
-def output_factors(pair: OutputPair, output: Tensor, bias: Tensor) -> Iterator[Move]:
+def find_output_factors(pair: OutputPair, output: Tensor, bias: Tensor) -> Iterator[Move]:
     """Yield a factor of the output projection and of its bias.
 
     Args:
@@ -144,7 +154,7 @@ def output_factors(pair: OutputPair, output: Tensor, bias: Tensor) -> Iterator[M
         bias: (out_dim), the right one.
     """
     right = pair.heads.flatten(1) @ pair.rows.flat("o") + bias
-    factor = snapped(float((right * output).sum() / right.square().sum()))
+    factor = snap_to_power_of_two(float((right * output).sum() / right.square().sum()))
     apart = float((factor * right - output).abs().max())
     if factor != 1 and apart <= pair.tolerance * float(output.square().mean().sqrt()):
         cause = "sign" if factor == -1 else "factor"

@@ -39,30 +39,30 @@ class RowSizes:
     roles: tuple[str, ...] = ROLES
     is_interleaved: bool = False
 
-    def heads_of(self, role: str) -> int:
+    def count_heads(self, role: str) -> int:
         """Return the number of heads of a role."""
         return self.heads if role in "qo" else self.kv_heads
 
-    def channels_of(self, role: str) -> int:
+    def count_channels(self, role: str) -> int:
         """Return the channels of each head of a role."""
         return self.head_dim if role in "qk" else self.value_dim
 
-    def count(self, role: str) -> int:
+    def count_rows(self, role: str) -> int:
         """Return the number of rows of a role."""
-        return self.heads_of(role) * self.channels_of(role)
+        return self.count_heads(role) * self.count_channels(role)
 
     def spans(self) -> dict[str, slice]:
         """Return the rows of each role among the rows of all roles."""
         spans, start = {}, 0
         for role in self.roles:
-            spans[role] = slice(start, start + self.count(role))
-            start += self.count(role)
+            spans[role] = slice(start, start + self.count_rows(role))
+            start += self.count_rows(role)
         return spans
 
     @property
     def rows(self) -> int:
         """The number of rows of all roles."""
-        return sum(self.count(role) for role in self.roles)
+        return sum(self.count_rows(role) for role in self.roles)
 
 
 @dataclass(frozen=True)
@@ -136,20 +136,20 @@ def take_rows(rows: Rows, index: Tensor, sizes: RowSizes, parts: tuple[str, ...]
         if torch.equal(taken, torch.arange(span.start, span.stop)):
             continue
         if "weights" in parts:
-            taken_rows = _taken(taken, {r: rows.flat(r) for r in spans}, spans)
+            taken_rows = _take_rows_at(taken, {r: rows.flat(r) for r in spans}, spans)
             matrices[role] = taken_rows.view_as(rows.matrices[role])
         present = {r: rows.biases[r].flatten()[:, None] for r in spans if r in rows.biases}
-        sources = {r for r, s in spans.items() if _reads(taken, s)}
+        sources = {r for r, s in spans.items() if _index_reads_span(taken, s)}
         if "biases" in parts and role in rows.biases and sources <= set(present):
-            biases[role] = _taken(taken, present, spans).view_as(rows.biases[role])
+            biases[role] = _take_rows_at(taken, present, spans).view_as(rows.biases[role])
     return Rows(matrices, biases)
 
 
-def _reads(index: Tensor, span: slice) -> bool:
+def _index_reads_span(index: Tensor, span: slice) -> bool:
     return bool(((index >= span.start) & (index < span.stop)).any())
 
 
-def _taken(index: Tensor, flat: Mapping[str, Tensor], spans: Mapping[str, slice]) -> Tensor:
+def _take_rows_at(index: Tensor, flat: Mapping[str, Tensor], spans: Mapping[str, slice]) -> Tensor:
     """Return the rows at ``index``, of as many columns as their source has."""
     taken = None
     for role, span in spans.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.moves.projection_rows import RowSizes
-from headwise.diagnosis.moves.row_map import Draft, MapName, role_indices
+from headwise.diagnosis.moves.row_map import Draft, MapName, index_rows_by_role
 from headwise.layouts.pattern import to_half_split, to_interleaved
 
 SCOPES = (("q", "k"), ("q",), ("k",))
@@ -17,39 +17,48 @@ MISSING, DOUBLED, WRONG_HEADS, WRONG_WIDTH = 50, 60, 70, 650
 Permutation = Callable[[Tensor, int], Tensor]  # of rows (heads, head_dim, 1), of that width
 
 
-def rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
+def draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
     """Yield permutations that are missing, doubled, or made for other heads or another width."""
-    widths = _widths(sizes)
-    missing, doubled = interleaved, half_split
+    widths = _list_rotary_widths(sizes)
+    missing, doubled = interleave_pairs, split_pairs_in_halves
     if sizes.is_interleaved:
-        missing, doubled = half_split, interleaved
+        missing, doubled = split_pairs_in_halves, interleave_pairs
     for place, width in enumerate(widths):
         text = "" if width == sizes.head_dim else f"the first {width} channels of each head"
         width_of = (("width", width),)
         for scope in SCOPES:
             apart = 5 * place + (scope != ("q", "k"))
             name = MapName("rotary permutation missing", text, (), MISSING + apart, width_of)
-            yield name, _each(scope, sizes, lambda x, w=width: missing(x, w))
+            yield name, _map_each_role(scope, sizes, lambda x, w=width: missing(x, w))
             name = MapName("rotary permutation doubled", text, (), DOUBLED + apart, width_of)
-            yield name, _each(scope, sizes, lambda x, w=width: doubled(x, w))
+            yield name, _map_each_role(scope, sizes, lambda x, w=width: doubled(x, w))
     for done in widths:
         for right in widths:
             text = f"the first {done} channels of each head for the first {right}"
             name = MapName("rotary permutation of another width", text, (), WRONG_WIDTH)
             for scope in SCOPES if done != right else ():
-                yield name, _each(scope, sizes, lambda x, w=done, r=right: _rewidth(x, w, r))
-    yield from _wrong_heads(sizes)
+                yield (
+                    name,
+                    _map_each_role(
+                        scope, sizes, lambda x, w=done, r=right: _rotate_with_wrong_width(x, w, r)
+                    ),
+                )
+    yield from _list_wrong_head_counts(sizes)
 
 
-def _wrong_heads(sizes: RowSizes) -> Iterator[Draft]:
+def _list_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
     whole = sizes.rotary_width in (None, sizes.head_dim)
-    to, back = (interleaved, half_split) if sizes.is_interleaved else (half_split, interleaved)
+    to, back = (
+        (interleave_pairs, split_pairs_in_halves)
+        if sizes.is_interleaved
+        else (split_pairs_in_halves, interleave_pairs)
+    )
     pairs = "half-split" if sizes.is_interleaved else "interleaved"
     for scope in SCOPES if whole and sizes.head_dim % 2 == 0 else ():
         rows = [sizes.count(role) for role in scope]
         counts = [n for n in range(1, max(rows) // 2 + 1) if all(r % (2 * n) == 0 for r in rows)]
         for heads in counts:
-            if all(heads == sizes.heads_of(role) for role in scope):
+            if all(heads == sizes.count_heads(role) for role in scope):
                 continue
             known = heads in (sizes.heads, sizes.kv_heads, sizes.heads // sizes.kv_heads)
             place = WRONG_HEADS + (0 if known else 500) + (scope == ("q", "k"))
@@ -61,45 +70,55 @@ def _wrong_heads(sizes: RowSizes) -> Iterator[Draft]:
                 place,
                 (("heads", heads),),
             )
-            yield name, _each(scope, sizes, lambda x, n=heads: _loaded_wrongly(x, n, to, back))
+            yield (
+                name,
+                _map_each_role(
+                    scope, sizes, lambda x, n=heads: _load_with_wrong_heads(x, n, to, back)
+                ),
+            )
             name = replace(name, text=f"{text}, to {pairs} pairs", order=place + 2)
-            yield name, _each(scope, sizes, lambda x, n=heads: _stored_wrongly(x, n, to, back))
+            yield (
+                name,
+                _map_each_role(
+                    scope, sizes, lambda x, n=heads: _store_with_wrong_heads(x, n, to, back)
+                ),
+            )
 
 
-def interleaved(rows: Tensor, width: int) -> Tensor:
+def interleave_pairs(rows: Tensor, width: int) -> Tensor:
     """Return rows (heads, head_dim, 1) whose pairs go from half-split to interleaved."""
     return to_interleaved({"wq": rows}, width=width)["wq"]
 
 
-def half_split(rows: Tensor, width: int) -> Tensor:
+def split_pairs_in_halves(rows: Tensor, width: int) -> Tensor:
     """Return rows (heads, head_dim, 1) whose pairs go from interleaved to half-split."""
     return to_half_split({"wq": rows}, width=width)["wq"]
 
 
-def _rewidth(rows: Tensor, done: int, right: int) -> Tensor:
-    return half_split(interleaved(rows, right), done)
+def _rotate_with_wrong_width(rows: Tensor, done: int, right: int) -> Tensor:
+    return split_pairs_in_halves(interleave_pairs(rows, right), done)
 
 
-def _loaded_wrongly(rows: Tensor, heads: int, to: Permutation, back: Permutation) -> Tensor:
+def _load_with_wrong_heads(rows: Tensor, heads: int, to: Permutation, back: Permutation) -> Tensor:
     """Return rows that were stored for the other pairing, permuted with a wrong head count."""
     stored = back(rows, rows.shape[1]).reshape(heads, -1, 1)
     return to(stored, stored.shape[1]).reshape(rows.shape)
 
 
-def _stored_wrongly(rows: Tensor, heads: int, to: Permutation, back: Permutation) -> Tensor:
+def _store_with_wrong_heads(rows: Tensor, heads: int, to: Permutation, back: Permutation) -> Tensor:
     """Return rows that were stored for the other pairing with a wrong head count."""
     stored = rows.reshape(heads, -1, 1)
     return to(back(stored, stored.shape[1]).reshape(rows.shape), rows.shape[1])
 
 
-def _widths(sizes: RowSizes) -> list[int]:
+def _list_rotary_widths(sizes: RowSizes) -> list[int]:
     """Return widths to try, the most likely first."""
     wanted = [sizes.rotary_width, sizes.head_dim, sizes.head_dim // 2, sizes.head_dim // 4]
     fitting = [w for w in wanted if w and w > 2 and w % 2 == 0 and w <= sizes.head_dim]
     return list(dict.fromkeys(fitting))
 
 
-def _each(scope: tuple[str, ...], sizes: RowSizes, moved: object) -> dict[str, Tensor]:
+def _map_each_role(scope: tuple[str, ...], sizes: RowSizes, moved: object) -> dict[str, Tensor]:
     assert callable(moved)
-    indices = role_indices(sizes)
+    indices = index_rows_by_role(sizes)
     return {role: torch.as_tensor(moved(indices[role])).flatten() for role in scope}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.move import BOTH, Move
 from headwise.diagnosis.moves.projection_rows import Rows
-from headwise.diagnosis.moves.row_labels import bits_of
+from headwise.diagnosis.moves.row_labels import read_bits
 from headwise.diagnosis.moves.row_map import MapName
 
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -65,7 +65,7 @@ class Multiplied:
         return Rows(matrices, biases)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def have_same_bits(a: Tensor, b: Tensor) -> bool:
     """True if two tensors have equal bits; -0 equals 0, and NaN itself."""
     if a.dtype != b.dtype:
         return False
@@ -74,7 +74,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
             return True
         if not bool(a.isnan().any()):
             return False
-    return torch.equal(bits_of(a), bits_of(b))
+    return torch.equal(read_bits(a), read_bits(b))
 
 
 def default_tolerance(*dtypes: torch.dtype) -> float:
@@ -84,7 +84,7 @@ def default_tolerance(*dtypes: torch.dtype) -> float:
 
 def largest_residual(a: Tensor, b: Tensor) -> float:
     """Return the largest difference, relative to the root mean square of b."""
-    if same_bits(a, b):
+    if have_same_bits(a, b):
         return 0.0
     pairs = list(zip(a, b, strict=True))  # float64 of one head at a time
     difference = max(float((x.double() - y.double()).abs().max()) for x, y in pairs)
@@ -92,7 +92,7 @@ def largest_residual(a: Tensor, b: Tensor) -> float:
     return difference / size if size else math.inf if difference else 0.0
 
 
-def change_of(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[Move | None, float]:
+def find_row_change(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[Move | None, float]:
     """Return the change that makes a role of a from moved rows, and the residual after it.
 
     Args:
@@ -101,11 +101,11 @@ def change_of(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[Move |
         b: likewise, after the moves.
         tolerance: relative; a residual above it means that the role is not explained.
     """
-    if same_bits(a, b):
+    if have_same_bits(a, b):
         return None, 0.0
-    rounding = rounding_of(a, b)
+    rounding = find_rounding_dtype(a, b)
     if rounding is not None:
-        name = MapName("dtype's rounding of weights", dtype_name(rounding), (role,))
+        name = MapName("dtype's rounding of weights", format_dtype(rounding), (role,))
         name = MapName(name.cause, name.text, (role,), 0, (("dtype", rounding),))
         return Move(name, Rounded((role,), rounding)), 0.0
     grouped = _factors_in_groups(a, b, max(tolerance, 1e-9))
@@ -120,7 +120,7 @@ def change_of(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[Move |
     return (move, multiplied) if multiplied <= tolerance < plain else (None, min(plain, multiplied))
 
 
-def rounding_of(a: Tensor, b: Tensor) -> torch.dtype | None:
+def find_rounding_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
     """Return the dtype to which one of the two is the other's rounding, or None."""
     for dtype in ROUNDED:
         # Most pairs differ in their first head already.
@@ -131,10 +131,12 @@ def rounding_of(a: Tensor, b: Tensor) -> torch.dtype | None:
 
 def _is_rounding(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
     rounded_a, rounded_b = (x.to(dtype).to(x.dtype) for x in (a, b))
-    return same_bits(rounded_a, rounded_b) and (same_bits(a, rounded_a) or same_bits(b, rounded_b))
+    return have_same_bits(rounded_a, rounded_b) and (
+        have_same_bits(a, rounded_a) or have_same_bits(b, rounded_b)
+    )
 
 
-def row_factors(a: Tensor, b: Tensor) -> Tensor:
+def fit_row_factors(a: Tensor, b: Tensor) -> Tensor:
     """Return the factor of each row by least squares; 1 for rows of zeros.
 
     Args:
@@ -151,28 +153,28 @@ def row_factors(a: Tensor, b: Tensor) -> Tensor:
 
 def _factors_in_groups(a: Tensor, b: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None:
     """Return the factors of all rows by group; None as soon as the first head has no groups."""
-    if _grouped(row_factors(a[:1], b[:1]), tolerance) is None:
+    if _group_factors(fit_row_factors(a[:1], b[:1]), tolerance) is None:
         return None
-    return _grouped(row_factors(a, b), tolerance)
+    return _group_factors(fit_row_factors(a, b), tolerance)
 
 
-def _grouped(factors: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None:
+def _group_factors(factors: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None:
     """Return one factor for the role, for heads, for halves or for every second channel."""
     channels = factors.shape[1]
     half = channels // 2
     middle = factors.median()
-    if _constant(factors, tolerance):
-        factor = snapped(float(middle))
-        return _name(factor, ""), torch.full((1, 1), factor, dtype=torch.float64)
+    if _are_factors_constant(factors, tolerance):
+        factor = snap_to_power_of_two(float(middle))
+        return _name_factor(factor, ""), torch.full((1, 1), factor, dtype=torch.float64)
     if channels % 2 == 0:
         for text, parts in (
             ("the second half of each head", (factors[:, :half], factors[:, half:])),
             ("the odd channels of each head", (factors[:, ::2], factors[:, 1::2])),
         ):
-            if all(_constant(part, tolerance) for part in parts):
-                return _by_channel(text, parts, channels)
-    if all(_constant(row, tolerance) for row in factors):
-        by_head = [snapped(float(row.median())) for row in factors]
+            if all(_are_factors_constant(part, tolerance) for part in parts):
+                return _factors_by_channel(text, parts, channels)
+    if all(_are_factors_constant(row, tolerance) for row in factors):
+        by_head = [snap_to_power_of_two(float(row.median())) for row in factors]
         changed = [head for head, factor in enumerate(by_head) if factor != 1]
         text = f"heads {', '.join(map(str, changed))}"
         is_sign = all(factor in (1, -1) for factor in by_head)
@@ -182,24 +184,26 @@ def _grouped(factors: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None
     return None
 
 
-def _by_channel(text: str, parts: tuple[Tensor, Tensor], channels: int) -> tuple[MapName, Tensor]:
-    first, second = (snapped(float(part.median())) for part in parts)
+def _factors_by_channel(
+    text: str, parts: tuple[Tensor, Tensor], channels: int
+) -> tuple[MapName, Tensor]:
+    first, second = (snap_to_power_of_two(float(part.median())) for part in parts)
     factor = torch.empty(1, channels, dtype=torch.float64)
     is_half = text.startswith("the second half")
     factor[:, slice(0, channels // 2) if is_half else slice(0, None, 2)] = first
     factor[:, slice(channels // 2, None) if is_half else slice(1, None, 2)] = second
     if first != 1:
         text = text.replace("second", "first").replace("odd", "even") if second == 1 else "channels"
-    name = _name(second if first == 1 else first, text)
+    name = _name_factor(second if first == 1 else first, text)
     return MapName(name.cause, text, (), 0, (("factors", (first, second)),)), factor
 
 
-def _constant(factors: Tensor, tolerance: float) -> bool:
+def _are_factors_constant(factors: Tensor, tolerance: float) -> bool:
     middle = float(factors.median())
     return bool(((factors - middle).abs() <= tolerance * abs(middle)).all())
 
 
-def snapped(factor: float) -> float:
+def snap_to_power_of_two(factor: float) -> float:
     """Return the power of two that is meant, or the factor itself."""
     if not factor or not math.isfinite(factor):
         return factor
@@ -207,13 +211,13 @@ def snapped(factor: float) -> float:
     return power if abs(factor / power - 1) < 1e-4 else factor
 
 
-def _name(factor: float, text: str) -> MapName:
+def _name_factor(factor: float, text: str) -> MapName:
     if factor == -1:
         return MapName("sign", text, (), 0, (("factor", -1.0),))
     words = f"{factor:.6g}" + (f", {text}" if text else "")
     return MapName("factor", words, (), 0, (("factor", factor),))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def format_dtype(dtype: torch.dtype) -> str:
     """Return the name of a dtype without its package."""
     return str(dtype).removeprefix("torch.")

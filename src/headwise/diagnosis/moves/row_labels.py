@@ -15,7 +15,7 @@ _MULTIPLIER = -7046029254386353131
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def hash_weights(count: int, seed: int = 0) -> Tensor:
+def make_hash_multipliers(count: int, seed: int = 0) -> Tensor:
     """Return random odd numbers to multiply bits by, the first ones equal for every count.
 
     Returns:
@@ -25,19 +25,19 @@ def hash_weights(count: int, seed: int = 0) -> Tensor:
     return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
 
 
-def mix(labels: Tensor) -> Tensor:
+def mix_bits(labels: Tensor) -> Tensor:
     """Return labels whose bits depend on all bits of the given ones."""
     labels = (labels ^ (labels >> 29)) * _MULTIPLIER
     return (labels ^ (labels >> 32)) * _MULTIPLIER
 
 
-def bits_of(x: Tensor) -> Tensor:
+def read_bits(x: Tensor) -> Tensor:
     """Return the bits of each entry as integers; -0 counts as 0."""
     whole = (x + 0.0).contiguous() if x.dtype.itemsize > 1 else x.contiguous()
     return whole.view(_INTEGERS[x.dtype.itemsize])
 
 
-def row_labels(rows: Tensor) -> Tensor:
+def hash_rows(rows: Tensor) -> Tensor:
     """Return one hash for each row.
 
     Args:
@@ -47,16 +47,16 @@ def row_labels(rows: Tensor) -> Tensor:
         (rows), int64.
     """
     count, columns = rows.shape
-    weights, labels = hash_weights(columns), torch.zeros(count, dtype=torch.int64)
+    weights, labels = make_hash_multipliers(columns), torch.zeros(count, dtype=torch.int64)
     step = max(1, _BLOCK // max(1, columns))
     for start in range(0, count, step):
-        bits = bits_of(rows[start : start + step]).to(torch.int64)
+        bits = read_bits(rows[start : start + step]).to(torch.int64)
         labels[start : start + step] = (bits * weights).sum(1)
-    return mix(labels)
+    return mix_bits(labels)
 
 
-def column_labels(rows: Tensor) -> Tensor:
-    """Return one hash for each column, the one that `row_labels` has for it as a row.
+def hash_columns(rows: Tensor) -> Tensor:
+    """Return one hash for each column, the one that `hash_rows` has for it as a row.
 
     Args:
         rows: (rows, columns).
@@ -65,15 +65,15 @@ def column_labels(rows: Tensor) -> Tensor:
         (columns), int64.
     """
     count, columns = rows.shape
-    weights, labels = hash_weights(count), torch.zeros(columns, dtype=torch.int64)
+    weights, labels = make_hash_multipliers(count), torch.zeros(columns, dtype=torch.int64)
     step = max(1, _BLOCK // max(1, columns))
     for start in range(0, count, step):
-        bits = bits_of(rows[start : start + step]).to(torch.int64)
+        bits = read_bits(rows[start : start + step]).to(torch.int64)
         labels += (bits * weights[start : start + step, None]).sum(0)
-    return mix(labels)
+    return mix_bits(labels)
 
 
-def sequence_hashes(labels: Tensor, weights: Tensor) -> Tensor:
+def hash_label_sequences(labels: Tensor, weights: Tensor) -> Tensor:
     """Return one hash for each sequence of labels.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.moves.projection_rows import ROLES, RowSizes
-from headwise.layouts.pattern import GROUPED, Splits, pack, parse, unpack
+from headwise.layouts.pattern import GROUPED, Splits, pack_tensors, parse_pattern, unpack_tensor
 
 TENSORS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo"}
 _ROLE_OF = {tensor: role for role, tensor in TENSORS.items()}
@@ -77,12 +77,12 @@ class RowMap:
 Draft = tuple[MapName, dict[str, Tensor]]  # the rows that each moved role takes, of all four roles
 
 
-def full_sizes(sizes: RowSizes) -> RowSizes:
+def sizes_with_all_roles(sizes: RowSizes) -> RowSizes:
     """Return the sizes with all four roles."""
     return replace(sizes, roles=ROLES)
 
 
-def pattern_sizes(sizes: RowSizes, **more: int) -> dict[str, int]:
+def lengths_of_pattern_names(sizes: RowSizes, **more: int) -> dict[str, int]:
     """Return a length for each name of a pattern; the columns of a row count as one."""
     group = sizes.heads // sizes.kv_heads if sizes.heads % sizes.kv_heads == 0 else 1
     return {
@@ -97,42 +97,44 @@ def pattern_sizes(sizes: RowSizes, **more: int) -> dict[str, int]:
     }
 
 
-def role_indices(sizes: RowSizes) -> dict[str, Tensor]:
+def index_rows_by_role(sizes: RowSizes) -> dict[str, Tensor]:
     """Return the index of each row of each role, as the canonical tensors of one column."""
-    whole = full_sizes(sizes)
+    whole = sizes_with_all_roles(sizes)
     return {
         role: torch.arange(span.start, span.stop).view(
-            whole.heads_of(role), whole.channels_of(role), 1
+            whole.count_heads(role), whole.count_channels(role), 1
         )
         for role, span in whole.spans().items()
     }
 
 
-def stored(
+def order_rows_by_pattern(
     pattern: str, sizes: RowSizes, lengths: Mapping[str, int], splits: Splits = GROUPED
 ) -> Tensor:
     """Return the indices of rows in the order of a pattern; (rows)."""
-    indices = {TENSORS[role]: index for role, index in role_indices(sizes).items()}
-    return pack(parse(pattern), indices, lengths, splits).flatten()
+    indices = {TENSORS[role]: index for role, index in index_rows_by_role(sizes).items()}
+    return pack_tensors(parse_pattern(pattern), indices, lengths, splits).flatten()
 
 
-def read(
+def read_rows_by_pattern(
     pattern: str, rows: Tensor, lengths: Mapping[str, int], splits: Splits = GROUPED
 ) -> dict[str, Tensor]:
     """Return, for each role of a pattern, the rows that it takes where they are read so."""
-    parsed = parse(pattern)
-    canonical = unpack(parsed, rows.view(parsed.shape(lengths)), lengths, splits)
+    parsed = parse_pattern(pattern)
+    canonical = unpack_tensor(parsed, rows.view(parsed.shape(lengths)), lengths, splits)
     return {_ROLE_OF[tensor]: x.flatten() for tensor, x in canonical.items()}
 
 
-def reread(
+def reread_rows_by_pattern(
     first: str, second: str, sizes: RowSizes, lengths: Mapping[str, int], splits: Splits = GROUPED
 ) -> dict[str, Tensor]:
     """Return the rows that roles take where ``first`` is the order of storage, ``second`` read."""
-    return read(second, stored(first, sizes, lengths, splits), lengths, splits)
+    return read_rows_by_pattern(
+        second, order_rows_by_pattern(first, sizes, lengths, splits), lengths, splits
+    )
 
 
-def grouped_maps(
+def make_distinct_maps(
     drafts: Iterable[Draft], sizes: RowSizes, columns: tuple[int, ...]
 ) -> tuple[RowMap, ...]:
     """Return one map for each distinct draft, the simplest names first.
@@ -140,15 +142,15 @@ def grouped_maps(
     Drafts that move nothing at these sizes, or that need a role that is absent or has other
     columns, are left out.
     """
-    whole = full_sizes(sizes)
-    spans, kept = whole.spans(), _kept(sizes)
+    whole = sizes_with_all_roles(sizes)
+    spans, kept = whole.spans(), _index_present_rows(sizes)
     width = {role: columns[sizes.roles.index(role)] for role in sizes.roles}
     still = torch.arange(sizes.rows)
     names: dict[bytes, list[MapName]] = {}
     indices: dict[bytes, Tensor] = {}
     for name, moved in drafts:
         moved = {role: index for role, index in moved.items() if role in sizes.roles}
-        if not _fits(moved, spans, width):
+        if not _fits_present_rows(moved, spans, width):
             continue
         index = torch.arange(whole.rows)
         for role, taken in moved.items():
@@ -172,9 +174,9 @@ def grouped_maps(
     return tuple(sorted(maps, key=lambda row_map: row_map.names[0].order))
 
 
-def _kept(sizes: RowSizes) -> Tensor:
+def _index_present_rows(sizes: RowSizes) -> Tensor:
     """Return, for each row of all four roles, its index among those that are there, or -1."""
-    whole = full_sizes(sizes)
+    whole = sizes_with_all_roles(sizes)
     kept = torch.full((whole.rows,), -1)
     spans = whole.spans()
     for role, span in sizes.spans().items():
@@ -182,7 +184,7 @@ def _kept(sizes: RowSizes) -> Tensor:
     return kept
 
 
-def _fits(
+def _fits_present_rows(
     moved: Mapping[str, Tensor], spans: Mapping[str, slice], width: Mapping[str, int]
 ) -> bool:
     """True if every role takes rows of roles that are there, with as many columns."""

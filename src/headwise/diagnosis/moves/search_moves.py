@@ -13,12 +13,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.block_orders import block_maps, candidates
+from headwise.diagnosis.moves.block_orders import filter_block_permutations, find_block_maps
 from headwise.diagnosis.moves.labelled_rows import Labelled
 from headwise.diagnosis.moves.map_catalogue import MapCatalogue
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.projection_rows import RowSizes
-from headwise.diagnosis.moves.row_labels import hash_weights, sequence_hashes
+from headwise.diagnosis.moves.row_labels import hash_label_sequences, make_hash_multipliers
 from headwise.diagnosis.moves.row_map import RowMap
 
 Step: TypeAlias = RowMap | MatrixMap
@@ -61,9 +61,9 @@ def search_steps(
         [None, *catalogue.maps, *matrix_maps],
         torch.stack([b.plain, *b.plain[catalogue.indices], *(b.after(m) for m in matrix_maps)]),
     )
-    weights = _weights(a.sizes, roles)
-    wanted = int(sequence_hashes(a.plain, weights))
-    hashes = sequence_hashes(forward.labels, weights).tolist()
+    weights = _random_row_weights(a.sizes, roles)
+    wanted = int(hash_label_sequences(a.plain, weights))
+    hashes = hash_label_sequences(forward.labels, weights).tolist()
     if hashes[0] == wanted:
         return [()]
     single: list[Steps] = [
@@ -71,29 +71,29 @@ def search_steps(
         for step, value in zip(forward.steps, hashes, strict=True)
         if value == wanted and step is not None
     ]
-    blocks = block_maps(a.plain, b.plain, a.sizes, roles)
+    blocks = find_block_maps(a.plain, b.plain, a.sizes, roles)
     if blocks is not None and len(blocks) == 1:
         single.append(tuple(blocks))
     if single:
-        return _sorted(single, roles)
-    backward = _backward(a, catalogue, matrix_maps, roles)
-    double = list(_meeting(forward, hashes, backward, weights))
-    double += _with_blocks(forward, backward, a.plain, b.plain, a.sizes, roles)
+        return _sort_step_sequences(single, roles)
+    backward = _backward_labels(a, catalogue, matrix_maps, roles)
+    double = list(_yield_meeting_steps(forward, hashes, backward, weights))
+    double += _yield_steps_with_block_order(forward, backward, a.plain, b.plain, a.sizes, roles)
     if blocks is not None:
         double.append(tuple(blocks))
-    return _sorted(double, roles)
+    return _sort_step_sequences(double, roles)
 
 
-def _weights(sizes: RowSizes, roles: tuple[str, ...]) -> Tensor:
+def _random_row_weights(sizes: RowSizes, roles: tuple[str, ...]) -> Tensor:
     """Return random numbers for the rows of these roles, and 0 for the others."""
-    weights = hash_weights(sizes.rows, seed=2)
+    weights = make_hash_multipliers(sizes.rows, seed=2)
     for role, span in sizes.spans().items():
         if role not in roles:
             weights[span] = 0
     return weights
 
 
-def _backward(
+def _backward_labels(
     a: Labelled,
     catalogue: MapCatalogue,
     matrix_maps: Sequence[MatrixMap],
@@ -110,36 +110,40 @@ def _backward(
     return Side([None, *maps, *whole], torch.stack([a.plain, *labels]))
 
 
-def _meeting(
+def _yield_meeting_steps(
     forward: Side, hashes: Sequence[int], backward: Side, weights: Tensor
 ) -> Iterator[Steps]:
     before: dict[int, list[Step]] = defaultdict(list)
     for step, value in zip(forward.steps, hashes, strict=True):
         if step is not None:
             before[value].append(step)
-    values = sequence_hashes(backward.labels, weights).tolist()
+    values = hash_label_sequences(backward.labels, weights).tolist()
     for second, value in zip(backward.steps, values, strict=True):
         if second is not None:
             yield from ((first, second) for first in before.get(value, ()))
 
 
-def _with_blocks(
+def _yield_steps_with_block_order(
     forward: Side, backward: Side, a: Tensor, b: Tensor, sizes: RowSizes, roles: tuple[str, ...]
 ) -> Iterator[Steps]:
     """Yield a step and an order of blocks, in either order."""
-    for place in candidates(forward.labels[1:], a, sizes, roles).nonzero().flatten().tolist():
-        blocks = block_maps(a, forward.labels[place + 1], sizes, roles)
+    for place in (
+        filter_block_permutations(forward.labels[1:], a, sizes, roles).nonzero().flatten().tolist()
+    ):
+        blocks = find_block_maps(a, forward.labels[place + 1], sizes, roles)
         step = forward.steps[place + 1]
         if blocks is not None and step is not None:
             yield (step, *blocks)
-    for place in candidates(backward.labels[1:], b, sizes, roles).nonzero().flatten().tolist():
-        blocks = block_maps(backward.labels[place + 1], b, sizes, roles)
+    for place in (
+        filter_block_permutations(backward.labels[1:], b, sizes, roles).nonzero().flatten().tolist()
+    ):
+        blocks = find_block_maps(backward.labels[place + 1], b, sizes, roles)
         step = backward.steps[place + 1]
         if blocks is not None and step is not None:
             yield (*blocks, step)
 
 
-def _sorted(sequences: Sequence[Steps], roles: tuple[str, ...]) -> list[Steps]:
+def _sort_step_sequences(sequences: Sequence[Steps], roles: tuple[str, ...]) -> list[Steps]:
     """Return the sequences of the fewest steps, those that move these roles alone first."""
     if not sequences:
         return []

@@ -39,7 +39,7 @@ class Zeroed:
         return Rows({**rows.matrices, self.role: zeroed}, biases)
 
 
-def zero_rows(role: str, a: Tensor, b: Tensor, tolerance: float) -> Move | None:
+def find_zeroed_rows(role: str, a: Tensor, b: Tensor, tolerance: float) -> Move | None:
     """Return the move that leaves some rows of b without numbers, or None.
 
     Args:

@@ -15,7 +15,7 @@ from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
 from headwise.layouts.canonical import State
 from headwise.reference import share_heads
 
-StageFunction = Callable[["Forced"], Tensor]
+StageFunction = Callable[["ForcedStage"], Tensor]
 BEFORE: Mapping[str, tuple[str, ...]] = {
     "q": (),
     "k": (),
@@ -39,7 +39,7 @@ class AttentionModel:
         settings: sizes, scale, rotation and other settings.
         weights: canonical tensors in float64 (`headwise.layouts.canonical`).
         replaced: stage name -> the function that computes it in place of the usual one. It takes
-            the `Forced` stage, whose ``usual()`` is the usual result.
+            the `ForcedStage` stage, whose ``usual()`` is the usual result.
         of_weights: the model of the stored weights, where the modules of a layer do more than
             multiply by them; None where they do not.
     """
@@ -66,8 +66,8 @@ class AttentionModel:
         """Return the model with another function for a stage, which may use the one before."""
         before = self.replaced.get(stage)
 
-        def applied(forced: Forced) -> Tensor:
-            return function(forced if before is None else forced.with_usual(before))
+        def applied(forced: ForcedStage) -> Tensor:
+            return function(forced if before is None else forced.with_usual_function(before))
 
         return replace(self, replaced={**self.replaced, stage: applied})
 
@@ -84,12 +84,12 @@ class AttentionModel:
 
     def predict(self, stage: str, call: RecordedCall) -> Tensor:
         """Return a stage of the call, computed from the recorded stages before it."""
-        return self.forced(stage, call).result()
+        return self.prepare_stage(stage, call).result()
 
-    def forced(self, stage: str, call: RecordedCall) -> Forced:
+    def prepare_stage(self, stage: str, call: RecordedCall) -> ForcedStage:
         """Return a stage of the call, to be computed from the recorded stages before it."""
         recorded = {name: x for name, x in call.stages.items() if name != stage}
-        return Forced(self, call.with_stages(recorded), stage)
+        return ForcedStage(self, call.with_stages(recorded), stage)
 
     def run(self, call: RecordedCall) -> dict[str, Tensor]:
         """Return every stage of the call, computed from its inputs alone."""
@@ -99,7 +99,7 @@ class AttentionModel:
 
 
 @dataclass(frozen=True)
-class Forced:
+class ForcedStage:
     """A stage of a model that is computed from the recorded stages of a call.
 
     Recorded stages come from the layer that is examined. A stage that was not recorded is computed
@@ -116,20 +116,20 @@ class Forced:
         """The settings of the model."""
         return self.model.settings
 
-    def with_usual(self, function: StageFunction) -> Forced:
+    def with_usual_function(self, function: StageFunction) -> ForcedStage:
         """Return the stage with another function as the usual one."""
         return replace(self, substitute=function)
 
     def result(self) -> Tensor:
         """Return the stage, which is computed once."""
-        return self._result
+        return self._compute_result
 
     @cached_property
-    def _result(self) -> Tensor:
+    def _compute_result(self) -> Tensor:
         function = self.model.replaced.get(self.stage)
-        return self.usual() if function is None else function(self)
+        return self.usual_result() if function is None else function(self)
 
-    def usual(self) -> Tensor:
+    def usual_result(self) -> Tensor:
         """Return the stage by the usual function."""
         if self.substitute is not None:
             return self.substitute(replace(self, substitute=None))
@@ -139,7 +139,7 @@ class Forced:
         """Return an earlier stage: as recorded, or else computed by the model."""
         if stage in self.call.stages:
             return self.call.stages[stage]
-        return Forced(self.model, self.call, stage).result()
+        return ForcedStage(self.model, self.call, stage).result()
 
     def weight(self, name: str) -> Tensor | None:
         """Return a tensor of the weights, None where the model has none."""
@@ -148,22 +148,22 @@ class Forced:
     @property
     def keys(self) -> Tensor:
         """Rotated keys of earlier calls and of this one, (batch, kv_heads, keys, head_dim)."""
-        return self._with_earlier("k after rotary")
+        return self._join_earlier_calls("k after rotary")
 
     @property
     def values(self) -> Tensor:
         """Values of earlier calls and of this one, (batch, kv_heads, keys, value_dim)."""
-        return self._with_earlier("v")
+        return self._join_earlier_calls("v")
 
-    def _with_earlier(self, stage: str) -> Tensor:
+    def _join_earlier_calls(self, stage: str) -> Tensor:
         calls = [*self.call.earlier, self.call]
-        return torch.cat([Forced(self.model, call, stage)[stage] for call in calls], 2)
+        return torch.cat([ForcedStage(self.model, call, stage)[stage] for call in calls], 2)
 
 
 # ---- the usual function of each stage ----------------------------------------------------------
 
 
-def project(forced: Forced) -> Tensor:
+def project_heads(forced: ForcedStage) -> Tensor:
     """Return q, k or v: x @ weight + bias for each head."""
     role, inputs = forced.stage, forced.call.inputs
     x = inputs.x if role == "q" else inputs.key_source
@@ -172,13 +172,13 @@ def project(forced: Forced) -> Tensor:
     return projected if bias is None else projected + bias[:, None]
 
 
-def normalise(forced: Forced) -> Tensor:
+def normalise_heads(forced: ForcedStage) -> Tensor:
     """Return queries or keys after a norm before the rotation."""
     role = forced.stage[0]
-    return _normed(forced, forced[role], "before")
+    return _apply_norm_at_place(forced, forced[role], "before")
 
 
-def rotate(forced: Forced) -> Tensor:
+def rotate_heads(forced: ForcedStage) -> Tensor:
     """Return queries or keys after the rotation and a norm that follows it."""
     role = forced.stage[0]
     x, form = forced[f"{role} after norm"], forced.settings.rotary
@@ -186,10 +186,10 @@ def rotate(forced: Forced) -> Tensor:
         is_query = role == "q"
         positions = forced.call.query_positions if is_query else forced.call.new_key_positions
         x = form.rotate(x, positions + (form.q_offset if is_query else form.k_offset))
-    return _normed(forced, x, "after")
+    return _apply_norm_at_place(forced, x, "after")
 
 
-def _normed(forced: Forced, x: Tensor, place: str) -> Tensor:
+def _apply_norm_at_place(forced: ForcedStage, x: Tensor, place: str) -> Tensor:
     role, norm = forced.stage[0], forced.settings.norm
     if norm is None or norm.place != place:
         return x
@@ -202,12 +202,12 @@ def _normed(forced: Forced, x: Tensor, place: str) -> Tensor:
     return x if bias is None else x + bias
 
 
-def score(forced: Forced) -> Tensor:
+def compute_scores(forced: ForcedStage) -> Tensor:
     """Return the scores, -inf where a key is hidden."""
-    return hide(forced, biased(forced, products(forced)))
+    return hide_keys(forced, add_distance_bias(forced, scale_products(forced)))
 
 
-def products(forced: Forced) -> Tensor:
+def scale_products(forced: ForcedStage) -> Tensor:
     """Return scaled and softcapped products of queries and keys."""
     q, keys, settings = forced["q after rotary"], forced.keys, forced.settings
     s = q @ share_heads(keys, heads=q.shape[1]).mT * settings.scale
@@ -215,14 +215,14 @@ def products(forced: Forced) -> Tensor:
     return s if cap is None else cap * torch.tanh(s / cap)
 
 
-def distances(call: RecordedCall) -> Tensor:
+def key_query_distances(call: RecordedCall) -> Tensor:
     """Return position of the key less that of the query, (batch, 1, queries, keys)."""
     return (call.key_positions[:, None] - call.query_positions[..., None])[:, None]
 
 
-def biased(forced: Forced, s: Tensor) -> Tensor:
+def add_distance_bias(forced: ForcedStage, s: Tensor) -> Tensor:
     """Return scores with the bias by distance."""
-    settings, apart = forced.settings, distances(forced.call)
+    settings, apart = forced.settings, key_query_distances(forced.call)
     if settings.slopes is not None:
         s = s - settings.slopes[:, None, None] * apart.abs().to(s.dtype)
     if settings.buckets is not None:
@@ -231,15 +231,15 @@ def biased(forced: Forced, s: Tensor) -> Tensor:
     return s
 
 
-def hide(forced: Forced, s: Tensor) -> Tensor:
+def hide_keys(forced: ForcedStage, s: Tensor) -> Tensor:
     """Return scores with -inf where a key is hidden."""
-    return s.masked_fill(~visible(forced), -torch.inf)
+    return s.masked_fill(~visible_keys(forced), -torch.inf)
 
 
-def visible(forced: Forced) -> Tensor:
+def visible_keys(forced: ForcedStage) -> Tensor:
     """Return True where a query may attend, (batch, 1 or heads, queries, keys)."""
     call, settings = forced.call, forced.settings
-    ahead = distances(call)
+    ahead = key_query_distances(call)
     seen = torch.ones_like(ahead, dtype=torch.bool)
     if settings.causal:
         seen = seen & (ahead <= 0)
@@ -250,7 +250,7 @@ def visible(forced: Forced) -> Tensor:
     return seen if call.inputs.mask is None else seen & call.inputs.mask
 
 
-def softmax(forced: Forced) -> Tensor:
+def softmax_scores(forced: ForcedStage) -> Tensor:
     """Return the weights of the scores; a row without keys is 0."""
     s, sink = forced["scores"], forced.weight("sink")
     if sink is not None:
@@ -259,13 +259,13 @@ def softmax(forced: Forced) -> Tensor:
     return s.softmax(-1).nan_to_num(0.0)
 
 
-def mix(forced: Forced) -> Tensor:
+def mix_values(forced: ForcedStage) -> Tensor:
     """Return weights @ values for each head."""
     weights = forced["weights"]
     return weights @ share_heads(forced.values, heads=weights.shape[1])
 
 
-def output(forced: Forced) -> Tensor:
+def project_output(forced: ForcedStage) -> Tensor:
     """Return the projected head outputs."""
     heads, bias = forced["head outputs"], forced.weight("bo")
     projected = heads.transpose(1, 2).flatten(2) @ forced.model.weights["wo"].flatten(0, 1)
@@ -273,15 +273,15 @@ def output(forced: Forced) -> Tensor:
 
 
 USUAL: Mapping[str, StageFunction] = {
-    "q": project,
-    "k": project,
-    "v": project,
-    "q after norm": normalise,
-    "k after norm": normalise,
-    "q after rotary": rotate,
-    "k after rotary": rotate,
-    "scores": score,
-    "weights": softmax,
-    "head outputs": mix,
-    "output": output,
+    "q": project_heads,
+    "k": project_heads,
+    "v": project_heads,
+    "q after norm": normalise_heads,
+    "k after norm": normalise_heads,
+    "q after rotary": rotate_heads,
+    "k after rotary": rotate_heads,
+    "scores": compute_scores,
+    "weights": softmax_scores,
+    "head outputs": mix_values,
+    "output": project_output,
 }

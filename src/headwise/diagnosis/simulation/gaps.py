@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import BEFORE, AttentionModel, Forced
-from headwise.diagnosis.simulation.stage_rounding import allowed, is_far_off
+from headwise.diagnosis.simulation.attention_model import BEFORE, AttentionModel, ForcedStage
+from headwise.diagnosis.simulation.stage_rounding import allowed_difference, is_far_off
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
 
 # (stage, number of the call, head); the head is -1 for the output, and where shapes differ.
@@ -67,7 +67,7 @@ class Gaps:
         return sum(gap.left for gap in gaps), sum(min(gap.size, 1.0) for gap in gaps)
 
 
-def gaps_of(
+def measure_gaps(
     model: AttentionModel, calls: Sequence[RecordedCall], stages: Sequence[str] = STAGES
 ) -> Gaps:
     """Compare recorded stages with those that the model computes from the stages before them.
@@ -77,20 +77,20 @@ def gaps_of(
     cells: dict[Cell, Gap] = {}
     misshapen: set[str] = set()  # stages that cannot be computed from recorded ones of other shapes
     for stage in STAGES:
-        is_cut_off = any(_follows_misshapen(model, call, stage) for call in calls)
+        is_cut_off = any(_follows_misshapen_stage(model, call, stage) for call in calls)
         if is_cut_off or not misshapen.isdisjoint(BEFORE[stage]):
             misshapen.add(stage)
         if stage not in stages or stage in misshapen:
             continue
         for number, call in enumerate(calls):
             if stage in call.stages:
-                gaps = _gaps_by_head(model, call, stage)
+                gaps = _measure_gaps_by_head(model, call, stage)
                 cells |= {(stage, number, head): gap for head, gap in gaps.items()}
                 misshapen |= {stage} if WHOLE in gaps else set()
     return Gaps(cells)
 
 
-def _fits(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
+def _has_model_heads(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
     """True if a recorded stage has the heads of the model, or was not recorded."""
     tensor = call.stages.get(stage)
     if tensor is None or stage == "output":
@@ -101,50 +101,50 @@ def _fits(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
     return (tensor.shape[1], tensor.shape[3])[: len(sizes)] == sizes
 
 
-def _follows_misshapen(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
+def _follows_misshapen_stage(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
     """True if a stage is computed from a recorded one that has other heads than the model."""
-    return not _agree(call, stage) or any(
-        not _fits(model, call, earlier) or _follows_misshapen(model, call, earlier)
+    return not _earlier_stages_agree(call, stage) or any(
+        not _has_model_heads(model, call, earlier) or _follows_misshapen_stage(model, call, earlier)
         for earlier in BEFORE[stage]
     )
 
 
-def _agree(call: RecordedCall, stage: str) -> bool:
+def _earlier_stages_agree(call: RecordedCall, stage: str) -> bool:
     """True if the recorded stages before a stage have the same number of sequences."""
     return len({len(call.stages[each]) for each in BEFORE[stage] if each in call.stages}) < 2
 
 
-def explains_heads(
+def heads_are_explained(
     model: AttentionModel, call: RecordedCall, stage: str, heads: Sequence[int]
 ) -> bool:
     """True if rounding explains what is left between the model and these heads of a stage."""
-    if _follows_misshapen(model, call, stage):
+    if _follows_misshapen_stage(model, call, stage):
         return False
-    forced, actual = model.forced(stage, call), call.stages[stage]
+    forced, actual = model.prepare_stage(stage, call), call.stages[stage]
     predicted = forced.result()
     if predicted.shape != actual.shape:
         return False
-    apart = difference(predicted, actual)
+    apart = absolute_difference(predicted, actual)
     chosen = apart if WHOLE in heads else apart[:, list(heads)]
     if is_far_off(forced, chosen):
         return False
-    is_rounding = (apart == 0) | (apart <= _bound(forced, actual))  # a bound may be NaN
+    is_rounding = (apart == 0) | (apart <= _rounding_bound(forced, actual))  # a bound may be NaN
     chosen = is_rounding if WHOLE in heads else is_rounding[:, list(heads)]
     return bool(chosen.all())
 
 
-def _bound(forced: Forced, actual: Tensor) -> Tensor:
+def _rounding_bound(forced: ForcedStage, actual: Tensor) -> Tensor:
     """Return what rounding explains, of the shape of the recorded stage."""
-    bound = allowed(forced)
+    bound = allowed_difference(forced)
     return bound if bound.shape == actual.shape else bound.max().expand(actual.shape)
 
 
-def _gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str) -> dict[int, Gap]:
-    forced, actual = model.forced(stage, call), call.stages[stage]
+def _measure_gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str) -> dict[int, Gap]:
+    forced, actual = model.prepare_stage(stage, call), call.stages[stage]
     predicted = forced.result()
     if predicted.shape != actual.shape:
         return {WHOLE: Gap(math.inf, math.inf, math.inf)}
-    apart, bound = difference(predicted, actual), _bound(forced, actual)
+    apart, bound = absolute_difference(predicted, actual), _rounding_bound(forced, actual)
     heads = [WHOLE] if stage == "output" else list(range(actual.shape[1]))
     by_head = [
         (x[None] if stage == "output" else x.transpose(0, 1)).flatten(1)
@@ -163,22 +163,22 @@ def _gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str) -> dict
     }
 
 
-def difference(predicted: Tensor, actual: Tensor) -> Tensor:
+def absolute_difference(predicted: Tensor, actual: Tensor) -> Tensor:
     """Return the absolute difference; 0 for equal infinities and two NaNs, else infinite."""
     equal = (predicted == actual) | (predicted.isnan() & actual.isnan())
     return (predicted - actual).abs().nan_to_num(math.inf).masked_fill(equal, 0.0)
 
 
-def restricted(
+def restrict_model_to_heads(
     base: AttentionModel, changed: AttentionModel, stage: str, heads: Sequence[int] | None
 ) -> AttentionModel:
     """Return ``base`` with a stage of ``changed``, in some heads alone (all for None)."""
 
-    def stage_function(forced: Forced) -> Tensor:
-        other = Forced(changed, forced.call, stage).result()
+    def stage_function(forced: ForcedStage) -> Tensor:
+        other = ForcedStage(changed, forced.call, stage).result()
         if heads is None:
             return other
-        usual = Forced(base, forced.call, stage).result()
+        usual = ForcedStage(base, forced.call, stage).result()
         chosen = torch.zeros(usual.shape[1], dtype=torch.bool)
         chosen[list(heads)] = True
         return torch.where(chosen[:, None, None], other, usual)

@@ -20,22 +20,22 @@ class PerturbedTensors:
     def __init__(self) -> None:
         self._kept = WeakTensorKeyDictionary()
 
-    def moved(self, x: Tensor, name: str, draw: int, share: float) -> Tensor:
+    def perturb(self, x: Tensor, name: str, draw: int, share: float) -> Tensor:
         """Return x in float64, each entry times 1 + s, with s uniform from -share to share.
 
         The draws of a name and a number are the same in every call.
         """
         if x.numel() > MOST_KEPT:
-            return _moved(x, name, draw, share)
+            return _perturb_tensor(x, name, draw, share)
         copies = self._kept.setdefault(x, {})
         key = (name, draw, share)
         if key not in copies:
-            copies[key] = _moved(x, name, draw, share)
+            copies[key] = _perturb_tensor(x, name, draw, share)
         moved: Tensor = copies[key]
         return moved
 
 
-def _moved(x: Tensor, name: str, draw: int, share: float) -> Tensor:
+def _perturb_tensor(x: Tensor, name: str, draw: int, share: float) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {draw}".encode()))
     shares = torch.rand(x.shape, generator=generator).mul_(2).sub_(1).double()
     return x.double() * shares.mul_(share).add_(1)

@@ -59,7 +59,7 @@ class RotaryForm:
     def frequencies(self) -> Tensor:
         """Return the angle of each pair for one token, in radians, (pairs,), float64."""
         base = self.exponent_width or self.width
-        frequencies = _frequencies(self.theta, self.width, base, self.scaling)
+        frequencies = _scaled_frequencies(self.theta, self.width, base, self.scaling)
         return frequencies if self.dtype is None else frequencies.to(self.dtype).double()
 
     def pairs(self) -> tuple[slice, slice]:
@@ -88,7 +88,7 @@ class RotaryForm:
 
 
 @lru_cache(maxsize=64)  # a search rotates by the same frequencies thousands of times
-def _frequencies(theta: float, width: int, base: int, scaling: Scaling | None) -> Tensor:
+def _scaled_frequencies(theta: float, width: int, base: int, scaling: Scaling | None) -> Tensor:
     exponents = 2 * torch.arange(width // 2, dtype=torch.float64) / base
     plain: Tensor = theta**-exponents
     match scaling:
@@ -102,19 +102,19 @@ def _frequencies(theta: float, width: int, base: int, scaling: Scaling | None) -
             larger: float = theta * factor ** (base / (base - 2))
             return larger**-exponents
         case Llama3Scaling():
-            return _llama3(plain, scaling)
+            return _llama3_frequencies(plain, scaling)
         case YarnScaling():
-            return _yarn(plain, scaling.ramp(theta, width), scaling.factor)
+            return _yarn_frequencies(plain, scaling.ramp(theta, width), scaling.factor)
 
 
-def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+def _llama3_frequencies(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.original_length * plain / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
     return kept * plain + (1 - kept) * plain / scaling.factor
 
 
-def _yarn(plain: Tensor, ramp: tuple[float, float], factor: float) -> Tensor:
+def _yarn_frequencies(plain: Tensor, ramp: tuple[float, float], factor: float) -> Tensor:
     first, last = ramp
     pairs = torch.arange(len(plain), dtype=torch.float64)
     divided = ((pairs - first) / (last - first)).clamp(0, 1)

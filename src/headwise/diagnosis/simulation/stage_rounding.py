@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import BEFORE, Forced, distances
+from headwise.diagnosis.simulation.attention_model import BEFORE, ForcedStage, key_query_distances
 from headwise.diagnosis.simulation.perturbed import PerturbedTensors
 from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import RecordedCall
@@ -40,15 +40,15 @@ WEIGHTS_OF = {
 }
 
 
-def allowed(forced: Forced) -> Tensor:
+def allowed_difference(forced: ForcedStage) -> Tensor:
     """Return the difference that rounding explains, of the shape of the stage."""
     unit = torch.finfo(forced.call.dtype).eps / 2
     if _has_formula(forced):
         return SIDES * _BOUNDS[forced.stage](forced, unit)
-    return SIDES * _by_perturbation(forced, unit)
+    return SIDES * _largest_change_by_perturbation(forced, unit)
 
 
-def _has_formula(forced: Forced) -> bool:
+def _has_formula(forced: ForcedStage) -> bool:
     """True if all that the stage is made of was recorded, in its usual shape."""
     call, stage = forced.call, forced.stage
     is_recorded = all(before in call.stages for before in BEFORE[stage])
@@ -63,7 +63,7 @@ def _is_of_usual_shape(call: RecordedCall, stage: str) -> bool:
     return (weights.shape[0], weights.shape[-1]) == (batch, call.key_positions.shape[1])
 
 
-def is_far_off(forced: Forced, apart: Tensor) -> bool:
+def is_far_off(forced: ForcedStage, apart: Tensor) -> bool:
     """True if a difference is so much larger than rounding that one draw of it says so.
 
     False where a formula bounds the stage, which costs little.
@@ -71,37 +71,42 @@ def is_far_off(forced: Forced, apart: Tensor) -> bool:
     unit = torch.finfo(forced.call.dtype).eps / 2
     if _has_formula(forced):
         return False
-    change = _of_draw(forced, unit, 0).amax() + _terms(forced) * unit * forced.result().abs().amax()
+    change = (
+        _change_of_one_draw(forced, unit, 0).amax()
+        + _count_summed_terms(forced) * unit * forced.result().abs().amax()
+    )
     return bool(apart.amax() > FAR * SIDES * change)
 
 
-def _by_perturbation(forced: Forced, unit: float) -> Tensor:
+def _largest_change_by_perturbation(forced: ForcedStage, unit: float) -> Tensor:
     """Return the largest change of a stage when all that it is made of changes by n u.
 
     Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
     (Higham 2002, section 3.1). Some draws of such factors stand for all.
     """
     exact = forced.result()
-    largest = torch.stack([_of_draw(forced, unit, draw).amax() for draw in range(DRAWS)]).amax()
-    last = _terms(forced) * unit * exact.abs().nan_to_num(0.0, posinf=0.0)
+    largest = torch.stack(
+        [_change_of_one_draw(forced, unit, draw).amax() for draw in range(DRAWS)]
+    ).amax()
+    last = _count_summed_terms(forced) * unit * exact.abs().nan_to_num(0.0, posinf=0.0)
     return largest.expand_as(exact) + last
 
 
-def _terms(forced: Forced) -> int:
+def _count_summed_terms(forced: ForcedStage) -> int:
     """Return the number of products in the longest sum."""
     tensors = (*forced.model.weights.values(), forced.call.inputs.x)
     return max(sum(x.shape[-2:]) for x in tensors if x.dim() > 1)
 
 
-def _of_draw(forced: Forced, unit: float, draw: int) -> Tensor:
+def _change_of_one_draw(forced: ForcedStage, unit: float, draw: int) -> Tensor:
     """Return the change of a stage when all that it is made of is moved once."""
     model, call, stage = forced.model, forced.call, forced.stage
-    share = _terms(forced) * unit
+    share = _count_summed_terms(forced) * unit
 
     def moved(x: Tensor, name: str) -> Tensor:
         return PERTURBED.moved(x, name, draw, share)
 
-    used, source = _used_weights(call, stage), call.inputs.source
+    used, source = _name_used_weights(call, stage), call.inputs.source
     weights = {name: moved(x, name) if name in used else x for name, x in model.weights.items()}
     inputs = replace(
         call.inputs,
@@ -109,21 +114,21 @@ def _of_draw(forced: Forced, unit: float, draw: int) -> Tensor:
         source=None if source is None else moved(source, "source"),
     )
     near = replace(call, inputs=inputs, stages={n: moved(x, n) for n, x in call.stages.items()})
-    other = replace(model, weights=weights, settings=_with_float32_angles(model.settings))
+    other = replace(model, weights=weights, settings=_settings_with_float32_angles(model.settings))
     change = other.predict(stage, near) - forced.result()
     return change.abs().nan_to_num(0.0, posinf=0.0)
 
 
-def _used_weights(call: RecordedCall, stage: str) -> set[str]:
+def _name_used_weights(call: RecordedCall, stage: str) -> set[str]:
     """Return names of the weights by which a stage is computed from the recorded ones."""
     names = {*WEIGHTS_OF.get(stage, ())}
     for earlier in BEFORE[stage]:
         if earlier not in call.stages:
-            names |= _used_weights(call, earlier)
+            names |= _name_used_weights(call, earlier)
     return names
 
 
-def _with_float32_angles(settings: Settings) -> Settings:
+def _settings_with_float32_angles(settings: Settings) -> Settings:
     """Return settings whose angles are off by as much as float32 frequencies make them.
 
     With theta * (1 + d), pair i turns by e d theta ** -e less, e = 2i / width, which is at most
@@ -135,7 +140,7 @@ def _with_float32_angles(settings: Settings) -> Settings:
     return settings.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
 
 
-def _projected(forced: Forced, unit: float) -> Tensor:
+def _bound_projection(forced: ForcedStage, unit: float) -> Tensor:
     role, inputs = forced.stage, forced.call.inputs
     x = inputs.x if role == "q" else inputs.key_source
     weight, bias = forced.model.weights[f"w{role}"], forced.weight(f"b{role}")
@@ -144,15 +149,15 @@ def _projected(forced: Forced, unit: float) -> Tensor:
     return (x.shape[-1] + 1) * unit * sizes
 
 
-def _normed(forced: Forced, unit: float) -> Tensor:
+def _bound_norm(forced: ForcedStage, unit: float) -> Tensor:
     x = forced.result()
     count = x.shape[1] * x.shape[3]
     # a mean that is subtracted cancels digits of the largest entry
     return (count + 8) * unit * x.abs().amax((1, 3), keepdim=True).expand_as(x)
 
 
-def _rotated(forced: Forced, unit: float) -> Tensor:
-    bound = _normed(forced, unit)
+def _bound_rotation(forced: ForcedStage, unit: float) -> Tensor:
+    bound = _bound_norm(forced, unit)
     form = forced.settings.rotary
     if form is None:
         return bound
@@ -164,7 +169,7 @@ def _rotated(forced: Forced, unit: float) -> Tensor:
     return bound + (8 * unit + FLOAT32 * largest) * form.amplitude * size.expand_as(x)
 
 
-def _scored(forced: Forced, unit: float) -> Tensor:
+def _bound_scores(forced: ForcedStage, unit: float) -> Tensor:
     q, keys, settings = forced["q after rotary"], forced.keys, forced.settings
     sizes = q.abs() @ share_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.scale)
     bound = (q.shape[-1] + 8) * unit * sizes
@@ -172,12 +177,12 @@ def _scored(forced: Forced, unit: float) -> Tensor:
     if scores.shape == bound.shape:  # numbers that are added to products round at their size
         bound = bound + 8 * unit * scores.abs().nan_to_num(0.0, posinf=0.0)
     if settings.slopes is not None:
-        bias = settings.slopes.abs()[:, None, None] * distances(forced.call).abs()
+        bias = settings.slopes.abs()[:, None, None] * key_query_distances(forced.call).abs()
         bound = bound + (8 * unit + FLOAT32) * bias
     return bound
 
 
-def _softmaxed(forced: Forced, unit: float) -> Tensor:
+def _bound_softmax(forced: ForcedStage, unit: float) -> Tensor:
     s, weights = forced["scores"], forced.result()
     seen = s.masked_fill(~s.isfinite(), 0.0)
     largest = seen.abs().amax(-1, keepdim=True)
@@ -185,16 +190,16 @@ def _softmaxed(forced: Forced, unit: float) -> Tensor:
     return (s.shape[-1] + 8 + 4 * largest) * unit * weights + tiny
 
 
-def _mixed(forced: Forced, unit: float) -> Tensor:
+def _bound_head_outputs(forced: ForcedStage, unit: float) -> Tensor:
     weights = forced["weights"]
     values = share_heads(forced.values, heads=weights.shape[1]).abs()
     # A fused kernel computes scores and weights again, with a rounding of its own.
-    again = _softmaxed(replace(forced, stage="weights"), unit)
-    again = again + 2 * weights.abs() * _scored(forced, unit).amax(-1, keepdim=True)
+    again = _bound_softmax(replace(forced, stage="weights"), unit)
+    again = again + 2 * weights.abs() * _bound_scores(forced, unit).amax(-1, keepdim=True)
     return (weights.shape[-1] + 2) * unit * (weights.abs() @ values) + again @ values
 
 
-def _output(forced: Forced, unit: float) -> Tensor:
+def _bound_output(forced: ForcedStage, unit: float) -> Tensor:
     heads, bias = forced["head outputs"], forced.weight("bo")
     joined = heads.abs().transpose(1, 2).flatten(2)
     sizes = joined @ forced.model.weights["wo"].abs().flatten(0, 1)
@@ -203,15 +208,15 @@ def _output(forced: Forced, unit: float) -> Tensor:
 
 
 _BOUNDS = {
-    "q": _projected,
-    "k": _projected,
-    "v": _projected,
-    "q after norm": _normed,
-    "k after norm": _normed,
-    "q after rotary": _rotated,
-    "k after rotary": _rotated,
-    "scores": _scored,
-    "weights": _softmaxed,
-    "head outputs": _mixed,
-    "output": _output,
+    "q": _bound_projection,
+    "k": _bound_projection,
+    "v": _bound_projection,
+    "q after norm": _bound_norm,
+    "k after norm": _bound_norm,
+    "q after rotary": _bound_rotation,
+    "k after rotary": _bound_rotation,
+    "scores": _bound_scores,
+    "weights": _bound_softmax,
+    "head outputs": _bound_head_outputs,
+    "output": _bound_output,
 }

@@ -63,10 +63,10 @@ class Inputs:
             return [self]
         ends = list(accumulate(self.steps))
         return [
-            self._chunk(end - length, end) for length, end in zip(self.steps, ends, strict=True)
+            self._cut_chunk(end - length, end) for length, end in zip(self.steps, ends, strict=True)
         ]
 
-    def _chunk(self, start: int, end: int) -> Inputs:
+    def _cut_chunk(self, start: int, end: int) -> Inputs:
         mask, positions = self.mask, self.positions
         if mask is not None:
             rows = mask[..., start:end, :] if mask.shape[-2] > 1 else mask

@@ -34,21 +34,21 @@ class BlackBox(Subject):
             OptionError: the function returns no tensor, has another output in a second run, returns
                 NaN, or changes its input.
         """
-        first, second = self._call(inputs), self._call(inputs)
+        first, second = self._call_function(inputs), self._call_function(inputs)
         if first.shape[:2] != inputs.x.shape[:2] or first.dim() != 3:
-            raise _fault(
+            raise _function_fault_error(
                 f"an output of shape {tuple(first.shape)} for x of shape {tuple(inputs.x.shape)}",
                 "an output of (batch, queries, out_dim)",
                 "compare(lambda x: layer(x)[0], ...) selects the output of a tuple",
             )
         if not torch.equal(first.isnan(), torch.zeros_like(first, dtype=torch.bool)):
-            raise _fault(
+            raise _function_fault_error(
                 f"{int(first.isnan().sum())} of {first.numel()} outputs that are NaN",
                 "finite outputs",
                 "look for rows whose keys are all hidden, or for weights that are not finite",
             )
         if not torch.equal(first, second):
-            raise _fault(
+            raise _function_fault_error(
                 "other outputs in a second run on the same input: they differ by up to "
                 f"{float((first - second).abs().max()):.3g}",
                 "a function without randomness or state",
@@ -76,9 +76,11 @@ class BlackBox(Subject):
         given = {"x": inputs.x, "source": inputs.source}
         leaves = {n: t.clone().requires_grad_() for n, t in given.items() if t is not None}
         with torch.enable_grad():
-            output = self._call(replace(inputs, x=leaves["x"], source=leaves.get("source")))
+            output = self._call_function(
+                replace(inputs, x=leaves["x"], source=leaves.get("source"))
+            )
         if not output.requires_grad:
-            raise _fault(
+            raise _function_fault_error(
                 f"{self.kind}, whose output records no gradient",
                 "torch operations from the input to the output, without detach() or NumPy",
                 "compare(a, b) without gradients",
@@ -90,13 +92,13 @@ class BlackBox(Subject):
             for name, leaf in leaves.items()
         }
 
-    def _call(self, inputs: Inputs) -> Tensor:
+    def _call_function(self, inputs: Inputs) -> Tensor:
         x = inputs.x.clone()
         named = {"source": inputs.source, "mask": inputs.mask}
         given = {name: value for name, value in named.items() if value is not None}
         result = self.function(x, **given)
         if not torch.equal(x, inputs.x):
-            raise _fault(
+            raise _function_fault_error(
                 "a function that changes its input",
                 "an input that stays as it was",
                 "compare(lambda x: function(x.clone()), ...)",
@@ -106,7 +108,7 @@ class BlackBox(Subject):
         if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
             result = result[0]
         if not isinstance(result, Tensor):
-            raise _fault(
+            raise _function_fault_error(
                 f"an output of type {type(result).__name__}",
                 "a tensor or a NumPy array of (batch, queries, out_dim)",
                 "compare(lambda x: function(x)[0], ...) selects one output of several",
@@ -114,5 +116,5 @@ class BlackBox(Subject):
         return result
 
 
-def _fault(saw: str, needed: str, do: str) -> OptionError:
+def _function_fault_error(saw: str, needed: str, do: str) -> OptionError:
     return OptionError(saw=saw, needed=needed, do=do)

@@ -61,7 +61,7 @@ class ModelRun:
         return self.output_roundings.get(name, 0.0)
 
 
-def relative_gap(first: Tensor, second: Tensor) -> float:
+def relative_difference_norm(first: Tensor, second: Tensor) -> float:
     """Return the norm of a difference by the norm of the second; infinity for other shapes.
 
     Two NaNs are equal, and so are two infinities; one beside a number makes the gap infinite.

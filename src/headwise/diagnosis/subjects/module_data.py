@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.checkpoints.attention_loading import attention_from_state
-from headwise.checkpoints.config import layout_name, stated_counts
+from headwise.checkpoints.config import layout_name, read_stated_counts
 from headwise.checkpoints.config_check import layout_in_layer
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.subjects.native_subject import NativeSubject
@@ -19,7 +19,7 @@ from headwise.errors import HeadwiseError
 from headwise.layers.native.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NamedModule, modules_of
+from headwise.layouts.module_names import NamedModule, find_modules
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,18 +36,20 @@ class ModuleData:
     model: AttentionModel | None
     projections: Mapping[str, str]
 
-    def is_of(self, name: str) -> bool:
+    def covers_module(self, name: str) -> bool:
         """True if a module's name is that of this one, or of a part of it."""
         return f"{name}.".startswith(self.prefix) or self.prefix.startswith(f"{name}.")
 
 
-def modules_as_data(model: nn.Module) -> list[ModuleData]:
+def read_attention_modules(model: nn.Module) -> list[ModuleData]:
     """Return the attention modules of a model whose weights and settings can be read."""
-    modules = [data for name, module in model.named_modules() if (data := _of_layer(name, module))]
-    return modules or _of_config(model)
+    modules = [
+        data for name, module in model.named_modules() if (data := _read_layer(name, module))
+    ]
+    return modules or _read_transformers_modules(model)
 
 
-def _of_layer(name: str, module: nn.Module) -> ModuleData | None:
+def _read_layer(name: str, module: nn.Module) -> ModuleData | None:
     """Return a layer of headwise or torch as data."""
     prefix = f"{name}." if name else ""
     if isinstance(module, Attention):
@@ -62,7 +64,7 @@ def _of_layer(name: str, module: nn.Module) -> ModuleData | None:
     return None
 
 
-def _of_config(model: nn.Module) -> list[ModuleData]:
+def _read_transformers_modules(model: nn.Module) -> list[ModuleData]:
     """Return the attention of a model of transformers, by its config and its layout."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict[str, Any])
     fields: dict[str, Any] = to_dict()
@@ -70,11 +72,11 @@ def _of_config(model: nn.Module) -> list[ModuleData]:
     if name is None:
         return []
     layout, state = registry.layout(name), model.state_dict()
-    modules = [m for m in modules_of(layout, state) if m.tensors]
-    return [_of_module(module, modules, state, layout, fields) for module in modules]
+    modules = [m for m in find_modules(layout, state) if m.tensors]
+    return [_read_module_by_layout(module, modules, state, layout, fields) for module in modules]
 
 
-def _of_module(
+def _read_module_by_layout(
     module: NamedModule,
     modules: list[NamedModule],
     state: Mapping[str, Tensor],
@@ -85,7 +87,7 @@ def _of_module(
     data = None
     with suppress(HeadwiseError):
         shapes = {local: tuple(state[full].shape) for full, local in module.tensors.items()}
-        sizes = described.sizes(shapes, stated_counts(config))
+        sizes = described.sizes(shapes, read_stated_counts(config))
         layer = attention_from_state(module, modules, state, described, config, sizes)
         data = NativeSubject(layer).model
     owners = {

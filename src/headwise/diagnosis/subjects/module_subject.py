@@ -27,17 +27,17 @@ class ModuleSubject(Subject):
         self.dtype = next(module.parameters()).dtype
 
     @abstractmethod
-    def run(self, module: nn.Module, inputs: Inputs) -> Tensor:
+    def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of the module, or of a copy in another dtype."""
 
     @abstractmethod
-    def of(self, module: nn.Module) -> Self:
+    def subject_of_module(self, module: nn.Module) -> Self:
         """Return the subject of another module of this kind."""
 
     @torch.no_grad()
     def output(self, inputs: Inputs) -> Tensor:
         """Return the output of the module in its dtype."""
-        return self.run(self.module, inputs)
+        return self.run_module(self.module, inputs)
 
     def gradients(self, inputs: Inputs, direction: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the gradients of the inputs, and of the weights where the module is known."""
@@ -45,17 +45,19 @@ class ModuleSubject(Subject):
         given = {"x": inputs.x, "source": inputs.source}
         leaves = {n: t.to(dtype).requires_grad_() for n, t in given.items() if t is not None}
         with torch.enable_grad():
-            output = self.run(module, replace(inputs, x=leaves["x"], source=leaves.get("source")))
+            output = self.run_module(
+                module, replace(inputs, x=leaves["x"], source=leaves.get("source"))
+            )
             if output.requires_grad:
                 (output * direction.to(dtype)).sum().backward()
-        gradients = {name: _or_zeros(leaf) for name, leaf in leaves.items()}
+        gradients = {name: _replace_none_by_zeros(leaf) for name, leaf in leaves.items()}
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter.copy_(_or_zeros(parameter))
+                parameter.copy_(_replace_none_by_zeros(parameter))
         # Gradients have the shapes of the weights, and are read in the same layout.
-        model = self.of(module).model
+        model = self.subject_of_module(module).model
         return gradients | ({} if model is None else dict(model.weights))
 
 
-def _or_zeros(leaf: Tensor) -> Tensor:
+def _replace_none_by_zeros(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

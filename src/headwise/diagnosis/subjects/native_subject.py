@@ -31,33 +31,33 @@ class NativeSubject(ModuleSubject):
     def __init__(self, layer: Attention, kind: str = "headwise.Attention") -> None:
         super().__init__(layer, kind)
 
-    def of(self, module: nn.Module) -> Self:
+    def subject_of_module(self, module: nn.Module) -> Self:
         """Return the subject of another layer."""
         assert isinstance(module, Attention)
         return type(self)(module, self.kind)
 
     @cached_property
-    def wide(self) -> Attention:
+    def float64_layer(self) -> Attention:
         """The layer in float64."""
         return copy.deepcopy(self.module).double()
 
     @cached_property
     def model(self) -> AttentionModel:
         """The layer as data."""
-        weights = state_per_head(self.wide, self.wide.state_dict())
-        return AttentionModel(settings_of(self.wide), weights)
+        weights = state_per_head(self.float64_layer, self.float64_layer.state_dict())
+        return AttentionModel(settings_from_layer(self.float64_layer), weights)
 
-    def run(self, module: nn.Module, inputs: Inputs) -> Tensor:
+    def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a layer in its dtype."""
         dtype = next(module.parameters()).dtype
         source = None if inputs.source is None else inputs.source.to(dtype)
-        output: Tensor = module(inputs.x.to(dtype), source, mask=mask_of(inputs))
+        output: Tensor = module(inputs.x.to(dtype), source, mask=mask_from_inputs(inputs))
         return output
 
     @torch.no_grad()
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return all stages but the scores, each computed by the modules of the layer."""
-        layer, call = self.wide, RecordedCall(inputs, {})
+        layer, call = self.float64_layer, RecordedCall(inputs, {})
         x, source = inputs.x.double(), inputs.key_source.double()
         q, k, v = (
             split_heads(projection(tokens), heads=heads)
@@ -68,22 +68,24 @@ class NativeSubject(ModuleSubject):
             )
         )
         stages = {"q": q, "k": k, "v": v}
-        q, k = self._normed(q, k, "before")
+        q, k = self._normalise_at_place(q, k, "before")
         stages |= {"q after norm": q, "k after norm": k}
         if layer.rotary is not None:
             q = layer.rotary.rotate(q, call.query_positions)
             k = layer.rotary.rotate(k, call.new_key_positions)
-        q, k = self._normed(q, k, "after")
+        q, k = self._normalise_at_place(q, k, "after")
         stages |= {"q after rotary": q, "k after rotary": k}
-        matrix = layer.matrix(x, None if inputs.source is None else source, mask=mask_of(inputs))
+        matrix = layer.matrix(
+            x, None if inputs.source is None else source, mask=mask_from_inputs(inputs)
+        )
         weights = matrix.dense()
         heads = matrix @ v
         stages |= {"weights": weights, "head outputs": heads}
         stages["output"] = layer.out_proj(heads.transpose(1, 2).flatten(2))
         return call.with_stages(stages)
 
-    def _normed(self, q: Tensor, k: Tensor, place: str) -> tuple[Tensor, Tensor]:
-        layer = self.wide
+    def _normalise_at_place(self, q: Tensor, k: Tensor, place: str) -> tuple[Tensor, Tensor]:
+        layer = self.float64_layer
         norm = layer.qk_norm
         if norm is None or norm.place != place:
             return q, k
@@ -99,7 +101,7 @@ class NativeSubject(ModuleSubject):
         return q, k
 
 
-def mask_of(inputs: Inputs) -> Mask | None:
+def mask_from_inputs(inputs: Inputs) -> Mask | None:
     """Return the mask of a call."""
     if inputs.mask is None:
         return None
@@ -110,7 +112,7 @@ def mask_of(inputs: Inputs) -> Mask | None:
     return Mask.may_attend(allowed.squeeze(1) if allowed.shape[1] == 1 else allowed, axes=axes)
 
 
-def settings_of(layer: Attention) -> Settings:
+def settings_from_layer(layer: Attention) -> Settings:
     """Return the settings of a layer as data.
 
     Raises:

@@ -41,7 +41,7 @@ class Recording(Subject):
     """A call that was recorded in a file."""
 
     def __init__(self, path: Path) -> None:
-        tensors = _read(path)
+        tensors = _read_arrays(path)
         known = {*ARGUMENTS, *(stage.replace(" ", "_") for stage in STAGES)}
         if missing := {"x", "output"} - tensors.keys():
             raise OptionError(
@@ -84,7 +84,7 @@ class Recording(Subject):
         return RecordedCall(self.inputs, self.stages, self.dtype)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read_arrays(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return load_file(path)
     with np.load(path, allow_pickle=False) as arrays:
@@ -133,7 +133,7 @@ def record_activations(
     counts = {stage: num_kv_heads if stage[0] in "kv" else num_heads for stage in modules}
     recorded: dict[str, Tensor] = {}
     hooks = [
-        module.register_forward_hook(_keeper(recorded, stage, counts[stage] or num_heads))
+        module.register_forward_hook(_make_output_hook(recorded, stage, counts[stage] or num_heads))
         for stage, module in modules.items()
     ]
     try:
@@ -150,7 +150,7 @@ def record_activations(
     write_whole(Path(path), content.getvalue())
 
 
-def _keeper(recorded: dict[str, Tensor], stage: str, heads: int) -> Callable[..., None]:
+def _make_output_hook(recorded: dict[str, Tensor], stage: str, heads: int) -> Callable[..., None]:
     """Return a hook that keeps the output of a part, split into heads."""
 
     def keep(_module: nn.Module, _arguments: Any, output: Tensor) -> None:

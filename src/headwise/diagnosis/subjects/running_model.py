@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from headwise.attention_matrix import AttentionMatrix
 from headwise.diagnosis.probes import SEED
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.model_run import LayerRun, ModelRun, relative_gap
-from headwise.diagnosis.subjects.module_data import ModuleData, modules_as_data
+from headwise.diagnosis.subjects.model_run import LayerRun, ModelRun, relative_difference_norm
+from headwise.diagnosis.subjects.module_data import ModuleData, read_attention_modules
 from headwise.errors import OptionError
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
-from headwise.support.module_modes import evaluating
+from headwise.support.module_modes import evaluation_mode
 from headwise.support.tensor_containers import map_leaves
 
 BATCH, TOKENS = 2, 24
@@ -41,17 +41,17 @@ def run_model(model: nn.Module, inputs: Tensor | ModelInputs | None = None) -> M
     Raises:
         OptionError: no attention was captured, or the model needs inputs.
     """
-    arguments = _arguments(model, inputs)
-    wide, wide_output = _run_in(torch.float64, model, arguments)
-    single, single_output = _run_in(torch.float32, model, arguments)
+    arguments = _make_arguments(model, inputs)
+    wide, wide_output = _run_in_dtype(torch.float64, model, arguments)
+    single, single_output = _run_in_dtype(torch.float32, model, arguments)
     stored = next(model.parameters()).dtype
     layers = [
         replace(
             layer,
             stored=stored,
-            input_rounding=relative_gap(narrow.call.inputs.x, layer.call.inputs.x),
+            input_rounding=relative_difference_norm(narrow.call.inputs.x, layer.call.inputs.x),
             roundings={
-                stage: relative_gap(narrow.call.stages[stage], x)
+                stage: relative_difference_norm(narrow.call.stages[stage], x)
                 for stage, x in layer.call.stages.items()
                 if stage in narrow.call.stages
             },
@@ -62,23 +62,23 @@ def run_model(model: nn.Module, inputs: Tensor | ModelInputs | None = None) -> M
         kind=type(model).__name__,
         layers=layers,
         outputs=wide_output,
-        inputs=_in_words(inputs),
+        inputs=_describe_inputs(inputs),
         output_roundings={
-            name: relative_gap(single_output[name], x)
+            name: relative_difference_norm(single_output[name], x)
             for name, x in wide_output.items()
             if name in single_output
         },
     )
 
 
-def _run_in(
+def _run_in_dtype(
     dtype: torch.dtype, model: nn.Module, arguments: Arguments
 ) -> tuple[list[LayerRun], dict[str, Tensor]]:
     """Return the attentions and the outputs of a run in a dtype."""
     positional, named = arguments
     cast_arguments = (
-        tuple(_cast(x, dtype) for x in positional),
-        {name: _cast(x, dtype) for name, x in named.items()},
+        tuple(_cast_tensors(x, dtype) for x in positional),
+        {name: _cast_tensors(x, dtype) for name, x in named.items()},
     )
     return record_layers(copy.deepcopy(model).to(dtype), cast_arguments)
 
@@ -92,8 +92,8 @@ def record_layers(
         OptionError: no attention was captured.
     """
     calls: list[CapturedCall] = []
-    projected = _Projections(model, modules_as_data(model))
-    with torch.no_grad(), evaluating(model), projected.hooks():
+    projected = _Projections(model, read_attention_modules(model))
+    with torch.no_grad(), evaluation_mode(model), projected.hooks():
         with capture_attention(
             model, on_complete=calls.append, keep_implementation=True
         ) as capture:
@@ -103,10 +103,10 @@ def record_layers(
     # transformers computes rotations and norms in float32, whatever the dtype of the model is.
     is_single = hasattr(model, "config")
     dtype = torch.float32 if is_single else next(model.parameters()).dtype
-    return [_layer_run(call, projected, dtype) for call in calls], output_tensors(output)
+    return [_make_layer_run(call, projected, dtype) for call in calls], list_output_tensors(output)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """Return a value with its floating-point tensors, also those in containers, in a dtype."""
 
     def cast(part: Any) -> Any:
@@ -116,7 +116,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return map_leaves(cast, value)
 
 
-def output_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
+def list_output_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
     """Return the floating-point tensors of a model's result, by their names in it."""
     if isinstance(output, Tensor):
         return {name: output} if output.is_floating_point() else {}
@@ -127,25 +127,25 @@ def output_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
         parts = enumerate(output)
     tensors: dict[str, Tensor] = {}
     for key, part in parts:
-        tensors |= output_tensors(part, f"{name}.{key}")
+        tensors |= list_output_tensors(part, f"{name}.{key}")
     return tensors
 
 
-def first_tensor(output: Any) -> Tensor:
+def find_main_tensor(output: Any) -> Tensor:
     """Return the main result of a model: a tensor, or the first of a tuple or a mapping."""
     while not isinstance(output, Tensor):
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
     return output
 
 
-def _arguments(model: nn.Module, inputs: Tensor | ModelInputs | None) -> Arguments:
+def _make_arguments(model: nn.Module, inputs: Tensor | ModelInputs | None) -> Arguments:
     """Return positional and named arguments of the model."""
     if inputs is None:
         return (), _random_tokens(model)
     return ((inputs,), {}) if isinstance(inputs, Tensor) else ((), inputs)
 
 
-def _in_words(inputs: Tensor | ModelInputs | None) -> str:
+def _describe_inputs(inputs: Tensor | ModelInputs | None) -> str:
     if inputs is None:
         return f"{BATCH} x {TOKENS} random tokens"
     if isinstance(inputs, Tensor):
@@ -181,10 +181,10 @@ class _Projections:
         stack = ExitStack()
         for name in {name for data in self.modules for name in data.projections.values()}:
             module = self.model.get_submodule(name)
-            stack.enter_context(module.register_forward_hook(self._keeper(name)))
+            stack.enter_context(module.register_forward_hook(self._make_hook(name)))
         return stack
 
-    def _keeper(self, name: str) -> Any:
+    def _make_hook(self, name: str) -> Any:
         def keep(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             # Of a module that runs several times, the first run.
             if isinstance(output, Tensor) and arguments and isinstance(arguments[0], Tensor):
@@ -193,13 +193,13 @@ class _Projections:
 
         return keep
 
-    def data_of(self, layer: str) -> ModuleData | None:
+    def make_module_data(self, layer: str) -> ModuleData | None:
         """Return the module of a captured call as data."""
-        return next((data for data in self.modules if data.is_of(layer)), None)
+        return next((data for data in self.modules if data.covers_module(layer)), None)
 
 
-def _layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dtype) -> LayerRun:
-    data = projected.data_of(call.layer)
+def _make_layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dtype) -> LayerRun:
+    data = projected.make_module_data(call.layer)
     names = {} if data is None else data.projections
     inputs = {role: projected.inputs.get(name) for role, name in names.items()}
     outputs = {role: projected.outputs.get(name) for role, name in names.items()}
@@ -208,15 +208,17 @@ def _layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dtype) 
     matrix = call.matrix
     batch, _, queries, _ = matrix.shape
     stages = {"q after rotary": matrix.q, "k after rotary": matrix.k}
-    stages |= {"weights": matrix.dense()} if _does_as_stated(call) else {}
+    stages |= {"weights": matrix.dense()} if _outputs_match_operands(call) else {}
     stages |= {} if call.values is None else {"v": call.values}
     stages |= {} if call.outputs is None else {"head outputs": call.outputs}
     for role, heads in (("q", matrix.q.shape[1]), ("k", matrix.k.shape[1])):
         projected_rows = outputs.get(role)
         if projected_rows is not None and len({*names.values()}) == len(names):
-            stages |= _split(role, projected_rows, heads, matrix.q.shape[3])
+            stages |= _split_stage_by_head(role, projected_rows, heads, matrix.q.shape[3])
     if data is not None and data.model is not None and "q" in stages and matrix.scale == 1:
-        stages["q after rotary"] = _unscaled(matrix.q, stages["q"], data.model.settings.scale)
+        stages["q after rotary"] = _divide_by_scale(
+            matrix.q, stages["q"], data.model.settings.scale
+        )
     output = outputs.get("o")
     if output is not None and output.shape[:-1] == (batch, queries):
         stages["output"] = output
@@ -228,33 +230,33 @@ def _layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dtype) 
     model = data.model if data is not None and is_readable else None
     placeholder = torch.zeros(batch, queries, 0, dtype=torch.float64)
     recorded = RecordedCall(
-        Inputs(placeholder if x is None else x, source, mask=allowed_pairs(matrix)),
+        Inputs(placeholder if x is None else x, source, mask=find_allowed_pairs(matrix)),
         {name: x.double() for name, x in stages.items()},
         dtype,
     )
     return LayerRun(call.layer, recorded, model)
 
 
-def _unscaled(q: Tensor, projected: Tensor, scale: float) -> Tensor:
+def _divide_by_scale(q: Tensor, projected: Tensor, scale: float) -> Tensor:
     """Return queries without the scale, where a layer multiplies its projection by the scale."""
-    is_scaled = relative_gap(projected * scale, q) <= COARSE
+    is_scaled = relative_difference_norm(projected * scale, q) <= COARSE
     return projected if is_scaled else q
 
 
-def _does_as_stated(call: CapturedCall) -> bool:
+def _outputs_match_operands(call: CapturedCall) -> bool:
     """True if the head outputs are those of the operands, so that the weights are known."""
     if call.values is None or call.outputs is None:
         return True
-    return relative_gap(call.matrix @ call.values, call.outputs) <= COARSE
+    return relative_difference_norm(call.matrix @ call.values, call.outputs) <= COARSE
 
 
-def _split(role: str, rows: Tensor, heads: int, head_dim: int) -> dict[str, Tensor]:
+def _split_stage_by_head(role: str, rows: Tensor, heads: int, head_dim: int) -> dict[str, Tensor]:
     """Return the stage of a projection by head; nothing where it has other rows beside them."""
     if rows.dim() != 3 or rows.shape[2] != heads * head_dim:
         return {}
     return {role: rows.unflatten(2, (heads, head_dim)).transpose(1, 2)}
 
 
-def allowed_pairs(matrix: AttentionMatrix) -> Tensor:
+def find_allowed_pairs(matrix: AttentionMatrix) -> Tensor:
     """Return True where a query may attend, (batch or 1, heads or 1, queries, keys)."""
     return matrix.bound_mask.at(torch.arange(matrix.shape[2], device=matrix.q.device))

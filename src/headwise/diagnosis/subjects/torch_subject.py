@@ -35,40 +35,42 @@ class TorchSubject(ModuleSubject):
             )
         super().__init__(layer, f"{type(layer).__module__.split('.')[0]}.{type(layer).__name__}")
 
-    def of(self, module: nn.Module) -> Self:
+    def subject_of_module(self, module: nn.Module) -> Self:
         """Return the subject of another layer."""
         assert isinstance(module, nn.MultiheadAttention)
         return type(self)(module)
 
     @cached_property
-    def wide(self) -> nn.MultiheadAttention:
+    def float64_layer(self) -> nn.MultiheadAttention:
         """The layer in float64."""
         return copy.deepcopy(self.module).double()
 
     @cached_property
     def model(self) -> AttentionModel:
         """The layer as data."""
-        is_packed = self.wide.in_proj_weight is not None
+        is_packed = self.float64_layer.in_proj_weight is not None
         stored = layout("torch-packed" if is_packed else "torch-separate")
-        heads = self.wide.num_heads
-        weights = stored.unpack(self.wide.state_dict(), heads=heads)
-        return AttentionModel(Settings(heads, heads, self.wide.head_dim**-0.5), weights)
+        heads = self.float64_layer.num_heads
+        weights = stored.unpack(self.float64_layer.state_dict(), heads=heads)
+        return AttentionModel(Settings(heads, heads, self.float64_layer.head_dim**-0.5), weights)
 
-    def run(self, module: nn.Module, inputs: Inputs) -> Tensor:
+    def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a layer in its dtype."""
         assert isinstance(module, nn.MultiheadAttention)
-        return self._run(module, inputs)[0]
+        return self._run_torch_layer(module, inputs)[0]
 
     @torch.no_grad()
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the projections, weights, head outputs and output, in float64."""
         call = RecordedCall(inputs, {})
-        output, weights = self._run(self.wide, inputs)
+        output, weights = self._run_torch_layer(self.float64_layer, inputs)
         stages = {role: self.model.predict(role, call) for role in ("q", "k", "v")}
         stages |= {"weights": weights, "head outputs": weights @ stages["v"], "output": output}
         return call.with_stages(stages)
 
-    def _run(self, layer: nn.MultiheadAttention, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def _run_torch_layer(
+        self, layer: nn.MultiheadAttention, inputs: Inputs
+    ) -> tuple[Tensor, Tensor]:
         dtype = layer.out_proj.weight.dtype
         x, source = inputs.x.to(dtype), inputs.key_source.to(dtype)
         if not layer.batch_first:

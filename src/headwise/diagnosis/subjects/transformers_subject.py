@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.module_data import modules_as_data
+from headwise.diagnosis.subjects.module_data import read_attention_modules
 from headwise.diagnosis.subjects.module_subject import ModuleSubject
-from headwise.diagnosis.subjects.running_model import first_tensor, record_layers
+from headwise.diagnosis.subjects.running_model import find_main_tensor, record_layers
 from headwise.errors import OptionError
 
 SOURCES = ("encoder_hidden_states", "key_value_states")  # names of the source of cross attention
@@ -27,11 +27,11 @@ def is_transformers_attention(value: object) -> TypeGuard[nn.Module]:
         isinstance(value, nn.Module)
         and not hasattr(value, "get_input_embeddings")
         and type(value).__module__.startswith("transformers.")
-        and _attribute(value, "config") is not None
+        and _find_attribute(value, "config") is not None
     )
 
 
-def _attribute(module: nn.Module, name: str) -> Any:
+def _find_attribute(module: nn.Module, name: str) -> Any:
     """Return an attribute of a module or of the first part that has it; None if none has."""
     owners = (part for part in module.modules() if getattr(part, name, None) is not None)
     return next((getattr(owner, name) for owner in owners), None)
@@ -47,19 +47,19 @@ class TransformersSubject(ModuleSubject):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, type(module).__name__)
 
-    def of(self, module: nn.Module) -> Self:
+    def subject_of_module(self, module: nn.Module) -> Self:
         """Return the subject of another module."""
         return type(self)(module)
 
     @cached_property
     def model(self) -> AttentionModel | None:
         """The module as data; None where its class has no layout in the catalogue."""
-        modules = modules_as_data(_Alone(self.module))
+        modules = read_attention_modules(_Alone(self.module))
         return modules[0].model if len(modules) == 1 else None
 
-    def run(self, module: nn.Module, inputs: Inputs) -> Tensor:
+    def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a module in its dtype."""
-        return first_tensor(_Alone(module)(inputs, next(module.parameters()).dtype))
+        return find_main_tensor(_Alone(module)(inputs, next(module.parameters()).dtype))
 
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the stages that can be reached, computed in float64."""
@@ -75,8 +75,8 @@ class _Alone(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.config = _attribute(module, "config")
-        self.number = _attribute(module, "layer_idx") or 0
+        self.config = _find_attribute(module, "config")
+        self.number = _find_attribute(module, "layer_idx") or 0
         self.layers = nn.ModuleDict({str(self.number): module})
 
     def forward(self, inputs: Inputs, dtype: torch.dtype) -> Any:
@@ -88,25 +88,27 @@ class _Alone(nn.Module):
         if inputs.source is not None:
             name = next((name for name in SOURCES if name in names), None)
             if name is None:
-                raise _fault(f"inputs with a source for {type(module).__name__}")
+                raise _unsupported_module_error(f"inputs with a source for {type(module).__name__}")
             arguments[name] = inputs.source.to(dtype)
         if "attention_mask" in names:
-            arguments["attention_mask"] = _added(inputs, dtype)
+            arguments["attention_mask"] = _mask_as_added_numbers(inputs, dtype)
         if "position_embeddings" in names:
-            arguments["position_embeddings"] = self._rotation(module, x, inputs)
+            arguments["position_embeddings"] = self._compute_rotation(module, x, inputs)
         try:
             return module(x, **arguments)
         except TypeError as error:
-            raise _fault(
+            raise _unsupported_module_error(
                 f"{type(module).__name__}, which needs other arguments: {error}"
             ) from error
 
-    def _rotation(self, module: nn.Module, x: Tensor, inputs: Inputs) -> Any:
+    def _compute_rotation(self, module: nn.Module, x: Tensor, inputs: Inputs) -> Any:
         """Return cos and sin, by the class in the module's file that computes them."""
         classes = vars(sys.modules[type(module).__module__]).items()
         rotary = next((c for name, c in classes if name.endswith("RotaryEmbedding")), None)
         if rotary is None:
-            raise _fault(f"{type(module).__name__}, whose rotation has no class in its file")
+            raise _unsupported_module_error(
+                f"{type(module).__name__}, whose rotation has no class in its file"
+            )
         positions = RecordedCall(inputs, {}).query_positions
         embedding = rotary(config=self.config)
         kinds = getattr(self.config, "layer_types", None)
@@ -115,7 +117,7 @@ class _Alone(nn.Module):
         return embedding(x, positions, *more)
 
 
-def _added(inputs: Inputs, dtype: torch.dtype) -> Tensor:
+def _mask_as_added_numbers(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     """Return the mask as transformers adds it to scores, (batch, 1 or heads, queries, keys)."""
     shape = (len(inputs.x), 1, inputs.x.shape[1], inputs.key_source.shape[1])
     mask = torch.ones(shape, dtype=torch.bool) if inputs.mask is None else inputs.mask
@@ -127,7 +129,7 @@ def _added(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _fault(saw: str) -> OptionError:
+def _unsupported_module_error(saw: str) -> OptionError:
     return OptionError(
         saw=saw,
         needed="an attention module that takes tokens, a mask and a rotation",

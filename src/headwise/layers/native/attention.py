@@ -17,7 +17,7 @@ from headwise.layers.native.base import Projection
 from headwise.layers.native.cache import Cache
 from headwise.layers.native.call_checks import projection_parameter
 from headwise.layers.native.head_readings import HeadReadings
-from headwise.layers.native.initialization import Source, initialise
+from headwise.layers.native.initialization import Source, initialise_projections
 from headwise.layers.native.padding import select_packing
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import PositionBias
@@ -51,7 +51,7 @@ class Attention(HeadReadings):
         softcap: scores become softcap * tanh(scores / softcap).
         sink: True for a learned logit of each head in the softmax's denominator, without a value.
         dropout: probability of dropping each weight in training.
-        init: the library whose initialisation is used; see `initialise` in
+        init: the library whose initialisation is used; see `initialise_projections` in
             `headwise.layers.native.initialization`.
         device, dtype: those of the parameters, as in torch.
 
@@ -105,7 +105,7 @@ class Attention(HeadReadings):
         self.k_proj = Projection(self.source_dim, kv_heads * self.head_dim, k_bias, **options)
         self.v_proj = Projection(self.source_dim, kv_heads * self.value_dim, v_bias, **options)
         self.out_proj = Projection(heads * self.value_dim, self.out_dim, out_bias, **options)
-        self.q_norm, self.k_norm = (self._norm(n, **options) for n in (heads, kv_heads))
+        self.q_norm, self.k_norm = (self._make_qk_norm(n, **options) for n in (heads, kv_heads))
         self.score_bias = score_bias.module(heads, **options) if score_bias else None
         self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None
         self.identity = uuid4().hex  # the owner of the caches that this layer makes
@@ -113,7 +113,7 @@ class Attention(HeadReadings):
 
     def reset_parameters(self) -> None:
         """Initialise all parameters: projections as in ``init``, the sink to 0."""
-        initialise(self, self.init)
+        initialise_projections(self, self.init)
         if self.sink is not None:
             nn.init.zeros_(self.sink)
         for module in (self.q_norm, self.k_norm, self.score_bias):
@@ -152,7 +152,7 @@ class Attention(HeadReadings):
             MaskError: a mask or a score bias for other sizes, or one that a cache cannot take.
             OptionError: a source missing or not allowed, another layer's or a full cache.
         """
-        call = self._call(x, source, mask, score_bias, cache, gate)
+        call = self._check_call(x, source, mask, score_bias, cache, gate)
         tokens = select_packing(call)
         matrix, v = self._matrix_and_values(tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.drops else matrix @ v
@@ -255,7 +255,7 @@ class Attention(HeadReadings):
         copied.identity = memo[self.identity]
         return copied
 
-    def _norm(self, heads: int, **options: Any) -> nn.Module | None:
+    def _make_qk_norm(self, heads: int, **options: Any) -> nn.Module | None:
         if self.qk_norm is None:
             return None
         per_head = self.qk_norm.over == "head"

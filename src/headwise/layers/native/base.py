@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.kernels.linear import project
+from headwise.kernels.linear import apply_linear
 from headwise.layers.head_part import HeadPart
 from headwise.layers.native import call_checks
 from headwise.layers.native.cache import Cache
-from headwise.layers.native.padding import CallInputs, Unpacked, hides_keys
+from headwise.layers.native.padding import CallInputs, Unpacked, mask_hides_keys
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions.rotary import Rotary
 from headwise.masks.mask import Mask
@@ -23,7 +23,7 @@ class Projection(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name for it)
         """Project (..., in_features) to (..., out_features)."""
-        return project(input, self.weight, self.bias)
+        return apply_linear(input, self.weight, self.bias)
 
 
 class AttentionBase(nn.Module):
@@ -58,7 +58,7 @@ class AttentionBase(nn.Module):
         """True if the next forward pass applies dropout."""
         return self.training and self.dropout > 0
 
-    def _call(
+    def _check_call(
         self,
         x: Tensor,
         source: Tensor | None,
@@ -97,20 +97,20 @@ class AttentionBase(nn.Module):
         q, k, v = self.q_proj(tokens.x), self.k_proj(tokens.source), self.v_proj(tokens.source)
         norm = None if self.qk_norm is None else (self.qk_norm.over, self.qk_norm.place)
         if norm == ("width", "before"):
-            q, k = self._normed(q, k)
+            q, k = self._normalise_queries_and_keys(q, k)
         q, k, v = self._split(q, k, v)
         if norm == ("head", "before"):
-            q, k = self._normed(q, k)
+            q, k = self._normalise_queries_and_keys(q, k)
         if self.rotary is not None:
             q, k = self.rotary.rotate_both(q, k, tokens.positions())
         if norm == ("head", "after"):
-            q, k = self._normed(q, k)
+            q, k = self._normalise_queries_and_keys(q, k)
         mask = tokens.mask
         if call.cache is not None:
             keys = call.cache.keys_with(k.shape[2])
             call_checks.check_mask_and_bias(call, heads=self.num_heads, keys=keys)
             k, v, starts = call.cache.append(k, v, lengths=tokens.lengths)
-            call.cache.needs_mask |= hides_keys(call)
+            call.cache.needs_mask |= mask_hides_keys(call)
             mask = tokens.mask_with_cache(starts)
         score_bias, sink, part = call.score_bias, self.sink, self.part
         if part is not None:
@@ -138,7 +138,7 @@ class AttentionBase(nn.Module):
             return self.num_heads, self.num_kv_heads
         return len(self.part.heads), len(self.part.kv_heads)
 
-    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _normalise_queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None
         assert self.k_norm is not None
         return self.q_norm(q), self.k_norm(k)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
-from headwise.support.integers import as_int64
+from headwise.support.integers import convert_to_int64
 from headwise.support.message_text import human_bytes
 
 
@@ -96,16 +96,16 @@ class Cache:
             ShapeError, DTypeError, DeviceError: keys or values that do not fit the buffers.
             OptionError: more tokens than free slots, or keys that require a gradient.
         """
-        self._check(k, v, lengths)
+        self._require_matching_tokens(k, v, lengths)
         self._make_room(k.shape[2])
         stop = self.length + k.shape[2]
         fits = stop <= self._k.shape[2]
         keys, values = (
-            self._write(buffer, new, stop) if fits else self._concatenate(buffer, new)
+            self._write_tokens(buffer, new, stop) if fits else self._concatenate(buffer, new)
             for buffer, new in ((self._k, k), (self._v, v))
         )
         if lengths is not None:
-            self._close_gaps(keys, values, k.shape[2] - as_int64(lengths, "lengths"))
+            self._close_gaps(keys, values, k.shape[2] - convert_to_int64(lengths, "lengths"))
         cached = CachedKeys(keys, values, self.starts)
         self.length = stop
         if not fits:
@@ -114,7 +114,7 @@ class Cache:
 
     def select(self, sequences: Integer[Tensor, " chosen"]) -> Cache:
         """Return a new cache with these sequences, in this order, for beams or a smaller batch."""
-        sequences = as_int64(sequences, "sequences")
+        sequences = convert_to_int64(sequences, "sequences")
         cache = Cache(
             self._k.index_select(0, sequences),
             self._v.index_select(0, sequences),
@@ -140,7 +140,7 @@ class Cache:
 
     # ---- internals --------------------------------------------------------------------------
 
-    def _write(self, buffer: Tensor, new: Tensor, stop: int) -> Tensor:
+    def _write_tokens(self, buffer: Tensor, new: Tensor, stop: int) -> Tensor:
         buffer[:, :, self.length : stop] = new
         return buffer[:, :, :stop]
 
@@ -173,7 +173,7 @@ class Cache:
             tokens.copy_(tokens.gather(2, source[:, None, :, None].expand_as(tokens)))
         self.padding = gaps if self.padding is None else self.padding + gaps
 
-    def _check(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
+    def _require_matching_tokens(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
         for name, buffer, new in (("keys", self._k, k), ("values", self._v, v)):
             batch, kv_heads, _, width = buffer.shape
             if (new.shape[0], new.shape[1], new.shape[3]) != (batch, kv_heads, width):

@@ -92,7 +92,7 @@ class EinopsAttention(nn.Module):
             ShapeError, DTypeError, DeviceError: inputs that do not fit the block.
             MaskError: a mask for other sizes.
         """
-        matrix, values = self.matrix(q, k, mask=mask), self._heads("v", v, self.w_vs)
+        matrix, values = self.matrix(q, k, mask=mask), self._project_heads("v", v, self.w_vs)
         outputs = call_hook(matrix, values, matrix @ values)
         attended = self.dropout(self.fc(outputs.transpose(1, 2).flatten(2)))
         normed: Tensor = self.layer_norm(attended + q)
@@ -106,10 +106,13 @@ class EinopsAttention(nn.Module):
         mask: Mask | None = None,
     ) -> AttentionMatrix:
         """Return the attention matrix (batch, heads, queries, keys) as an operator."""
-        queries, keys = self._heads("q", q, self.w_qs), self._heads("k", k, self.w_ks)
+        queries, keys = (
+            self._project_heads("q", q, self.w_qs),
+            self._project_heads("k", k, self.w_ks),
+        )
         return AttentionMatrix(queries, keys, mask=mask)
 
-    def _heads(self, name: str, x: Tensor, projection: Projection) -> Tensor:
+    def _project_heads(self, name: str, x: Tensor, projection: Projection) -> Tensor:
         """Project (batch, length, embed_dim) to (batch, heads, length, width of a head)."""
         axes = ("batch", "queries" if name == "q" else "keys", "embed_dim")
         check_tokens(name, x, self.embed_dim, axes, projection)

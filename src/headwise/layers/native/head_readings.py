@@ -34,7 +34,7 @@ class HeadReadings(AttentionBase):
             ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
             MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
         """
-        call = self._call(x, source, mask, score_bias)
+        call = self._check_call(x, source, mask, score_bias)
         return self._matrix_and_values(Unpacked.of(call), call)[0]
 
     @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
@@ -52,7 +52,7 @@ class HeadReadings(AttentionBase):
             ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
             MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
         """
-        call = self._call(x, source, mask, score_bias)
+        call = self._check_call(x, source, mask, score_bias)
         matrix, v = self._matrix_and_values(Unpacked.of(call), call)
         return matrix @ v
 
@@ -95,7 +95,7 @@ class HeadReadings(AttentionBase):
         score_bias: ScoreBias | None = None,
     ) -> LayerExplanation:
         """Return a printable report on a forward pass of this input: tokens, kernels and costs."""
-        call = self._call(x, source, mask, score_bias)
+        call = self._check_call(x, source, mask, score_bias)
         tokens = select_packing(call)
         matrix, v = self._matrix_and_values(tokens, call)
         total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))

@@ -20,7 +20,9 @@ from headwise.support.message_text import describe_value
 Source = Literal["torch-packed", "torch-separate", "einops", "gpt2", "t5"]
 
 
-def initialise(layer: AttentionBase, source: Source, *, num_layers: int | None = None) -> None:
+def initialise_projections(
+    layer: AttentionBase, source: Source, *, num_layers: int | None = None
+) -> None:
     """Initialise the projections of ``layer`` in place.
 
     After the same seed, torch, einops and T5 give the very numbers of the source, where the source
@@ -59,7 +61,7 @@ def initialise(layer: AttentionBase, source: Source, *, num_layers: int | None =
         stds = _t5_stds(layer) if source == "t5" else _gpt2_stds(num_layers)
         for projection, std in zip((q, k, v, out), stds, strict=True):
             nn.init.normal_(projection.weight, std=std)
-            _zero_bias(projection)
+            _zero_biases(projection)
     _adjust_queries(layer, 1.0 if source == "t5" else layer.head_dim**-0.5)
 
 
@@ -86,7 +88,7 @@ def _initialise_torch(
         bound = math.sqrt(3) * math.sqrt(2 / (projection.in_features + width))
         nn.init.uniform_(projection.weight, -bound, bound)
     for projection in (q, k, v, out):
-        _zero_bias(projection)
+        _zero_biases(projection)
 
 
 def _gpt2_stds(num_layers: int | None) -> tuple[float, ...]:
@@ -102,7 +104,7 @@ def _t5_stds(layer: AttentionBase) -> tuple[float, ...]:
     )
 
 
-def _zero_bias(projection: nn.Linear) -> None:
+def _zero_biases(projection: nn.Linear) -> None:
     if projection.bias is not None:
         nn.init.zeros_(projection.bias)
 

@@ -20,7 +20,7 @@ from headwise.layouts import pattern
 from headwise.layouts.attention_spec import SCALES, USUAL_SCALE, AttentionSpec, require_same
 from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import modules_of
+from headwise.layouts.module_names import find_modules
 from headwise.layouts.registry import layout
 
 # Score biases with a class of this library; layouts describe others in free text.
@@ -52,7 +52,7 @@ def _require_rotary_width(rotary: Rotary, source: Layout) -> None:
 
 
 def _require_one_module(state: Mapping[str, Tensor], source: Layout) -> None:
-    modules = modules_of(source, state)
+    modules = find_modules(source, state)
     if source.tensors.keys().isdisjoint(state) and modules:
         prefix = modules[0].prefix
         raise OptionError(
@@ -151,12 +151,12 @@ def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
     """
     rotary, window = layer.rotary, layer.window
     function = AttentionSpec(
-        scale=_scale(layer.scale, layer.head_dim),
+        scale=_scale_in_words(layer.scale, layer.head_dim),
         rotary="none" if rotary is None else rotary.pairing,
         rotary_width=None,
-        score_bias=_score_bias(layer.score_bias),
+        score_bias=_score_bias_in_words(layer.score_bias),
         softcap="none" if layer.softcap is None else "tanh",
-        qk_norm="none" if layer.qk_norm is None else _qk_norm(layer.qk_norm),
+        qk_norm="none" if layer.qk_norm is None else _qk_norm_in_words(layer.qk_norm),
         window="none" if window is None or window[0] is None else "left",
     )
     if rotary is None:
@@ -187,7 +187,7 @@ def require_target_function(layout: Layout, layer: AttentionBase, accept: Iterab
     require_same(conflicts, accept, between=f"this layer and {layout.name}")
 
 
-def _scale(scale: float | None, head_dim: int) -> str:
+def _scale_in_words(scale: float | None, head_dim: int) -> str:
     if scale is None:
         return USUAL_SCALE
     for words, number in SCALES.items():
@@ -196,7 +196,7 @@ def _scale(scale: float | None, head_dim: int) -> str:
     return f"{scale:g}"
 
 
-def _score_bias(module: nn.Module | None) -> str:
+def _score_bias_in_words(module: nn.Module | None) -> str:
     if module is None:
         return "none"
     if isinstance(module, T5BucketTable):
@@ -207,7 +207,7 @@ def _score_bias(module: nn.Module | None) -> str:
     return f"that of {type(module).__name__}"
 
 
-def _qk_norm(norm: QKNorm) -> str:
+def _qk_norm_in_words(norm: QKNorm) -> str:
     """Return the text of `AttentionSpec.qk_norm`: "rms over head, weight + 1, before rotary"."""
     offset = ["weight + 1"] if norm.one_plus else []
     return ", ".join([f"{norm.kind} over {norm.over}", *offset, f"{norm.place} rotary"])

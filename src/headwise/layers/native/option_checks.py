@@ -52,7 +52,7 @@ def check_options(
         raise OptionError(
             saw=f"num_heads={layer.num_heads} and num_kv_heads={layer.num_kv_heads}",
             needed="num_heads divisible by num_kv_heads: each kv head serves a group of heads",
-            do=f"num_kv_heads={_divisors(layer.num_heads)}",
+            do=f"num_kv_heads={_divisors_in_words(layer.num_heads)}",
         )
     _check_kinds(layer, score_bias)
     positional = {"rotary": layer.rotary, "window": layer.window, "score_bias": score_bias}
@@ -92,7 +92,7 @@ def _check_kinds(layer: AttentionBase, score_bias: object) -> None:
         layer.window = band.sides  # Python integers: those of NumPy may wrap
 
 
-def _divisors(number: int) -> str:
+def _divisors_in_words(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 

@@ -97,9 +97,9 @@ class Unpacked:
 def select_packing(call: CallInputs) -> Unpacked:
     """Return left-padded tokens for a cache, packed ones where that saves work, else the batch."""
     if call.cache is not None:
-        return left_pad(call, call.cache)
+        return left_pad_tokens(call, call.cache)
     # An attention hook gets the batch of the call, not packed tokens.
-    packed = pack(call) if _is_packable(call) and not has_attention_hook() else None
+    packed = pack_real_tokens(call) if _is_packable(call) and not has_attention_hook() else None
     return packed or Unpacked.of(call)
 
 
@@ -129,13 +129,15 @@ class Packed(Unpacked):
         """Return the gate of each token's sequence, (1, heads, tokens, 1), or (heads, 1, 1)."""
         if gate.dim() == 1:
             return gate[:, None, None]
-        row = _repeat([piece.batch for piece in self.pieces], self._lengths(), gate.device)
+        row = _repeat_numbers(
+            [piece.batch for piece in self.pieces], self._sequence_lengths(), gate.device
+        )
         return gate.index_select(0, row).mT[None, :, :, None]
 
     def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
         """Return (batch, queries, out_dim); padding gets the output for a token of zeros."""
         merged = torch.cat([merged, merged.new_zeros(1, 1, merged.shape[2])], dim=1)
-        *tokens, blank = projection(merged)[0].split([*self._lengths(), 1])
+        *tokens, blank = projection(merged)[0].split([*self._sequence_lengths(), 1])
         parts, at = [], 0
         for part, piece in zip(tokens, self.pieces, strict=True):
             first = piece.batch * self.queries + piece.queries.first
@@ -144,11 +146,11 @@ class Packed(Unpacked):
         parts.append(blank.expand(self.batch * self.queries - at, -1))
         return torch.cat(parts).view(self.batch, self.queries, -1)
 
-    def _lengths(self) -> list[int]:
+    def _sequence_lengths(self) -> list[int]:
         return [piece.queries.size for piece in self.pieces]
 
 
-def pack(call: CallInputs) -> Packed | None:
+def pack_real_tokens(call: CallInputs) -> Packed | None:
     """Return the real tokens alone, if the mask has padded queries and packing saves work."""
     x, source, mask = call.x, call.source, call.mask
     batch, queries, width = x.shape
@@ -167,12 +169,12 @@ def pack(call: CallInputs) -> Packed | None:
     if source is x and any(piece.queries != piece.keys for piece in pieces):
         return None  # the real queries and the real keys are different tokens
     packed_x = _pack_rows(x, [(piece.batch, piece.queries) for piece in pieces])
-    offsets = _offsets([piece.queries for piece in pieces], x.device)
+    offsets = _cumulative_lengths([piece.queries for piece in pieces], x.device)
     if source is x:
         source, key_offsets = packed_x, offsets
     else:
         source = _pack_rows(source, [(piece.batch, piece.keys) for piece in pieces])
-        key_offsets = _offsets([piece.keys for piece in pieces], x.device)
+        key_offsets = _cumulative_lengths([piece.keys for piece in pieces], x.device)
     # Each query has the position of its key, so clauses without an alignment need none.
     mask = Mask((*division.rest.clauses, PackedRow(offsets, key_offsets)))
     origin: dict[str, Any] = {
@@ -202,11 +204,11 @@ def _pack_rows(x: Tensor, spans: list[tuple[int, Span]]) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _offsets(spans: list[Span], device: torch.device) -> Tensor:
+def _cumulative_lengths(spans: list[Span], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(span.size for span in spans)], device=device)
 
 
-def _repeat(numbers: list[int], times: list[int], device: torch.device) -> Tensor:
+def _repeat_numbers(numbers: list[int], times: list[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device).repeat_interleave(
         torch.tensor(times, device=device), output_size=sum(times)
     )
@@ -239,7 +241,7 @@ class LeftPadded(Unpacked):
         return _gather_tokens(output, index)
 
 
-def left_pad(call: CallInputs, cache: Cache) -> Unpacked:
+def left_pad_tokens(call: CallInputs, cache: Cache) -> Unpacked:
     """Return the tokens of a call with a cache: sequences of unequal lengths end together.
 
     Raises:
@@ -289,7 +291,7 @@ def _check_hidden_keys(call: CallInputs, cache: Cache) -> None:
         )
 
 
-def hides_keys(call: CallInputs) -> bool:
+def mask_hides_keys(call: CallInputs) -> bool:
     """True if a boolean mask hides a key from all of several queries, as padding is hidden."""
     if call.x.shape[1] == 1 or not may_read_values(call.x):
         return False

@@ -67,16 +67,16 @@ class FixedTable(nn.Module):
     ) -> None:
         super().__init__()
         self._exact, self._least = numbers, least
-        buffer = self._tensor(device, least if dtype is None else dtype)
+        buffer = self._make_numbers(device, least if dtype is None else dtype)
         self.register_buffer("numbers", buffer, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedTable:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # Recomputed: fn may have rounded the numbers, or left them empty (to_empty).
-        self.numbers = self._tensor(self.numbers.device, self.numbers.dtype)
+        self.numbers = self._make_numbers(self.numbers.device, self.numbers.dtype)
         return self
 
-    def _tensor(self, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
+    def _make_numbers(self, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
         numbers = torch.tensor(self._exact, dtype=self._least, device=device)
         return numbers.to(torch.promote_types(dtype, self._least))
 
@@ -94,8 +94,8 @@ def alibi_slopes(num_heads: int, *, bias_max: float = BIAS_MAX) -> Float[Tensor,
     Raises:
         OptionError: num_heads below 1, or a ``bias_max`` that is not positive and finite.
     """
-    _check(num_heads, bias_max)
-    return torch.tensor(_slopes(num_heads, bias_max), dtype=torch.float32)
+    _require_slope_options(num_heads, bias_max)
+    return torch.tensor(_alibi_slope_values(num_heads, bias_max), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Alibi:
     bias_max: float = BIAS_MAX
 
     def __post_init__(self) -> None:
-        _check(1, self.bias_max)
+        _require_slope_options(1, self.bias_max)
 
     def module(
         self,
@@ -137,8 +137,8 @@ class AlibiSlopes(FixedTable):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check(num_heads, bias_max)
-        slopes = _slopes(num_heads, bias_max)
+        _require_slope_options(num_heads, bias_max)
+        slopes = _alibi_slope_values(num_heads, bias_max)
         super().__init__(slopes, least=torch.float32, device=device, dtype=dtype)
         self.bias_max = bias_max
 
@@ -151,7 +151,7 @@ class AlibiSlopes(FixedTable):
         return f"num_heads={len(self.numbers)}"
 
 
-def _check(num_heads: int, bias_max: float) -> None:
+def _require_slope_options(num_heads: int, bias_max: float) -> None:
     if num_heads < 1:
         raise OptionError(
             saw=f"ALiBi slopes for {num_heads} heads", needed="at least one", do="num_heads=8"
@@ -164,14 +164,14 @@ def _check(num_heads: int, bias_max: float) -> None:
         )
 
 
-def _slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
+def _alibi_slope_values(num_heads: int, bias_max: float) -> tuple[float, ...]:
     # Python floats, which fake tensors and default devices do not affect.
     below = 2 ** (num_heads.bit_length() - 1)
-    above = _geometric(2 * below, bias_max)
-    return (_geometric(below, bias_max) + above[::2])[:num_heads]
+    above = _geometric_slopes(2 * below, bias_max)
+    return (_geometric_slopes(below, bias_max) + above[::2])[:num_heads]
 
 
-def _geometric(count: int, bias_max: float) -> tuple[float, ...]:
+def _geometric_slopes(count: int, bias_max: float) -> tuple[float, ...]:
     return tuple(2 ** (-bias_max * (head + 1) / count) for head in range(count))
 
 

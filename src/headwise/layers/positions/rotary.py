@@ -18,7 +18,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
-from headwise.layers.positions.rotary_scaling import Scaling, frequencies_of, require_positive
+from headwise.layers.positions.rotary_scaling import Scaling, require_positive, unscaled_frequencies
 from headwise.support.message_text import describe_value
 from headwise.support.tracing import may_read_values
 
@@ -95,7 +95,7 @@ class Rotary:
         """
         width = self.width_in(head_dim)
         if self.scaling is None:
-            return frequencies_of(self.theta, width, device=device)
+            return unscaled_frequencies(self.theta, width, device=device)
         return self.scaling.scale(self.theta, width, device=device)
 
     @property
@@ -123,7 +123,7 @@ class Rotary:
             DTypeError: ``x`` is no float, or positions are no integers.
             DeviceError: positions on another device than ``x``.
         """
-        return self._rotated(x, *self._cos_and_sin(x, positions))
+        return self._apply_rotation(x, *self._cos_and_sin(x, positions))
 
     def rotate_both(
         self,
@@ -146,7 +146,7 @@ class Rotary:
                 do="rotate(q, ...) and rotate(k, ...), each with its own positions",
             )
         cos_and_sin = self._cos_and_sin(q, positions)
-        return self._rotated(q, *cos_and_sin), self._rotated(k, *cos_and_sin)
+        return self._apply_rotation(q, *cos_and_sin), self._apply_rotation(k, *cos_and_sin)
 
     # ---- internals --------------------------------------------------------------------------
 
@@ -155,9 +155,9 @@ class Rotary:
 
         For positions of (batch, length) the factors are (batch, 1, length, width).
         """
-        _check(x, positions)
+        _require_shapes(x, positions)
         exact = torch.promote_types(x.dtype, torch.float32)
-        angles = positions[..., None].to(exact) * _frequencies(self, x).to(exact)
+        angles = positions[..., None].to(exact) * _frequencies_on_device(self, x).to(exact)
         if positions.dim() == 2:
             angles = angles[:, None]
         cos, sin = angles.cos(), angles.sin()
@@ -167,7 +167,7 @@ class Rotary:
             return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _apply_rotation(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         width = cos.shape[-1]
         # Cast before the two uses: the gradient is then summed in cos.dtype and rounded once.
         leading = x[..., :width].to(cos.dtype)
@@ -187,7 +187,7 @@ def _is_width(width: object) -> bool:
     return isinstance(width, int) and width >= 2 and width % 2 == 0
 
 
-def _frequencies(rotary: Rotary, x: Tensor) -> Tensor:
+def _frequencies_on_device(rotary: Rotary, x: Tensor) -> Tensor:
     """Return the frequencies on the device of ``x``, cached in eager mode and CUDA graphs."""
     if may_read_values(x) or _is_in_cuda_graph(x):
         return _cached_frequencies(rotary, x.shape[-1], x.device)
@@ -207,7 +207,7 @@ def _is_in_cuda_graph(x: Tensor) -> bool:
     return bool(torch.cuda.is_current_stream_capturing())
 
 
-def _check(x: Tensor, positions: Tensor) -> None:
+def _require_shapes(x: Tensor, positions: Tensor) -> None:
     if x.dim() != 4:
         raise ShapeError(
             saw=f"x of shape {tuple(x.shape)}",

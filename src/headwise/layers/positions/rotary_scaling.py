@@ -33,14 +33,14 @@ def require_positive(owner: object, *names: str) -> None:
             )
 
 
-def frequencies_of(
+def unscaled_frequencies(
     theta: float, width: int, *, device: torch.device | str = "cpu"
 ) -> Float[Tensor, " pairs"]:
     """Return the unscaled frequency ``theta ** (-2i / width)`` of each pair i."""
-    return 1.0 / _periods(theta, width, device)
+    return 1.0 / _tokens_per_radian(theta, width, device)
 
 
-def _periods(theta: float, width: int, device: torch.device | str) -> Tensor:
+def _tokens_per_radian(theta: float, width: int, device: torch.device | str) -> Tensor:
     """Return the number of tokens for one radian, for each pair."""
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     return torch.pow(theta, exponents)
@@ -68,7 +68,7 @@ class LinearScaling(_UnitAmplitude):
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
     ) -> Float[Tensor, " pairs"]:
         """Return the scaled frequencies of ``width`` rotated channels."""
-        return frequencies_of(theta, width, device=device) / self.factor
+        return unscaled_frequencies(theta, width, device=device) / self.factor
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class NTKScaling(_UnitAmplitude):
                 do=f"LinearScaling({self.factor})",
             )
         larger = theta * self.factor ** (width / (width - 2))
-        return frequencies_of(larger, width, device=device)
+        return unscaled_frequencies(larger, width, device=device)
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,10 @@ class YarnScaling:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
-        return self._magnitude(1.0)
+            return self._attention_magnitude(self.mscale) / self._attention_magnitude(
+                self.mscale_all_dim
+            )
+        return self._attention_magnitude(1.0)
 
     def scale(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
@@ -165,7 +167,7 @@ class YarnScaling:
         first, last = self.ramp(theta, width)
         pairs = torch.arange(width // 2, dtype=torch.float32, device=device)
         unscaled = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
-        periods = _periods(theta, width, device)
+        periods = _tokens_per_radian(theta, width, device)
         return 1.0 / (self.factor * periods) * (1 - unscaled) + 1.0 / periods * unscaled
 
     def ramp(self, theta: float, width: int) -> tuple[float, float]:
@@ -177,7 +179,7 @@ class YarnScaling:
                 do="e.g. theta=10000.0",
             )
         first, last = (
-            self._pair(turns, theta, width) for turns in (self.beta_fast, self.beta_slow)
+            self._pair_index(turns, theta, width) for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
             first, last = float(math.floor(first)), float(math.ceil(last))
@@ -193,13 +195,13 @@ class YarnScaling:
         # A ramp of no length is a step.
         return first, last if first < last else last + 0.001
 
-    def _pair(self, turns: float, theta: float, width: int) -> float:
+    def _pair_index(self, turns: float, theta: float, width: int) -> float:
         """Return the index, a float, of the pair with this many turns in the original length."""
         return (
             width * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
         )
 
-    def _magnitude(self, mscale: float) -> float:
+    def _attention_magnitude(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
@@ -234,7 +236,7 @@ class Llama3Scaling(_UnitAmplitude):
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
     ) -> Float[Tensor, " pairs"]:
         """Return the scaled frequencies of ``width`` rotated channels."""
-        plain = frequencies_of(theta, width, device=device)
+        plain = unscaled_frequencies(theta, width, device=device)
         turns = self.original_length / (2 * math.pi / plain)
         unscaled = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         unscaled = unscaled.clamp(0, 1)

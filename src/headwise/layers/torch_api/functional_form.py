@@ -6,7 +6,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from headwise.layers.torch_api import torch_checks
-from headwise.layers.torch_api.shared_forward import CallOptions, ProjectionParameters, attend
+from headwise.layers.torch_api.shared_forward import (
+    CallOptions,
+    ProjectionParameters,
+    compute_attention,
+)
 from headwise.support.arguments import require_tensors
 
 
@@ -56,5 +60,5 @@ def multi_head_attention_forward(
     masks, returned = (key_padding_mask, attn_mask, is_causal), (need_weights, average_attn_weights)
     dropout = dropout_p if training else 0.0
     options = CallOptions(*masks, *returned, dropout, static_k=static_k, static_v=static_v)
-    heads, attention = attend(query, key, value, parameters, options)
+    heads, attention = compute_attention(query, key, value, parameters, options)
     return linear(heads, out_proj_weight, out_proj_bias), attention

@@ -23,7 +23,7 @@ from headwise.layers.explanation import LayerExplanation
 from headwise.layers.head_part import HeadPart
 from headwise.layers.torch_api import state_dict_forms, torch_checks
 from headwise.layers.torch_api.part_of_call import attend_part, part_of_call
-from headwise.layers.torch_api.shared_forward import CallOptions, attend, explain
+from headwise.layers.torch_api.shared_forward import CallOptions, compute_attention, explain_forward
 from headwise.layers.torch_api.torch_masks import hidden_sequences
 from headwise.support.arguments import require_tensors
 from headwise.support.tracing import may_check_values
@@ -161,9 +161,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         masks = (key_padding_mask, attn_mask, is_causal)
         options = self._options(*masks, need_weights, average_attn_weights)
         if self.part is None:
-            return explain(query, key, value, self, options, out_proj=self.out_proj)
+            return explain_forward(query, key, value, self, options, out_proj=self.out_proj)
         call = part_of_call(query, key, value, self, options, part=self.part)
-        return explain(*call, out_proj=self.out_proj)
+        return explain_forward(*call, out_proj=self.out_proj)
 
     def _options(
         self,
@@ -181,7 +181,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, options: CallOptions
     ) -> tuple[Tensor, Tensor | None]:
         if self.part is None:
-            return attend(query, key, value, self, options)
+            return compute_attention(query, key, value, self, options)
         call = part_of_call(query, key, value, self, options, part=self.part)
         return attend_part(call, part=self.part)
 

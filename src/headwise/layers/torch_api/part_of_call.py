@@ -8,11 +8,15 @@ from torch import Tensor, nn
 
 from headwise.layers.head_part import HeadPart
 from headwise.layers.torch_api import torch_checks
-from headwise.layers.torch_api.shared_forward import CallOptions, ProjectionParameters, attend
+from headwise.layers.torch_api.shared_forward import (
+    CallOptions,
+    ProjectionParameters,
+    compute_attention,
+)
 
 
 class PartOfCall(NamedTuple):
-    """The arguments of `attend` for a part of the heads."""
+    """The arguments of `compute_attention` for a part of the heads."""
 
     query: Tensor
     key: Tensor
@@ -23,7 +27,7 @@ class PartOfCall(NamedTuple):
 
 def attend_part(call: PartOfCall, *, part: HeadPart) -> tuple[Tensor, Tensor | None]:
     """Return the part's input of the output projection, and the weights of all heads or None."""
-    heads, weights = attend(*call)
+    heads, weights = compute_attention(*call)
     if weights is None:
         return heads, None
     return heads, part.average(weights) if call.options.average else part.collect(weights)

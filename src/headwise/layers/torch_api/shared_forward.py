@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.kernels.linear import project
+from headwise.kernels.linear import apply_linear
 from headwise.layers.explanation import LayerExplanation, product_line, projection_line
 from headwise.layers.hooks import call_hook
 from headwise.layers.torch_api import torch_checks
@@ -60,7 +60,7 @@ class CallOptions(NamedTuple):
     static_v: Tensor | None = None
 
 
-def attend(
+def compute_attention(
     query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Return the input of the output projection, and the weights or None.
@@ -70,8 +70,8 @@ def attend(
             without; key and value likewise. Unbatched: (queries, embed_dim).
         returns: like query; weights (batch, queries, keys) or (batch, heads, queries, keys).
     """
-    matrix, v = matrix_and_values(query, key, value, layer, options)
-    outputs, weights = _outputs(matrix, v, options)
+    matrix, v = build_matrix_and_values(query, key, value, layer, options)
+    outputs, weights = _outputs_and_weights(matrix, v, options)
     if query.dim() == 2:
         weights = None if weights is None else weights.squeeze(0)
     shape = (*query.shape[:-1], _width(layer))
@@ -80,7 +80,7 @@ def attend(
     return outputs.permute(2, 0, 1, 3).reshape(shape), weights
 
 
-def matrix_and_values(
+def build_matrix_and_values(
     query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
 ) -> tuple[AttentionMatrix, Tensor]:
     """Return the attention matrix of a call, and its values (batch, heads, keys, head_dim)."""
@@ -109,7 +109,7 @@ def matrix_and_values(
         )
     if slots:
         torch_checks.require_both_slots(bias_k, bias_v, options.static_k, options.static_v)
-        k, v = _with_slots(k, v, bias_k, bias_v, zeros=layer.add_zero_attn)
+        k, v = _append_slots(k, v, bias_k, bias_v, zeros=layer.add_zero_attn)
     return AttentionMatrix(q, k, mask=mask, score_bias=score_bias), v
 
 
@@ -158,14 +158,14 @@ def _project_packed(
     weight = torch_checks.require_present("in_proj_weight", layer.in_proj_weight, separate=False)
     torch_checks.require_weight("query", query, weight, 3 * width, packed=True)
     if key is value and query is key:
-        return _split(project(query, weight, bias), 3, heads)
+        return _split_projection(apply_linear(query, weight, bias), 3, heads)
     torch_checks.require_weight("key", key, weight, 3 * width, packed=True)
     if key is value:
         sizes = [width, 2 * width]
         w_q, w_kv = weight.split(sizes)
         b_q, b_kv = (None, None) if bias is None else bias.split(sizes)
-        queries = _split(project(query, w_q, b_q), 1, heads)
-        return *queries, *_split(project(key, w_kv, b_kv), 2, heads)
+        queries = _split_projection(apply_linear(query, w_q, b_q), 1, heads)
+        return *queries, *_split_projection(apply_linear(key, w_kv, b_kv), 2, heads)
     torch_checks.require_weight("value", value, weight, 3 * width, packed=True)
     return _project_each((query, key, value), weight.chunk(3), bias, heads)
 
@@ -188,16 +188,16 @@ def _project_each(
 ) -> tuple[Tensor, ...]:
     biases = (None, None, None) if bias is None else bias.chunk(3)
     projected = zip(inputs, weights, biases, strict=True)
-    return tuple(_split(project(*operands), 1, heads)[0] for operands in projected)
+    return tuple(_split_projection(apply_linear(*operands), 1, heads)[0] for operands in projected)
 
 
-def _split(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+def _split_projection(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
     """Return views of the ``parts`` of a projection: its leading axes, then (heads, head_dim)."""
     first, second, width = x.shape
     return x.view(first, second, parts, heads, width // (parts * heads)).unbind(2)
 
 
-def _with_slots(
+def _append_slots(
     k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, *, zeros: bool
 ) -> tuple[Tensor, Tensor]:
     """Append the slots of bias_k, bias_v and add_zero_attn to keys and values."""
@@ -214,7 +214,7 @@ def _with_slots(
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
 
-def _outputs(
+def _outputs_and_weights(
     matrix: AttentionMatrix, v: Tensor, options: CallOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Return head outputs (batch, heads, queries, head_dim), and the weights before dropout."""
@@ -234,7 +234,7 @@ def _outputs(
 # ---- explanation -----------------------------------------------------------------------------
 
 
-def explain(
+def explain_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -243,8 +243,8 @@ def explain(
     *,
     out_proj: nn.Module,
 ) -> LayerExplanation:
-    """Return the report on `attend` and the output projection for these inputs."""
-    matrix, v = matrix_and_values(query, key, value, layer, options)
+    """Return the report on `compute_attention` and the output projection for these inputs."""
+    matrix, v = build_matrix_and_values(query, key, value, layer, options)
     tokens = f"{query.shape[:-1].numel():,}, all of the input"
     if options.padding is not None:
         tokens += "; torch's key_padding_mask hides keys, and padded queries are still computed"
@@ -252,13 +252,15 @@ def explain(
         tokens += "; dropout in training allocates queries x keys for A @ v"
     lines = tuple(
         product_line(name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], rows))
-        for name, x, rows in _input_products(query, key, value, layer)
+        for name, x, rows in _list_input_products(query, key, value, layer)
     )
     lines += (projection_line("out_proj", out_proj, query.shape[:-1].numel()),)
-    return LayerExplanation(tokens, lines, matrix.explain(v), _weights(matrix, v, options))
+    return LayerExplanation(
+        tokens, lines, matrix.explain(v), _describe_returned_weights(matrix, v, options)
+    )
 
 
-def _input_products(
+def _list_input_products(
     query: Tensor, key: Tensor, value: Tensor, layer: Layer
 ) -> list[tuple[str, Tensor, int]]:
     """Return each product of the input projection: its name, input and output width."""
@@ -273,14 +275,14 @@ def _input_products(
     return [(f"in_proj {n}", x, width) for n, x in zip("qkv", (query, key, value), strict=True)]
 
 
-def _weights(matrix: AttentionMatrix, v: Tensor, options: CallOptions) -> str:
+def _describe_returned_weights(matrix: AttentionMatrix, v: Tensor, options: CallOptions) -> str:
     if not options.need_weights:
         return "not returned"
     if not options.average:
         return "all heads, in queries x keys memory; need_weights=False saves it"
     if options.dropout_p > 0 or matrix._needs_gradient(v):
         return "mean over heads, in a second pass; need_weights=False saves it"
-    if matrix._one_row(v):
+    if matrix._attend_one_query(v):
         return "mean over heads, from the single row of weights, which also replaces A @ v below"
     return (
         "mean over heads, in one tiled pass that also computes A @ v, instead of the kernel below; "

@@ -35,9 +35,11 @@ def match_projection_form(
         return state_dict
     held = layer._parameters
     if has_packed and held.get(PACKED) is None and _has_all(held, *SEPARATE):
-        converted = _split(state_dict[packed], held, packed, error_msgs)
+        converted = _split_packed_weight(state_dict[packed], held, packed, error_msgs)
     elif has_separate and _has_all(held, PACKED) and held.get(SEPARATE[0]) is None:
-        converted = _pack([state_dict[key] for key in separate], held, separate, error_msgs)
+        converted = _pack_separate_weights(
+            [state_dict[key] for key in separate], held, separate, error_msgs
+        )
     else:
         return state_dict
     if converted is None:
@@ -53,7 +55,7 @@ def _has_all(parameters: Mapping[str, Tensor | None], *names: str) -> bool:
     return all(parameters.get(name) is not None for name in names)
 
 
-def _split(
+def _split_packed_weight(
     weight: Tensor, held: Mapping[str, Tensor | None], key: str, error_msgs: list[str]
 ) -> dict[str, Tensor] | None:
     shapes = [tuple(held[name].shape) for name in SEPARATE]  # type: ignore[union-attr]
@@ -68,7 +70,7 @@ def _split(
     return dict(zip(SEPARATE, weight.chunk(3), strict=True))
 
 
-def _pack(
+def _pack_separate_weights(
     weights: list[Tensor],
     held: Mapping[str, Tensor | None],
     keys: list[str],

@@ -25,7 +25,7 @@ from headwise.layers.torch_api.torch_errors import (
 )
 from headwise.support.arguments import is_number
 from headwise.support.message_text import describe_value
-from headwise.support.tracing import autocasts
+from headwise.support.tracing import is_autocast_enabled
 
 
 def require_sizes(embed_dim: int, num_heads: int) -> None:
@@ -138,7 +138,7 @@ def require_inputs(
         raise AssertedShapeError(
             saw=f"was expecting embedding dimension of {embed_dim}, but got {query.shape[2]}:"
             f" query has shape {tuple(query.shape)}",
-            needed=f"{_axes('queries', batch_first)} with embed_dim {embed_dim}",
+            needed=f"{_expected_axes('queries', batch_first)} with embed_dim {embed_dim}",
             do=f"pass queries of width {embed_dim}, or make the layer with"
             f" embed_dim={query.shape[2]}",
         )
@@ -151,7 +151,7 @@ def require_inputs(
         )
         raise AssertedShapeError(
             saw=torch_wording,
-            needed=f"one value for each key, both {_axes('keys', batch_first)}",
+            needed=f"one value for each key, both {_expected_axes('keys', batch_first)}",
             do="pass as many values as keys; other widths need kdim and vdim",
         )
     batch, keys = (0, 1) if batch_first else (1, 0)
@@ -159,7 +159,7 @@ def require_inputs(
         raise RuntimeShapeError(
             saw=f"batch {query.shape[batch]} of query {tuple(query.shape)} but batch"
             f" {key.shape[batch]} of key {tuple(key.shape)}, read as"
-            f" {_axes('length', batch_first)}: shape '[{key.shape[keys]}, ...]' is invalid for"
+            f" {_expected_axes('length', batch_first)}: shape '[{key.shape[keys]}, ...]' is invalid for"
             f" input of size {key.numel()}",
             needed="one batch for query, key and value",
             do="expand key and value to the batch, or check the order of axes:"
@@ -279,7 +279,7 @@ def require_both_slots(
             )
 
 
-def _axes(length: str, batch_first: bool) -> str:
+def _expected_axes(length: str, batch_first: bool) -> str:
     return f"(batch, {length}, width)" if batch_first else f"({length}, batch, width)"
 
 
@@ -312,7 +312,7 @@ def match_dtype(name: str, x: Tensor, like: Tensor) -> Tensor:
         _refuse_device(name, x, like, "the queries")
     if x.dtype == like.dtype:
         return x
-    if not autocasts(x.device.type):
+    if not is_autocast_enabled(x.device.type):
         raise RuntimeDTypeError(
             saw=f"expected scalar type {like.dtype} but found {x.dtype} for the {name}",
             needed="queries, keys and values of one dtype, or torch.autocast",
@@ -336,7 +336,7 @@ def _refuse_mix(name: str, x: Tensor, weight: Tensor) -> None:
         return
     if x.device != weight.device:
         _refuse_device(name, x, weight, "its weight")
-    if not autocasts(x.device.type):
+    if not is_autocast_enabled(x.device.type):
         raise RuntimeDTypeError(
             saw=f"mat1 and mat2 must have the same dtype, but got {x.dtype} for {name}"
             f" and {weight.dtype} for its weight",

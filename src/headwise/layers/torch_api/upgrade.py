@@ -24,8 +24,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from headwise.error_budget.budget import Budget
 from headwise.error_budget.verdict import BudgetVerdict
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.support.module_modes import evaluating
-from headwise.support.tensor_containers import leaves
+from headwise.support.module_modes import evaluation_mode
+from headwise.support.tensor_containers import iterate_leaves
 
 PRINTED = 4  # entries of each printed list
 BATCH, LENGTH, SEED = 3, 17, 0  # of the input on which a layer is measured
@@ -128,7 +128,7 @@ class Upgrade:
     is_transformers_model: bool = False
 
     def __str__(self) -> str:
-        head = f"Upgrade: {_count(len(self.swapped), 'layer')} swapped, {len(self.kept)} kept"
+        head = f"Upgrade: {_count_noun(len(self.swapped), 'layer')} swapped, {len(self.kept)} kept"
         if not self.swapped and not self.kept:
             text = f"{head}\n  The model has no torch.nn.MultiheadAttention; nothing was changed."
             advice = "\n  For a model of transformers, call headwise.register_huggingface()."
@@ -147,7 +147,9 @@ class Upgrade:
                 sections["change"].append(cause)
             else:
                 sections["change"][0] += f" ({cause})"
-        lines = (line for label, entries in sections.items() for line in _lines(label, entries))
+        lines = (
+            line for label, entries in sections.items() for line in _format_entries(label, entries)
+        )
         return "\n".join([head, *lines])
 
     __repr__ = __str__
@@ -171,16 +173,16 @@ def upgrade(model: nn.Module, *inputs: Any, **options: Any) -> Upgrade:
     Raises:
         Exception: the errors of the model on the example inputs; the model is then unchanged.
     """
-    before = _run(model, inputs, options) if inputs or options else None
+    before = _run_in_eval_mode(model, inputs, options) if inputs or options else None
     names, kept = _find_layers(model)
     layers: dict[str, LayerChange] = {}
     with ExitStack() as undo:
         for layer, (name, *_) in names.items():
             undo.callback(setattr, layer, "__class__", layer.__class__)
-            layer.__class__ = _class_for(layer)
+            layer.__class__ = _upgraded_class(layer)
             layers[name] = _measure_change(layer)
         switched_off = dict(_switch_off(model, undo))
-        after = None if before is None else _run(model, inputs, options)
+        after = None if before is None else _run_in_eval_mode(model, inputs, options)
         undo.pop_all()  # nothing failed: keep the changes
     output = None if before is None or after is None else _largest_difference(before, after)
     swapped = tuple(name for group in names.values() for name in group)
@@ -222,7 +224,7 @@ def _original_class(module: nn.Module) -> type[nn.Module]:
     return kind.__bases__[0] if is_parametrized(module) else kind
 
 
-def _class_for(layer: nn.MultiheadAttention) -> type[MultiheadAttention]:
+def _upgraded_class(layer: nn.MultiheadAttention) -> type[MultiheadAttention]:
     if not is_parametrized(layer):
         return MultiheadAttention
     # parametrize stores its properties on a subclass for this one module: rebase that subclass.
@@ -250,11 +252,11 @@ def _display_name(name: str) -> str:
     return name or "(the model itself)"
 
 
-def _count(number: int, noun: str) -> str:
+def _count_noun(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _lines(label: str, entries: list[str]) -> list[str]:
+def _format_entries(label: str, entries: list[str]) -> list[str]:
     more = len(entries) - PRINTED
     printed = entries if more <= 1 else [*entries[:PRINTED], f"... and {more} more"]
     labels = [label, *[""] * len(printed)]
@@ -283,20 +285,22 @@ def _measure_change(layer: nn.MultiheadAttention) -> LayerChange:
     inputs = (x, x, x)
     if layer.kdim != layer.embed_dim or layer.vdim != layer.embed_dim:
         inputs = (x, random_input(layer.kdim), random_input(layer.vdim))
-    with evaluating(layer), torch.no_grad():
+    with evaluation_mode(layer), torch.no_grad():
         before = nn.MultiheadAttention.forward(layer, *inputs, need_weights=False)[0]
         after = MultiheadAttention.forward(layer, *inputs, need_weights=False)[0]  # type: ignore[arg-type]
         # The reference lacks what a replaced out_proj or its hooks add.
-        verdict = _budget(layer, inputs).check(after) if note is None else None
+        verdict = _layer_error_budget(layer, inputs).check(after) if note is None else None
     return LayerChange(_largest_difference([before], [after]), verdict, note)
 
 
-def _run(model: nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor]:
+def _run_in_eval_mode(
+    model: nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]
+) -> list[Tensor]:
     """Return the float tensors of the model's output, in eval mode under no_grad, seeded."""
-    with evaluating(model), torch.no_grad(), torch.random.fork_rng():
+    with evaluation_mode(model), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(SEED)
         output = model(*inputs, **options)
-    tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in iterate_leaves(output) if isinstance(leaf, Tensor)]
     parts = [part for leaf in tensors for part in (leaf.unbind() if leaf.is_nested else (leaf,))]
     return [part.detach().clone() for part in parts if part.is_floating_point()]
 
@@ -316,7 +320,7 @@ def _largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> Ou
     return OutputDifference(largest, scale, mended)
 
 
-def _budget(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) -> Budget:
+def _layer_error_budget(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) -> Budget:
     """Return the error budget of the whole layer; plain torch is torch's unfused path."""
     same = inputs[0] is inputs[1]
 

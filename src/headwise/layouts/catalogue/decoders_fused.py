@@ -5,13 +5,13 @@ from __future__ import annotations
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
-    fused_by_group,
-    fused_by_head,
     fused_projection,
     head_norms,
     other_weights,
     output_projection,
-    stacked_qkv,
+    qkv_fused_by_group,
+    qkv_fused_by_head,
+    stacked_qkv_projection,
 )
 
 _HALVES = AttentionSpec(rotary="half-split")
@@ -47,7 +47,8 @@ _NEOX_OUTSIDE = other_weights(
 _GPT = (
     Layout(
         name="gpt2",
-        tensors=stacked_qkv("c_attn", columns=True) | output_projection("c_proj", columns=True),
+        tensors=stacked_qkv_projection("c_attn", columns=True)
+        | output_projection("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
         outside=other_weights(GPT2, columns=True),
         beside=_MASKS,
@@ -58,7 +59,8 @@ _GPT = (
     ),
     Layout(
         name="jais",
-        tensors=stacked_qkv("c_attn", columns=True) | output_projection("c_proj", columns=True),
+        tensors=stacked_qkv_projection("c_attn", columns=True)
+        | output_projection("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         function=AttentionSpec(scale=None, score_bias=None),
@@ -87,7 +89,7 @@ _GPT = (
     ),
     Layout(
         name="gpt-bigcode-mqa",
-        tensors=stacked_qkv("c_attn", kv_heads="kv_heads") | output_projection("c_proj"),
+        tensors=stacked_qkv_projection("c_attn", kv_heads="kv_heads") | output_projection("c_proj"),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         fixed=_ONE_KV_HEAD,
@@ -97,7 +99,7 @@ _GPT = (
     ),
     Layout(
         name="gpt-bigcode-mha",
-        tensors=fused_by_head("c_attn") | output_projection("c_proj"),
+        tensors=qkv_fused_by_head("c_attn") | output_projection("c_proj"),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         source=f"{_TRANSFORMERS}gpt_bigcode/modeling_gpt_bigcode.py",
@@ -105,7 +107,7 @@ _GPT = (
     ),
     Layout(
         name="qwen1",
-        tensors=stacked_qkv("c_attn") | output_projection("c_proj", bias=False),
+        tensors=stacked_qkv_projection("c_attn") | output_projection("c_proj", bias=False),
         where={"self": "h.{layer}.attn."},
         beside=(*_MASKS, *_ANGLES),
         function=_HALVES,
@@ -118,7 +120,7 @@ _GPT = (
 _NEOX = (
     Layout(
         name="neox",
-        tensors=fused_by_head("query_key_value") | output_projection("dense"),
+        tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "gpt_neox.layers.{layer}.attention."},
         outside=_NEOX_OUTSIDE,
         beside=(*_MASKS, *_ANGLES),
@@ -147,7 +149,7 @@ _NEOX = (
     ),
     Layout(
         name="bloom",
-        tensors=fused_by_head("query_key_value") | output_projection("dense"),
+        tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         function=AttentionSpec(score_bias="alibi"),
         source=f"{_TRANSFORMERS}bloom/modeling_bloom.py",
@@ -155,7 +157,7 @@ _NEOX = (
     ),
     Layout(
         name="persimmon",
-        tensors=fused_by_head("query_key_value")
+        tensors=qkv_fused_by_head("query_key_value")
         | output_projection("dense")
         | head_norms("q_layernorm", "k_layernorm", bias=True),
         where={"self": "model.layers.{layer}.self_attn."},
@@ -168,7 +170,7 @@ _NEOX = (
     ),
     Layout(
         name="chatglm-6b",
-        tensors=fused_by_head("query_key_value") | output_projection("dense"),
+        tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "layers.{layer}.attention."},
         beside=_ANGLES,
         function=AttentionSpec(
@@ -184,7 +186,7 @@ _NEOX = (
 _GROUPED = (
     Layout(
         name="falcon-rw",
-        tensors=fused_by_head("query_key_value") | output_projection("dense"),
+        tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         function=AttentionSpec(score_bias="alibi before the scale"),
         source=f"{_TRANSFORMERS}falcon/modeling_falcon.py",
@@ -193,7 +195,8 @@ _GROUPED = (
     ),
     Layout(
         name="falcon-7b",
-        tensors=stacked_qkv("query_key_value", kv_heads="kv_heads") | output_projection("dense"),
+        tensors=stacked_qkv_projection("query_key_value", kv_heads="kv_heads")
+        | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         fixed=_ONE_KV_HEAD,
@@ -203,7 +206,7 @@ _GROUPED = (
     ),
     Layout(
         name="falcon-40b",
-        tensors=fused_by_group("query_key_value") | output_projection("dense"),
+        tensors=qkv_fused_by_group("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         function=_HALVES,
@@ -212,7 +215,7 @@ _GROUPED = (
     ),
     Layout(
         name="internlm2",
-        tensors=fused_by_group("wqkv") | output_projection("wo"),
+        tensors=qkv_fused_by_group("wqkv") | output_projection("wo"),
         where={"self": "model.layers.{layer}.attention."},
         beside=_ANGLES,
         function=_HALVES,
@@ -221,7 +224,8 @@ _GROUPED = (
     ),
     Layout(
         name="mpt",
-        tensors=stacked_qkv("Wqkv", bias=False) | output_projection("out_proj", bias=False),
+        tensors=stacked_qkv_projection("Wqkv", bias=False)
+        | output_projection("out_proj", bias=False),
         where={"self": "blocks.{layer}.attn."},
         function=AttentionSpec(score_bias="alibi", clip=None),
         source=f"{_TRANSFORMERS}mpt/modeling_mpt.py",
@@ -229,7 +233,7 @@ _GROUPED = (
     ),
     Layout(
         name="dbrx",
-        tensors=stacked_qkv("Wqkv", kv_heads="kv_heads", bias=False)
+        tensors=stacked_qkv_projection("Wqkv", kv_heads="kv_heads", bias=False)
         | output_projection("out_proj", bias=False),
         where={"self": "blocks.{layer}.norm_attn_norm.attn."},
         function=AttentionSpec(rotary="half-split", clip=None),
@@ -238,7 +242,7 @@ _GROUPED = (
     ),
     Layout(
         name="phi3",
-        tensors=stacked_qkv("qkv_proj", kv_heads="kv_heads", bias=False)
+        tensors=stacked_qkv_projection("qkv_proj", kv_heads="kv_heads", bias=False)
         | output_projection("o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
@@ -248,7 +252,8 @@ _GROUPED = (
     ),
     Layout(
         name="chatglm2",
-        tensors=stacked_qkv("query_key_value", kv_heads="kv_heads") | output_projection("dense"),
+        tensors=stacked_qkv_projection("query_key_value", kv_heads="kv_heads")
+        | output_projection("dense"),
         where={"self": "encoder.layers.{layer}.self_attention."},
         function=AttentionSpec(rotary_width=None, rotary="interleaved"),
         source="vllm, vllm/model_executor/models/chatglm.py",
@@ -258,7 +263,8 @@ _GROUPED = (
     ),
     Layout(
         name="baichuan",
-        tensors=stacked_qkv("W_pack", bias=False) | output_projection("o_proj", bias=False),
+        tensors=stacked_qkv_projection("W_pack", bias=False)
+        | output_projection("o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
         function=AttentionSpec(rotary=None, score_bias=None),
@@ -268,7 +274,8 @@ _GROUPED = (
     ),
     Layout(
         name="olmo-native",
-        tensors=stacked_qkv("att_proj", kv_heads="kv_heads") | output_projection("attn_out"),
+        tensors=stacked_qkv_projection("att_proj", kv_heads="kv_heads")
+        | output_projection("attn_out"),
         where={"self": "blocks.{layer}."},
         beside=("attn_norm.*", "ff_norm.*", "ff_proj.*", "ff_out.*"),
         function=AttentionSpec(rotary="half-split", clip=None),

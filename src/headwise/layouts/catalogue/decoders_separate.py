@@ -45,7 +45,7 @@ META = other_weights(
 )
 
 
-def _llama(
+def _llama_like_layout(
     name: str, function: AttentionSpec, note: str = "", *, model: str = "", **others: Any
 ) -> Layout:
     """A layout with the tensors and places of Llama's, unless others are given.
@@ -87,7 +87,7 @@ _GPT = (
         source=f"{_TRANSFORMERS}opt/modeling_opt.py",
         note="XGLM has the same, as model.layers",
     ),
-    _llama(
+    _llama_like_layout(
         "phi",
         AttentionSpec(rotary_width=None, rotary="half-split"),
         "Phi-1 to Phi-2. A part of a head is rotated",
@@ -96,7 +96,7 @@ _GPT = (
 )
 
 _LLAMAS = (
-    _llama(
+    _llama_like_layout(
         "llama",
         _ROTATED,
         "Mistral, Mixtral, Yi, TinyLlama, Gemma and OLMo have the same attention; OLMo may "
@@ -125,14 +125,14 @@ _LLAMAS = (
         note="Mistral's own files too. A model in several files is one to be joined first: wq, wk "
         "and wv by rows, wo by columns",
     ),
-    _llama(
+    _llama_like_layout(
         "qwen2",
         _ROTATED,
         "StableLM without norms has the same, and rotates a part of a head",
         tensors=separate_projections("q_proj", "k_proj", "v_proj")
         | output_projection("o_proj", bias=False),
     ),
-    _llama(
+    _llama_like_layout(
         "starcoder2",
         _ROTATED,
         "Llama's attention, with all biases",
@@ -146,17 +146,17 @@ _LLAMAS = (
             unembedding="lm_head.weight",
         ),
     ),
-    _llama(
+    _llama_like_layout(
         "nemotron",
         AttentionSpec(rotary_width=None, rotary="half-split"),
         "Llama's attention; half of a head is rotated",
     ),
-    _llama(
+    _llama_like_layout(
         "granite",
         AttentionSpec(rotary="half-split", scale=None),
         "the scale is attention_multiplier of its config",
     ),
-    _llama(
+    _llama_like_layout(
         "gpt-oss",
         replace(_ROTATED, scale=None),
         "every other layer has a window. Granite with windows has the names, and a scale of "
@@ -164,7 +164,7 @@ _LLAMAS = (
         tensors=_LLAMA | {"sinks": "sink: heads"},
         beside=(),
     ),
-    _llama(
+    _llama_like_layout(
         "gemma2",
         AttentionSpec(rotary="half-split", scale=None, softcap="tanh", window=None),
         "the scale is 1/sqrt(query_pre_attn_scalar) of its config, the softcap "
@@ -173,13 +173,13 @@ _LLAMAS = (
 )
 
 _NEIGHBOURS = (
-    _llama(
+    _llama_like_layout(
         "cohere",
         AttentionSpec(rotary="interleaved", window=None),
         "the names of Llama, another rotation: Command R, Helium, ERNIE 4.5. Cohere 2 does "
         "not rotate in its layers without a window",
     ),
-    _llama(
+    _llama_like_layout(
         "cohere-qk-norm",
         AttentionSpec(
             rotary="interleaved", qk_norm="layer over head, rows for heads, before rotary"
@@ -188,7 +188,7 @@ _NEIGHBOURS = (
         tensors=_LLAMA | _ROWS_OF_NORMS,
         model="cohere",
     ),
-    _llama(
+    _llama_like_layout(
         "glm",
         AttentionSpec(rotary_width=None, rotary="interleaved"),
         "the names of Llama, another rotation, of half of a head",
@@ -198,14 +198,14 @@ _NEIGHBOURS = (
 )
 
 _NORMED = (
-    _llama(
+    _llama_like_layout(
         "qwen3",
         AttentionSpec(rotary="half-split", qk_norm="rms over head, before rotary", window=None),
         "the experts' models too",
         tensors=_HEAD_NORMS,
         beside=(),
     ),
-    _llama(
+    _llama_like_layout(
         "gemma3",
         AttentionSpec(
             rotary="half-split",
@@ -218,7 +218,7 @@ _NORMED = (
         tensors=_HEAD_NORMS,
         beside=(),
     ),
-    _llama(
+    _llama_like_layout(
         "olmo2",
         AttentionSpec(rotary="half-split", qk_norm="rms over width, before rotary", window=None),
         "OLMo 3 and OLMoE too",
@@ -229,7 +229,7 @@ _NORMED = (
         },
         beside=(),
     ),
-    _llama(
+    _llama_like_layout(
         "hunyuan",
         AttentionSpec(rotary="half-split", qk_norm="rms over head, after rotary"),
         "the experts' model too",
@@ -237,7 +237,7 @@ _NORMED = (
         beside=(),
         model="hunyuan_v1_dense",
     ),
-    _llama(
+    _llama_like_layout(
         "lfm2",
         AttentionSpec(rotary="half-split", qk_norm="rms over head, before rotary"),
         "only some of its layers are attention",
@@ -246,7 +246,7 @@ _NORMED = (
         | head_norms("q_layernorm", "k_layernorm"),
         beside=(),
     ),
-    _llama(
+    _llama_like_layout(
         "chameleon",
         AttentionSpec(
             rotary="half-split", qk_norm="layer over head, rows for heads, before rotary"

@@ -34,7 +34,7 @@ _AXES = {
 }
 
 
-def _layers(side: str, prefix: str, places: dict[str, str]) -> Tensors:
+def _other_layer_weights(side: str, prefix: str, places: dict[str, str]) -> Tensors:
     """Tensors of the layers of one side beside attention.
 
     ``places`` are the parts of `_AXES` and their stored names.
@@ -58,9 +58,9 @@ _BART_ENCODER = {
 _BART_DECODER = _BART_ENCODER | {"cross_norm": "encoder_attn_layer_norm"}
 _WHISPER_ENCODER = {"self_norm": "attn_ln", "norm": "mlp_ln", "up": "mlp.0", "down": "mlp.2"}
 _WHISPER_DECODER = _WHISPER_ENCODER | {"cross_norm": "cross_attn_ln"}
-_BART_LAYERS = _layers("encoder", "encoder.layers.{layer}.", _BART_ENCODER) | _layers(
-    "decoder", "decoder.layers.{layer}.", _BART_DECODER
-)
+_BART_LAYERS = _other_layer_weights(
+    "encoder", "encoder.layers.{layer}.", _BART_ENCODER
+) | _other_layer_weights("decoder", "decoder.layers.{layer}.", _BART_DECODER)
 _WHISPER_BESIDE_LAYERS = {
     "encoder_positions: places embed_dim": (
         "encoder.embed_positions.weight",
@@ -128,8 +128,8 @@ LAYOUTS = (
             "decoder": "decoder.blocks.{layer}.attn.",
             "cross": "decoder.blocks.{layer}.cross_attn.",
         },
-        outside=_layers("encoder", "encoder.blocks.{layer}.", _WHISPER_ENCODER)
-        | _layers("decoder", "decoder.blocks.{layer}.", _WHISPER_DECODER)
+        outside=_other_layer_weights("encoder", "encoder.blocks.{layer}.", _WHISPER_ENCODER)
+        | _other_layer_weights("decoder", "decoder.blocks.{layer}.", _WHISPER_DECODER)
         | {whisper_name: text for text, (_, whisper_name) in _WHISPER_BESIDE_LAYERS.items()},
         function=AttentionSpec(mask="added"),
         source="openai/whisper, whisper/model.py",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
-    fused_by_head,
     other_weights,
     output_projection,
+    qkv_fused_by_head,
     separate_projections,
-    stacked_qkv,
+    stacked_qkv_projection,
 )
 
 _BERT = other_weights(
@@ -86,7 +86,7 @@ LAYOUTS = (
     Layout(
         name="deberta",
         tensors={
-            "self.in_proj.weight": fused_by_head("")[".weight"],
+            "self.in_proj.weight": qkv_fused_by_head("")[".weight"],
             "self.q_bias": "bq: (heads head_dim)",
             "self.v_bias": "bv: (heads head_dim)",
             **output_projection("output.dense"),
@@ -114,7 +114,7 @@ LAYOUTS = (
     ),
     Layout(
         name="modernbert",
-        tensors=stacked_qkv("Wqkv") | output_projection("Wo"),
+        tensors=stacked_qkv_projection("Wqkv") | output_projection("Wo"),
         where={"self": "layers.{layer}.attn."},
         outside=other_weights(
             tokens="embeddings.tok_embeddings.weight",

@@ -9,7 +9,7 @@ from headwise.layouts.patterns_library import (
     other_weights,
     output_projection,
     separate_projections,
-    stacked_qkv,
+    stacked_qkv_projection,
 )
 
 _GATE_AND_UP = "([gate: hidden_dim | up: hidden_dim]) embed_dim"
@@ -65,7 +65,8 @@ LAYOUTS = (
     ),
     Layout(
         name="gguf-fused",
-        tensors=stacked_qkv("attn_qkv", kv_heads="kv_heads") | output_projection("attn_output"),
+        tensors=stacked_qkv_projection("attn_qkv", kv_heads="kv_heads")
+        | output_projection("attn_output"),
         where={"self": _BLOCK},
         outside=_GGUF,
         beside=_BESIDE,
@@ -79,7 +80,8 @@ LAYOUTS = (
         tensors={
             name.replace(".", "/"): pattern
             for name, pattern in (
-                stacked_qkv("linear_0", kv_heads="kv_heads") | output_projection("linear_1")
+                stacked_qkv_projection("linear_0", kv_heads="kv_heads")
+                | output_projection("linear_1")
             ).items()
         },
         where={
@@ -95,7 +97,7 @@ LAYOUTS = (
     ),
     Layout(
         name="vllm",
-        tensors=stacked_qkv("qkv_proj", kv_heads="kv_heads")
+        tensors=stacked_qkv_projection("qkv_proj", kv_heads="kv_heads")
         | output_projection("o_proj")
         | head_norms("q_norm", "k_norm"),
         where={"self": "model.layers.{layer}.self_attn."},

@@ -16,7 +16,7 @@ _BERT = "encoder.layer.{layer}."
 _MAXTEXT = "decoder.layers_{layer}."
 
 
-def _heads_apart(
+def _three_axis_kernels(
     *, kv_heads: str = "heads", value_dim: str = "head_dim", mark: str = "."
 ) -> dict[str, str]:
     """Kernels of three axes, as of an einsum: (inputs, heads, head_dim), and back."""
@@ -41,7 +41,7 @@ def _heads_apart(
 LAYOUTS = (
     Layout(
         name="flax",
-        tensors=_heads_apart()
+        tensors=_three_axis_kernels()
         | {"query_ln.scale": "q_norm: head_dim", "key_ln.scale": "k_norm: head_dim"},
         function=AttentionSpec(mask="True attends", qk_norm=None),
         source="google/flax, flax/linen/attention.py and flax/nnx/nn/attention.py",
@@ -117,7 +117,7 @@ LAYOUTS = (
     ),
     Layout(
         name="keras",
-        tensors=_heads_apart(value_dim="value_dim", mark="/"),
+        tensors=_three_axis_kernels(value_dim="value_dim", mark="/"),
         function=_CALLED,
         source="keras-team/keras, keras/src/layers/attention/multi_head_attention.py",
         note="MultiHeadAttention, names as in variable.path behind the layer's own; its key_dim is "
@@ -125,14 +125,14 @@ LAYOUTS = (
     ),
     Layout(
         name="keras-gqa",
-        tensors=_heads_apart(kv_heads="kv_heads", mark="/"),
+        tensors=_three_axis_kernels(kv_heads="kv_heads", mark="/"),
         function=_CALLED,
         source="keras-team/keras, keras/src/layers/attention/grouped_query_attention.py",
         note=f"GroupQueryAttention; names as in keras. {_ON_REQUEST}",
     ),
     Layout(
         name="maxtext",
-        tensors=_heads_apart(kv_heads="kv_heads"),
+        tensors=_three_axis_kernels(kv_heads="kv_heads"),
         where={"self": _MAXTEXT + "self_attention."},
         outside=other_weights(
             norm_1=_MAXTEXT + "pre_self_attention_layer_norm.scale",

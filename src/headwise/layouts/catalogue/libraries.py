@@ -6,12 +6,12 @@ from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.catalogue.decoders_separate import META
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
-    fused_by_group,
     head_norms,
     other_weights,
     output_projection,
+    qkv_fused_by_group,
     separate_projections,
-    stacked_qkv,
+    stacked_qkv_projection,
 )
 
 _ON_REQUEST = "tested on request: pip install headwise[libraries]"
@@ -19,7 +19,7 @@ _IN_ITS_OWN = "tested on request, in an environment of its own"
 _NOT_RELEASED = "no release of it has this layout yet"
 
 
-def _lens(k: str = "") -> dict[str, str]:
+def _transformer_lens_tensors(k: str = "") -> dict[str, str]:
     """HookedTransformer's: an axis for each name; GQA's keys and values have an underscore."""
     kv_heads = "kv_heads" if k else "heads"
     return {
@@ -103,7 +103,7 @@ _FLASH_GPT = {"self": _FLASH_BLOCK + "mixer."}
 _FLASH_ATTN = (
     Layout(
         name="flash-attn",
-        tensors=stacked_qkv("Wqkv", kv_heads="kv_heads") | output_projection("out_proj"),
+        tensors=stacked_qkv_projection("Wqkv", kv_heads="kv_heads") | output_projection("out_proj"),
         where=_FLASH_GPT,
         outside=other_weights(_FLASH_DECODER, up=_FLASH_BLOCK + "mlp.fc1.*"),
         beside=("rotary_emb.*",),
@@ -114,7 +114,7 @@ _FLASH_ATTN = (
     ),
     Layout(
         name="flash-attn-llama",
-        tensors=stacked_qkv("Wqkv", kv_heads="kv_heads") | output_projection("out_proj"),
+        tensors=stacked_qkv_projection("Wqkv", kv_heads="kv_heads") | output_projection("out_proj"),
         where=_FLASH_GPT,
         outside=other_weights(_FLASH_DECODER)
         | {
@@ -128,7 +128,7 @@ _FLASH_ATTN = (
     ),
     Layout(
         name="flash-attn-bert",
-        tensors=stacked_qkv("Wqkv") | output_projection("out_proj"),
+        tensors=stacked_qkv_projection("Wqkv") | output_projection("out_proj"),
         where={"self": _FLASH_BERT_BLOCK + "mixer."},
         outside=other_weights(
             tokens="embeddings.word_embeddings.weight",
@@ -155,7 +155,7 @@ _FLASH_ATTN = (
 )
 
 
-def _x_transformers(*, rotary: str) -> Layout:
+def _x_transformers_layout(*, rotary: str) -> Layout:
     return Layout(
         name="x-transformers" if rotary == "none" else "x-transformers-rotary",
         tensors={
@@ -181,7 +181,7 @@ def _x_transformers(*, rotary: str) -> Layout:
     )
 
 
-def _torchtune(*, rotary: str) -> Layout:
+def _torchtune_layout(*, rotary: str) -> Layout:
     return Layout(
         name="torchtune" if rotary == "interleaved" else "torchtune-qwen2",
         tensors=separate_projections("q_proj", "k_proj", "v_proj")
@@ -212,9 +212,11 @@ def _torchtune(*, rotary: str) -> Layout:
     )
 
 
-def _litgpt(*, legacy: bool) -> Layout:
+def _litgpt_layout(*, legacy: bool) -> Layout:
     block = "transformer.h.{layer}."
-    fuse = fused_by_group("attn") if legacy else stacked_qkv("qkv", kv_heads="kv_heads")
+    fuse = (
+        qkv_fused_by_group("attn") if legacy else stacked_qkv_projection("qkv", kv_heads="kv_heads")
+    )
     return Layout(
         name="litgpt-legacy" if legacy else "litgpt",
         tensors=fuse | output_projection("proj") | head_norms("norm_q", "norm_k"),
@@ -251,7 +253,7 @@ def _litgpt(*, legacy: bool) -> Layout:
 LAYOUTS = (
     Layout(
         name="transformer-lens",
-        tensors=_lens(),
+        tensors=_transformer_lens_tensors(),
         where={"self": _LENS_BLOCK + "attn."},
         outside=_LENS_DECODER,
         beside=_LENS_BESIDE,
@@ -262,7 +264,7 @@ LAYOUTS = (
     ),
     Layout(
         name="transformer-lens-gqa",
-        tensors=_lens("_"),
+        tensors=_transformer_lens_tensors("_"),
         where={"self": _LENS_BLOCK + "attn."},
         outside=_LENS_DECODER,
         beside=_LENS_BESIDE,
@@ -273,7 +275,7 @@ LAYOUTS = (
     ),
     Layout(
         name="transformer-lens-encoder",
-        tensors=_lens(),
+        tensors=_transformer_lens_tensors(),
         where={"self": _LENS_BLOCK + "attn."},
         outside=_LENS_ENCODER,
         beside=_LENS_BESIDE,
@@ -283,8 +285,8 @@ LAYOUTS = (
         note="HookedEncoder, which is BERT: its norms stand behind attention and MLP. "
         + _IN_ITS_OWN,
     ),
-    _x_transformers(rotary="none"),
-    _x_transformers(rotary="interleaved"),
+    _x_transformers_layout(rotary="none"),
+    _x_transformers_layout(rotary="interleaved"),
     *_FLASH_ATTN,
     Layout(
         name="diffusers",
@@ -318,16 +320,20 @@ LAYOUTS = (
         )
         for kind, tensors, spoken in (
             ("", separate_projections("query", "key", "value"), "QkvMode.SEPARATE"),
-            ("-stacked", stacked_qkv("input", kv_heads="kv_heads"), "QkvSplitGroupedByHead"),
+            (
+                "-stacked",
+                stacked_qkv_projection("input", kv_heads="kv_heads"),
+                "QkvSplitGroupedByHead",
+            ),
             (
                 "-grouped",
-                fused_by_group("input"),
+                qkv_fused_by_group("input"),
                 "QkvSplitGroupedByKVHeads, or MERGED_SPLIT_BEFORE",
             ),
         )
     ),
-    _torchtune(rotary="interleaved"),
-    _torchtune(rotary="half-split"),
+    _torchtune_layout(rotary="interleaved"),
+    _torchtune_layout(rotary="half-split"),
     Layout(
         name="torchtitan",
         tensors=separate_projections("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv")
@@ -342,7 +348,7 @@ LAYOUTS = (
     ),
     Layout(
         name="gpt-fast",
-        tensors=stacked_qkv("wqkv", kv_heads="kv_heads", bias=False)
+        tensors=stacked_qkv_projection("wqkv", kv_heads="kv_heads", bias=False)
         | output_projection("wo", bias=False),
         where={"self": "layers.{layer}.attention."},
         outside=META,
@@ -351,6 +357,6 @@ LAYOUTS = (
         source="pytorch-labs/gpt-fast, model.py",
         unchecked="it is a script, not a package",
     ),
-    _litgpt(legacy=False),
-    _litgpt(legacy=True),
+    _litgpt_layout(legacy=False),
+    _litgpt_layout(legacy=True),
 )

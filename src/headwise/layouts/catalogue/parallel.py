@@ -9,14 +9,14 @@ from __future__ import annotations
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
-    fused_by_group,
-    fused_by_head,
     fused_projection,
     head_norms,
     other_weights,
     output_projection,
+    qkv_fused_by_group,
+    qkv_fused_by_head,
     separate_projections,
-    stacked_qkv,
+    stacked_qkv_projection,
 )
 
 _MEGATRON = AttentionSpec(
@@ -53,7 +53,7 @@ _CORE = "NVIDIA/Megatron-LM, megatron/core/transformer/attention.py"
 _VERSIONS = "NVIDIA/Megatron-LM, megatron/checkpointing.py, fix_query_key_value_ordering"
 
 
-_GROUPED = fused_by_group("linear_qkv") | _MEGATRON_OUT | _MEGATRON_NORMS
+_GROUPED = qkv_fused_by_group("linear_qkv") | _MEGATRON_OUT | _MEGATRON_NORMS
 _MEGATRON_CORE = (
     Layout(
         name="megatron",
@@ -112,15 +112,15 @@ _MEGATRON_CORE = (
 )
 
 
-def _legacy() -> tuple[Layout, ...]:
+def _legacy_megatron_layouts() -> tuple[Layout, ...]:
     """The three orders that Megatron-LM fused in, by its checkpoint_version."""
     orders = {
-        "v0": ("transformer.layers.{layer}.attention.", stacked_qkv("query_key_value")),
+        "v0": ("transformer.layers.{layer}.attention.", stacked_qkv_projection("query_key_value")),
         "v1": (
             "transformer.layers.{layer}.attention.",
             fused_projection("query_key_value", "(heads head_dim [wq: | wk: | wv: ])"),
         ),
-        "v2": ("encoder.layers.{layer}.self_attention.", fused_by_head("query_key_value")),
+        "v2": ("encoder.layers.{layer}.self_attention.", qkv_fused_by_head("query_key_value")),
     }
     spoken = {"v0": "0", "v1": "1.0", "v2": "2.0 and later"}
     return tuple(
@@ -148,7 +148,7 @@ _TE_LAYER = "layers.{layer}."
 _ENGINE = (
     Layout(
         name="transformer-engine",
-        tensors=fused_by_group("qkv") | _TE_REST,
+        tensors=qkv_fused_by_group("qkv") | _TE_REST,
         source=_TE_SOURCE,
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=True; "
         "rotary is half-split unless rotary_pos_interleaved is set",
@@ -158,7 +158,7 @@ _ENGINE = (
     ),
     Layout(
         name="transformer-engine-stacked",
-        tensors=stacked_qkv("qkv", kv_heads="kv_heads") | _TE_REST,
+        tensors=stacked_qkv_projection("qkv", kv_heads="kv_heads") | _TE_REST,
         source=_TE_SOURCE,
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=False; "
         "same names and shapes as transformer-engine",
@@ -183,7 +183,7 @@ _ENGINE = (
     ),
     Layout(
         name="transformer-engine-layer",
-        tensors=fused_by_group("layernorm_qkv") | _TE_REST,
+        tensors=qkv_fused_by_group("layernorm_qkv") | _TE_REST,
         where={"self": _TE_LAYER + "self_attention."},
         outside=other_weights(
             norm_1=_TE_LAYER + "self_attention.layernorm_qkv.layer_norm_*",
@@ -200,12 +200,12 @@ _ENGINE = (
 )
 
 
-def _nanotron(pairing: str) -> Layout:
+def _nanotron_layout(pairing: str) -> Layout:
     within = "model.decoder.{layer}.pp_block."
     interleaved = pairing == "interleaved"
     return Layout(
         name="nanotron-interleaved" if interleaved else "nanotron",
-        tensors=stacked_qkv("qkv_proj", kv_heads="kv_heads", bias=False)
+        tensors=stacked_qkv_projection("qkv_proj", kv_heads="kv_heads", bias=False)
         | output_projection("o_proj", bias=False),
         where={"self": within + "attn."},
         outside=other_weights(
@@ -227,11 +227,12 @@ def _nanotron(pairing: str) -> Layout:
 
 LAYOUTS = (
     *_MEGATRON_CORE,
-    *_legacy(),
+    *_legacy_megatron_layouts(),
     *_ENGINE,
     Layout(
         name="neox-gqa",
-        tensors=stacked_qkv("query_key_value", kv_heads="kv_heads") | output_projection("dense"),
+        tensors=stacked_qkv_projection("query_key_value", kv_heads="kv_heads")
+        | output_projection("dense"),
         beside=("*inv_freq",),
         function=AttentionSpec(
             rotary_width=None, rotary="half-split", axes="length batch width", mask="True hides"
@@ -241,6 +242,6 @@ LAYOUTS = (
         note="GPT-NeoX's own files with num_kv_heads; without it they are fused as in neox. Layers "
         "are numbered with what stands before them, so a module's place is not told",
     ),
-    _nanotron("half-split"),
-    _nanotron("interleaved"),
+    _nanotron_layout("half-split"),
+    _nanotron_layout("interleaved"),
 )

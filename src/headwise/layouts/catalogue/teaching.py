@@ -9,7 +9,7 @@ from headwise.layouts.patterns_library import (
     other_weights,
     output_projection,
     separate_projections,
-    stacked_qkv,
+    stacked_qkv_projection,
 )
 
 LAYOUTS = (
@@ -83,7 +83,7 @@ LAYOUTS = (
     ),
     Layout(
         name="nanogpt",
-        tensors=stacked_qkv("c_attn") | output_projection("c_proj"),
+        tensors=stacked_qkv_projection("c_attn") | output_projection("c_proj"),
         where={"self": "h.{layer}.attn."},
         outside=other_weights(GPT2),
         beside=("bias",),

@@ -8,13 +8,13 @@ from headwise.layouts.patterns_library import (
     other_weights,
     output_projection,
     separate_projections,
-    stacked_qkv,
+    stacked_qkv_projection,
 )
 
 _OUT = output_projection("out_proj")
 _PACKED = {
-    "in_proj_weight": stacked_qkv("")[".weight"],
-    "in_proj_bias": stacked_qkv("")[".bias"],
+    "in_proj_weight": stacked_qkv_projection("")[".weight"],
+    "in_proj_bias": stacked_qkv_projection("")[".bias"],
     **_OUT,
 }
 # add_bias_kv=True: one more key and value, after the projection.

@@ -9,25 +9,27 @@ from headwise.layouts.patterns_library import (
     other_weights,
     output_projection,
     separate_projections,
-    stacked_qkv,
+    stacked_qkv_projection,
 )
 
 
-def _layer(prefix: str, norms: tuple[str, str], up: str, down: str) -> Tensors:
+def _norm_and_mlp_weights(prefix: str, norms: tuple[str, str], up: str, down: str) -> Tensors:
     """The norms and the MLP of a layer."""
     names = {"norm_1": norms[0], "norm_2": norms[1], "up": up, "down": down}
     return other_weights({name: f"{prefix}{place}.*" for name, place in names.items()})
 
 
-_TIMM = _layer("blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2")
-_VIT = _layer(
+_TIMM = _norm_and_mlp_weights("blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2")
+_VIT = _norm_and_mlp_weights(
     "encoder.layer.{layer}.",
     ("layernorm_before", "layernorm_after"),
     "intermediate.dense",
     "output.dense",
 )
 _VIT_WHERE = {"self": "encoder.layer.{layer}.attention."}
-_CLIP = _layer("encoder.layers.{layer}.", ("layer_norm1", "layer_norm2"), "mlp.fc1", "mlp.fc2")
+_CLIP = _norm_and_mlp_weights(
+    "encoder.layers.{layer}.", ("layer_norm1", "layer_norm2"), "mlp.fc1", "mlp.fc2"
+)
 
 LAYOUTS = (
     Layout(
@@ -46,7 +48,7 @@ LAYOUTS = (
     ),
     Layout(
         name="vit-timm",
-        tensors=stacked_qkv("qkv") | output_projection("proj"),
+        tensors=stacked_qkv_projection("qkv") | output_projection("proj"),
         where={"self": "blocks.{layer}.attn."},
         outside=_TIMM,
         beside=("rel_pos_h", "rel_pos_w"),
@@ -56,9 +58,11 @@ LAYOUTS = (
     ),
     Layout(
         name="vitdet",
-        tensors=stacked_qkv("qkv") | output_projection("proj"),
+        tensors=stacked_qkv_projection("qkv") | output_projection("proj"),
         where=_VIT_WHERE,
-        outside=_layer("encoder.layer.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"),
+        outside=_norm_and_mlp_weights(
+            "encoder.layer.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"
+        ),
         beside=("rel_pos_h", "rel_pos_w"),
         function=AttentionSpec(score_bias=None),
         source="transformers, models/vitdet/modeling_vitdet.py",
@@ -66,7 +70,7 @@ LAYOUTS = (
     Layout(
         name="beit",
         tensors={
-            "qkv.weight": stacked_qkv("")[".weight"],
+            "qkv.weight": stacked_qkv_projection("")[".weight"],
             "q_bias": "bq: (heads head_dim)",
             "v_bias": "bv: (heads head_dim)",
             **output_projection("proj"),
@@ -100,7 +104,7 @@ LAYOUTS = (
         | output_projection("output.dense")
         | {"self.relative_position_bias_table": "distances: buckets heads"},
         where={"self": "encoder.layers.{stage}.blocks.{layer}.attention."},
-        outside=_layer(
+        outside=_norm_and_mlp_weights(
             "encoder.layers.{stage}.blocks.{layer}.",
             ("layernorm_before", "layernorm_after"),
             "intermediate.dense",
@@ -113,11 +117,13 @@ LAYOUTS = (
     ),
     Layout(
         name="swin-microsoft",
-        tensors=stacked_qkv("qkv")
+        tensors=stacked_qkv_projection("qkv")
         | output_projection("proj")
         | {"relative_position_bias_table": "distances: buckets heads"},
         where={"self": "layers.{stage}.blocks.{layer}.attn."},
-        outside=_layer("layers.{stage}.blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"),
+        outside=_norm_and_mlp_weights(
+            "layers.{stage}.blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"
+        ),
         beside=("relative_position_index",),
         function=AttentionSpec(score_bias="by place in the window", mask="added"),
         source="microsoft/Swin-Transformer, models/swin_transformer.py; timm has the same",
@@ -129,7 +135,9 @@ LAYOUTS = (
         tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
         | output_projection("o_proj"),
         where={"self": "layer.{layer}.attention."},
-        outside=_layer("layer.{layer}.", ("norm1", "norm2"), "mlp.up_proj", "mlp.down_proj"),
+        outside=_norm_and_mlp_weights(
+            "layer.{layer}.", ("norm1", "norm2"), "mlp.up_proj", "mlp.down_proj"
+        ),
         function=AttentionSpec(rotary="half-split"),
         source="transformers, models/dinov3_vit/modeling_dinov3_vit.py",
         note="half of the angles are of a patch's row and half of its column, and the first tokens "
@@ -148,7 +156,7 @@ LAYOUTS = (
     ),
     Layout(
         name="blip",
-        tensors=stacked_qkv("qkv") | output_projection("projection"),
+        tensors=stacked_qkv_projection("qkv") | output_projection("projection"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         outside=_CLIP,
         source="transformers, models/blip/modeling_blip.py",

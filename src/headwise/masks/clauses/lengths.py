@@ -21,7 +21,7 @@ from headwise.masks.clause import (
     Span,
     index_positions,
 )
-from headwise.support.integers import as_int64, is_integer
+from headwise.support.integers import convert_to_int64, is_integer
 from headwise.support.message_text import MATRIX_AXES, describe_value
 from headwise.support.tracing import may_check_values, may_read_values
 
@@ -81,12 +81,14 @@ class PaddingClause(IntervalClause):
         """See `Clause.interval`."""
         numbers = self.numbers[batches, None]
         if self.axis == KEYS:
-            return self._run(numbers, rows, sizes)
+            return self._real_key_interval(numbers, rows, sizes)
         none, every = torch.zeros_like(rows)[None], torch.full_like(rows, sizes.keys)[None]
         return none, torch.where(self.is_real(rows, numbers), every, none)
 
     @abstractmethod
-    def _run(self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:
+    def _real_key_interval(
+        self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes
+    ) -> tuple[Tensor, Tensor]:
         """First real key and stop."""
 
     def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:
@@ -144,7 +146,9 @@ class Lengths(PaddingClause):
         """See `PaddingClause.is_real`."""
         return position < numbers
 
-    def _run(self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def _real_key_interval(
+        self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes
+    ) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return torch.zeros_like(rows)[None], numbers
 
     def merged(self, other: Clause) -> Lengths | None:
@@ -172,7 +176,9 @@ class Starts(PaddingClause):
         """See `PaddingClause.is_real`."""
         return position >= numbers
 
-    def _run(self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:
+    def _real_key_interval(
+        self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes
+    ) -> tuple[Tensor, Tensor]:
         return numbers, torch.full_like(rows, sizes.keys)[None]
 
     def merged(self, other: Clause) -> Starts | None:
@@ -186,7 +192,7 @@ class Starts(PaddingClause):
         return self.numbers if self.axis == KEYS else None
 
 
-def lengths_of(lengths: object, axis: str, *, call: str = "lengths") -> Tensor:
+def require_lengths(lengths: object, axis: str, *, call: str = "lengths") -> Tensor:
     """Return lengths in int64. Raise MaskError unless they are a 1-D tensor of integers."""
     if not isinstance(lengths, Tensor) or lengths.dim() != 1:
         seen = (
@@ -197,7 +203,7 @@ def lengths_of(lengths: object, axis: str, *, call: str = "lengths") -> Tensor:
     elif not is_integer(lengths):
         seen = f"of dtype {lengths.dtype}"
     else:
-        return as_int64(lengths, f"{call} of the {axis}")
+        return convert_to_int64(lengths, f"{call} of the {axis}")
     raise MaskError(
         saw=f"{call} {seen} for the {axis}",
         needed="a tensor with one integer for each sequence: (batch,)",

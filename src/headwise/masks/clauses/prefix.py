@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.errors import MaskError, OptionError
 from headwise.masks.alignment import Align, resolve_align
 from headwise.masks.clause import BOUNDLESS, IntervalClause, MatrixPart, MatrixSizes, Span
-from headwise.support.integers import as_count, as_int64, is_integer
+from headwise.support.integers import convert_to_count, convert_to_int64, is_integer
 from headwise.support.message_text import describe_value
 from headwise.support.tracing import may_check_values
 
@@ -68,11 +68,11 @@ class Prefix(IntervalClause):
 
     def extent(self, sizes: MatrixSizes) -> MatrixSizes:
         """See `Clause.extent`."""
-        return MatrixSizes(self._batch, 1, sizes.queries, sizes.keys)
+        return MatrixSizes(self._batch_size, 1, sizes.queries, sizes.keys)
 
     def known_sizes(self) -> MatrixSizes:
         """See `Clause.known_sizes`."""
-        return MatrixSizes(self._batch, 1, 1, 1)
+        return MatrixSizes(self._batch_size, 1, 1, 1)
 
     @property
     def named_align(self) -> Align | None:
@@ -86,27 +86,27 @@ class Prefix(IntervalClause):
 
     def __str__(self) -> str:
         align = f" {self.align}" if self.align else ""
-        return f"prefix({f'batch {self._batch}' if self.lengths.dim() else self.most}){align}"
+        return f"prefix({f'batch {self._batch_size}' if self.lengths.dim() else self.most}){align}"
 
     def tensors(self) -> tuple[Tensor, ...]:
         """See `Clause.tensors`; one number for all is at home on every device."""
         return (self.lengths,) if self.lengths.dim() else ()
 
     @property
-    def _batch(self) -> int:
+    def _batch_size(self) -> int:
         return self.lengths.shape[0] if self.lengths.dim() else 1
 
 
-def prefix_of(lengths: object, align: Align | None) -> Prefix:
+def make_prefix(lengths: object, align: Align | None) -> Prefix:
     """The clause for one number or one for each sequence, or OptionError."""
     if isinstance(lengths, Tensor) and lengths.dim() == 1 and is_integer(lengths):
-        wide = as_int64(lengths, "prefix lengths")
+        wide = convert_to_int64(lengths, "prefix lengths")
         if not (may_check_values(wide) and wide.numel()):
             return Prefix(wide, BOUNDLESS, align=align)
         if int(wide.min()) >= 0:
             return Prefix(wide, int(wide.max()), align=align)
         lengths = int(wide.min())
-    count = as_count(lengths)
+    count = convert_to_count(lengths)
     if count is not None and count >= 0:
         return Prefix(torch.tensor(count), count, align=align)
     raise OptionError(

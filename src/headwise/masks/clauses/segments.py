@@ -20,8 +20,8 @@ from headwise.masks.clause import (
     Span,
     index_axes,
 )
-from headwise.support.integers import as_int64, is_integer
-from headwise.support.message_text import broadcasts
+from headwise.support.integers import convert_to_int64, is_integer
+from headwise.support.message_text import axis_broadcasts
 from headwise.support.tracing import may_check_values, may_read_values
 
 
@@ -40,7 +40,11 @@ class Segments(Clause):
         """See `Clause.bind`."""
         axes = (("queries", sizes.queries), ("keys", sizes.keys))
         for (axis, size), ids in zip(axes, self.tensors(), strict=True):
-            if ids.dim() != 2 or not broadcasts(ids.shape[0], sizes.batch) or ids.shape[1] != size:
+            if (
+                ids.dim() != 2
+                or not axis_broadcasts(ids.shape[0], sizes.batch)
+                or ids.shape[1] != size
+            ):
                 raise MaskError(
                     saw=f"segment ids of shape {tuple(ids.shape)} and dtype {ids.dtype} "
                     f"for the {axis}",
@@ -80,7 +84,7 @@ class Segments(Clause):
         """See `Clause.rectangles`; None where a segment is not one stretch."""
         if not all(map(may_read_values, self.tensors())):
             return None
-        query_runs, key_runs = (_runs(ids, sizes.batch) for ids in self.tensors())
+        query_runs, key_runs = (_find_segment_spans(ids, sizes.batch) for ids in self.tensors())
         if query_runs is None or key_runs is None:
             return None
         return [
@@ -176,10 +180,10 @@ class PackedRow(IntervalClause):
         return f"packed({self.query_offsets.shape[0] - 1})"
 
 
-def segment_ids_of(ids: object, axis: str) -> Tensor:
+def require_segment_ids(ids: object, axis: str) -> Tensor:
     """Return segment ids in int64. Raise MaskError unless they are a tensor of integers."""
     if isinstance(ids, Tensor) and (is_integer(ids) or ids.dtype == torch.bool):
-        return as_int64(ids, "segment ids")
+        return convert_to_int64(ids, "segment ids")
     raise MaskError(
         saw=f"segment ids of dtype {ids.dtype} for the {axis}"
         if isinstance(ids, Tensor)
@@ -189,11 +193,11 @@ def segment_ids_of(ids: object, axis: str) -> Tensor:
     )
 
 
-def offsets_of(offsets: object, name: str) -> Tensor:
+def require_offsets(offsets: object, name: str) -> Tensor:
     """Return cumulative lengths in int64. Raise MaskError unless they are 1-D integers."""
     fits = isinstance(offsets, Tensor) and offsets.dim() == 1 and offsets.shape[0] > 0
     if fits and isinstance(offsets, Tensor) and is_integer(offsets):
-        return as_int64(offsets, name)
+        return convert_to_int64(offsets, name)
     description = type(offsets).__name__
     if isinstance(offsets, Tensor):
         description = f"tensor of dtype {offsets.dtype} and shape {tuple(offsets.shape)}"
@@ -204,7 +208,7 @@ def offsets_of(offsets: object, name: str) -> Tensor:
     )
 
 
-def _runs(ids: Tensor, batch: int) -> list[dict[int, Span]] | None:
+def _find_segment_spans(ids: Tensor, batch: int) -> list[dict[int, Span]] | None:
     """Return the span of each segment of each row; None where a segment is in several pieces."""
     rows = []
     for row in ids:

@@ -56,25 +56,27 @@ class Where(Clause):
     def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         """See `Clause.block`."""
         indices = (
-            self._heads(block, sizes) if axis == 1 else index_positions(index, size, block.device)
+            self._head_numbers(block, sizes)
+            if axis == 1
+            else index_positions(index, size, block.device)
             for axis, (index, size) in enumerate(zip(block[:4], sizes, strict=True))
         )
         shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
-        return self._ask(*(i.reshape(s) for i, s in zip(indices, shapes, strict=True)))
+        return self._call_function(*(i.reshape(s) for i, s in zip(indices, shapes, strict=True)))
 
     def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
         """See `Clause.pairs`."""
         block = MaskBlock(WHOLE, WHOLE, rows, WHOLE, rows.device)
         batches = index_positions(WHOLE, sizes.batch, rows.device)
-        heads = self._heads(block, sizes)
-        return self._ask(batches[:, None, None], heads[:, None], rows, columns)
+        heads = self._head_numbers(block, sizes)
+        return self._call_function(batches[:, None, None], heads[:, None], rows, columns)
 
-    def _heads(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
+    def _head_numbers(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         if self.heads is None:
             return index_positions(block.heads, sizes.heads, block.device)
         return torch.tensor(self.heads[block.heads], device=block.device)
 
-    def _ask(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def _call_function(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         first_batch, first_query, first_key = self.first
         allowed = self.function(batch + first_batch, head, query + first_query, key + first_key)
         shape = torch.broadcast_shapes(batch.shape, head.shape, query.shape, key.shape)

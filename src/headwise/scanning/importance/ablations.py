@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.scanning import selection
 from headwise.scanning.capture import AttentionCapture, capture_attention
-from headwise.scanning.captured_call import CapturedCall, not_none
+from headwise.scanning.captured_call import CapturedCall, require_not_none
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
@@ -33,7 +33,7 @@ from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance_statistics import ABLATIONS, Importance
 from headwise.scanning.statistics.statistic import Summary
 from headwise.support.message_text import describe_value
-from headwise.support.module_modes import evaluating
+from headwise.support.module_modes import evaluation_mode
 from headwise.support.progress import Progress, no_progress
 
 # (heads, value_dim) of each layer, by its name
@@ -82,13 +82,13 @@ def ablations(
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(model_inputs)
     chosen = SelectedLayers(layers, heads)
-    replacement = _replacement(by, seed)
+    replacement = _make_replacement(by, seed)
     statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
     ablation = _HeadAblation(chosen, replacement, statistic, causal=loss is None)
-    with torch.no_grad(), evaluating(model), capture_attention(model, ablation) as capture:
+    with torch.no_grad(), evaluation_mode(model), capture_attention(model, ablation) as capture:
         for index, model_input in enumerate(model_inputs):
             report = partial(_report_progress, progress, before, len(model_inputs), index)
-            ablation.measure(partial(_losses, model, model_input, capture, loss), report)
+            ablation.measure(partial(_compute_losses, model, model_input, capture, loss), report)
     return ablation.scan(type(model).__name__, capture.notes)
 
 
@@ -121,14 +121,14 @@ def mean_outputs(
         sums[call.layer] = sums.get(call.layer, 0) + outputs.sum((0, 2))
         counts[call.layer] += int(real.sum())
 
-    with torch.no_grad(), evaluating(model), capture_attention(model, watch) as capture:
+    with torch.no_grad(), evaluation_mode(model), capture_attention(model, watch) as capture:
         for model_input in prepare_inputs(model, list_inputs(inputs), with_logits=True):
             capture.begin()
             run_model(model, model_input)
     return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.chosen()}
 
 
-def _replacement(by: str | Means, seed: int) -> Replacement:
+def _make_replacement(by: str | Means, seed: int) -> Replacement:
     if not isinstance(by, str):
         return Mean(by)
     if by not in ABLATIONS:
@@ -140,7 +140,7 @@ def _replacement(by: str | Means, seed: int) -> Replacement:
     return Replacement() if by == "zero" else Resample(seed)
 
 
-def _losses(
+def _compute_losses(
     model: nn.Module, model_input: ModelInput, capture: AttentionCapture, loss: Loss | None
 ) -> Tensor:
     capture.begin()
@@ -185,7 +185,7 @@ class _HeadAblation:
     def __call__(self, call: CapturedCall) -> Tensor | None:
         """Return the head outputs with the head that is off replaced, or None in a first pass."""
         index, self._call_index = self._call_index, self._call_index + 1
-        outputs = not_none(call.outputs)
+        outputs = require_not_none(call.outputs)
         if self._off is None:
             if self._causal:
                 losses.require_causal(call)
@@ -206,7 +206,7 @@ class _HeadAblation:
         """Run one input with all heads, and then once without each head."""
         self._real_queries.clear()
         self._shapes.clear()
-        baseline = self._run(None, losses_of)
+        baseline = self._run_without_head(None, losses_of)
         count = len(baseline)
         self._sequences += count
         self._tokens += int(self._real_queries[0].sum()) if self._real_queries else 0
@@ -216,7 +216,7 @@ class _HeadAblation:
         report("all heads", 1, 1 + len(off))
         effects: dict[str, list[Tensor]] = {layer.name: [] for layer in chosen}
         for done, (layer, head) in enumerate(off, start=2):
-            without = self._run((layer, head), losses_of)
+            without = self._run_without_head((layer, head), losses_of)
             effects[layer.name].append((without - baseline).sum())
             report(f"{layer.name}, head {head}", done, 1 + len(off))
         for layer in chosen:
@@ -236,7 +236,9 @@ class _HeadAblation:
             layer_scans=self._layers.without_incomplete_summaries(),
         )
 
-    def _run(self, off: tuple[LayerScan, int] | None, losses_of: Callable[[], Tensor]) -> Tensor:
+    def _run_without_head(
+        self, off: tuple[LayerScan, int] | None, losses_of: Callable[[], Tensor]
+    ) -> Tensor:
         self._off, self._call_index = off, 0
         return losses_of()
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headwise.errors import OptionError, ShapeError
 from headwise.scanning import selection
 from headwise.scanning.capture import capture_attention
-from headwise.scanning.captured_call import CapturedCall, not_none
+from headwise.scanning.captured_call import CapturedCall, require_not_none
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
@@ -25,7 +25,7 @@ from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.model_inputs import list_inputs, prepare_inputs, require_module, run_model
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance_statistics import GRADIENTS
-from headwise.support.module_modes import evaluating
+from headwise.support.module_modes import evaluation_mode
 
 UNRECORDED = "computed without a gradient: under torch.no_grad, or a reentrant checkpoint"
 
@@ -64,7 +64,7 @@ def gradients(
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),
-        evaluating(model),
+        evaluation_mode(model),
         capture_attention(model, gates) as capture,
     ):
         for model_input in prepare_inputs(model, list_inputs(inputs), with_logits=True):
@@ -119,9 +119,9 @@ class Gates:
         if layer is None:
             return None
         if not torch.is_grad_enabled():
-            _leave_out(layer, UNRECORDED)
+            _leave_out_heads(layer, UNRECORDED)
             return None
-        outputs = not_none(call.outputs)
+        outputs = require_not_none(call.outputs)
         # Wider than half precision: the gradient of a gate is a sum over value_dim.
         dtype = torch.promote_types(outputs.dtype, torch.float32)
         shape = outputs.shape[:3]
@@ -155,7 +155,7 @@ class Gates:
         by_layer: dict[str, tuple[LayerScan, list[Tensor]]] = {}
         for (layer, gate), gradient in zip(placed, gradients, strict=True):
             if len(gate) != count:
-                _leave_out(layer, f"a batch of {len(gate)} for {count} sequences")
+                _leave_out_heads(layer, f"a batch of {len(gate)} for {count} sequences")
                 continue
             if gradient is None:
                 self.ignored[layer.name] = None
@@ -177,7 +177,7 @@ def _add_gradients(layer: LayerScan, gradients: list[Tensor]) -> None:
         layer.add(statistic, {"sum": total, "count": torch.full_like(total, len(signed))})
 
 
-def _leave_out(layer: LayerScan, reason: str) -> None:
+def _leave_out_heads(layer: LayerScan, reason: str) -> None:
     layer.missing |= {statistic.definition.name: reason for statistic in GRADIENTS}
 
 

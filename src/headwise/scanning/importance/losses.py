@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.scanning.capture import AttentionCapture
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.module_calls import unembedding_of
+from headwise.scanning.module_calls import find_unembedding
 from headwise.support.message_text import describe_value
 
 # (output of the model, its inputs) -> (batch,)
@@ -48,8 +48,8 @@ def next_token(
         OptionError: no logits, no token ids, or a sequence without a next token.
         ShapeError: logits that do not fit the token ids.
     """
-    ids = _input_ids(inputs)
-    logits = _logits(output, ids, vocabularies)
+    ids = _require_input_ids(inputs)
+    logits = _find_logits(output, ids, vocabularies)
     if logits.dim() != 3 or logits.shape[:2] != ids.shape:
         raise ShapeError(
             saw=f"logits {tuple(logits.shape)} for input ids {tuple(ids.shape)}",
@@ -105,7 +105,7 @@ def sequence_losses(
                 do="leave it out for the mean cross-entropy of each next token",
             )
         return check_losses(loss(output, inputs))
-    unembedding = unembedding_of(model)
+    unembedding = find_unembedding(model)
     tables = capture.tables if unembedding is None else capture.tables | {tuple(unembedding.shape)}
     # A square table is left out: a state as wide as the vocabulary could be taken for logits.
     vocabularies = {rows for rows, width in tables if rows != width}
@@ -164,7 +164,7 @@ def require_causal(call: CapturedCall) -> None:
         )
 
 
-def _logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> Tensor:
+def _find_logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> Tensor:
     logits = output.get("logits") if isinstance(output, Mapping) else None
     logits = getattr(output, "logits", None) if logits is None else logits
     if isinstance(logits, Tensor):
@@ -194,7 +194,7 @@ def _describe_output(output: Any) -> str:
     return describe_value(output) if is_tensor else f"an output of type {type(output).__name__}"
 
 
-def _input_ids(inputs: Any) -> Tensor:
+def _require_input_ids(inputs: Any) -> Tensor:
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
     if isinstance(ids, tuple) and len(ids) == 1:  # a second argument may be an unknown mask
         ids = ids[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.error_budget.rounding import LAMBDA, Roundoff
 from headwise.kernels.bound_scores import accumulation_dtype
-from headwise.scanning.captured_call import CapturedCall, not_none
+from headwise.scanning.captured_call import CapturedCall, require_not_none
 from headwise.scanning.statistics.row_statistics import EXCLUDED, RowStatistic
 from headwise.scanning.statistics.statistic import (
     COUNT,
@@ -21,13 +21,13 @@ from headwise.scanning.statistics.statistic import (
     Summary,
     SummaryPart,
     TileStatistic,
-    mean_over,
+    parts_of_mean,
 )
 from headwise.scanning.statistics.weight_tile import WeightTile
 
 AT_ONCE = 2**20  # numbers that are processed at once
 FEWEST = 4  # rows that the unbiased CKA needs
-PAIRS = mean_over(HEADS)
+PAIRS = parts_of_mean(HEADS)
 # These cannot be attributed to one head: a norm acts on the sum of all heads.
 BEHIND = (
     "; what stands between the output projection and the residual: its bias, a norm (as in OLMo 2) "
@@ -40,7 +40,7 @@ BEHIND = (
 
 def _residual_norms(tile: WeightTile) -> Tensor:
     """Return (batches, 1, rows): the norm of the residual that the layer's output is added to."""
-    residual = not_none(tile.call.residual)[tile.batches, tile.rows].to(tile.weights.dtype)
+    residual = require_not_none(tile.call.residual)[tile.batches, tile.rows].to(tile.weights.dtype)
     norms: Tensor = torch.linalg.vector_norm(residual, dim=-1)
     return norms[:, None]
 
@@ -77,7 +77,7 @@ CONTRIBUTED = (
         needs=("outputs", "out_proj", "residual"),
     ),
     RowStatistic(
-        lambda tile: tile.on(tile.call.value_norms),
+        lambda tile: tile.weight_on(tile.call.value_norms),
         name="value_weighted",
         formula="mean over queries i of Σⱼ A[i, j] ‖vⱼ W_O‖",
         unit="of the residual; at least contribution_norm",
@@ -120,7 +120,7 @@ class EffectiveRank(TileStatistic):
 
     def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
         """Return count, sum and sum of outer products, in float64."""
-        outputs = not_none(call.outputs)
+        outputs = require_not_none(call.outputs)
         _, heads, _, width = outputs.shape
         rows = outputs.transpose(1, 2).flatten(0, 1)
         counted = gathered.transpose(1, 2).flatten(0, 1)
@@ -228,17 +228,20 @@ class _TokenRows:
 
 def _token_rows(call: CapturedCall, sequence: int) -> _TokenRows:
     """Return the distinct tokens of a sequence that have a row in the unembedding."""
-    unembedding, tokens = not_none(call.unembedding), not_none(call.tokens)[sequence]
+    unembedding, tokens = (
+        require_not_none(call.unembedding),
+        require_not_none(call.tokens)[sequence],
+    )
     has_row = (tokens >= 0) & (tokens < len(unembedding))
     keys = (call.real_keys[sequence] & has_row).nonzero().squeeze(1)
     kinds, kind = torch.unique(tokens[keys], return_inverse=True)
-    exact = accumulation_dtype(not_none(call.outputs).dtype)
+    exact = accumulation_dtype(require_not_none(call.outputs).dtype)
     return _TokenRows(keys, kind, unembedding[kinds].to(exact))
 
 
 def _head_contributions(call: CapturedCall, sequence: int) -> Tensor:
     """Return (heads, samples, embed_dim): each head's contribution at the sampled queries."""
-    outputs, out_proj = not_none(call.outputs), not_none(call.out_proj)
+    outputs, out_proj = require_not_none(call.outputs), require_not_none(call.out_proj)
     exact = accumulation_dtype(outputs.dtype)
     z = outputs[sequence][:, call.samples.queries[sequence]].to(exact)
     return torch.bmm(z, out_proj.to(exact))
@@ -299,7 +302,7 @@ class OutputCosine(TileStatistic):
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Return sums of cosines over rows, and the number of rows."""
-        outputs, out_proj = not_none(call.outputs), not_none(call.out_proj)
+        outputs, out_proj = require_not_none(call.outputs), require_not_none(call.out_proj)
         exact = accumulation_dtype(outputs.dtype)
         rows = outputs.transpose(1, 2)[call.real_queries]
         step = max(1, AT_ONCE // (out_proj.shape[0] * out_proj.shape[2]))
@@ -339,11 +342,11 @@ class CKA(TileStatistic):
         """Return sums of HSIC over sequences, which are small and can be merged exactly."""
         samples = call.samples
         for outputs, sampled, counted in zip(
-            not_none(call.outputs), samples.queries, samples.counted.all(1), strict=True
+            require_not_none(call.outputs), samples.queries, samples.counted.all(1), strict=True
         ):
             rows = sampled[counted]
             if len(rows) >= FEWEST:
-                gathered["sum"] += _hsic(outputs[:, rows].double())
+                gathered["sum"] += _estimate_hsic(outputs[:, rows].double())
                 gathered["count"] += 1
         return super().finish(gathered, call)
 
@@ -354,7 +357,7 @@ class CKA(TileStatistic):
         return summary["sum"] / (norms[:, None] * norms)
 
 
-def _hsic(z: Tensor) -> Tensor:
+def _estimate_hsic(z: Tensor) -> Tensor:
     """Return (heads, heads): the unbiased estimate from outputs (heads, rows, width).
 
     HSIC₁ of Song et al. 2012 (JMLR 13), with kernels K = Z Zᵀ whose diagonal is set to 0.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.scanning.captured_call import not_none
+from headwise.scanning.captured_call import require_not_none
 from headwise.scanning.statistics.statistic import Definition, Need, RowMean
 from headwise.scanning.statistics.weight_tile import WeightTile
 
@@ -50,11 +50,11 @@ class RowStatistic(RowMean):
 # ---- how widely a head attends ------------------------------------------------------------------
 
 
-def _choices(tile: WeightTile) -> Tensor:
+def _count_choices(tile: WeightTile) -> Tensor:
     return tile.allowed if tile.sink is None else tile.allowed + 1
 
 
-def _participation(tile: WeightTile) -> Tensor:
+def _participation_ratio(tile: WeightTile) -> Tensor:
     if tile.sink is None:
         squares = torch.linalg.vecdot(tile.weights, tile.weights)
         return torch.where(squares > 0, 1 / squares, 0.0)
@@ -77,7 +77,7 @@ SPREAD = (
         most="has the highest entropy: {}",
     ),
     RowStatistic(
-        lambda tile: tile.entropy / _choices(tile).clamp(min=2).to(tile.entropy.dtype).log(),
+        lambda tile: tile.entropy / _count_choices(tile).clamp(min=2).to(tile.entropy.dtype).log(),
         name="relative_entropy",
         formula="mean over queries i of H[i] / ln n[i], for the n[i] keys that i may attend "
         "to; a sink counts as one of them",
@@ -86,7 +86,7 @@ SPREAD = (
         source="Zhai et al. 2023, arXiv:2303.06296, whose entropy is divided by its largest value",
         title="Relative entropy of the weights",
         most="has the most even weights: {} of the largest possible entropy",
-        counts=lambda tile: tile.counted & (_choices(tile) > 1),
+        counts=lambda tile: tile.counted & (_count_choices(tile) > 1),
     ),
     RowStatistic(
         lambda tile: tile.maximum,
@@ -111,7 +111,7 @@ SPREAD = (
         least="attends most narrowly: to {}",
     ),
     RowStatistic(
-        _participation,
+        _participation_ratio,
         name="participation",
         formula="mean over queries i of (Σⱼ A[i, j])² / Σⱼ A[i, j]²",
         unit="keys, from 1",
@@ -132,7 +132,7 @@ SPREAD = (
     ),
     # From a range of about 17 on, float32 rounds the smallest weights to 0.
     RowStatistic(
-        lambda tile: tile.highest - not_none(tile.lowest),
+        lambda tile: tile.highest - require_not_none(tile.lowest),
         name="score_range",
         formula="mean over queries i of maxⱼ s[i, j] − minⱼ s[i, j], over the keys i may attend to",
         unit="nats",
@@ -150,7 +150,7 @@ SPREAD = (
 # ---- where it attends: the first key, a sink, near keys ------------------------------------------
 
 
-def _on_first_token(tile: WeightTile) -> Tensor:
+def _weight_on_first_token(tile: WeightTile) -> Tensor:
     if tile.call.dropped:
         return torch.zeros_like(tile.maximum)
     column = tile.call.first_key[tile.batches] - tile.columns.start
@@ -161,7 +161,7 @@ def _on_first_token(tile: WeightTile) -> Tensor:
     return on_first
 
 
-def _distance(tile: WeightTile) -> Tensor:
+def _mean_key_distance(tile: WeightTile) -> Tensor:
     # All terms of the sums are at least 0, so nothing cancels at any length.
     first, last = int(tile.own_keys[0]), int(tile.own_keys[-1])
     keys = torch.arange(tile.columns.start, tile.columns.stop, device=tile.weights.device)
@@ -178,7 +178,7 @@ def _distance(tile: WeightTile) -> Tensor:
     return total
 
 
-def _within(reach: int) -> RowStatistic:
+def _share_within_reach_statistic(reach: int) -> RowStatistic:
     return RowStatistic(
         lambda tile: tile.within(reach),
         name=f"within_{reach}",
@@ -196,7 +196,7 @@ def _within(reach: int) -> RowStatistic:
 
 ONE_KEY = (
     RowStatistic(
-        _on_first_token,
+        _weight_on_first_token,
         name="first_token",
         formula="mean over queries i of A[i, 0], key 0 being the first that is no padding",
         unit=SHARE,
@@ -207,7 +207,7 @@ ONE_KEY = (
         most="puts {} of its weight on the first token",
     ),
     RowStatistic(
-        lambda tile: not_none(tile.sink),
+        lambda tile: require_not_none(tile.sink),
         name="sink",
         formula="mean over queries i of 1 − Σⱼ A[i, j], what the learned sink takes",
         unit=SHARE,
@@ -235,7 +235,7 @@ PREVIOUS_TOKEN = RowStatistic(
 )
 NEAR = (
     RowStatistic(
-        _distance,
+        _mean_key_distance,
         name="distance",
         formula="mean over queries i of Σⱼ A[i, j] · |i − j|; a sink is nowhere and adds nothing",
         unit="tokens, from 0",
@@ -245,9 +245,9 @@ NEAR = (
         most="attends furthest: {} away on average",
         needs=("own_key",),
     ),
-    _within(16),
-    _within(64),
-    _within(256),
+    _share_within_reach_statistic(16),
+    _share_within_reach_statistic(64),
+    _share_within_reach_statistic(256),
 )
 
 
@@ -303,7 +303,7 @@ REPEATED = (
 )
 MARKED = (
     RowStatistic(
-        lambda tile: tile.on(not_none(tile.call.separators)),
+        lambda tile: tile.weight_on(require_not_none(tile.call.separators)),
         name="separator",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a separator",
         unit=SHARE,
@@ -314,7 +314,7 @@ MARKED = (
         needs=("separators",),
     ),
     RowStatistic(
-        lambda tile: tile.on(not_none(tile.call.specials)),
+        lambda tile: tile.weight_on(require_not_none(tile.call.specials)),
         name="special",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a special token",
         unit=SHARE,

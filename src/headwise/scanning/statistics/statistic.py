@@ -207,12 +207,12 @@ Parts = Mapping[str, SummaryPart]
 COUNT = SummaryPart(values="count")
 
 
-def mean_over(*axes: int | str) -> Parts:
+def parts_of_mean(*axes: int | str) -> Parts:
     """Return the parts of a mean over queries, for each head and each entry of these axes."""
     return {"sum": SummaryPart(axes=axes), "count": SummaryPart(axes=axes, values="count")}
 
 
-MEAN = mean_over()  # one number for each head
+MEAN = parts_of_mean()  # one number for each head
 
 
 def find_summary_fault(

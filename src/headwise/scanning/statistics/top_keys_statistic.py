@@ -78,17 +78,23 @@ class TopKeysOfEveryQuery(TileStatistic):
         self.heads = heads if isinstance(heads, str) else tuple(heads)
         self.ranks = ranks
         if isinstance(self.heads, str):
-            _require(self.heads == "all", heads)
+            _require_head_choice(self.heads == "all", heads)
         else:
-            _require(all(_is_head(pair) for pair in self.heads) and bool(self.heads), heads)
+            _require_head_choice(
+                all(_is_head(pair) for pair in self.heads) and bool(self.heads), heads
+            )
 
     def missing(self, call: CapturedCall) -> str | None:
         """Return why a call has no such rows: no head was chosen, or it continues a cache."""
         if call.own_key not in (0, None):
             return "the call continues a cache, so its queries are no whole sequences"
-        return None if self._positions(call) else "none of the chosen heads is in this layer"
+        return (
+            None
+            if self._chosen_head_positions(call)
+            else "none of the chosen heads is in this layer"
+        )
 
-    def _positions(self, call: CapturedCall) -> list[int]:
+    def _chosen_head_positions(self, call: CapturedCall) -> list[int]:
         numbers = call.heads or tuple(range(call.matrix.shape[1]))
         if isinstance(self.heads, str):
             return list(range(len(numbers)))
@@ -106,7 +112,7 @@ class TopKeysOfEveryQuery(TileStatistic):
     def start(self, call: CapturedCall) -> _Rows:
         """Return room for every real query of the chosen heads."""
         real = call.real_queries
-        heads, device = self._positions(call), real.device
+        heads, device = self._chosen_head_positions(call), real.device
         row = (real.flatten().cumsum(0) - 1).masked_fill(~real.flatten(), -1)
         size = len(heads), int(real.sum()), self.ranks
         return _Rows(
@@ -182,7 +188,7 @@ def _is_head(pair: object) -> bool:
     )
 
 
-def _require(is_right: bool, heads: object) -> None:
+def _require_head_choice(is_right: bool, heads: object) -> None:
     if not is_right:
         raise OptionError(
             saw=f"heads={describe_value(heads)}",

@@ -19,7 +19,7 @@ from headwise.scanning.statistics.statistic import (
     Summary,
     SummaryPart,
     TileStatistic,
-    mean_over,
+    parts_of_mean,
 )
 from headwise.scanning.statistics.weight_tile import WeightTile
 from headwise.support.message_text import describe_value
@@ -44,7 +44,7 @@ class OffsetProfile(TileStatistic):
     )
     needs = ("own_key",)
     reach = OFFSETS
-    parts = mean_over(2 * OFFSETS + 1)
+    parts = parts_of_mean(2 * OFFSETS + 1)
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
         offsets = torch.arange(-self.OFFSETS, self.OFFSETS + 1, device=tile.weights.device)
@@ -100,7 +100,7 @@ class Map(TileStatistic):
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
         """Add the weights of the tile to the cells."""
-        blocks, weights = tile.by_cell
+        blocks, weights = tile.weight_by_cell
         key_cells = tile.call.key_cells[tile.batches, tile.columns].to(weights.dtype)
         weights = torch.matmul(weights, key_cells[:, None])
         gathered["sum"][tile.heads, blocks] += weights.double().sum(0)
@@ -169,7 +169,7 @@ class MostReceived(TileStatistic):
         return torch.zeros(batch, heads, keys, dtype=torch.float64, device=device)
 
     def update(self, gathered: Tensor, tile: WeightTile) -> None:
-        gathered[tile.batches, tile.heads, tile.columns] += tile.by_cell[1].double().sum(2)
+        gathered[tile.batches, tile.heads, tile.columns] += tile.weight_by_cell[1].double().sum(2)
 
     def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
         """Return the largest sums of this call."""
@@ -178,7 +178,7 @@ class MostReceived(TileStatistic):
         batch, heads, keys = received.shape
         index = torch.arange(keys, device=received.device) - call.first_key[:, None]
         token = torch.full_like(index, -1) if call.tokens is None else call.tokens
-        return _largest(
+        return _keep_largest_keys(
             received.transpose(0, 1).reshape(heads, batch * keys).cpu(),
             index.reshape(1, -1).expand(heads, -1).cpu(),
             token.long().reshape(1, -1).expand(heads, -1).cpu(),
@@ -187,14 +187,14 @@ class MostReceived(TileStatistic):
     def merge(self, summaries: Sequence[Summary]) -> Summary:
         """Return the largest sums of all calls, in any order."""
         together = [torch.cat([s[name] for s in summaries], 1) for name in summaries[0]]
-        return _largest(*together)
+        return _keep_largest_keys(*together)
 
     def result(self, summary: Summary) -> Tensor:
         """Return (heads, rank, field): key, token, received weight; NaN beyond the last key."""
         return stack_fields(summary["received"], summary["key"], summary["token"])
 
 
-def _largest(received: Tensor, key: Tensor, token: Tensor) -> Summary:
+def _keep_largest_keys(received: Tensor, key: Tensor, token: Tensor) -> Summary:
     """Return the keys with the largest weights; ties by the earlier key, then the smaller token."""
     parts = {"received": received, "key": key, "token": token}
     for name, descending in (("token", False), ("key", False), ("received", True)):

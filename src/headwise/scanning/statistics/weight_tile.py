@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.kernels.observe_tiles import ObservedTile
-from headwise.scanning.captured_call import CapturedCall, not_none
+from headwise.scanning.captured_call import CapturedCall, require_not_none
 
 
 class WeightTile(ObservedTile):
@@ -48,9 +48,9 @@ class WeightTile(ObservedTile):
     def own_keys(self) -> Tensor:
         """(rows,): the key at the position of each query."""
         rows = torch.arange(self.rows.start, self.rows.stop, device=self.weights.device)
-        return rows + not_none(self.call.own_key)
+        return rows + require_not_none(self.call.own_key)
 
-    def on(self, chosen: Tensor) -> Tensor:
+    def weight_on(self, chosen: Tensor) -> Tensor:
         """Return (batches, heads, rows): the weight on keys, each times its entry of ``chosen``.
 
         ``chosen`` is (batch, keys) or (batch, heads, keys), of numbers or bools.
@@ -64,16 +64,16 @@ class WeightTile(ObservedTile):
     def diagonal(self, offset: int) -> Tensor:
         """Return (batches, heads, rows): the weight on the key ``offset`` after the query's."""
         self._require_reach(abs(offset), call_text=f"diagonal({offset})")
-        return self._band[..., self._widest + offset]
+        return self._widest_band[..., self._widest + offset]
 
-    def within(self, reach: int) -> Tensor:
+    def weight_within(self, reach: int) -> Tensor:
         """Return (batches, heads, rows): the weight on keys at most ``reach`` positions away."""
         return self.band(reach).sum(-1)
 
     def band(self, reach: int) -> Tensor:
         """Return (batches, heads, rows, 2 * reach + 1): the weight on keys around the query's."""
         self._require_reach(reach, call_text=f"band({reach})")
-        return self._band[..., self._widest - reach : self._widest + reach + 1]
+        return self._widest_band[..., self._widest - reach : self._widest + reach + 1]
 
     def _require_reach(self, distance: int, *, call_text: str) -> None:
         # The reach of this statistic counts: it must not depend on the others in the same pass.
@@ -85,7 +85,7 @@ class WeightTile(ObservedTile):
             )
 
     @cached_property
-    def _band(self) -> Tensor:
+    def _widest_band(self) -> Tensor:
         """The band of the largest reach; 0 where there is no key."""
         batches, heads, rows, columns = self.weights.shape
         wide = rows + 2 * self._widest
@@ -100,7 +100,7 @@ class WeightTile(ObservedTile):
         return block.as_strided(size, stride)
 
     @cached_property
-    def by_cell(self) -> tuple[slice, Tensor]:
+    def weight_by_cell(self) -> tuple[slice, Tensor]:
         """The blocks of a map in this tile, and the weights summed over the real queries of each.
 
         The sums are (batches, heads, blocks, columns).
@@ -124,7 +124,9 @@ class WeightTile(ObservedTile):
     def contribution_norms(self) -> Tensor:
         """(batches, heads, rows): the norm of each head's contribution."""
         factors = self.call.out_proj_factors.to(self.weights.dtype)[self.heads]
-        z = not_none(self.call.outputs)[self.batches, self.heads, self.rows].to(factors.dtype)
+        z = require_not_none(self.call.outputs)[self.batches, self.heads, self.rows].to(
+            factors.dtype
+        )
         norms: Tensor = torch.linalg.vector_norm(torch.matmul(z, factors), dim=-1)
         return norms
 

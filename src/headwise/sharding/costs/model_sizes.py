@@ -9,11 +9,11 @@ from headwise.checkpoints.config import (
     Config,
     ConfigFields,
     attention_window,
-    head_dim_of,
     layout_name,
     read_config,
     read_config_file,
-    stated_counts,
+    read_head_dim,
+    read_stated_counts,
     text_config,
 )
 from headwise.errors import OptionError
@@ -95,7 +95,7 @@ class ModelSizes:
         fields = _fields(model)
         sizes = text_config(fields)
         _require_plain_attention(fields, sizes)
-        counts = stated_counts(fields)
+        counts = read_stated_counts(fields)
         counts["layers"] = _first(sizes, _LAYERS) or 0
         counts["embed_dim"] = _first(sizes, _WIDTH) or 0
         needed = {"heads": "num_attention_heads", "layers": _LAYERS[0], "embed_dim": _WIDTH[0]}
@@ -107,7 +107,7 @@ class ModelSizes:
                 do="name the folder of a model, or its config.json",
             )
         heads, embed_dim, layers = counts["heads"], counts["embed_dim"], counts["layers"]
-        head_dim = head_dim_of(sizes, counts) or embed_dim // heads
+        head_dim = read_head_dim(sizes, counts) or embed_dim // heads
         kv_heads = counts.get("kv_heads", heads)
         if heads % kv_heads:
             raise OptionError(
@@ -134,7 +134,7 @@ class ModelSizes:
 
 def _fields(model: Path | str | Config) -> ConfigFields:
     if not isinstance(model, str | Path):
-        return ConfigFields.of(model)
+        return ConfigFields.wrap(model)
     path = Path(model)
     if path.is_dir() and (path / "config.json").is_file():
         return read_config(path)

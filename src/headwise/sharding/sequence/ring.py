@@ -156,7 +156,9 @@ class _Ring(torch.autograd.Function):
             keys, values = (x.to(exact) for x in parts)
             for block in _blocks(scores, owner):
                 problem = operands.block(block, keys[:, :, block.columns])
-                part = tiled.forward(problem, values[:, :, block.columns], None, Requested())
+                part = tiled.compute_results(
+                    problem, values[:, :, block.columns], None, Requested()
+                )
                 merged.add(block.rows, part)
         out, shift, log_sum = merged.finish(sink)
         out = out.to(q.dtype)
@@ -234,7 +236,9 @@ class _Gradients:
         """Add the gradients of one block; return those of its keys and values."""
         problem = self.operands.block(block, keys)
         upstream, statistics = rows.upstream(block.rows), rows.statistics(block.rows)
-        gradients = tiled.backward(problem, values, None, statistics, upstream, self._needed)
+        gradients = tiled.compute_gradients(
+            problem, values, None, statistics, upstream, self._needed
+        )
         self.q[:, :, block.rows] += gradients.q
         # Views of the sums, for the entries of the bias that this block reads.
         sums = self._bias.within(block.place)

@@ -73,10 +73,10 @@ def weight_gradients(forward: ForwardPass) -> WeightGradients:
     of_weights = of_outputs @ v.mT
     of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
     return WeightGradients(
-        wq=_over_tokens(scale * (of_scores @ k), x),
-        wk=_over_tokens(scale * (of_scores.mT @ q), source),
-        wv=_over_tokens(weights.mT @ of_outputs, source),
-        wo=_over_tokens(weights @ v, upstream).mT,
+        wq=_sum_gradient_over_tokens(scale * (of_scores @ k), x),
+        wk=_sum_gradient_over_tokens(scale * (of_scores.mT @ q), source),
+        wv=_sum_gradient_over_tokens(weights.mT @ of_outputs, source),
+        wo=_sum_gradient_over_tokens(weights @ v, upstream).mT,
     )
 
 
@@ -107,7 +107,7 @@ def rounding_bounds(forward: ForwardPass) -> WeightGradients:
         over = (
             r.u * sum_error_bound(tokens.shape[0] * tokens.shape[1]) + 2 * r.U
         )  # inputs and result
-        return _over_tokens(error + over * gradient.abs(), tokens.abs())
+        return _sum_gradient_over_tokens(error + over * gradient.abs(), tokens.abs())
 
     return WeightGradients(
         wq=summed(scale * of_scores @ k, floors["q"] + abs(scale) * scores_error @ k.abs(), x),
@@ -119,7 +119,7 @@ def rounding_bounds(forward: ForwardPass) -> WeightGradients:
     )
 
 
-def _over_tokens(
+def _sum_gradient_over_tokens(
     gradient: Float[Tensor, "batch heads length width"], tokens: Float[Tensor, "batch length dim"]
 ) -> Float[Tensor, "heads width dim"]:
     """Return a weight's gradient from its outputs' gradient and its inputs, summed over tokens."""

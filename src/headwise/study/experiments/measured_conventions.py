@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.error_budget.budget import Budget
-from headwise.study.experiments.operation_trace import trace
+from headwise.study.experiments.operation_trace import trace_operations
 from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import GPT2, TorchLayer
-from headwise.study.question import scientific
+from headwise.study.question import format_scientific
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 2, 4, 6, 64
 DROPOUT = 0.5
@@ -107,7 +107,7 @@ def traced_softmaxes(
     implementation: Implementation, x: Tensor, mask: Any = None
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the input and the output of each softmax that torch computes."""
-    steps = trace(implementation, x, lambda x: implementation(x, mask))
+    steps = trace_operations(implementation, x, lambda x: implementation(x, mask))
     return [(s.inputs[0].detach(), s.result) for s in steps if s.operation == "_softmax"]
 
 
@@ -122,7 +122,7 @@ def hidden_score(implementation: Implementation) -> str:
     ]
     if not lowest:
         return UNSEEN
-    return "−∞" if min(lowest) == -math.inf else scientific(min(lowest)).replace("-", "−")
+    return "−∞" if min(lowest) == -math.inf else format_scientific(min(lowest)).replace("-", "−")
 
 
 def has_narrow_softmax(implementation: Implementation) -> bool:

@@ -100,17 +100,20 @@ def layer_budget(
     """Return the layer's exact output in float64, and the error allowed for each element."""
     tensors = tuple(t.detach() for t in weights.tensors)
     formula = partial(layer_output, num_heads=num_heads, mask=mask)
-    floor = _floor((x, keys, values), tensors, num_heads, mask)
+    floor = _rounding_floor((x, keys, values), tensors, num_heads, mask)
     return Budget.of(formula, x, keys, values, *tensors, floor=floor, name="output")
 
 
-def _floor(
+def _rounding_floor(
     inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int, mask: Mask | None
 ) -> Tensor:
     r = Roundoff.of(inputs[0].dtype)
     matrices, biases = weights[:4], weights[4:] or (None,) * 4
     projections = [
-        [reference.split_heads(t, heads=num_heads) for t in _projected(each, matrix, bias, r)]
+        [
+            reference.split_heads(t, heads=num_heads)
+            for t in _project_with_error(each, matrix, bias, r)
+        ]
         for each, matrix, bias in zip(inputs, matrices[:3], biases[:3], strict=True)
     ]
     (q, q_error), (k, k_error), (v, v_error) = projections
@@ -127,10 +130,10 @@ def _floor(
     of_outputs = rounding.product_floor(rows, v) + (rows.weights**2 @ v_error**2).sqrt()
     merged = reference.merge_heads(rows.weights @ v)
     passed_on = (reference.merge_heads(of_outputs) ** 2 @ (matrices[3].double() ** 2).mT).sqrt()
-    return _projected(merged, matrices[3], biases[3], r)[1] + passed_on
+    return _project_with_error(merged, matrices[3], biases[3], r)[1] + passed_on
 
 
-def _projected(
+def _project_with_error(
     x: Tensor, weight: Tensor, bias: Tensor | None, r: Roundoff
 ) -> tuple[Tensor, Tensor]:
     """Return a projection in float64, and the rounding error allowed for its sums."""
@@ -180,7 +183,7 @@ def relative_difference(
     return apart / size
 
 
-def merged_scores(
+def merge_scores(
     scores: Float[Tensor, "batch heads queries keys"],
 ) -> Float[Tensor, "batch 1 queries keys"]:
     """Return a single head's scores: the sum of the heads' scores over the root of their number.

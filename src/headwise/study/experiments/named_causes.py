@@ -12,7 +12,7 @@ from headwise.diagnosis.compare import compare
 from headwise.diagnosis.diagnosis_result import Verdict
 
 
-def named_cause(first: nn.Module, second: nn.Module, x: Tensor | None = None) -> str:
+def name_cause(first: nn.Module, second: nn.Module, x: Tensor | None = None) -> str:
     """Return the causes of a difference that `compare` names, or its verdict with the reason.
 
     Args:
@@ -42,21 +42,21 @@ def compare_published_check(heads: int, shape: tuple[int, int, int], seeds: int)
         torch.manual_seed(seed)
         weight = torch.cat([torch.rand(shape[2], shape[2]) for _ in range(3)], dim=1)
         x = torch.rand(shape)
-        several, single = (_layer(count, weight) for count in (heads, 1))
+        several, single = (_make_torch_layer(count, weight) for count in (heads, 1))
         with torch.no_grad():
             is_equal = torch.equal(several(x, x, x)[0], single(x, x, x)[0])
-        answers[is_equal][named_cause(several, single, x)] += 1
+        answers[is_equal][name_cause(several, single, x)] += 1
     return {
         "seeds": seeds,
         "equal": answers[True].total(),
         "of_equal": dict(answers[True]),
         "of_others": dict(answers[False]),
-        "elsewhere": named_cause(several, single),
+        "elsewhere": name_cause(several, single),
     }
 
 
 @torch.no_grad()
-def _layer(heads: int, weight: Tensor) -> nn.MultiheadAttention:
+def _make_torch_layer(heads: int, weight: Tensor) -> nn.MultiheadAttention:
     layer = nn.MultiheadAttention(len(weight), heads, batch_first=True, bias=False)
     layer.in_proj_weight.copy_(weight.mT)
     layer.out_proj.weight.copy_(torch.eye(len(weight)))

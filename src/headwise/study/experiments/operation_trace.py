@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.support.private_torch import DispatchMode
-from headwise.support.tensor_containers import leaves
+from headwise.support.tensor_containers import iterate_leaves
 
 INPUT, PROJECTED, ATTENDED, OUTPUT = range(4)
 
@@ -78,10 +78,12 @@ class TracedStep:
     @property
     def is_view(self) -> bool:
         """True if the result shares memory with an input: nothing is computed."""
-        return _memory(self.result) in {_memory(x) for x in self.inputs}
+        return _storage_address(self.result) in {_storage_address(x) for x in self.inputs}
 
 
-def trace(layer: nn.Module, x: Tensor, forward: Callable[[Tensor], Any]) -> tuple[TracedStep, ...]:
+def trace_operations(
+    layer: nn.Module, x: Tensor, forward: Callable[[Tensor], Any]
+) -> tuple[TracedStep, ...]:
     """Return the operations of ``forward(x)`` that depend on ``x``.
 
     Args:
@@ -180,29 +182,29 @@ class _Recorder(DispatchMode):  # type: ignore[misc]
 
     def __init__(self, layer: nn.Module, x: Tensor) -> None:
         super().__init__()
-        self.parameters = {_memory(p) for p in layer.parameters()}
-        self.stages = {_memory(x): INPUT}
+        self.parameters = {_storage_address(p) for p in layer.parameters()}
+        self.stages = {_storage_address(x): INPUT}
         self.steps: list[TracedStep] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        arguments = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
-        inputs = tuple(x for x in arguments if _memory(x) in self.stages)
-        results = tuple(x for x in leaves(out) if isinstance(x, Tensor))
+        arguments = [x for x in iterate_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = tuple(x for x in arguments if _storage_address(x) in self.stages)
+        results = tuple(x for x in iterate_leaves(out) if isinstance(x, Tensor))
         if inputs and results:
             operation = func.overloadpacket.__name__
-            stage = max(self.stages[_memory(x)] for x in inputs)
+            stage = max(self.stages[_storage_address(x)] for x in inputs)
             if _is_product(operation):
                 stage = self._after_product(stage, arguments)
             for result in results:
-                self.stages[_memory(result)] = stage
+                self.stages[_storage_address(result)] = stage
             self.steps.append(TracedStep(operation, stage, inputs, results))
         return out
 
     def _after_product(self, stage: int, arguments: list[Tensor]) -> int:
-        if any(_memory(x) in self.parameters for x in arguments):
+        if any(_storage_address(x) in self.parameters for x in arguments):
             return PROJECTED if stage < ATTENDED else OUTPUT
         return max(stage, ATTENDED)
 
@@ -211,5 +213,5 @@ def _is_product(operation: str) -> bool:
     return operation in PRODUCTS or operation.startswith(FUSED)
 
 
-def _memory(x: Tensor) -> int:
+def _storage_address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()

@@ -16,7 +16,7 @@ from headwise.bundled_models.recorded_run import Projections, RecordedRun
 from headwise.error_budget.budget import Budget
 from headwise.masks.mask import Mask
 from headwise.study.experiments.measures import layer_budget
-from headwise.study.experiments.named_causes import named_cause
+from headwise.study.experiments.named_causes import name_cause
 from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import IMPLEMENTATIONS, Bert, EinopsPage
 
@@ -104,7 +104,7 @@ def misread_causes(weights: SharedWeights) -> dict[str, str]:
     right = make_implementations(["torch"])["torch"].load_weights(weights).inner
     wrong = make_implementations(["torch"])["torch"]
     return {
-        how: named_cause(wrong.load_weights(misread).inner, right)
+        how: name_cause(wrong.load_weights(misread).inner, right)
         for how, misread in misread_weights(weights).items()
     }
 

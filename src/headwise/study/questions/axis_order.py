@@ -41,7 +41,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         layer.load_state_dict(right[name].state_dict())
     orders = {"right": right, "wrong": wrong}
     maps = {
-        order: {name: influence(layer, x) for name, layer in layers.items()}
+        order: {name: measure_influence(layer, x) for name, layer in layers.items()}
         for order, layers in orders.items()
     }
     outcomes = run_wrong_order(wrong, x)
@@ -113,7 +113,7 @@ def output_shapes(layer: nn.Module, x: Tensor) -> list[list[int]]:
 # ---- dependencies of tokens --------------------------------------------------------------------
 
 
-def influence(layer: nn.Module, x: Tensor) -> Tensor:
+def measure_influence(layer: nn.Module, x: Tensor) -> Tensor:
     """Return the norm of the derivative of each output token by each input token.
 
     The shape is (tokens, tokens), in the order of the first two axes of ``x``, here batch and

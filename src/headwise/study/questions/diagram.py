@@ -40,7 +40,7 @@ NEIGHBOURS = ("the token before", "the same token", "the token after")
 
 def measure(progress: Progress) -> dict[str, Any]:
     """Run MiniLM over a few words, and trace its first layer, whose input is the embeddings."""
-    sentence = " ".join(demo_text.paragraphs()[0].split()[:WORDS])
+    sentence = " ".join(demo_text.read_opening_paragraphs()[0].split()[:WORDS])
     run = minilm.record_run(sentence, sentence, progress=progress)
     call = run.calls[0]
     native = Native(call.x.shape[-1], run.num_heads).requires_grad_(False)

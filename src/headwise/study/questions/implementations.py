@@ -10,7 +10,14 @@ from headwise.study.charts import CARD, INK, SOFT, Axes, Figure
 from headwise.study.experiments import measured_conventions, same_weights
 from headwise.study.experiments.same_weights import EMBED_DIM, NUM_HEADS
 from headwise.study.implementations import IMPLEMENTATIONS, PEERS, REWRITTEN
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template, scientific
+from headwise.study.question import (
+    Fact,
+    FactTable,
+    Numbers,
+    Question,
+    fill_template,
+    format_scientific,
+)
 from headwise.support.progress import Progress
 
 CODE = tuple(
@@ -159,7 +166,7 @@ def draw(figure: Figure, n: Numbers) -> None:
 
 def short_number(value: float) -> str:
     """Format a difference: with a power of ten only if it is small."""
-    return f"{value:.1f}" if value >= 0.1 else scientific(value)
+    return f"{value:.1f}" if value >= 0.1 else format_scientific(value)
 
 
 def draw_differences(

@@ -298,7 +298,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     """Draw the stored matrices of each form to scale, with one head in a strong colour."""
     axes = add_sheet(figure, height=3.3)
     for centre, (name, form) in zip(CENTRES, packing_forms(n["heads"]).items(), strict=True):
-        blocks = _blocks(form, n["heads"])
+        blocks = _matrix_rectangles(form, n["heads"])
         left = centre - UNIT * max(x + wide for x, _, wide, _ in blocks) / 2
         bottom = TOP + UNIT * max(y + high for _, y, _, high in blocks)
         for count, (x, y, wide, high) in enumerate(blocks):
@@ -321,7 +321,7 @@ def draw(figure: Figure, n: Numbers) -> None:
         write_note(axes, centre, top + 0.24 + 0.18 * line, fill_template(words, n), align="center")
 
 
-def _blocks(form: PackingForm, heads: int) -> list[tuple[float, float, float, float]]:
+def _matrix_rectangles(form: PackingForm, heads: int) -> list[tuple[float, float, float, float]]:
     """Return left, top, width and height of each small matrix in the stored ones."""
     wide = 1 / heads
     if max(form.sizes) == 1:

@@ -29,7 +29,7 @@ from headwise.study.experiments.measures import (
     Projected,
     budget_ratios,
     copies_favourite_value,
-    merged_scores,
+    merge_scores,
     relative_difference,
     score_budget,
 )
@@ -173,7 +173,7 @@ def count_seeds(checks: Mapping[str, list[bool]]) -> dict[str, int]:
 
 def score_sum_error(projected: Projected, heads: int) -> float:
     """Return the error of the single head's scores against the heads' sum, in error budgets."""
-    made = merged_scores(projected.scores(heads))
+    made = merge_scores(projected.scores(heads))
     return float(budget_ratios(made, score_budget(projected)).max())
 
 

@@ -19,7 +19,7 @@ from headwise.study.experiments.measures import (
     relative_difference,
     score_budget,
 )
-from headwise.study.experiments.named_causes import named_cause
+from headwise.study.experiments.named_causes import name_cause
 from headwise.study.implementations import TorchLayer
 from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress import Progress
@@ -85,7 +85,7 @@ def measure(progress: Progress) -> dict[str, Any]:
 def name_causes(layer: TorchLayer, tokens: Mapping[str, Tensor | None]) -> dict[str, str]:
     """Return what `headwise.compare` says of a layer and a single head, for each input."""
     single = single_head_layer(layer).inner
-    return {name: named_cause(layer.inner, single, x) for name, x in tokens.items()}
+    return {name: name_cause(layer.inner, single, x) for name, x in tokens.items()}
 
 
 # ---- the layers and their inputs -------------------------------------------------------

@@ -33,7 +33,7 @@ from headwise.study.experiments.operation_trace import (
     head_splits,
     shapes_by_axes,
     stage_tensors,
-    trace,
+    trace_operations,
 )
 from headwise.study.implementations import Native, TorchLayer
 from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
@@ -72,7 +72,10 @@ def trace_layers(sizes: dict[str, int]) -> dict[str, Any]:
     x = torch.randn(sizes["batch"], sizes["length"], embed_dim)
     torch_layer, native = TorchLayer(embed_dim, heads), Native(embed_dim, heads)
     native.load_weights(torch_layer.stored_weights())
-    steps = {"torch": trace(torch_layer, x, torch_layer), "native": trace(native, x, native)}
+    steps = {
+        "torch": trace_operations(torch_layer, x, torch_layer),
+        "native": trace_operations(native, x, native),
+    }
     head_dim = embed_dim // heads
     tensors = {name: stage_tensors(traced, head_dim=head_dim) for name, traced in steps.items()}
     shapes = {
