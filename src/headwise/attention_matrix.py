@@ -32,7 +32,7 @@ from headwise.support.arguments import explain_arguments, require_tensors
 from headwise.support.display import ShownInNotebook
 from headwise.support.integers import convert_to_count
 from headwise.support.matmul import LeftOperand
-from headwise.support.message_text import MATRIX_AXES, axis_broadcasts, describe_value, human_bytes
+from headwise.support.message_text import MATRIX_AXES, broadcasts_to, describe_value, human_bytes
 from headwise.support.tracing import is_traced, without_autocast
 
 SMALL_MAP = 64  # blocks of an axis: up to this many `pool` uses the fused kernel, above it tiles
@@ -120,14 +120,14 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             options.append(f"softcap {self.softcap:g}")
         if self.sink is not None:
             options.append("sink")
-        return f"AttentionMatrix({', '.join(options)}; dense would be {human_bytes(self._dense_bytes())})"
+        return f"AttentionMatrix({', '.join(options)}; dense would be {human_bytes(self._bytes())})"
 
     def explain(self, v: Float[Tensor, "..."] | None = None) -> Explanation:
         """Return a printable report: kernel, reason and cost of each operation, for values ``v``.
 
         Without ``v`` the report is that of values as wide as the keys.
         """
-        return explain_kernels(*self._bound_scores_for_values(self.k if v is None else v))
+        return explain_kernels(*self._scores_and_values(self.k if v is None else v))
 
     def __matmul__(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
@@ -140,7 +140,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             ShapeError, DTypeError, DeviceError: values that do not fit the matrix.
         """
         plain = sdpa.plain_outputs(self.q, self.k, v, scale=self.scale) if self._is_plain else None
-        return run_kernel(Task(*self._bound_scores_for_values(v))).out if plain is None else plain
+        return run_kernel(Task(*self._scores_and_values(v))).out if plain is None else plain
 
     def dropped(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"], *, dropout_p: float
@@ -155,7 +155,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             ShapeError, DTypeError, DeviceError: values that do not fit the matrix.
         """
         checks.check_probability(dropout_p)
-        return run_kernel(Task(*self._bound_scores_for_values(v), dropout_p=dropout_p)).out
+        return run_kernel(Task(*self._scores_and_values(v), dropout_p=dropout_p)).out
 
     def outputs_and_average(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
@@ -168,9 +168,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             return self @ v, self.head_average()
         if row := self._attend_one_query(v):
             return row
-        result = run_kernel(
-            Task(*self._bound_scores_for_values(v), statistics=Requested(average=True))
-        )
+        result = run_kernel(Task(*self._scores_and_values(v), statistics=Requested(average=True)))
         return result.out, result.average
 
     @property
@@ -185,7 +183,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
         """
         index = checks.require_query_positions(index, self.shape[2], call="rows(index)")
-        return weights_of_queries(self._bound_scores(), index)
+        return weights_of_queries(self._bind_scores(), index)
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
         """Return the whole matrix, in queries x keys memory.
@@ -194,7 +192,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             LimitError: the result would take more than ``limit`` bytes (2 GiB; None: no limit).
             OptionError: a limit that is no number.
         """
-        checks.check_limit(limit, self._dense_bytes(), self)
+        checks.check_limit(limit, self._bytes(), self)
         return self.rows(torch.arange(self.q.shape[2], device=self.q.device))
 
     def diagonal(self, offset: SupportsIndex = 0) -> Float[Tensor, "batch heads diagonal"]:
@@ -207,7 +205,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             OptionError: an offset that is no integer.
         """
         offset = checks.require_diagonal_offset(offset, *self.shape[2:])
-        return diagonal_weights(self._bound_scores(), offset)
+        return diagonal_weights(self._bind_scores(), offset)
 
     @explain_arguments(checks.ROWS_ADVICE)
     def topk(
@@ -234,7 +232,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             queries = checks.require_query_positions(
                 queries, self.shape[2], call=f"topk({count}, queries=index)"
             )
-        return largest_weights(self._bound_scores(), count, queries)
+        return largest_weights(self._bind_scores(), count, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
         """Return a map of ``queries`` x ``keys`` cells: weight from block to block.
@@ -249,7 +247,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         keys = checks.require_block_count("keys", keys, self.shape[3])
         if max(queries, keys) > SMALL_MAP:
             statistics = Requested(query_blocks=queries, key_blocks=keys)
-            sums = run_kernel(Task(self._bound_scores(), statistics=statistics)).cells
+            sums = run_kernel(Task(self._bind_scores(), statistics=statistics)).cells
         else:
             by_key = self @ pooled_weights.block_membership(self.shape[3], keys, self.q)[None, None]
             # Counts of queries exceed the range of float16 and the precision of bfloat16.
@@ -265,7 +263,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
     def statistics(self) -> Statistics:
         """Return logsumexp, entropy, maximum and received from one pass over the matrix."""
         requested = Requested(entropy=True, received=True)
-        result = run_kernel(Task(self._bound_scores(), statistics=requested))
+        result = run_kernel(Task(self._bind_scores(), statistics=requested))
         return Statistics(
             row_logsumexp(self.sink, result),
             result.entropy,
@@ -275,22 +273,22 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
 
     def logsumexp(self) -> Float[Tensor, "batch heads queries"]:
         """Return log sum exp of each query's scores and sink; -inf in a row without either."""
-        return row_logsumexp(self.sink, run_kernel(Task(self._bound_scores())))
+        return row_logsumexp(self.sink, run_kernel(Task(self._bind_scores())))
 
     def entropy(self) -> Float[Tensor, "batch heads queries"]:
         """Return -sum p log p of each query's weights, in nats; a sink counts as an outcome."""
-        return run_kernel(Task(self._bound_scores(), statistics=Requested(entropy=True))).entropy
+        return run_kernel(Task(self._bind_scores(), statistics=Requested(entropy=True))).entropy
 
     def maximum(self) -> Float[Tensor, "batch heads queries"]:
         """Return the largest weight of each query; 0 for a query that may attend to nothing."""
-        return row_maximum(self.sink, run_kernel(Task(self._bound_scores())))
+        return row_maximum(self.sink, run_kernel(Task(self._bind_scores())))
 
     def received(self) -> Float[Tensor, "batch heads keys"]:
         """Return the weight that each key receives, in queries: from 0 to their number.
 
         2.0 is all the weight of two queries. A row gives less than 1 with a sink, 0 without keys.
         """
-        return run_kernel(Task(self._bound_scores(), statistics=Requested(received=True))).received
+        return run_kernel(Task(self._bind_scores(), statistics=Requested(received=True))).received
 
     def seen_by(self, queries: Bool[Tensor, "batch queries"]) -> Int[Tensor, "batch _ keys"]:
         """Count the chosen queries (True) that may attend to each key.
@@ -301,11 +299,11 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             ShapeError: ``queries`` is no bool tensor of (batch, queries).
         """
         checks.check_seen_by(queries, batch=self.shape[0], length=self.shape[2])
-        return count_attending_queries(self._bound_scores(), queries)
+        return count_attending_queries(self._bind_scores(), queries)
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
         """Return the mean of the weights over heads, without storing those of single heads."""
-        return run_kernel(Task(self._bound_scores(), statistics=Requested(average=True))).average
+        return run_kernel(Task(self._bind_scores(), statistics=Requested(average=True))).average
 
     def tiles(
         self, *, with_scores: bool = False, with_lowest: bool = False
@@ -315,9 +313,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         The next tile reuses the memory of the last: copy what you keep. ``with_scores`` fills
         `ObservedTile.scores`, ``with_lowest`` fills `ObservedTile.lowest`.
         """
-        tiles = observe_tiles(
-            self._bound_scores(), with_scores=with_scores, with_lowest=with_lowest
-        )
+        tiles = observe_tiles(self._bind_scores(), with_scores=with_scores, with_lowest=with_lowest)
         while True:
             with torch.no_grad():  # not around the yield: it would turn off the caller's gradients
                 tile = next(tiles, None)
@@ -338,24 +334,24 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         dtype = accumulation_dtype(self.q.dtype)
         return self.score_bias.bound(queries=queries, keys=keys, device=device, dtype=dtype)
 
-    def _bound_scores(self) -> BoundScores:
+    def _bind_scores(self) -> BoundScores:
         mask, bias = self.bound_mask, self._bound_bias
         return BoundScores(self.q, self.k, mask, bias, self.scale, self.softcap, self.sink)
 
-    def _bound_scores_for_values(self, v: Tensor) -> tuple[BoundScores, Tensor]:
+    def _scores_and_values(self, v: Tensor) -> tuple[BoundScores, Tensor]:
         """Return the problem with as many kv heads as ``v``, and ``v`` expanded to full size."""
         require_tensors(v=v)
         batch, heads, _, keys = self.shape
         kv_heads = self.k.shape[1]
-        fits = v.dim() == 4 and axis_broadcasts(v.shape[0], batch) and v.shape[2] == keys
-        fits_kv_heads = fits and axis_broadcasts(v.shape[1], kv_heads)
+        fits = v.dim() == 4 and broadcasts_to(v.shape[0], batch) and v.shape[2] == keys
+        fits_kv_heads = fits and broadcasts_to(v.shape[1], kv_heads)
         if not fits or not (fits_kv_heads or v.shape[1] == heads):
             checks.raise_operand_error(
                 "A @ v", v, f"(batch {batch}, kv_heads {kv_heads}, keys {keys}, value_dim)"
             )
         checks.check_operand("v", v, self.q)
         k = self.k if fits_kv_heads else reference.share_heads(self.k, heads=heads)
-        return replace(self._bound_scores(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
+        return replace(self._bind_scores(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
 
     def _attend_one_query(self, v: Tensor) -> tuple[Tensor, Tensor] | None:
         return dense.attend_one_query(self.q, self.k, v, self.scale) if self._is_plain else None
@@ -366,7 +362,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         needs = self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
         return needs and torch.is_grad_enabled()
 
-    def _dense_bytes(self) -> int:
+    def _bytes(self) -> int:
         return math.prod(self.shape) * self.q.element_size()
 
 
@@ -392,15 +388,13 @@ class TransposedMatrix(LeftOperand):
         require_tensors(y=y)
         batch, heads, _, queries = self.shape
         fits = y.dim() == 4 and y.shape[2] == queries
-        if not fits or not (
-            axis_broadcasts(y.shape[0], batch) and axis_broadcasts(y.shape[1], heads)
-        ):
+        if not fits or not (broadcasts_to(y.shape[0], batch) and broadcasts_to(y.shape[1], heads)):
             checks.raise_operand_error(
                 "A.mT @ y", y, f"(batch {batch}, heads {heads}, queries {queries}, y_dim)"
             )
         checks.check_operand("y", y, self.mT.q)
         y = y.expand(batch, heads, *y.shape[2:])
-        return run_kernel(Task(self.mT._problem(), y=y)).transposed
+        return run_kernel(Task(self.mT._bind_scores(), y=y)).transposed
 
     def __repr__(self) -> str:
         return f"{self.mT!r}.mT"

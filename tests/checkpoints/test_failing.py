@@ -246,11 +246,11 @@ def test_folders_on_the_way_go_again(
     assert done.target.is_dir()
 
 
-@pytest.mark.parametrize("at", ["_sync", "_discard"])
+@pytest.mark.parametrize("at", ["_sync_to_disk", "_discard_files"])
 def test_a_disk_that_fails_when_the_target_has_its_name(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    owner: Any = staging if at == "_sync" else staging.StagingDir
+    owner: Any = staging if at == "_sync_to_disk" else staging.StagingDir
     real = getattr(owner, at)
 
     def fail(*given: Any) -> None:

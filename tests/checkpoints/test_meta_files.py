@@ -174,7 +174,7 @@ def test_a_file_becomes_a_folder_and_is_begun_anew_where_it_was(
         assert COMMAND.invoke(*command).exit_code
     assert not (tmp_path / "b").exists()
     with monkeypatch.context() as patch:  # all tensors are safe on the disk
-        patch.setattr(stream_conversion.ConversionStream, "_step", stop)
+        patch.setattr(stream_conversion.ConversionStream, "_run_step", stop)
         out, _ = COMMAND.run(*command)
     assert out.startswith("Resumed an interrupted run: the tensors it had written were reused.")
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]

@@ -123,7 +123,7 @@ def steps_of_the_next(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     done: list[object] = []
     real = ConversionStream._run_step
     monkeypatch.setattr(
-        ConversionStream, "_step", lambda self, s, *a: (done.append(s), real(self, s, *a))
+        ConversionStream, "_run_step", lambda self, s, *a: (done.append(s), real(self, s, *a))
     )
     return done
 
@@ -306,7 +306,7 @@ def test_what_is_done_is_not_read(
 ) -> None:
     fetched, steps = [], steps_of_the_next(monkeypatch)
     monkeypatch.setattr(
-        ConversionStream, "_fetch", lambda _self, step, _stack: fetched.append(step)
+        ConversionStream, "_prefetch_inputs", lambda _self, step, _stack: fetched.append(step)
     )
     llamas.to_meta(stopped, tmp_path / "b")
     assert fetched == steps

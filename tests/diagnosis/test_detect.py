@@ -76,7 +76,7 @@ def test_a_reference_leaves_what_reads_the_same(name: str) -> None:
     for group in decided.candidates:
         for one in group:
             for number, state in enumerate(canonical):
-                reading = one.reading(one.fits[0], module=number)
+                reading = one.layout_reading(one.fits[0], module=number)
                 read = reading.read({key: file[key] for key in reading.names})
                 assert not list_differing_tensors(read, state)
 

@@ -73,7 +73,7 @@ def test_the_kernel_and_that_both_agree(
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 500)
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10)
     matrix = AttentionMatrix(q, k, **options)
-    assert choose_kernel(Task(matrix._problem(), k)).kernel.name == kernel
+    assert choose_kernel(Task(matrix._bind_scores(), k)).kernel.name == kernel
     torch.testing.assert_close(matrix @ k, matrix.dense() @ k.repeat_interleave(3, 1))
 
 
@@ -85,7 +85,7 @@ def test_a_mask_no_larger_than_a_tile_is_written_for_the_fused_kernel() -> None:
         {"mask": Mask.window(3, 1), "score_bias": bias},
     ):
         matrix = AttentionMatrix(q, q, **options)
-        assert choose_kernel(Task(matrix._problem(), q)).kernel.name == "sdpa"
+        assert choose_kernel(Task(matrix._bind_scores(), q)).kernel.name == "sdpa"
         torch.testing.assert_close(matrix @ q, matrix.dense() @ q)
 
 
@@ -110,7 +110,7 @@ def test_torch_alone_would_leave_the_fused_path() -> None:
 def test_masks_over_keys_alone_are_combined_without_queries() -> None:
     q = torch.randn(3, 6, 24, 10)
     mask = LENGTHS & Mask.may_attend(torch.rand(24) > 0.1, axes="keys")
-    combined = sdpa.combine_mask_and_bias(AttentionMatrix(q, q, mask=mask)._problem())
+    combined = sdpa.combine_mask_and_bias(AttentionMatrix(q, q, mask=mask)._bind_scores())
     assert combined is not None
     assert combined.shape == (3, 1, 1, 24)
 
@@ -167,7 +167,7 @@ def test_what_the_short_way_serves_is_the_fused_kernels(case: str) -> None:
     served = sdpa.plain_outputs(q, k, v, scale=scale) is not None
     assert served == (case == "usual")
     if served:
-        assert choose_kernel(Task(*matrix._bound_scores_for_values(v))).kernel.name == "sdpa"
+        assert choose_kernel(Task(*matrix._scores_and_values(v))).kernel.name == "sdpa"
     Budget.for_head_outputs(q, k, v, scale=scale).assert_holds(matrix @ v)
 
 
@@ -234,7 +234,7 @@ def test_the_report_is_that_of_the_kernels_that_run(monkeypatch: pytest.MonkeyPa
 def test_dropout_asks_for_what_can_drop() -> None:
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10)
     for options, name in (({}, "sdpa"), ({"softcap": 3.0}, "dense")):
-        task = Task(*AttentionMatrix(q, k, **options)._bound_scores_for_values(k), dropout_p=0.3)  # type: ignore[arg-type]
+        task = Task(*AttentionMatrix(q, k, **options)._scores_and_values(k), dropout_p=0.3)  # type: ignore[arg-type]
         assert choose_kernel(task).kernel.name == name
     assert "dropout needs the weights" in choose_kernel(task).why
 

@@ -334,9 +334,8 @@ def test_a_lit_token_moves_nothing(browser: Chromium, path: Path, width: int) ->
 def test_nearly_equal_scans_look_equal(browser: Chromium, scan: HeadScan, tmp_path: Path) -> None:
     moved = viewer_scan(length=LENGTH)
     moved.layer_scans[1].summaries["induction"]["sum"][2] -= 0.001
-    with browser.open(
-        save_scan_page(tmp_path / "two.html", viewer_report(scan, second=moved))
-    ) as opened:
+    page = save_scan_page(tmp_path / "two.html", viewer_report(scan, second=moved))
+    with browser.open(page) as opened:
         opened.page.select_option('[aria-label="statistic"]', "induction")
         opened.wait("s.statistic === 'induction' && s.mode === 'diff'")
         assert "colours from −5 to 5" in opened.page.inner_text("[data-part=grid]")

@@ -239,6 +239,8 @@ def test_hostile_words_stay_words() -> None:
     words = (*HOSTILE, *WORDS)
     page = render_scan_pages(viewer_report(viewer_scan(words=words), words=words, title=HOSTILE[1]))
     assert page.count("<script") == page.count("</script>")
+    data = page.partition('id="headwise-meta">')[2].partition("</script>")[0]
+    assert not set(data) & set("<>&")  # as in `</script x` and `<!-- <script`, which need no >
     assert 'onerror="' not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     meta, blobs = data_in(page)
     assert meta["title"] == HOSTILE[1]

@@ -96,7 +96,7 @@ PEAK = """
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from headwise.scanning.estimate import estimate, process_memory, record_call_sizes
+from headwise.scanning.estimate import estimate_scan, process_memory, record_call_sizes
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.bundled_models.tiny import Tiny
 from headwise.scanning.scan import scan
@@ -106,7 +106,7 @@ model = Tiny().eval()
 ids = torch.randint(256, (1, 3000))
 scan(model, ids[:, :16])
 calls = record_call_sizes(model, lambda: model(ids[:, :16]))
-expected = estimate(model, calls, STANDARD, [3000], held_bytes=process_memory())
+expected = estimate_scan(model, calls, STANDARD, [3000], held_bytes=process_memory())
 scan(model, ids, statistics=["entropy", "previous_token", "map", "most_received"])
 # Not getrusage's peak: that one remembers what the parent held when it started this process.
 peak = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))

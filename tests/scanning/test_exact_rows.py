@@ -30,12 +30,23 @@ def test_rows_are_those_that_the_scan_saw() -> None:
 
 
 def test_padding_is_left_out() -> None:
-    inputs = text(left=True)
+    inputs, layer = text(left=True), "encoder.layer.1.attention.self"
     lengths = inputs["attention_mask"].sum(1).tolist()
-    rows = ExactRows(bert(), inputs)
-    weights = rows.row("encoder.layer.1.attention.self", 0, sequence=1, query=0)
-    assert weights.shape == (lengths[1],)
-    assert float(weights.sum()) == pytest.approx(1)
+    model = bert()
+    read = scan(model, inputs, statistics=TopKeysOfEveryQuery())
+    stored = read.layer_scans[read.layers.index(layer)].summaries["top_keys_of_every_query"]
+    rows, before = ExactRows(model, inputs), 0
+    for sequence, length in enumerate(lengths):
+        for query in (0, length - 1):
+            weights = rows.row(layer, 0, sequence=sequence, query=query)
+            assert weights.shape == (length,)
+            assert float(weights.sum()) == pytest.approx(1)
+            share, key = weights.topk(4)
+            assert key.tolist() == stored["key"][0, before + query].tolist()
+            torch.testing.assert_close(
+                share.float(), stored["share"][0, before + query], rtol=EPS, atol=EPS
+            )
+        before += length
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

@@ -114,7 +114,7 @@ class StoredModel:
 def require_model(folder: Path) -> int:
     """Return the bytes of a folder's weights; raise an error where it holds no model.
 
-    For weights with a description (`open_described_model`), the result is the memory that loading takes.
+    For weights with a description (`open_described_model`), this is the memory that loading takes.
 
     Raises:
         CheckpointError: weights that contradict their description.

@@ -69,7 +69,7 @@ class CandidateLayout:
         """True if both give the same matrices for every number of heads that fits."""
         mine, theirs = ({head_counts(fit): fit for fit in c.fits} for c in (self, other))
         return mine.keys() == theirs.keys() and all(
-            is_same_map(self.layout_reading(fit), other.reading(theirs[heads]))
+            is_same_map(self.layout_reading(fit), other.layout_reading(theirs[heads]))
             for heads, fit in mine.items()
         )
 

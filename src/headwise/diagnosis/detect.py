@@ -280,7 +280,7 @@ def _first_difference(
 def _read_canonical_state(
     candidate: CandidateLayout, number: int, state: Mapping[str, Tensor]
 ) -> State:
-    reading = candidate.reading(candidate.fits[0], module=number)
+    reading = candidate.layout_reading(candidate.fits[0], module=number)
     return reading.read({name: state[name] for name in reading.names})
 
 

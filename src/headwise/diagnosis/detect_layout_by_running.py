@@ -86,7 +86,7 @@ def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[Firs
 
     capturing = capture_attention(model, on_complete=on_complete)
     with torch.no_grad(), evaluation_mode(model), capturing as capture:
-        capture.begin()
+        capture.begin_input()
         model(**inputs)
     return list(calls.values())
 
@@ -197,7 +197,7 @@ def narrow_by_running(
     uncompared: list[tuple[LayoutGroup, NotComparedError]] = []
     for group in detection.candidates:
         trial = _Trial(group[0], state, calls, config)
-        verdict = trial.verdict()
+        verdict = trial.find_agreeing_sizes()
         if isinstance(verdict, NotComparedError):
             uncompared.append((group, verdict))
         elif isinstance(verdict, str):

@@ -97,7 +97,7 @@ class LazyMask(Tensor):
         if packet in _ALIASES or (
             func.name() == private_torch.TO_COPY and _copy_only_moves(kwargs, args[0].dtype)
         ):
-            return args[0]._on(kwargs.get("device", args[0].device))
+            return args[0]._move_to_device(kwargs.get("device", args[0].device))
         if packet in _SUMS:
             _check_terms(*args[:2])
         return func(*map_leaves(_write_if_lazy, args), **map_leaves(_write_if_lazy, kwargs))

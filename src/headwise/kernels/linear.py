@@ -47,7 +47,7 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """oneDNN's product; its gradients are products by `apply_linear`, so they are differentiable."""
+    """oneDNN's product; `apply_linear` computes its gradients, so they are differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -138,7 +138,7 @@ def _row_numbers(rows: slice, like: Tensor) -> Tensor:
 
 
 def _lowest_scores(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch) -> Tensor:
-    """Return the smallest score of each row that is not hidden, or inf; see `_mask_without_bias`."""
+    """Return the smallest score of each row that is not hidden, or inf: `_mask_without_bias`."""
     start, opened = tile.columns.start, Span(0, 0)
     if mask is not None:
         opened = mask.open_range(tile.rows.start, tile.rows.stop)
@@ -155,7 +155,7 @@ def _lowest_scores(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch
 
 
 def _count_allowed(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
-    """Count the keys that each query may attend to, (batches, heads, rows); see `_mask_without_bias`."""
+    """Count the keys that each query may attend to, (batches, heads, rows)."""
     interval = None if mask is None else mask.interval(_row_numbers(tile.rows, s), tile.batches)
     if interval is None:
         return (s > -torch.inf).sum(-1)

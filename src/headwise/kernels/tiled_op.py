@@ -74,7 +74,7 @@ _LIBRARY.define(
 
 
 def sweep(*arguments: Any) -> tuple[Tensor, ...]:
-    """Compute the requested results of the attention matrix in one pass; see `tiled.compute_results`."""
+    """Compute the requested results in one pass over the matrix; see `tiled.compute_results`."""
     v, y, *statistics = arguments[COUNT:]
     return tuple(
         tiled.compute_results(unpack_arguments(arguments[:COUNT]), v, y, Requested(*statistics))
@@ -87,7 +87,7 @@ def _fake_sweep(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def sweep_backward(*arguments: Any) -> tuple[Any, ...]:
-    """Compute the gradients of q, k, v, y, sink, table and biases; see `tiled.compute_gradients`."""
+    """Compute the gradients of q, k, v, y, sink, table, biases; see `tiled.compute_gradients`."""
     problem = unpack_arguments(arguments[:COUNT])
     v, y, peak, log_sum = arguments[COUNT : COUNT + 4]
     upstream = UpstreamGradients(*arguments[COUNT + 4 : -2])

@@ -24,14 +24,7 @@ from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import BOUNDLESS, Clause, MatrixSizes
 from headwise.masks.clauses.band import Band
 from headwise.masks.clauses.dense_mask import Dense, with_matrix_axes
-from headwise.masks.clauses.lengths import (
-    KEYS,
-    QUERIES,
-    Lengths,
-    Side,
-    Starts,
-    require_lengths,
-)
+from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, Side, Starts, require_lengths
 from headwise.masks.clauses.prefix import make_prefix
 from headwise.masks.clauses.segments import (
     PackedRow,
@@ -81,9 +74,7 @@ class Mask(ShownInNotebook):
             OptionError: a negative side, or an alignment that does not exist.
         """
         require_align(align)
-        return cls(
-            (Band(_require_window_side("left", left), _require_window_side("right", right), align),)
-        )
+        return cls((Band(_window_side("left", left), _window_side("right", right), align),))
 
     @classmethod
     def lengths(
@@ -112,7 +103,7 @@ class Mask(ShownInNotebook):
         return cls(
             tuple(
                 Lengths(require_lengths(numbers, name), axis, side)
-                for name, axis, numbers in _yield_given_lengths(keys, queries)
+                for name, axis, numbers in _given_lengths(keys, queries)
             )
         )
 
@@ -130,7 +121,7 @@ class Mask(ShownInNotebook):
         return cls(
             tuple(
                 Starts(require_lengths(numbers, name, call="starts"), axis)
-                for name, axis, numbers in _yield_given_lengths(keys, queries)
+                for name, axis, numbers in _given_lengths(keys, queries)
             )
         )
 
@@ -297,9 +288,7 @@ class Mask(ShownInNotebook):
         self, queries: int | None = None, keys: int | None = None, *, batch: int = 0, head: int = 0
     ) -> Bool[Tensor, "_queries _keys"]:
         """Return which queries of a sequence may attend to which keys, as `draw` shows it."""
-        shape = self.known_sizes(
-            _require_drawing_size("queries", queries), _require_drawing_size("keys", keys)
-        )
+        shape = self.known_sizes(_drawing_size("queries", queries), _drawing_size("keys", keys))
         if shape["batch"] == 0:
             return torch.zeros(0, 0, dtype=torch.bool)
         for name, index, size in (("batch", batch, shape["batch"]), ("head", head, shape["heads"])):
@@ -369,7 +358,7 @@ def require_mask_type(value: object, call: str) -> Mask:
     )
 
 
-def _yield_given_lengths(
+def _given_lengths(
     keys: Tensor | None, queries: Tensor | None
 ) -> Iterator[tuple[str, int, Tensor]]:
     if keys is not None:
@@ -378,7 +367,7 @@ def _yield_given_lengths(
         yield "queries", QUERIES, queries
 
 
-def _require_window_side(name: str, side: object) -> int:
+def _window_side(name: str, side: object) -> int:
     """Return one side of a window as Python's integer, or as the symbol of a compiled graph."""
     if side is None:
         return BOUNDLESS
@@ -395,7 +384,7 @@ def _require_window_side(name: str, side: object) -> int:
     )
 
 
-def _require_drawing_size(name: str, size: object) -> int | None:
+def _drawing_size(name: str, size: object) -> int | None:
     count = None if size is None else convert_to_count(size)
     if size is None or (count is not None and count >= 0):
         return count

@@ -120,7 +120,8 @@ def check_options(
     if too_large := _find_unrepresentable_entry(sink, q.dtype):
         raise OptionError(
             saw=f"a sink that holds {too_large}, with queries of dtype {q.dtype}",
-            needed=f"numbers up to {_score_range(q.dtype).max:.2g}, or -inf for a head without a sink",
+            needed=f"numbers up to {_score_range(q.dtype).max:.2g}, "
+            "or -inf for a head without a sink",
             do="replace NaN and +inf, or use q.double() and k.double()",
         )
 

@@ -30,7 +30,7 @@ from headwise.masks.distance_table import (
 )
 from headwise.support.arguments import require_tensors
 from headwise.support.integers import convert_to_int64
-from headwise.support.message_text import axis_broadcasts, describe_value
+from headwise.support.message_text import broadcasts_to, describe_value
 from headwise.support.tracing import may_check_values
 
 
@@ -145,7 +145,7 @@ class ScoreBias:
         """
         for part in self.by_distance:
             resolve_align(part.align, queries, keys, what=part.described)
-            if not axis_broadcasts(part.table.heads, heads):
+            if not broadcasts_to(part.table.heads, heads):
                 raise MaskError(
                     saw=f"a {part.name} bias for {part.table.heads} heads",
                     needed=f"{heads} heads, or one row for all",

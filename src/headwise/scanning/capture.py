@@ -242,11 +242,13 @@ class AttentionCapture:
         if any(word in type(module_call.module).__name__.lower() for word in ATTENTION_WORDS):
             self._ran[module_call.name.partition(" (")[0]] = type(module_call.module).__name__
         if self._pending is not None:
-            self._pending.before(module_call, [outer.module for outer in self.modules.stack])
+            self._pending.note_module_start(
+                module_call, [outer.module for outer in self.modules.stack]
+            )
 
     def _after_module(self, module_call: ModuleCall, output: Any) -> None:
         if self._pending is not None:
-            self._pending.after(module_call, output)
+            self._pending.note_module_output(module_call, output)
             if self._pending.is_complete or module_call.is_block or not self.modules.stack:
                 self.complete_call()
 

@@ -85,6 +85,6 @@ class ExactRows:
             capture_attention(module, on_complete=keep) as capture,
         ):
             for each in prepared:
-                capture.begin()
+                capture.begin_input()
                 run_model(self._model, each)
         return calls

@@ -149,7 +149,7 @@ class _Collector:
 
     def next_input(self, capture: AttentionCapture) -> None:
         """Start another input, with other sequences."""
-        capture.begin()
+        capture.begin_input()
         self._texts.next_input()
         self._is_new = True
 

@@ -226,8 +226,8 @@ def _match_statistic(
         raise OptionError(
             saw=f"{path} with {name} as {formula} ({shorten_for_message(saved_id)})",
             needed=f"{name} as this headwise defines it: {definition.formula} ({definition.id})",
-            do=f"load the file with headwise {shorten_for_message(about['headwise'])} or the statistic "
-            "that saved it, or scan again",
+            do=f"load the file with headwise {shorten_for_message(about['headwise'])} or the "
+            "statistic that saved it, or scan again",
         )
     return statistic
 

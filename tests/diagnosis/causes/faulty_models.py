@@ -68,6 +68,6 @@ def with_function(
     """Return the model with a function after a stage."""
 
     def applied(forced: ForcedStage) -> Tensor:
-        return function(forced.usual())
+        return function(forced.usual_result())
 
     return model.with_stage(stage, applied)

@@ -130,7 +130,7 @@ def short_cache(model: AttentionModel, keep: Callable[[int, int], list[int]]) ->
     """Return calls of a cache that drops keys; ``keep`` takes the numbers of old and new keys."""
 
     def scores(forced: ForcedStage) -> Tensor:
-        return forced.usual()[..., kept(forced)]
+        return forced.usual_result()[..., kept(forced)]
 
     def outputs(forced: ForcedStage) -> Tensor:
         values = forced.values[:, :, kept(forced)].repeat_interleave(2, 1)

@@ -75,7 +75,7 @@ def by_head(numbers: tuple[float, ...]) -> Tensor:
 
 def each_head_its_window(forced: ForcedStage) -> Tensor:
     windows = torch.tensor([4, 5, 6, 7])[:, None, None]
-    return forced.usual().masked_fill(key_query_distances(forced.call) < -windows, -INFINITE)
+    return forced.usual_result().masked_fill(key_query_distances(forced.call) < -windows, -INFINITE)
 
 
 def last_row_shifted(scores: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def last_row_shifted(scores: Tensor) -> Tensor:
 
 
 def one_pair_still(forced: ForcedStage) -> Tensor:
-    rotated, bare = forced.usual().clone(), forced[f"{forced.stage[0]} after norm"]
+    rotated, bare = forced.usual_result().clone(), forced[f"{forced.stage[0]} after norm"]
     for channel in (1, 1 + HEAD_DIM // 2):
         rotated[..., channel] = bare[..., channel]
     return rotated
@@ -94,7 +94,7 @@ def one_pair_still(forced: ForcedStage) -> Tensor:
 def each_sequence_its_offset(forced: ForcedStage) -> Tensor:
     positions = forced.call.query_positions + torch.arange(BATCH)[:, None]
     other = replace(forced.call.inputs, positions=positions)
-    return replace(forced, call=replace(forced.call, inputs=other)).usual()
+    return replace(forced, call=replace(forced.call, inputs=other)).usual_result()
 
 
 def one_sequence(change: Callable[[Tensor], Tensor]) -> Callable[[ForcedStage], Tensor]:
@@ -106,7 +106,7 @@ def one_sequence(change: Callable[[Tensor], Tensor]) -> Callable[[ForcedStage], 
         mask = mask.clone()
         mask[1] = change(mask[1])
         other = replace(forced.call.inputs, mask=mask)
-        return replace(forced, call=replace(forced.call, inputs=other)).usual()
+        return replace(forced, call=replace(forced.call, inputs=other)).usual_result()
 
     return scores
 
@@ -115,7 +115,7 @@ def mask_times_five(forced: ForcedStage) -> Tensor:
     inputs = forced.call.inputs
     assert inputs.mask is not None
     bare = replace(forced.call, inputs=replace(inputs, mask=None))
-    return replace(forced, call=bare).usual() + 5.0 * inputs.mask
+    return replace(forced, call=bare).usual_result() + 5.0 * inputs.mask
 
 
 def dropped_without_a_factor(weights: Tensor) -> Tensor:
@@ -200,7 +200,9 @@ NEAR_MISSES = (
     NearMiss("softmax axis", of_stage("weights", lambda f: f["scores"].sigmoid())),
     NearMiss("softmax dtype", after("weights", lambda w: (w * 64).round() / 64)),
     NearMiss("dropout left on", after("weights", dropped_without_a_factor)),
-    NearMiss("residual inside", of_stage("output", lambda f: f.usual() + 0.5 * f.call.inputs.x)),
+    NearMiss(
+        "residual inside", of_stage("output", lambda f: f.usual_result() + 0.5 * f.call.inputs.x)
+    ),
     NearMiss("norm inside", after("output", lambda y: y / y.abs().amax(-1, keepdim=True))),
     NearMiss("merge without transpose", after("head outputs", lambda x: x.flip(2))),
     NearMiss("split without transpose", after("q", lambda q: q.flip(2))),

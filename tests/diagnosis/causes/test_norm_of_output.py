@@ -21,7 +21,7 @@ def with_norm(model: AttentionModel, residual: float, noise: float = 0.0) -> Att
     noises = noise * torch.randn(WIDTH, dtype=torch.float64)
 
     def normed(forced: ForcedStage) -> torch.Tensor:
-        y: torch.Tensor = norm(forced.usual() + residual * forced.call.inputs.x)
+        y: torch.Tensor = norm(forced.usual_result() + residual * forced.call.inputs.x)
         return (y + noises * y.square()).detach()
 
     return model.with_stage("output", normed)

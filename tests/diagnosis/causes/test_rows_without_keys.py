@@ -20,7 +20,7 @@ def test_each_filling_is_named(value: float, row: str) -> None:
     mask[..., 3, :] = False
 
     def filled(forced: ForcedStage) -> Tensor:
-        return forced.usual().masked_fill(~mask.any(-1, keepdim=True), value)
+        return forced.usual_result().masked_fill(~mask.any(-1, keepdim=True), value)
 
     calls = recorded(model_of().with_stage("weights", filled), inputs_of(mask=mask))
     result = searched(model_of(), calls)

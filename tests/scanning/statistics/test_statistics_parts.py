@@ -161,7 +161,7 @@ TOO_FAR: dict[str, Callable[[Any], Tensor]] = {
     "diagonal(1)": lambda tile: tile.diagonal(1),
     "band(4)": lambda tile: tile.band(4)[..., 0],
     "band(-1)": lambda tile: tile.band(-1).sum(-1),
-    "within(2)": lambda tile: tile.within(2),
+    "within(2)": lambda tile: tile.weight_within(2),
 }
 
 

@@ -38,7 +38,9 @@ def test_a_scale_of_embed_dim_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_wrong_block_of_einops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def swapped(self: EinopsAttention, q: Tensor, k: Tensor, *, mask: None) -> AttentionMatrix:
-        return AttentionMatrix(self._heads("q", q, self.w_ks), self._heads("k", k, self.w_qs))
+        return AttentionMatrix(
+            self._project_heads("q", q, self.w_ks), self._project_heads("k", k, self.w_qs)
+        )
 
     monkeypatch.setattr(EinopsAttention, "matrix", swapped)
     (said,) = failing(answer_question(must_divide.QUESTION))

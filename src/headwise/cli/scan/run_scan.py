@@ -70,8 +70,8 @@ class PreparedScan:
         if self.options.out is None:
             return "Interrupted; nothing is saved without --out."
         return (
-            f"Interrupted; {self._count_done_texts} of {describe_count(len(self.texts), 'text')} are in "
-            f"{self.options.out}. Run the same command again to resume."
+            f"Interrupted; {self._count_done_texts} of {describe_count(len(self.texts), 'text')} "
+            f"are in {self.options.out}. Run the same command again to resume."
         )
 
     def run(self, progress: Progress) -> ScanReport:

@@ -65,20 +65,20 @@ def _scores_along_batch(by_batch: bool, forced: ForcedStage) -> Tensor:
     """Return scores (tokens, heads, batch, batch)."""
     return _exchange_batch_and_sequence(
         forced, _positions_in_batch(forced).T if by_batch else None
-    ).usual()
+    ).usual_result()
 
 
 def _head_outputs_along_batch(forced: ForcedStage) -> Tensor:
     """Return head outputs of weights (tokens, heads, batch, batch)."""
     if len(forced["weights"]) != forced.call.inputs.x.shape[1]:
-        return forced.usual()
-    return _exchange_batch_and_sequence(forced, None).usual().transpose(0, 2)
+        return forced.usual_result()
+    return _exchange_batch_and_sequence(forced, None).usual_result().transpose(0, 2)
 
 
 def _rotate_along_batch(forced: ForcedStage) -> Tensor:
     """Return queries or keys rotated by their place in the batch."""
     inputs = replace(forced.call.inputs, positions=_positions_in_batch(forced))
-    return replace(forced, call=replace(forced.call, inputs=inputs)).usual()
+    return replace(forced, call=replace(forced.call, inputs=inputs)).usual_result()
 
 
 def _positions_in_batch(forced: ForcedStage) -> Tensor:

@@ -25,7 +25,7 @@ def change_mask_of_model(evidence: Evidence, change: MaskChange) -> AttentionMod
 
 
 def _scores_with_mask(change: MaskChange, forced: ForcedStage) -> Tensor:
-    return change_mask(change, forced).usual()
+    return change_mask(change, forced).usual_result()
 
 
 def change_mask(change: MaskChange, forced: ForcedStage) -> ForcedStage:

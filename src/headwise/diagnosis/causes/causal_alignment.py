@@ -64,6 +64,6 @@ class CausalAlignmentCause(Cause):
 
 def _scores_with_top_left_mask(forced: ForcedStage) -> Tensor:
     """Return scores in which query i of the call attends to the first i + 1 keys of all."""
-    scores = forced.usual()
+    scores = forced.usual_result()
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     return scores.masked_fill(~seen, -torch.inf)

@@ -59,7 +59,7 @@ class DropoutLeftOnCause(Cause):
 def _apply_recorded_dropout(
     kept: dict[object, Tensor], factor: float, forced: ForcedStage
 ) -> Tensor:
-    usual = forced.usual()
+    usual = forced.usual_result()
     left = kept.get(forced.call.key)
     if left is None or left.shape != usual.shape:
         return usual

@@ -108,14 +108,14 @@ def _count_key_columns(call: RecordedCall) -> int:
 
 
 def _hide_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
-    scores = forced.usual()
+    scores = forced.usual_result()
     is_left = torch.zeros(scores.shape[-1], dtype=torch.bool)
     is_left[eviction.keys(forced.call)] = True
     return scores.masked_fill(~is_left, -torch.inf)
 
 
 def _drop_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
-    return forced.usual()[..., eviction.keys(forced.call)]
+    return forced.usual_result()[..., eviction.keys(forced.call)]
 
 
 def _mix_remaining_values(eviction: Eviction, forced: ForcedStage) -> Tensor:

@@ -69,4 +69,6 @@ def _tile_kv_heads(forced: ForcedStage) -> Tensor:
     model: AttentionModel = forced.model
     if settings.slopes is not None:
         model = model.with_settings(slopes=settings.slopes[order])
-    return replace(forced, model=model, call=forced.call.with_stages(stages)).usual()[:, places]
+    return replace(forced, model=model, call=forced.call.with_stages(stages)).usual_result()[
+        :, places
+    ]

@@ -31,7 +31,7 @@ def change_model_in_later_calls(
 def _change_later_calls(
     change: Callable[[ForcedStage], ForcedStage], forced: ForcedStage
 ) -> Tensor:
-    return change(forced).usual() if forced.call.earlier else forced.usual()
+    return change(forced).usual_result() if forced.call.earlier else forced.usual_result()
 
 
 def change_positions(

@@ -58,6 +58,6 @@ class MaskPolarityCause(Cause):
 def _add_number_where_true(number: float, forced: ForcedStage) -> Tensor:
     mask = forced.call.inputs.mask
     if mask is None:
-        return forced.usual()
-    usual = change_mask(lambda _: None, forced).usual()
+        return forced.usual_result()
+    usual = change_mask(lambda _: None, forced).usual_result()
     return usual + number * mask.to(usual.dtype)

@@ -97,8 +97,10 @@ def _project_normed_input(norm: Norm, forced: ForcedStage) -> Tensor:
 
 
 def _normalise_output(norm: Norm, has_residual: bool, forced: ForcedStage) -> Tensor:
-    return norm(forced.usual() + forced.call.inputs.x if has_residual else forced.usual())
+    return norm(
+        forced.usual_result() + forced.call.inputs.x if has_residual else forced.usual_result()
+    )
 
 
 def _multiply_output(weight: Tensor, bias: Tensor, forced: ForcedStage) -> Tensor:
-    return forced.usual() * weight + bias
+    return forced.usual_result() * weight + bias

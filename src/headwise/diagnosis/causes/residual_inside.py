@@ -37,4 +37,4 @@ class ResidualInsideCause(Cause):
 
 
 def _add_residual(forced: ForcedStage) -> Tensor:
-    return forced.usual() + forced.call.inputs.x
+    return forced.usual_result() + forced.call.inputs.x

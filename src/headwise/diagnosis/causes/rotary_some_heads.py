@@ -54,6 +54,6 @@ class RotarySomeHeadsCause(Cause):
 
 
 def _undo_rotation_of_heads(heads: list[int], forced: ForcedStage) -> Tensor:
-    x, bare = forced.usual().clone(), forced[f"{forced.stage[0]} after norm"]
+    x, bare = forced.usual_result().clone(), forced[f"{forced.stage[0]} after norm"]
     x[:, heads] = bare[:, heads]
     return x

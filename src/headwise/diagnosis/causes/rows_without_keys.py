@@ -55,4 +55,4 @@ def _find_empty_rows(scores: Tensor) -> Tensor:
 def _fill_empty_rows(value: float | None, forced: ForcedStage) -> Tensor:
     scores = forced["scores"]
     other = 1 / scores.shape[-1] if value is None else value
-    return torch.where(_find_empty_rows(scores), other, forced.usual())
+    return torch.where(_find_empty_rows(scores), other, forced.usual_result())

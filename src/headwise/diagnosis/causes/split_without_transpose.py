@@ -48,6 +48,6 @@ class SplitWithoutTransposeCause(Cause):
 
 
 def _view_as_heads(forced: ForcedStage) -> Tensor:
-    split = forced.usual()
+    split = forced.usual_result()
     joined = split.transpose(1, 2).flatten(2)
     return joined.reshape(split.shape)

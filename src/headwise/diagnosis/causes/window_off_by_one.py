@@ -104,7 +104,7 @@ def _scores_with_window(length: int | None, forced: ForcedStage) -> Tensor:
     whole = _mask_without_window(forced.call, mask)
     whole = whole if length is None else whole & (key_query_distances(forced.call) >= -length)
     inputs = replace(forced.call.inputs, mask=whole)
-    return replace(forced, call=replace(forced.call, inputs=inputs)).usual()
+    return replace(forced, call=replace(forced.call, inputs=inputs)).usual_result()
 
 
 def _farthest_visible_keys(evidence: Evidence) -> tuple[int, int]:

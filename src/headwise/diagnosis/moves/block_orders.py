@@ -63,7 +63,7 @@ def filter_block_permutations(
 def list_block_counts(role: str, sizes: RowSizes) -> list[int]:
     """Return the numbers of blocks to try, the fewest first."""
     counts = {*SHARDS, sizes.count_heads(role)} - {1}
-    return sorted(n for n in counts if sizes.count(role) % n == 0)
+    return sorted(n for n in counts if sizes.count_rows(role) % n == 0)
 
 
 def find_block_order(a: Tensor, b: Tensor, blocks: int) -> list[int] | None:

@@ -55,7 +55,7 @@ def _list_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
     )
     pairs = "half-split" if sizes.is_interleaved else "interleaved"
     for scope in SCOPES if whole and sizes.head_dim % 2 == 0 else ():
-        rows = [sizes.count(role) for role in scope]
+        rows = [sizes.count_rows(role) for role in scope]
         counts = [n for n in range(1, max(rows) // 2 + 1) if all(r % (2 * n) == 0 for r in rows)]
         for heads in counts:
             if all(heads == sizes.count_heads(role) for role in scope):

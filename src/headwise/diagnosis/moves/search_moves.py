@@ -59,7 +59,9 @@ def search_steps(
     """
     forward = Side(
         [None, *catalogue.maps, *matrix_maps],
-        torch.stack([b.plain, *b.plain[catalogue.indices], *(b.after(m) for m in matrix_maps)]),
+        torch.stack(
+            [b.plain, *b.plain[catalogue.indices], *(b.labels_after_map(m) for m in matrix_maps)]
+        ),
     )
     weights = _random_row_weights(a.sizes, roles)
     wanted = int(hash_label_sequences(a.plain, weights))
@@ -106,7 +108,10 @@ def _backward_labels(
     closed = (counted[catalogue.inverses] == counted).all(1)
     maps = [m for m, kept in zip(catalogue.permutations, closed.tolist(), strict=True) if kept]
     whole = [m for m in matrix_maps if m.given is None and set(m.roles) <= set(roles)]
-    labels = [*a.plain[catalogue.inverses[closed]], *(a.after(m, undone=True) for m in whole)]
+    labels = [
+        *a.plain[catalogue.inverses[closed]],
+        *(a.labels_after_map(m, undone=True) for m in whole),
+    ]
     return Side([None, *maps, *whole], torch.stack([a.plain, *labels]))
 
 

@@ -104,7 +104,7 @@ def _change_of_one_draw(forced: ForcedStage, unit: float, draw: int) -> Tensor:
     share = _count_summed_terms(forced) * unit
 
     def moved(x: Tensor, name: str) -> Tensor:
-        return PERTURBED.moved(x, name, draw, share)
+        return PERTURBED.perturb(x, name, draw, share)
 
     used, source = _name_used_weights(call, stage), call.inputs.source
     weights = {name: moved(x, name) if name in used else x for name, x in model.weights.items()}

@@ -97,7 +97,7 @@ def record_layers(
         with capture_attention(
             model, on_complete=calls.append, keep_implementation=True
         ) as capture:
-            capture.begin()
+            capture.begin_input()
             output = model(*arguments[0], **arguments[1])
         capture.require_any(type(model).__name__)
     # transformers computes rotations and norms in float32, whatever the dtype of the model is.

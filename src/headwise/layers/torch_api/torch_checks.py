@@ -159,8 +159,8 @@ def require_inputs(
         raise RuntimeShapeError(
             saw=f"batch {query.shape[batch]} of query {tuple(query.shape)} but batch"
             f" {key.shape[batch]} of key {tuple(key.shape)}, read as"
-            f" {_expected_axes('length', batch_first)}: shape '[{key.shape[keys]}, ...]' is invalid for"
-            f" input of size {key.numel()}",
+            f" {_expected_axes('length', batch_first)}: shape '[{key.shape[keys]}, ...]' is"
+            f" invalid for input of size {key.numel()}",
             needed="one batch for query, key and value",
             do="expand key and value to the batch, or check the order of axes:"
             f" batch_first is {batch_first}",

@@ -147,8 +147,11 @@ class Lengths(PaddingClause):
         return position < numbers
 
     def _real_key_interval(
-        self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes
-    ) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        self,
+        numbers: Tensor,
+        rows: Tensor,
+        sizes: MatrixSizes,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(rows)[None], numbers
 
     def merged(self, other: Clause) -> Lengths | None:

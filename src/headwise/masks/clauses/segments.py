@@ -21,7 +21,7 @@ from headwise.masks.clause import (
     index_axes,
 )
 from headwise.support.integers import convert_to_int64, is_integer
-from headwise.support.message_text import axis_broadcasts
+from headwise.support.message_text import broadcasts_to
 from headwise.support.tracing import may_check_values, may_read_values
 
 
@@ -42,7 +42,7 @@ class Segments(Clause):
         for (axis, size), ids in zip(axes, self.tensors(), strict=True):
             if (
                 ids.dim() != 2
-                or not axis_broadcasts(ids.shape[0], sizes.batch)
+                or not broadcasts_to(ids.shape[0], sizes.batch)
                 or ids.shape[1] != size
             ):
                 raise MaskError(

@@ -123,7 +123,7 @@ def mean_outputs(
 
     with torch.no_grad(), evaluation_mode(model), capture_attention(model, watch) as capture:
         for model_input in prepare_inputs(model, list_inputs(inputs), with_logits=True):
-            capture.begin()
+            capture.begin_input()
             run_model(model, model_input)
     return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.chosen()}
 
@@ -143,7 +143,7 @@ def _make_replacement(by: str | Means, seed: int) -> Replacement:
 def _compute_losses(
     model: nn.Module, model_input: ModelInput, capture: AttentionCapture, loss: Loss | None
 ) -> Tensor:
-    capture.begin()
+    capture.begin_input()
     return losses.sequence_losses(
         model, capture, run_model(model, model_input), model_input.original, loss
     )

@@ -68,7 +68,7 @@ def gradients(
         capture_attention(model, gates) as capture,
     ):
         for model_input in prepare_inputs(model, list_inputs(inputs), with_logits=True):
-            capture.begin()
+            capture.begin_input()
             output, original = run_model(model, model_input), model_input.original
             gates.backward(losses.sequence_losses(model, capture, output, original, loss))
     ignored = [f"{name}: the loss does not depend on its heads" for name in gates.ignored]

@@ -180,7 +180,7 @@ def _mean_key_distance(tile: WeightTile) -> Tensor:
 
 def _share_within_reach_statistic(reach: int) -> RowStatistic:
     return RowStatistic(
-        lambda tile: tile.within(reach),
+        lambda tile: tile.weight_within(reach),
         name=f"within_{reach}",
         formula=f"mean over queries i of Σⱼ A[i, j] over the keys with |i − j| ≤ {reach}",
         unit=SHARE,
