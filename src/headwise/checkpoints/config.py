@@ -246,9 +246,8 @@ def read_stated_counts(config: Config) -> Sizes:
     towers = [name for name in fields if name.endswith("_config")]
     inner = (fields.section(name) for name in towers if isinstance(fields[name], dict))
     others = [_read_counts(tower) for tower in inner if tower is not None]
-    sides = (
-        _read_first_count(fields, [f"{side}_attention_heads"]) for side in ("encoder", "decoder")
-    )
+    names = ("encoder_attention_heads", "decoder_attention_heads")
+    sides = (fields.count(name, most=_MAX_HEADS) for name in names)
     others += [{"heads": heads} for heads in sides if heads is not None]
     return {
         name: count
@@ -290,8 +289,7 @@ def _read_counts(fields: ConfigFields) -> Sizes:
     sizes = {size: count for size, count in counts.items() if count is not None}
     share = _read_rotary_share(fields)
     if share is not None and "rotary_width" not in sizes:
-        head_dim = read_head_dim(fields, sizes)
-        if head_dim:
+        if head_dim := read_head_dim(fields, sizes):
             sizes["rotary_width"] = int(head_dim * share)
     return sizes
 
