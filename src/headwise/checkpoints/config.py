@@ -288,9 +288,9 @@ def _read_counts(fields: ConfigFields) -> Sizes:
     counts["kv_heads"] = inner.count("kv_n_heads", most=_MAX_HEADS) or counts["kv_heads"]
     sizes = {size: count for size, count in counts.items() if count is not None}
     share = _read_rotary_share(fields)
-    if share is not None and "rotary_width" not in sizes:
-        if head_dim := read_head_dim(fields, sizes):
-            sizes["rotary_width"] = int(head_dim * share)
+    head_dim = read_head_dim(fields, sizes)
+    if share is not None and head_dim and "rotary_width" not in sizes:
+        sizes["rotary_width"] = int(head_dim * share)
     return sizes
 
 
