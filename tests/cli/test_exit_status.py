@@ -27,7 +27,7 @@ from tests.checkpoints import llamas
 from tests.root import ROOT
 from tests.study.answers import answer, made_up
 
-COMMANDS = ("demo", "study", "scan", "convert", "verify", "compare", "detect", "layouts")
+COMMANDS = ("demo", "study", "scan", "convert", "verify", "compare", "detect", "layouts", "plan")
 Status = Callable[..., int]
 
 
@@ -189,7 +189,7 @@ def test_help_says_them(command: str, status: Status, capsys: pytest.CaptureFixt
     help_text = " ".join(capsys.readouterr().out.split())
     said = {int(number) for number in re.findall(r"\b(\d) ", help_text.partition("status:")[2])}
     assert said >= {YES, USAGE}
-    asks = command in ("detect", "verify", "compare", "study", "demo")
+    asks = command in ("detect", "verify", "compare", "study", "demo", "plan")
     assert (NO in said) == asks
 
 

@@ -71,7 +71,7 @@ def test_an_interrupted_corpus_goes_on(
 @pytest.mark.parametrize(
     ("stage", "line"),
     [
-        ("prepare", "Interrupted before the scan began."),
+        ("prepare_scan", "Interrupted before the scan began."),
         ("run", "Interrupted; nothing is saved without --out."),
     ],
 )
@@ -82,7 +82,7 @@ def test_an_interruption_is_a_line_and_a_status(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(
-        run_scan if stage == "prepare" else run_scan.PreparedScan, stage, interrupted
+        run_scan if stage == "prepare_scan" else run_scan.PreparedScan, stage, interrupted
     )
     stopped = invoke(model, "--text", text)
     assert stopped.exit_code == 130
