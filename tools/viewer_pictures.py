@@ -18,7 +18,7 @@ from tests.reports.browser import Chromium, chromium
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images" / "viewer"
-COLOURS = 128  # of a picture in the documentation
+COLOURS = 256  # of a picture in the documentation
 # name -> (options of the browser, what is done in the page)
 PICTURES: dict[str, tuple[dict[str, Any], str]] = {
     "light": ({}, "headwise.app.pin(7)"),

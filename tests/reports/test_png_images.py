@@ -56,3 +56,7 @@ def test_a_png_holds_its_pixels_from_the_top() -> None:
     dark, bright = ((*png_images.viridis_colour(end), 255) for end in (0.0, 1.0))
     middle = (*png_images.viridis_colour(127 / 254), 255)
     assert pixels == [[dark, bright, middle], [dark, (0, 0, 0, 0), bright]]
+    few = png_images.positions_png([[0.0, 1.0, 0.4, None]], colours=3)
+    read = image.open(io.BytesIO(base64.b64decode(few.split(",")[1]))).convert("RGBA")
+    third = (*png_images.viridis_colour(0.5), 255)
+    assert [read.getpixel((x, 0)) for x in range(4)] == [dark, bright, third, (0, 0, 0, 0)]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.reports import png_images, wording
+from headwise.reports import png_images, static_scan, wording
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.static_scan import render_static as render
 from headwise.reports.static_scan import standout_cards
@@ -86,7 +86,7 @@ def test_every_head_has_its_map(page: Element, scan: HeadScan) -> None:
         # 37 tokens leave gaps in a map of 64 x 64 cells; 32 is the finest that has none.
         layer, head = divmod(place, HEADS)
         values = map_pyramid(scan.layer_scans[layer].summaries["map"])[32][head]
-        expected = (values.sqrt() * 254).round().int().tolist()
+        expected = (values.sqrt() * (static_scan.MAP_COLOURS - 1)).round().int().tolist()
         assert indices_of(figure.all("img")[0].attributes["src"]) == expected
 
 

@@ -12,10 +12,9 @@ import torch
 
 from headwise.reports.png_images import viridis_colour
 from headwise.reports.scan_page import save_scan_page
-from headwise.reports.scan_report import ScanReport
 from headwise.scanning.head_scan import HeadScan
 from tests.reports.browser import Chromium, Opened, needs_a_browser
-from tests.reports.viewer_scans import WORDS, gpt2_sized, viewer_report, viewer_scan
+from tests.reports.viewer_scans import WORDS, viewer_report, viewer_scan
 
 pytestmark = needs_a_browser
 
@@ -365,36 +364,3 @@ def test_exports(opened: Opened, scan: HeadScan, tmp_path: Path, choice: str) ->
             column = rows[0].index("entropy")
             values = [float(row[column]) for row in rows[1:]]
             assert values == pytest.approx(scan["entropy"].flatten().tolist(), rel=1e-5)
-
-
-# ---- other readers -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [1400, 900, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_widths(browser: Chromium, path: Path, width: int, scheme: str) -> None:
-    touch = width == 390
-    with browser.open(path, width=width, color_scheme=scheme, has_touch=touch) as opened:
-        page = opened.page
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        if touch:
-            for tab in ("heads", "facts", "text", "map"):
-                page.click(f'[data-tab="{tab}"] >> nth=-1')
-                opened.wait(f"s.tab === '{tab}'")
-                assert page.locator(f"section.{tab}").is_visible()
-                assert page.locator("section:visible").count() == 1
-        assert opened.complaints == []
-
-
-def test_a_page_of_16384_tokens_is_small_in_the_browser(browser: Chromium, tmp_path: Path) -> None:
-    report: ScanReport = gpt2_sized()
-    with browser.open(save_scan_page(tmp_path / "page.html", report)) as opened:
-        opened.do("headwise.app.pin(9000)", "s.token === 9000")
-        opened.do("headwise.app.set({ search: 'rabbit' })", "s.parts.results > 100")
-        assert opened.page.evaluate("document.querySelectorAll('*').length") <= 3000
-        assert opened.page.locator('[data-t="9000"]').is_visible()
-
-
-def test_print_takes_at_most_four_pages(opened: Opened) -> None:
-    pdf = opened.page.pdf(format="A4", print_background=True)
-    assert 1 <= pdf.count(b"/Type /Page\n") + pdf.count(b"/Type /Page ") <= 4

@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+import string
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from headwise import AttentionMatrix, Mask, scan
+from headwise.reports.base85 import ALPHABET, encode_base85
 from headwise.reports.scan_page import render_scan_pages, save_scan_page, viewer_data, viewer_file
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.viewer_blobs import THUMB, head_maps, pool_thumbnails
@@ -28,6 +30,7 @@ from tests.reports.viewer_scans import (
     RANKS,
     WORDS,
     gpt2_sized,
+    incompressible,
     large,
     viewer_report,
     viewer_scan,
@@ -194,6 +197,21 @@ def test_two_scans_and_their_matched_heads() -> None:
 # ---- the page ------------------------------------------------------------------------------------
 
 
+def from_base85(text: str) -> bytes:
+    """Read with Python's own alphabet, which has other characters in the same order of digits."""
+    theirs = (
+        string.digits + string.ascii_uppercase + string.ascii_lowercase + "!#$%&()*+-;<=>?@^_`{|}~"
+    )
+    return base64.b85decode(text.translate(str.maketrans(ALPHABET, theirs)))
+
+
+@pytest.mark.parametrize("size", range(9))
+def test_bytes_as_text(size: int) -> None:
+    for content in (bytes(size), b"\xff" * size, bytes(range(250, 250 - size, -1))):
+        assert from_base85(encode_base85(content)) == content
+    assert not set(ALPHABET) & set("<>&\"'\\`/-")
+
+
 def data_in(page: str) -> tuple[Any, dict[str, str]]:
     root = Tree(page).root
     (meta,) = (e for e in everything(root) if e.attributes.get("id") == "headwise-meta")
@@ -209,7 +227,7 @@ def test_the_page_holds_the_data_and_a_policy() -> None:
     meta, blobs = data_in(page)
     expected_meta, expected = viewer_data(report)
     assert meta == json.loads(json.dumps(expected_meta))
-    assert {name: base64.b64decode(text) for name, text in blobs.items()} == expected
+    assert {name: from_base85(text) for name, text in blobs.items()} == expected
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
     assert re.fullmatch(
@@ -244,7 +262,7 @@ def test_hostile_words_stay_words() -> None:
     assert 'onerror="' not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     meta, blobs = data_in(page)
     assert meta["title"] == HOSTILE[1]
-    text = json.loads(zlib.decompress(base64.b64decode(blobs["0/text/0"])))
+    text = json.loads(zlib.decompress(from_base85(blobs["0/text/0"])))
     assert [text["words"][n] for n in text["ids"][: len(words)]] == list(words)
 
 
@@ -259,6 +277,11 @@ def test_sizes() -> None:
     assert len(gzip.compress(parts)) <= 120_000
     assert "</script" not in viewer_file("viewer.js")
     assert len(render_scan_pages(gpt2_sized()).encode()) <= 6_000_000
+
+
+@pytest.mark.slow
+def test_noise_fits_too() -> None:
+    assert len(render_scan_pages(incompressible()).encode()) <= 6_000_000
 
 
 @pytest.mark.slow

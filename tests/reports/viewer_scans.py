@@ -179,6 +179,27 @@ def gpt2_sized(length: int = 16_384) -> ScanReport:
     return viewer_report(viewer_scan(layers=12, heads=12, length=length), title="GPT-2 sized")
 
 
+def incompressible(length: int = 16_384) -> ScanReport:
+    """The report of GPT-2's size that deflate can shrink least.
+
+    Squares of normal numbers have the most entropy among weights whose rows sum to 1, since their
+    roots, of which a byte is stored, then have a given mean square.
+    """
+    report = gpt2_sized(length)
+    generator = np.random.default_rng(0)
+    for layer in report.scan.layer_scans:
+        heads, cells, _ = layer.summaries["map"]["sum"].shape
+        weights = generator.standard_normal((heads, cells, cells)) ** 2
+        weights *= length / cells / weights.sum(-1, keepdims=True)
+        layer.summaries["map"]["sum"] = torch.from_numpy(weights)
+        top = layer.summaries["top_keys_of_every_query"]
+        top["key"] = torch.from_numpy(generator.integers(length, size=top["key"].shape)).int()
+    ids = torch.from_numpy(generator.permutation(length)).int()
+    texts = (ScannedText(ids, (length,)),)
+    names = [f" w{number}" for number in range(length)]
+    return viewer_report(replace(report.scan, texts=texts), words=names)
+
+
 def large(length: int = 131_072) -> ScanReport:
     """1,024 heads."""
     return viewer_report(

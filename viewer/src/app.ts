@@ -120,7 +120,8 @@ export class App implements View {
   private repaired(given: Partial<State>): State {
     const report = given.report !== undefined && this.source.reports[given.report] ? given.report : 0;
     const first = this.firstState(report);
-    const state = { ...first, ...given, report };
+    const { layer = first.layer, head = first.head } = given;
+    const state = { ...first, other: this.partner({ layer, head }, report), ...given, report };
     const scans = this.source.reports[report]?.scans ?? [];
     const has = (id: HeadId): boolean => !!scans[id.scan]?.layers[id.layer]?.heads.includes(id.head);
     if (!has({ scan: 0, layer: state.layer, head: state.head })) {

@@ -41,6 +41,8 @@ export interface Standout {
   head: number;
   statistic: string;
   sentence: string;
+  /** The value of the middle head, in words. */
+  middle: string;
 }
 
 export interface Scan {
@@ -64,6 +66,8 @@ export interface Meta {
   about: string;
   read: string;
   chosen: string;
+  /** Whether headwise's layers are the model's own, in a sentence; "" if not measured. */
+  same: string;
   notes: string[];
   missing: string[];
   rule: string;

@@ -17,6 +17,7 @@ import { Source, pageBlobs } from "./source";
 import type { Tab } from "./state";
 import { type WidgetModel, followWidget, settle, widgetSource } from "./widget";
 
+const MOST_HEADS = 12; // that are named as heads with single tokens
 const TABS: [Tab, string][] = [["heads", "Heads"], ["map", "Map"], ["facts", "Facts"], ["text", "Text"]];
 
 /** Build the app in an element. */
@@ -26,9 +27,9 @@ function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): voi
   const keys = new Keys(app, search);
   const tools = element("div", { class: "tools" });
   const compare = new Compare(app, tools);
-  const map = new MapPart(app, compare.root);
+  const map = new MapPart(app, compare.root, command(app));
   tools.append(new Export(app, map).root, keys.opener);
-  const header = new Header(app, command(app));
+  const header = new Header(app);
   const grid = new Grid(app);
   const facts = new Facts(app);
   const text = new TextPane(app, search.root);
@@ -43,15 +44,21 @@ function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): voi
   keys.listen(keysOf);
 }
 
-/** The command that stores the top keys of the chosen head, if the page does not hold them. */
+/** The heads of which the page holds single tokens, and the command that stores those of the chosen head. */
 function command(app: App): HTMLElement {
   const code = element("code");
+  const held = element("p", { class: "small" });
   const copy = button("copy", {}, () => void navigator.clipboard?.writeText(code.textContent ?? ""));
-  const root = element("details", { class: "command" }, element("summary", {}, "single tokens of this head"), code, copy);
+  const root = element("details", { class: "command" }, element("summary", {}, "Single tokens of this head"), held, code, copy);
   app.parts.push({
     update: () => {
-      const { layer, meta, state } = app;
+      const { layer, meta, scan, state } = app;
       root.hidden = !meta.command || !layer || layer.top.includes(state.head);
+      const heads = scan.layers.flatMap((each, index) => each.top.map((head) => nameOf({ layer: index, head })));
+      const more = heads.length > MOST_HEADS ? ` and ${heads.length - MOST_HEADS} more` : "";
+      held.textContent = heads.length
+        ? `This page holds single tokens of heads ${heads.slice(0, MOST_HEADS).join(", ")}${more}. For this head:`
+        : "This page holds single tokens of no head. For this head:";
       code.textContent = meta.command?.replace("{heads}", nameOf(state)) ?? "";
     },
   });

@@ -126,7 +126,8 @@ export class Light {
     if (lights.token === null || lights.exact === "none") return map;
     const ranks = this.app.scan.ranks;
     const total = lights.entries.reduce((sum, { weight }) => sum + weight, 0);
-    const largest = `its ${lights.entries.length} largest weights, ${percent(total)} of all`;
+    const number = lights.entries.length;
+    const largest = `its ${number === 1 ? "largest weight" : `${number} largest weights`}, ${percent(total)} of all`;
     if (lights.exact === "row") return `${map} Token: ${largest}, computed by the kernel.`;
     if (lights.exact === "top" && lights.what === "keys") return `${map} Token: ${largest}.`;
     if (lights.exact === "top") return `${map} Token: the queries that have it among their ${ranks} largest weights.`;

@@ -1,6 +1,7 @@
 /** Maps of heads in blocks of tokens: values, ranges of tokens, differences, likeness. */
 
 import type { Layer, Scan } from "./contract";
+import { count, range } from "./format";
 import type { Source } from "./source";
 
 export interface HeadId {
@@ -56,7 +57,7 @@ export const blockOfToken = (token: number, blocks: number, n: number): number =
 export function tokensPerBlock(blocks: number, n: number): string {
   const least = Math.floor(n / blocks);
   const most = Math.ceil(n / blocks);
-  return least === most || least === 0 ? String(most) : `${least} to ${most}`;
+  return least === most || least === 0 ? count(most) : range(least, most);
 }
 
 // ---- thumbnails and likeness ---------------------------------------------------------------------

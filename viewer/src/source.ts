@@ -1,5 +1,6 @@
 /** Where the data comes from: blobs in the page, or traits of a notebook's widget. */
 
+import { fromBase85 } from "./base85";
 import type { Meta, PageMeta, Received, Words } from "./contract";
 
 /** The exact weights of one query: computed by the kernel of a notebook. */
@@ -67,10 +68,6 @@ async function inflate(deflated: Uint8Array<ArrayBuffer>): Promise<Uint8Array> {
 export function pageBlobs(page: Document): BlobReader {
   return (name) => {
     const element = page.querySelector(`script[data-blob="${name}"]`);
-    if (!element) return null;
-    const text = atob((element.textContent ?? "").trim());
-    const bytes = new Uint8Array(text.length);
-    for (let at = 0; at < text.length; at++) bytes[at] = text.charCodeAt(at);
-    return bytes;
+    return element ? fromBase85(element.textContent ?? "") : null;
   };
 }

@@ -18,7 +18,7 @@ _VIRIDIS = bytes.fromhex(
     "3dbc74 4cc26c 5cc863 6ece58 81d34d 95d840 aadc32 c0df25 d5e21a eae51a fde725"
 )
 _STOPS = len(_VIRIDIS) // 3
-_STEPS = 255  # colours of a palette; the last of 256 entries is transparent
+COLOURS = 255  # of a palette; the last of 256 entries is transparent
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -56,24 +56,25 @@ def css_gradient() -> str:
     )
 
 
-def positions_png(positions: Sequence[Sequence[float | None]]) -> str:
+def positions_png(positions: Sequence[Sequence[float | None]], *, colours: int = COLOURS) -> str:
     """Return a grid of positions on the colour scale as a PNG data URI; None is transparent.
 
-    The image has one byte for each pixel and a palette, less than half the size of RGB.
+    The image has one byte for each pixel and a palette, less than half the size of RGB. With fewer
+    colours it is smaller.
     """
-    clear = _STEPS  # the index after the colours
+    clear = colours  # the index after the colours
     rows = [
-        bytes(clear if p is None else round((_STEPS - 1) * min(max(p, 0.0), 1.0)) for p in row)
+        bytes(clear if p is None else round((colours - 1) * min(max(p, 0.0), 1.0)) for p in row)
         for row in positions
     ]
     # ISO/IEC 15948: a filter type precedes each row; 0 is no filter.
     header = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, 3, 0, 0, 0)
-    colours = (viridis_colour(n / (_STEPS - 1)) for n in range(_STEPS))
-    palette = b"".join(bytes(rgb) for rgb in (*colours, (0, 0, 0)))
+    scale = (viridis_colour(n / (colours - 1)) for n in range(colours))
+    palette = b"".join(bytes(rgb) for rgb in (*scale, (0, 0, 0)))
     parts = [
         (b"IHDR", header),
         (b"PLTE", palette),
-        (b"tRNS", b"\xff" * _STEPS + b"\0"),
+        (b"tRNS", b"\xff" * colours + b"\0"),
         (b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows), 9)),
         (b"IEND", b""),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from headwise.reports import viewer_blobs, viewer_meta
+from headwise.reports.base85 import encode_base85
 from headwise.reports.page_templates import secure_page
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.static_scan import static_body, static_environment
@@ -102,7 +102,7 @@ def _data_script(meta: dict[str, Any], blobs: Mapping[str, bytes]) -> str:
         words = words.replace(character, f"\\u{ord(character):04x}")
     elements = [f'<script type="application/json" id="headwise-meta">{words}</script>']
     elements += [
-        f'<script type="text/plain" data-blob="{name}">{base64.b64encode(blob).decode()}</script>'
+        f'<script type="text/plain" data-blob="{name}">{encode_base85(blob)}</script>'
         for name, blob in blobs.items()
     ]
     return "\n".join(elements)

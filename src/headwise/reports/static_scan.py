@@ -22,6 +22,7 @@ MOST_NUMBERS = 16  # heads of a layer up to which the grid has numbers
 MOST_CARDS = 8
 MOST_MAPS = 144  # heads up to which each has a map
 CELLS = 64  # of a map on each side
+MAP_COLOURS = 63  # of a map: a page of 144 heads is 0.2 MB smaller than with 255
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,22 @@ def map_images(scan: HeadScan, cards: list[HeadCard]) -> dict[tuple[int, int], s
         for position, head in enumerate(layer.heads):
             if maps is not None and (index, head) in heads:
                 values = maps[position].tolist()
-                images[index, head] = _png_image(values, png_images.weight_position)
+                images[index, head] = _png_image(
+                    values, png_images.weight_position, colours=MAP_COLOURS
+                )
     return images
 
 
-def _png_image(rows: list[list[float]], position: Callable[[float], float]) -> str:
+def _png_image(
+    rows: list[list[float]],
+    position: Callable[[float], float],
+    *,
+    colours: int = png_images.COLOURS,
+) -> str:
     """Return an image with a pixel for each value; NaN is transparent."""
     return png_images.positions_png(
-        [[None if value != value else position(value) for value in row] for row in rows]
+        [[None if value != value else position(value) for value in row] for row in rows],
+        colours=colours,
     )
 
 

@@ -29,6 +29,7 @@ def report_meta(
         "about": f"{report.about}: {report.sizes}.",
         "read": report.read,
         "chosen": report.chosen,
+        "same": report.same_function.summary if report.same_function else "",
         "notes": list(report.all_notes),
         "missing": report.not_measured,
         "rule": f"{wording.RULE} {wording.WEIGHTS}",
@@ -63,7 +64,8 @@ def _scan_meta(scan: HeadScan, name: str) -> dict[str, Any]:
                 "layer": standout.head.layer_index,
                 "head": standout.head.head,
                 "statistic": standout.statistic,
-                "sentence": f"{standout.sentence}; the middle head: {standout.middle}",
+                "sentence": standout.sentence,
+                "middle": standout.middle,
             }
             for standout in wording.standout_heads(scan)
         ],

@@ -12,6 +12,7 @@ import { thumbnail } from "./grid";
 import type { Loaded, Part } from "../view";
 
 const SVG = "http://www.w3.org/2000/svg";
+const PLACE_COLOUR = "#7b8590";
 const PROFILE = { width: 264, height: 84, left: 4, bottom: 14 };
 
 export class Facts implements Part {
@@ -99,16 +100,17 @@ export class Facts implements Part {
     const width = this.root.clientWidth || 280;
     const context = fitCanvas(this.place, width, 26);
     const x = (each: number): number => 3 + scalePosition(statistic, each) * (width - 6);
-    context.globalAlpha = 0.45;
+    // A grey for light and for dark paper: what is printed is drawn before.
+    context.fillStyle = PLACE_COLOUR;
+    context.globalAlpha = 0.6;
     for (const head of allHeads(this.app.scan, statistic)) {
       if (head.value === null) continue;
-      context.fillStyle = getComputedStyle(this.root).color;
       context.fillRect(x(head.value), 10, 1, 14);
     }
     context.globalAlpha = 1;
     context.fillStyle = css(viridis(scalePosition(statistic, value)));
     context.fillRect(x(value) - 2.5, 2, 5, 24);
-    context.strokeStyle = getComputedStyle(this.root).color;
+    context.strokeStyle = PLACE_COLOUR;
     context.strokeRect(x(value) - 2.5, 2.5, 5, 23);
     const [rank, of] = rankOf(allHeads(this.app.scan, statistic), value);
     this.place.setAttribute("aria-label", `${statistic.label} of all ${of} heads; this one is ${ordinal(rank)}`);

@@ -1,7 +1,7 @@
 /** The heads by layer, as numbers or as small maps, or ranked by the statistic. */
 
 import type { App } from "../app";
-import type { Statistic } from "../contract";
+import type { Scan, Statistic } from "../contract";
 import { type RGB, css, diverging, ink, viridis } from "../colours";
 import { button, element, rovingFocus, select, setOptions } from "../dom";
 import { isShare, long, short } from "../format";
@@ -9,6 +9,8 @@ import { type HeadValue, allHeads, compared, filterOf, leastChange, nameOf, rank
 import { THUMB, type Thumbnails } from "../maps";
 import type { Order } from "../state";
 import type { Loaded, Part } from "../view";
+
+const EDGE = 26; // pixels of the numbers at the edges, which stay in place
 
 const ORDERS: [Order, string][] = [
   ["layers", "by layer"],
@@ -27,6 +29,7 @@ export class Grid implements Part {
   private readonly cells = element("div", { class: "cells", role: "group", "aria-label": "heads of the model" });
   private readonly buttons = new Map<string, HTMLButtonElement>();
   private drawn = "";
+  private revealed = "";
   private columns = 1;
   private most = 1; // the largest difference, which ends the scale
 
@@ -73,6 +76,24 @@ export class Grid implements Part {
       cell.classList.toggle("other", other?.scan === 0 && name === nameOf(other));
       cell.tabIndex = isChosen ? 0 : -1;
     }
+    this.reveal();
+  }
+
+  /** Scroll to the chosen head, once for each choice and each drawing. */
+  private reveal(): void {
+    const name = nameOf(this.app.state);
+    const cell = this.buttons.get(name);
+    const key = `${this.drawn}\0${name}`;
+    if (!cell || key === this.revealed) return;
+    this.revealed = key;
+    const [box, own] = [this.cells.getBoundingClientRect(), cell.getBoundingClientRect()];
+    const isInside = (from: number, to: number, low: number, high: number): boolean => low <= from && to <= high;
+    if (!isInside(own.top, own.bottom, box.top + EDGE, box.bottom)) {
+      this.cells.scrollTop += own.top - box.top - box.height / 2;
+    }
+    if (!isInside(own.left, own.right, box.left + EDGE, box.right)) {
+      this.cells.scrollLeft += own.left - box.left - box.width / 2;
+    }
   }
 
   /** The mode in which all heads of two scans are compared, or null if one scan is shown. */
@@ -95,10 +116,7 @@ export class Grid implements Part {
     this.most = Math.max(leastChange(statistic), ...heads.map(({ value }) => Math.abs(value ?? 0)));
     const test = filterOf(state.filter, statistic);
     this.filter.setAttribute("aria-invalid", String(test === null));
-    this.unit.textContent =
-      this.comparison === "diff" && statistic
-        ? `A − B: ${unitOf(statistic)}; colours from −${short(statistic, this.most)} to ${short(statistic, this.most)}.`
-        : unitLine(statistic);
+    this.unit.textContent = this.unitLine(statistic);
     this.buttons.clear();
     const cellOf = (head: HeadValue): HTMLButtonElement => {
       const cell = this.cell(head, statistic, state.order === "maps" ? thumbnails : null);
@@ -122,7 +140,16 @@ export class Grid implements Part {
         ...heads.filter((head) => head.layer === index).map(cellOf),
       ),
     );
-    this.cells.replaceChildren(...rows);
+    this.cells.replaceChildren(...headNumbers(scan), ...rows);
+  }
+
+  private unitLine(statistic: Statistic | null): string {
+    if (!statistic) return "";
+    const isDifference = this.comparison === "diff";
+    const end = short(statistic, this.most);
+    const [low, high] = isDifference ? [`−${end}`, end] : endsOf(statistic);
+    const order = this.app.state.order === "value" ? "The most first." : "A row is a layer, a column a head.";
+    return `${statistic.heading}${isDifference ? ", A − B" : ""}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
   }
 
   private colour({ value }: HeadValue, statistic: Statistic | null): RGB | null {
@@ -165,13 +192,20 @@ function statisticOptions(statistics: Statistic[]): [string, string][] {
 }
 
 function unitOf(statistic: Statistic): string {
-  return isShare(statistic) ? (statistic.unit.replace("share", "per cent").split(",")[0] ?? "") : statistic.unit;
+  const [unit = ""] = statistic.unit.split(/,|;| \(/);
+  return isShare(statistic) ? unit.replace("share", "per cent") : unit;
 }
 
-function unitLine(statistic: Statistic | null): string {
-  if (!statistic) return "";
-  const ends = isShare(statistic) ? "0 to 100" : `${short(statistic, statistic.low)} to ${short(statistic, statistic.high)}`;
-  return `${unitOf(statistic)}; colours from ${ends}. Rows are layers, columns heads.`;
+const endsOf = (statistic: Statistic): [low: string, high: string] =>
+  isShare(statistic) ? ["0", "100"] : [short(statistic, statistic.low), short(statistic, statistic.high)];
+
+/** Return a row with the numbers of the heads, or nothing if the layers have other heads. */
+function headNumbers(scan: Scan): HTMLElement[] {
+  const widest = scan.layers.reduce<number[]>((most, { heads }) => (heads.length > most.length ? heads : most), []);
+  const fitsAll = scan.layers.every(({ heads }) => heads.every((head, at) => head === widest[at]));
+  if (!fitsAll || !widest.length) return [];
+  const numbers = widest.map((head) => element("span", { class: "column" }, String(head)));
+  return [element("div", { class: "row soft numbers", "aria-hidden": "true" }, element("span", { class: "number" }), ...numbers)];
 }
 
 /** Return a canvas with a pooled map; a byte is a position on the colour scale. */

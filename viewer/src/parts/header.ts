@@ -6,41 +6,51 @@ import { count } from "../format";
 import { nameOf } from "../heads";
 import type { Part } from "../view";
 
+const MOST_BUTTONS = 4; // reports up to which each has a button
+
 export class Header implements Part {
   readonly root = element("div", { class: "top" });
   private readonly title = element("h1");
   private readonly about = element("p", { class: "soft" });
-  private readonly ways = element("div", { class: "ways", "data-part": "standouts", "data-follow": "" });
+  private readonly more = element("details", { class: "about" });
+  private readonly ways = element("div", {
+    class: "ways", "data-part": "standouts", "data-follow": "", role: "group", "aria-label": "heads that stand out",
+  });
+  private readonly reports: HTMLElement | null;
   private shownReport = -1;
 
-  constructor(
-    private readonly app: App,
-    tools: HTMLElement,
-  ) {
-    const names = app.source.reports.map((meta, n): [string, string] => [String(n), meta.title]);
-    const reports =
-      names.length > 1
-        ? select("model", names, (value) => app.chooseReport(Number(value)))
-        : null;
-    reports?.setAttribute("data-part", "report");
-    this.reports = reports;
-    this.root.append(
-      element("div", { class: "line" }, this.title, reports, this.about, tools),
-      this.ways,
-    );
+  constructor(private readonly app: App) {
+    this.reports = this.makeReports();
+    // The names of the reports are the title then.
+    this.title.classList.toggle("unseen", this.reports !== null);
+    this.root.append(element("div", { class: "line" }, this.title, this.reports, this.about, this.more), this.ways);
     rovingFocus(this.ways, () => 1);
   }
 
-  private readonly reports: HTMLSelectElement | null;
+  /** Return the choice of a report, or null if there is one alone. */
+  private makeReports(): HTMLElement | null {
+    const names = this.app.source.reports.map((meta) => meta.title);
+    if (names.length < 2) return null;
+    if (names.length > MOST_BUTTONS) {
+      const options = names.map((name, n): [string, string] => [String(n), name]);
+      const choice = select("model", options, (value) => this.app.chooseReport(Number(value)));
+      choice.setAttribute("data-part", "report");
+      return choice;
+    }
+    const group = element("div", { class: "modes reports", role: "group", "aria-label": "model", "data-part": "report", "data-follow": "" });
+    group.append(...names.map((name, n) => button(name, {}, () => this.app.chooseReport(n))));
+    rovingFocus(group, () => 1);
+    return group;
+  }
 
   update(): void {
     const { meta, scan, state } = this.app;
     if (this.shownReport !== state.report) {
       this.shownReport = state.report;
-      if (this.reports) this.reports.value = String(state.report);
       const heads = scan.layers.reduce((sum, layer) => sum + layer.heads.length, 0);
       this.title.textContent = meta.title;
       this.about.textContent = `${count(heads)} heads · ${meta.read}`;
+      this.tellReport();
       this.fillWays();
     }
     const isHere = (way: HTMLElement): boolean =>
@@ -50,26 +60,35 @@ export class Header implements Part {
     }
   }
 
+  private tellReport(): void {
+    const { report } = this.app.state;
+    if (this.reports instanceof HTMLSelectElement) this.reports.value = String(report);
+    this.reports?.querySelectorAll("button").forEach((choice, n) => {
+      choice.setAttribute("aria-pressed", String(n === report));
+      choice.tabIndex = n === report ? 0 : -1;
+    });
+  }
+
   private fillWays(): void {
     const { scan, meta } = this.app;
-    const ways = scan.standouts.map(({ layer, head, statistic, sentence }, n) => {
+    const ways = scan.standouts.map(({ layer, head, statistic, sentence, middle }, n) => {
       const way = button("", { class: "way", tabindex: n ? -1 : 0 }, () =>
         this.app.choose({ layer, head }, statistic),
       );
       way.dataset["head"] = nameOf({ layer, head });
       way.dataset["statistic"] = statistic;
-      way.append(element("b", {}, `Layer ${layer}, head ${head}`), ` ${sentence}`);
+      way.append(
+        element("b", {}, `Layer ${layer}, head ${head}`),
+        ` ${sentence} `,
+        element("span", { class: "soft" }, `(middle head: ${middle})`),
+      );
       return way;
     });
-    const notes = [meta.about, meta.read, meta.chosen, meta.rule, ...meta.notes, ...meta.missing];
-    this.ways.replaceChildren(
-      ...(ways.length ? ways : [element("p", {}, "No head stands out.")]),
-      element(
-        "details",
-        {},
-        element("summary", {}, notesLabel(meta.notes.length)),
-        ...notes.filter(Boolean).map((note) => element("p", { class: "small" }, note)),
-      ),
+    const notes = [meta.about, meta.read, meta.same, meta.chosen, ...meta.notes, meta.rule, ...meta.missing];
+    this.ways.replaceChildren(...(ways.length ? ways : [element("p", {}, "No head stands out.")]));
+    this.more.replaceChildren(
+      element("summary", {}, notesLabel(meta.notes.length)),
+      ...notes.filter(Boolean).map((note) => element("p", { class: "small" }, note)),
     );
   }
 }

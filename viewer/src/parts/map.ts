@@ -13,7 +13,7 @@ import { WHOLE, type Zoom } from "../state";
 import { colourOf, imageOf, largest } from "./map_image";
 import type { Entry, Lights, Loaded, Part } from "../view";
 
-const MARGIN = { left: 56, top: 34, right: 24, bottom: 8 };
+const MARGIN = { left: 68, top: 34, right: 24, bottom: 8 };
 const FEWEST_TOKENS = 16; // across the map at the largest zoom
 const SQUARE = 2; // pixels of a token from which single weights are drawn
 const WORD_LENGTH = 9; // characters of a token at an axis
@@ -51,11 +51,12 @@ export class MapPart implements Part {
   constructor(
     private readonly app: App,
     tools: HTMLElement,
+    under: HTMLElement,
   ) {
     this.box.append(this.canvas, this.over);
     this.axes.setAttribute("aria-hidden", "true");
     this.box.append(this.axes);
-    this.root.append(tools, this.box, this.legend, this.readout, this.badge);
+    this.root.append(tools, this.box, element("div", { class: "line under" }, this.legend, under), this.readout, this.badge);
     this.behaviour = zoom<HTMLCanvasElement, unknown>()
       .on("zoom", eachFrame((event: D3ZoomEvent<HTMLCanvasElement, unknown>) => this.zoomed(event)))
       .on("end", () => this.keepZoom());
@@ -300,8 +301,7 @@ export class MapPart implements Part {
   /** Return the label of a token at an axis: its word where there is room, else its index. */
   private tick(at: number, text: Loaded["keys"], scale: ScaleLinear<number, number>): string {
     const token = Math.floor(at);
-    const isRoomy = Math.abs(scale(at + 1) - scale(at)) >= 12;
-    const word = isRoomy && text?.isKnown ? visible(text.word(this.app.state.sequence, token)) : "";
+    const word = isRoomy(scale) && text?.isKnown ? visible(text.word(this.app.state.sequence, token)) : "";
     if (!word) return count(token);
     const letters = Array.from(word);
     return letters.length > WORD_LENGTH ? `${letters.slice(0, WORD_LENGTH - 1).join("")}…` : word;
@@ -384,9 +384,15 @@ export class MapPart implements Part {
   }
 }
 
-/** Return about one tick each `pixels`, at whole tokens. */
+/** True if a token has room for its word. */
+const isRoomy = (scale: ScaleLinear<number, number>): boolean => scale(1) - scale(0) >= 12;
+
+/** Return about one tick each `pixels`: where a token begins, or in its middle if it has its word. */
 function ticksOf(scale: ScaleLinear<number, number>, pixels: number): number[] {
   const [from = 0, to = 0] = scale.range();
   const ticks = scale.ticks(Math.max(2, Math.floor(Math.abs(to - from) / pixels)));
-  return [...new Set(ticks.map(Math.floor))];
+  const within = [...new Set(ticks.map(Math.floor))];
+  if (!isRoomy(scale)) return within;
+  const [first = 0, last = 0] = scale.domain();
+  return within.map((at) => at + 0.5).filter((at) => first <= at && at <= last);
 }
