@@ -115,7 +115,7 @@ def test_a_pinned_token_lights_its_top_keys(opened: Opened, scan: HeadScan) -> N
         classes = opened.page.locator(f'[data-t="{key}"]').get_attribute("class") or ""
         assert "lit-" in classes
     assert "pinned" in (opened.page.locator('[data-t="7"]').get_attribute("class") or "")
-    assert "largest weights" in opened.page.inner_text("[data-part=badge]")
+    assert "largest weight" in opened.page.inner_text("[data-part=badge]")
 
 
 def test_the_queries_that_look_at_a_token(opened: Opened, scan: HeadScan) -> None:
