@@ -126,6 +126,8 @@ def unknown_commands(code: str) -> Iterator[str]:
                 known = {word for word in wanted if "=" not in word} <= targets
             case ["headwise", wanted, *_]:
                 known = wanted in commands or wanted.startswith("--")
+            case ["torchrun", _, "-m", "headwise", wanted, *_]:
+                known = wanted in commands
             case ["pip", "install", *_, package]:
                 wanted_extras = re.findall(r"[a-z]+", package.partition("[")[2])
                 known = "headwise" in package and set(wanted_extras) <= extras

@@ -5,6 +5,7 @@
 2    wrong use: an option, a file or a folder that the command cannot use
 3    the input does not decide the question
 70   a bug in headwise, with its traceback
+75   a process of a job was lost: the same command resumes
 130  interrupted
 """
 
@@ -20,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headwise.errors import HeadwiseError, UndecidedError, join_error_lines
+from headwise.errors import HeadwiseError, LostProcessError, UndecidedError, join_error_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3
 CRASHED = 70  # EX_SOFTWARE of sysexits.h, since 1 means no
+LOST = 75  # EX_TEMPFAIL of sysexits.h: to try again may help
 INTERRUPTED = 130  # 128 and the number of the signal that Ctrl-C sends
 
 
@@ -45,6 +47,18 @@ def option_text(name: str, values: tuple[str, ...] = ()) -> str:
     return " ".join(f"{option} {value}" for value in values) or option
 
 
+def exit_status(error: HeadwiseError) -> int:
+    """Return the exit status of an error that has a message."""
+    if isinstance(error, LostProcessError):
+        return LOST
+    return UNDECIDED if isinstance(error, UndecidedError) else USAGE
+
+
+def print_error(text: str) -> None:
+    """Print the message of an error on standard error."""
+    typer.echo(f"headwise: {text}", err=True)
+
+
 class PrintedErrors:
     """Context that turns an error into its message and exit status."""
 
@@ -58,8 +72,8 @@ class PrintedErrors:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, HeadwiseError):
-            typer.echo(f"headwise: {join_error_lines(*error.lines(option_text))}", err=True)
-            raise SystemExit(UNDECIDED if isinstance(error, UndecidedError) else USAGE) from None
+            print_error(join_error_lines(*error.lines(option_text)))
+            raise SystemExit(exit_status(error)) from None
         if isinstance(error, Exception):
             traceback.print_exception(error)
             raise SystemExit(CRASHED) from None

@@ -66,25 +66,8 @@ def scan_corpus(
         OptionError: no documents; a part of other content, made with other values, or of no
             document; scans that cannot be merged; a folder that holds a scan without parts.
     """
-    folder = _CorpusFolder(Path(out).absolute(), made_with, tuple(statistics))
-    total: HeadScan | None = None
-    done = 0
-    for index, (name, inputs) in enumerate(documents):
-        known = len(documents) if isinstance(documents, Sized) else index + 1
-        progress(name, done, known)
-        scan = folder.scan(index, name, inputs, scan_one, fits=total)
-        total = scan if total is None else total.merge(scan)
-        done = index + 1
-        progress(name, done, known)
-    if total is None:
-        raise OptionError(
-            saw="no documents",
-            needed="at least one (name, inputs)",
-            do="pass a list of documents; a generator can be read only once",
-        )
-    folder.refuse_parts_from(done)
-    total.save(folder.out / SCAN)
-    return total
+    folder = CorpusFolder(out, hash_values(made_with), tuple(statistics))
+    return folder.scan_all(scan_one, documents, progress)
 
 
 def list_parts(out: Path) -> list[tuple[int, Path]]:
@@ -94,30 +77,77 @@ def list_parts(out: Path) -> list[tuple[int, Path]]:
     return [(int(number), path) for number, path in numbered if re.fullmatch("[0-9]+", number)]
 
 
-class _CorpusFolder:
-    """The existing parts in a folder, and the checks that a part must pass."""
+def hash_values(made_with: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digest of each value that a scan depends on."""
+    return {name: hash_content(value) for name, value in made_with.items()}
+
+
+def no_documents_error() -> OptionError:
+    """Return the error for a corpus without documents."""
+    return OptionError(
+        saw="no documents",
+        needed="at least one (name, inputs)",
+        do="pass a list of documents; a generator can be read only once",
+    )
+
+
+class CorpusFolder:
+    """The existing parts in a folder, and the checks that a part must pass.
+
+    Opening a folder removes files that a killed run left half-written.
+
+    Args:
+        out: the folder.
+        made_with: the digest of each value that the scan depends on.
+        statistics: statistics that are not in headwise's catalogue.
+    """
 
     def __init__(
-        self, out: Path, made_with: Mapping[str, Any], statistics: tuple[Statistic, ...]
+        self,
+        out: str | PathLike[str],
+        made_with: Mapping[str, str],
+        statistics: tuple[Statistic, ...] = (),
     ) -> None:
-        self.out, self.parts = out, out / PARTS
-        self._made_with = {name: hash_content(value) for name, value in made_with.items()}
-        self._statistics = statistics
-        for partial in [*out.glob(f".{SCAN}.*.part"), *self.parts.glob(f".*{SUFFIX}.*.part")]:
-            partial.unlink(missing_ok=True)  # from a run that was killed while it wrote
+        self.out = Path(out).absolute()
+        self.parts = self.out / PARTS
+        self._made_with, self._statistics = dict(made_with), statistics
+        for partial in [*self.out.glob(f".{SCAN}.*.part"), *self.parts.glob(f".*{SUFFIX}.*.part")]:
+            partial.unlink(missing_ok=True)
         self._parts_by_index: dict[int, Path] = {}
-        for index, path in list_parts(out):
+        for index, path in list_parts(self.out):
             if index in self._parts_by_index:
                 raise _part_error(
                     path, f"beside {self._parts_by_index[index].name}", "one part a document"
                 )
             self._parts_by_index[index] = path
-        if not self._parts_by_index and (out / SCAN).exists():
+        if not self._parts_by_index and (self.out / SCAN).exists():
             raise OptionError(
-                saw=f"{out / SCAN}, a scan without its parts",
+                saw=f"{self.out / SCAN}, a scan without its parts",
                 needed="a folder of an earlier run, or one without a scan",
                 do="name another folder",
             )
+
+    def scan_all(
+        self,
+        scan_one: Callable[[Any], HeadScan],
+        documents: Iterable[tuple[str, Any]],
+        progress: Callable[[str, int, int], None],
+    ) -> HeadScan:
+        """Scan the documents that have no part, and save and return the merge of all."""
+        total: HeadScan | None = None
+        done = 0
+        for index, (name, inputs) in enumerate(documents):
+            known = len(documents) if isinstance(documents, Sized) else index + 1
+            progress(name, done, known)
+            scan = self.scan(index, name, inputs, scan_one, fits=total)
+            total = scan if total is None else total.merge(scan)
+            done = index + 1
+            progress(name, done, known)
+        if total is None:
+            raise no_documents_error()
+        self.refuse_parts_from(done)
+        total.save(self.out / SCAN)
+        return total
 
     def scan(
         self,

@@ -62,6 +62,14 @@ class Estimate:
         """``about 40 s, 1.9 GB``."""
         return f"about {_format_seconds(self.seconds)}, {human_bytes(self.total_bytes)}"
 
+    def shared(self, processes: int, *, of: int) -> Estimate:
+        """Return the estimate where so many processes share this number of sequences."""
+        return Estimate(
+            self.seconds / min(processes, of),
+            self.extra_bytes * processes,
+            self.total_bytes * processes,
+        )
+
 
 @torch.no_grad()
 def record_call_sizes(model: nn.Module, run: Callable[[], Any]) -> list[CallSizes]:

@@ -226,7 +226,9 @@ def plain_tensors(weight: Tensor) -> Iterator[Tensor]:
         yield weight
         return
     for name in weight.__tensor_flatten__()[0]:
-        yield from plain_tensors(getattr(weight, name))
+        part = getattr(weight, name)
+        if isinstance(part, Tensor):  # the parts of a sharded weight include its mesh
+            yield from plain_tensors(part)
 
 
 def dequantize_weight(weight: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ from headwise.sharding.costs.model_sizes import ModelSizes
 from headwise.sharding.costs.sharding_way import ShardingWay
 from headwise.sharding.costs.step_costs import Machine, StepCosts
 from headwise.sharding.counted_bytes import SentBytes, counted_bytes
+from headwise.sharding.processes.document_scan import scan_documents
 from headwise.sharding.sequence.attend import attend, explain_attend
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.sharding.sequence.sequence_plan import SequencePlan
@@ -30,4 +31,5 @@ __all__ = [
     "counted_bytes",
     "explain_attend",
     "plan_costs",
+    "scan_documents",
 ]

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwise.cli.output import INTERRUPTED
+from headwise.cli.processes import TIMEOUT, Processes, Timeout, rank_count
 from headwise.cli.scan.scan_options import ScanOptions
 
 if TYPE_CHECKING:
     from headwise.reports.scan_report import ScanReport
+    from headwise.sharding.processes.job import Job
 
 PAGE = Path("headwise-scan/index.html")
 
@@ -103,12 +105,15 @@ def scan(
     page: Page = PAGE,
     trust_remote_code: TrustRemoteCode = False,
     force: Force = False,
+    processes: Processes = None,
+    timeout: Timeout = TIMEOUT,
     as_json: AsJson = False,
 ) -> None:
     """Run a model on a text, and show statistics of every attention head.
 
     Prints the heads that stand out, and writes a page with everything. To resume an
-    interrupted corpus, run the same command again.
+    interrupted corpus, run the same command again. --processes N shares a corpus among
+    N processes, and so does torchrun.
     """
     options = locals()  # all but as_json are fields of `ScanOptions`
     del options["as_json"]
@@ -116,13 +121,43 @@ def scan(
 
 
 def _run_scan_command(options: ScanOptions, *, as_json: bool) -> None:
+    if rank_count() > 1:
+        from headwise.cli.processes import CommandJob
+
+        with CommandJob(options.timeout) as job:
+            options.require_sense()
+            _scan_and_print(options, as_json=as_json, job=job)
+        return
+    options.require_sense()
+    if (options.processes or 1) > 1:
+        raise typer.Exit(_launch_scan(options, as_json=as_json))
+    _scan_and_print(options, as_json=as_json)
+
+
+def _launch_scan(options: ScanOptions, *, as_json: bool) -> int:
+    """Run the scan in several processes, and return the exit status."""
+    from headwise.cli.processes import headwise_command, launch_command
+    from headwise.cli.scan.model_and_text import list_text_files
+    from headwise.cli.scan.run_scan import describe_interruption
+
+    count = len(list_text_files(options.text or ()))
+    return launch_command(
+        headwise_command("scan", *options.arguments, *(["--json"] if as_json else [])),
+        count=options.processes or 1,
+        interrupted=lambda: describe_interruption(options.out, count),
+    )
+
+
+def _scan_and_print(options: ScanOptions, *, as_json: bool, job: Job | None = None) -> None:
+    """Run the scan; of the ranks of a job, rank 0 prints the result."""
     import time
 
     from headwise.cli.output import print_result, stderr_console
 
-    options.require_sense()
     start = time.perf_counter()
-    report = scan_report(options)
+    report = scan_report(options, job)
+    if job is not None and job.rank != 0:
+        return
     from rich.console import Console
 
     from headwise.cli.scan.run_scan import KEPT
@@ -141,8 +176,12 @@ def _run_scan_command(options: ScanOptions, *, as_json: bool) -> None:
         console.print(KEPT, str(options.out.absolute()), sep="\n", markup=False, soft_wrap=True)
 
 
-def scan_report(options: ScanOptions) -> ScanReport:
+def scan_report(options: ScanOptions, job: Job | None = None) -> ScanReport:
     """Run the scan, with the estimate and the progress on standard error.
+
+    Args:
+        options: the options of the command.
+        job: the job whose ranks share the texts; only rank 0 prints.
 
     Raises:
         typer.Exit: with status 130, after a line on the saved files, if the user interrupts.
@@ -151,12 +190,13 @@ def scan_report(options: ScanOptions) -> ScanReport:
     from headwise.cli.progress_bar import progress_bar
 
     console = stderr_console()
+    console.quiet = job is not None and job.rank != 0
     message = "Interrupted before the scan began."
     try:
         with progress_bar(console, "loading the model"):
             from headwise.cli.scan.run_scan import prepare_scan
 
-            work = prepare_scan(options)
+            work = prepare_scan(options, job)
         console.print(work.opening_lines, markup=False)
         with progress_bar(console, "reading") as progress:
             try:

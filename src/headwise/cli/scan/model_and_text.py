@@ -94,23 +94,32 @@ class ModelToScan:
             )
 
 
+def require_room_for_model(options: ScanOptions, *, copies: int) -> None:
+    """Raise OptionError if there is no model, or too little memory for ``copies`` of it."""
+    if options.model_dir is None:
+        return
+    from headwise.checkpoints.stored_model import require_model
+
+    size = require_model(options.model_dir)
+    if not options.force:
+        times = f"{copies} times " if copies > 1 else ""
+        require_memory(
+            size * copies,
+            what=f"{times}the weights in {options.model_dir}",
+            do="use a machine with more memory, or --force",
+        )
+
+
 def load_model(options: ScanOptions) -> ModelToScan:
     """Load the model of the options.
 
     Raises:
-        HeadwiseError: as `headwise.checkpoints.stored_model.load`; or too little memory.
+        HeadwiseError: as `headwise.checkpoints.stored_model.load`.
     """
     if options.model_dir is None:
         return load_tiny()
-    from headwise.checkpoints.stored_model import load, require_model
+    from headwise.checkpoints.stored_model import load
 
-    size = require_model(options.model_dir)
-    if not options.force:
-        require_memory(
-            size,
-            what=f"the weights in {options.model_dir}",
-            do="use a machine with more memory, or --force",
-        )
     stored = load(options.model_dir, trust_remote_code=options.trust_remote_code)
     tokenizer = stored.tokenizer
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from headwise.cli.processes import local_rank_count
 from headwise.cli.scan.chosen_statistics import choose_statistics
-from headwise.cli.scan.model_and_text import ModelToScan, TextToRead, load_model, prepare_texts
+from headwise.cli.scan.model_and_text import (
+    ModelToScan,
+    TextToRead,
+    load_model,
+    prepare_texts,
+    require_room_for_model,
+)
 from headwise.cli.scan.scan_options import ScanOptions
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.wording import escape_unprintable
@@ -30,12 +41,16 @@ from headwise.scanning.selection import Statistics
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.atomic_write import require_writable, write_whole
 from headwise.support.message_text import describe_count
-from headwise.support.progress import Progress
+from headwise.support.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    from headwise.sharding.processes.job import Job
 
 INSTEAD = "call headwise.scan(model, inputs) from Python, with all inputs of the model"
 TABLE = "table.csv"  # in the folder of a scan
 KEPT = f"The scan is saved as {SCAN}, {TABLE} and {PARTS}, with a file for each text:"
 TRIAL = 16  # tokens of a trial run before the work
+LOOK_UP_INTERVAL = 0.5  # seconds between two looks at the progress of other ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +63,14 @@ class PreparedScan:
     statistics: Sequence[TileStatistic]
     estimate: Estimate
     calls: int  # attention calls for each text
+    job: Job | None = None  # the ranks that share the texts
 
     @property
     def opening_lines(self) -> str:
         """Lines on the model and its input, the estimate, and texts that are already done."""
         texts = describe_count(len(self.texts), "text")
         begins = escape_unprintable(f"{self.subject.title} reads {self._describe_texts}")
+        begins += f", in {self.job.count} processes" if self.job else ""
         begins += f": {self.estimate}, by estimate."
         if not self._count_done_texts:
             return begins
@@ -67,16 +84,13 @@ class PreparedScan:
     @property
     def interrupted_message(self) -> str:
         """A line on the saved files of an interrupted run."""
-        if self.options.out is None:
-            return "Interrupted; nothing is saved without --out."
-        return (
-            f"Interrupted; {self._count_done_texts} of {describe_count(len(self.texts), 'text')} "
-            f"are in {self.options.out}. Run the same command again to resume."
-        )
+        return describe_interruption(self.options.out, len(self.texts))
 
     def run(self, progress: Progress) -> ScanReport:
         """Run the scan, save it if there is --out, and return the report."""
-        steps = _CallCount(progress, self.calls, len(self.texts))
+        steps: _CallCount | _JobProgress = _CallCount(progress, self.calls, len(self.texts))
+        if self.job is not None:
+            steps = _JobProgress(progress, self.job, len(self.texts))
         scan_one = partial(
             _scan_text,
             self.options,
@@ -96,10 +110,12 @@ class PreparedScan:
             command=self.options.command_with_top_keys,
         )
 
-    def _scan_corpus(self, scan_one: partial[HeadScan], steps: _CallCount) -> HeadScan:
+    def _scan_corpus(
+        self, scan_one: partial[HeadScan], steps: _CallCount | _JobProgress
+    ) -> HeadScan:
         options, subject = self.options, self.subject
         assert options.out is not None
-        merged = scan_corpus(
+        merged = self._corpus_function(
             scan_one,
             [(text.name, text.ids) for text in self.texts],
             options.out,
@@ -115,13 +131,22 @@ class PreparedScan:
             },
             progress=steps.document,
         )
-        write_whole(options.out / TABLE, _format_csv(merged))
+        if self.job is None or self.job.rank == 0:
+            write_whole(options.out / TABLE, _format_csv(merged))
         return merged
+
+    @property
+    def _corpus_function(self) -> Callable[..., HeadScan]:
+        if self.job is None:
+            return scan_corpus
+        from headwise.sharding.processes.document_scan import scan_in_job
+
+        return partial(scan_in_job, self.job)
 
     @property
     def _count_done_texts(self) -> int:
         """Number of texts that are already in the folder; 0 without a folder."""
-        return len(list_parts(self.options.out)) if self.options.out else 0
+        return _count_parts(self.options.out)
 
     @property
     def _describe_texts(self) -> str:
@@ -151,13 +176,55 @@ class _CallCount:
         self._progress((self._name or layer)[-26:], done, self._total)
 
 
-def prepare_scan(options: ScanOptions) -> PreparedScan:
+class _JobProgress:
+    """Progress over the documents of all ranks, which is looked up a few times a second."""
+
+    def __init__(self, progress: Progress, job: Job, documents: int) -> None:
+        from headwise.sharding.processes.document_scan import DONE
+
+        is_shown = job.rank == 0
+        self._progress, self._total = progress if is_shown else no_progress, documents
+        self._look_up = partial(job.add, DONE, 0)
+        self._next_look = 0.0 if is_shown else math.inf
+        self._name = ""
+
+    def document(self, name: str, done: int, _total: int) -> None:
+        """Report that a document of this rank begins or is done, or that all are waited for."""
+        self._name = name or "waiting for other ranks"
+        self._progress(self._name[-26:], done, self._total)
+
+    def call(self, _layer: str, _seen: int, _all: int) -> None:
+        """Report the documents of the other ranks, after an attention call of this one."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_UP_INTERVAL
+            self.document(self._name, self._look_up(), self._total)
+
+
+def describe_interruption(out: Path | None, texts: int) -> str:
+    """Return a line on the saved files of an interrupted run."""
+    if out is None:
+        return "Interrupted; nothing is saved without --out."
+    return (
+        f"Interrupted; {_count_parts(out)} of {describe_count(texts, 'text')} are in {out}. "
+        "Run the same command again to resume."
+    )
+
+
+def _count_parts(out: Path | None) -> int:
+    return len(list_parts(out)) if out else 0
+
+
+def prepare_scan(options: ScanOptions, job: Job | None = None) -> PreparedScan:
     """Load the model and the texts, run a trial on a few tokens, and estimate the scan.
 
     Raises:
         HeadwiseError: a failure that can be known before the work.
     """
     require_writable(options.page)
+    copies = 1 if job is None else local_rank_count()
+    require_room_for_model(options, copies=copies)
+    if job is not None:
+        job.barrier("memory looked up")  # before a rank uses more
     subject = load_model(options)
     texts = prepare_texts(subject, options)
     for text in texts:
@@ -170,13 +237,17 @@ def prepare_scan(options: ScanOptions) -> PreparedScan:
     lengths = [text.ids.shape[1] for text in texts]
     statistics = choose_statistics(options, tried, max(lengths))
     expected = estimate_scan(subject.model, calls, statistics, lengths, held_bytes=process_memory())
+    if job is not None:
+        job.barrier("model loaded")
+        expected = expected.shared(job.count, of=len(texts))
     if not options.force:
+        times = f"{copies} times " if copies > 1 else ""
         require_memory(
             expected.extra_bytes,
-            what=f"{max(lengths):,} tokens of {subject.title}",
+            what=f"{times}{max(lengths):,} tokens of {subject.title}",
             do="--length N with fewer tokens, --stats with fewer statistics, or --force",
         )
-    return PreparedScan(options, subject, texts, statistics, expected, len(calls))
+    return PreparedScan(options, subject, texts, statistics, expected, len(calls), job)
 
 
 def _scan_text(

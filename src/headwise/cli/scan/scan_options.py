@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from headwise.cli.processes import rank_count, require_one_launcher
 from headwise.errors import OptionError
 
 
@@ -28,6 +29,25 @@ class ScanOptions:
     map_cells: int | None = None
     trust_remote_code: bool = False
     force: bool = False
+    processes: int | None = None
+    timeout: float = 60.0
+
+    @property
+    def arguments(self) -> list[str]:
+        """The options of the same scan as one of its processes gets them."""
+        words: list[str] = [] if self.model_dir is None else [str(self.model_dir)]
+        for field in fields(self):
+            value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
+            if field.name in ("model_dir", "processes") or value is None or value is False:
+                continue
+            if value is True:
+                words.append(option)
+            elif field.name in ("stats", "layers", "top_keys"):
+                words += [option, ",".join(value)]
+            else:
+                values = value if isinstance(value, list | tuple) else [value]
+                words += [word for each in values for word in (option, str(each))]
+        return words
 
     @property
     def command_with_top_keys(self) -> str:
@@ -88,6 +108,7 @@ class ScanOptions:
                 needed="a folder to write into",
                 do="--out with the path of a folder",
             )
+        self._require_shared_work()
         sizes = [2**power for power in range(11)]
         if self.map_cells is not None and self.map_cells not in sizes:
             raise OptionError(
@@ -102,3 +123,23 @@ class ScanOptions:
             if unknown := [name for name in self.stats if name not in known]:
                 do = "choose from these"
                 raise unknown_statistic_error(unknown[0], known, do=do, parameter="stats")
+
+    def _require_shared_work(self) -> None:
+        """Raise OptionError if several processes have no folder, or no second text, to work on."""
+        require_one_launcher(self.processes)
+        count = self.processes or rank_count()
+        if count == 1:
+            return
+        if self.out is None:
+            raise OptionError(
+                saw=f"{count} processes without --out",
+                needed="a folder, into which every process writes the scans of its texts",
+                do="--out DIR, or a single process",
+            )
+        texts = self.text or ()
+        if len(texts) < 2 and not any(path.is_dir() for path in texts):
+            raise OptionError(
+                saw=f"{count} processes for one text",
+                needed="several texts, since a text is read by one process",
+                do="--text with a folder or with several files, or a single process",
+            )

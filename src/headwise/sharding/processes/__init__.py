@@ -1,0 +1,1 @@
+"""Work over many processes: launching them, scans over documents, conversion over files."""

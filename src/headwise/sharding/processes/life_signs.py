@@ -1,0 +1,119 @@
+"""Signs of life between the ranks of a job.
+
+Each rank counts up a number of its own in the store, and watches that of the next rank: of all
+ranks that are stopped or gone, at least one is noticed by a rank that is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from threading import Event, Thread
+
+from torch.distributed.distributed_c10d import Store
+
+from headwise.errors import LostProcessError
+
+MOST_INTERVAL = 1.0  # seconds between two signs of life, at most
+# A rank that has not begun may be loading torch from a slow disk: it has so many timeouts.
+START_FACTOR = 5
+
+OnLost = Callable[[LostProcessError], None]
+
+
+class WatchedPeers:
+    """Thread that gives signs of life, and looks for those of the next rank.
+
+    A peer is lost if its number stands still over as many looks as the timeout has intervals.
+    Looks are counted, not seconds: a process that is stopped itself, or sleeps with its machine,
+    does not look.
+
+    Attributes:
+        error: the reason why the job cannot go on; None while it can.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        count: int,
+        timeout: float,
+        on_lost: OnLost | None,
+    ) -> None:
+        self.error: LostProcessError | None = None
+        self._store, self._rank, self._count = store, rank, count
+        self._timeout, self._on_lost = timeout, on_lost
+        self._interval = min(MOST_INTERVAL, timeout / 5)
+        self._ended = Event()
+        self._peer, self._last, self._looks = (rank + 1) % count, 0, 0
+        self._thread = Thread(target=self._watch, name="headwise life signs", daemon=True)
+
+    def start(self) -> None:
+        """Begin to give signs of life."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop, and let the other ranks know that this rank is done."""
+        self._ended.set()
+        self._thread.join(timeout=2 * self._interval)
+
+    def _watch(self) -> None:
+        try:
+            self._store.add(f"signs/{self._rank}", 1)
+            while not self._ended.wait(self._interval):
+                self._store.add(f"signs/{self._rank}", 1)
+                error = None if self.error else self._failure() or self._lost_peer()
+                if error is not None:
+                    self._report(error)
+            self._store.set(f"left/{self._rank}", "")
+        except RuntimeError as error:  # DistNetworkError and DistStoreError among them
+            if not self._ended.is_set():
+                self._report(lost_store_error(f"is gone: {str(error).splitlines()[0]:.120}"))
+
+    def _report(self, error: LostProcessError) -> None:
+        self.error = error
+        if self._on_lost is not None and not self._ended.is_set():
+            self._on_lost(error)
+
+    def _failure(self) -> LostProcessError | None:
+        """Return the error for a failure that another rank has recorded."""
+        if not self._store.check(["failure"]):
+            return None
+        rank, _, text = json.loads(self._store.get("failure"))
+        if rank == self._rank:
+            return None
+        return LostProcessError(
+            saw=f"rank {rank} of {self._count} failed: {text.splitlines()[0]:.200}",
+            needed="every rank until the work is done",
+            do=f"remove the cause that rank {rank} names, and start the same run again",
+        )
+
+    def _lost_peer(self) -> LostProcessError | None:
+        """Look at the next rank that has not left, and return the error if it is lost."""
+        while self._peer != self._rank and self._store.check([f"left/{self._peer}"]):
+            self._peer, self._last, self._looks = (self._peer + 1) % self._count, 0, 0
+        if self._peer == self._rank:
+            return None
+        signs = self._store.add(f"signs/{self._peer}", 0)
+        if signs != self._last:
+            self._last, self._looks = signs, 0
+        self._looks += 1
+        allowed = self._timeout * (1 if self._last else START_FACTOR)
+        if self._looks * self._interval <= allowed:
+            return None
+        done = "given no sign of life" if self._last else "not begun"
+        return LostProcessError(
+            saw=f"rank {self._peer} of {self._count} has {done} for {allowed:g} s",
+            needed="every rank until the work is done",
+            do="start the same run again; if a process was only slow, with a longer timeout",
+        )
+
+
+def lost_store_error(fault: str) -> LostProcessError:
+    """Return the error for a store that fails."""
+    return LostProcessError(
+        saw=f"the store of the job {fault}",
+        needed="the process that holds the store, which is the launcher or rank 0",
+        do="start the same run again",
+    )
