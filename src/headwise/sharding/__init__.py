@@ -14,7 +14,9 @@ from headwise.sharding.costs.step_costs import Machine, StepCosts
 from headwise.sharding.counted_bytes import SentBytes, counted_bytes
 from headwise.sharding.processes.document_scan import scan_documents
 from headwise.sharding.sequence.attend import attend, explain_attend
+from headwise.sharding.sequence.head_statistics import head_statistics
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
+from headwise.sharding.sequence.sequence_matrix import SequenceMatrix
 from headwise.sharding.sequence.sequence_plan import SequencePlan
 
 __all__ = [
@@ -24,12 +26,14 @@ __all__ = [
     "ModelSizes",
     "SentBytes",
     "SequenceLayout",
+    "SequenceMatrix",
     "SequencePlan",
     "ShardingWay",
     "StepCosts",
     "attend",
     "counted_bytes",
     "explain_attend",
+    "head_statistics",
     "plan_costs",
     "scan_documents",
 ]

@@ -148,6 +148,24 @@ class _SumTokens(torch.autograd.Function):
         return gather_tokens(gradient, ctx.group), None
 
 
+def sum_ranks(x: Tensor, group: TokenGroup) -> Tensor:
+    """Sum a tensor over ranks; every rank gets the sum, and its gradient is summed as well."""
+    return _SumRanks.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SumRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return sum_ranks(gradient, ctx.group), None
+
+
 def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup, device: Any) -> Tensor:
     """Return the numbers of each rank, (ranks, numbers), float64, on the CPU."""
     mine = torch.tensor(numbers, dtype=torch.float64, device=device)

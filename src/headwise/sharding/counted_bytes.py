@@ -139,7 +139,7 @@ class _Call:
 
     @property
     def bytes(self) -> int:
-        return _bytes_of(self.given)
+        return _count_tensor_bytes(self.given)
 
     @property
     def bytes_for_others(self) -> int:
@@ -151,21 +151,23 @@ class _Call:
             return self.bytes * (self.size - 1) // self.size
         if len(parts) == 1 and isinstance(parts[0], list):  # one list for each device of a rank
             parts = parts[0]
-        return sum(_bytes_of(part) for index, part in enumerate(parts) if index != rank)
+        return sum(_count_tensor_bytes(part) for index, part in enumerate(parts) if index != rank)
 
 
-def _bytes_of(tensors: Any) -> int:
+def _count_tensor_bytes(tensors: Any) -> int:
     """Return the bytes of a tensor, or of lists of tensors."""
     if isinstance(tensors, Tensor):
         return tensors.numel() * tensors.element_size()
-    return sum(map(_bytes_of, tensors))
+    return sum(map(_count_tensor_bytes, tensors))
 
 
-def _sent_point_to_point(call: _Call) -> int:
+def _count_point_to_point(call: _Call) -> int:
     kinds = call.arguments.get("op_list")
     if kinds is None:
         return call.bytes
-    return sum(_bytes_of(t) for t, kind in zip(call.given, kinds, strict=True) if kind == "isend")
+    return sum(
+        _count_tensor_bytes(t) for t, kind in zip(call.given, kinds, strict=True) if kind == "isend"
+    )
 
 
 FORMULAS: dict[str, Callable[[_Call], int]] = {
@@ -177,7 +179,7 @@ FORMULAS: dict[str, Callable[[_Call], int]] = {
     "scatter": lambda call: call.bytes_for_others if call.is_root else 0,
     "gather": lambda call: 0 if call.is_root else call.bytes,
     "reduce": lambda call: 0 if call.is_root else call.bytes,
-    "send": _sent_point_to_point,
+    "send": _count_point_to_point,
 }
 _OPERATORS = {
     "all_gather": "_allgather_base allgather allgather_coalesced allgather_into_tensor_coalesced "

@@ -100,11 +100,12 @@ def checksum(*values: Any) -> int:
     """Return a number for plain values and tensors; other values have another one nearly always."""
     total = 0
     for value in values:
-        total = zlib.crc32(_bytes_of(value) if isinstance(value, Tensor) else _text(value), total)
+        data = _read_bytes(value) if isinstance(value, Tensor) else repr(value).encode()
+        total = zlib.crc32(data, total)
     return total
 
 
-def mask_checksum(mask: Mask) -> int:
+def checksum_mask(mask: Mask) -> int:
     """Return a number for a mask; of a caller's function its code is read alone."""
     values: list[Any] = [str(mask)]
     for clause in mask.clauses:
@@ -115,16 +116,12 @@ def mask_checksum(mask: Mask) -> int:
     return checksum(*values)
 
 
-def bias_checksum(bias: ScoreBias) -> int:
+def checksum_bias(bias: ScoreBias) -> int:
     """Return a number for a score bias."""
     return checksum(str(bias), *bias.all())
 
 
-def _text(value: object) -> bytes:
-    return repr(value).encode()
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
+def _read_bytes(tensor: Tensor) -> bytes:
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // READ)].cpu().contiguous()
     shape = f"{tuple(tensor.shape)} {tensor.dtype}".encode()

@@ -19,8 +19,8 @@ from headwise.sharding.sequence.sequence_plan import (
     Operands,
     SequencePlan,
     Way,
-    checked_options,
-    plan,
+    plan_sequence,
+    require_options,
 )
 from headwise.sharding.sequence.ways import attend_by_gather, attend_by_heads
 
@@ -74,7 +74,7 @@ def attend(
         ShapeError, DTypeError, DeviceError, MaskError: operands that do not fit together.
     """
     arguments = SequenceArguments(layout, key_layout, mask, score_bias, scale, softcap, sink)
-    scores, chosen = _plan("attend(q, k, v, mesh)", (q, k, v), mesh, by, limit, arguments)
+    scores, chosen = _plan_call("attend(q, k, v, mesh)", (q, k, v), mesh, by, limit, arguments)
     return _WAYS[chosen.by](q, k, v, scores)
 
 
@@ -105,10 +105,10 @@ def explain_attend(
         OptionError, ShapeError, DTypeError, DeviceError, MaskError: as `attend`.
     """
     call, arguments = "explain_attend(q, k, v, mesh)", SequenceArguments(**options)
-    return _plan(call, (q, k, v), mesh, by, limit, arguments)[1]
+    return _plan_call(call, (q, k, v), mesh, by, limit, arguments)[1]
 
 
-def _plan(
+def _plan_call(
     call: str,
     operands: tuple[Tensor, Tensor, Tensor],
     mesh: DeviceMesh,
@@ -116,6 +116,6 @@ def _plan(
     limit: int | None,
     arguments: SequenceArguments,
 ) -> tuple[SequenceScores, SequencePlan]:
-    further = partial(checked_options, by, limit)
+    further = partial(require_options, by, limit)
     scores = share_scores(call, operands, mesh, arguments, further)
-    return scores, plan(scores, Operands.of(*operands), by=by, limit=limit)
+    return scores, plan_sequence(scores, Operands.of(*operands), by=by, limit=limit)

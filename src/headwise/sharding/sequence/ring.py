@@ -62,7 +62,7 @@ class _Block:
     columns: slice
 
 
-def _blocks(scores: SequenceScores, owner: int) -> Iterator[_Block]:
+def _iterate_blocks(scores: SequenceScores, owner: int) -> Iterator[_Block]:
     """Yield the blocks in which a query may see a key of the rank ``owner``."""
     row = 0
     for queries in scores.query_runs:
@@ -88,7 +88,7 @@ class _Operands:
     q: Tensor  # in the accumulation dtype
     bias: BoundBias
 
-    def block(self, block: _Block, k: Tensor) -> BoundScores:
+    def cut_block(self, block: _Block, k: Tensor) -> BoundScores:
         """Return the scores of one block with its keys; without the sink, which is added once."""
         options = self.scores.options
         scale = options.scale
@@ -152,10 +152,10 @@ class _Ring(torch.autograd.Function):
         bias = BoundBias(scores.sizes.queries, scores.sizes.keys, table, tensors)
         operands = _Operands(scores, q.to(exact), bias)
         merged = _Merged(operands.q, v.shape[-1])
-        for owner, parts in _travelling(k, v, scores):
+        for owner, parts in _pass_keys_around(k, v, scores):
             keys, values = (x.to(exact) for x in parts)
-            for block in _blocks(scores, owner):
-                problem = operands.block(block, keys[:, :, block.columns])
+            for block in _iterate_blocks(scores, owner):
+                problem = operands.cut_block(block, keys[:, :, block.columns])
                 part = tiled.compute_results(
                     problem, values[:, :, block.columns], None, Requested()
                 )
@@ -177,15 +177,15 @@ class _Ring(torch.autograd.Function):
             dout = upstream.to(exact)
             rows = _RowGradients(dout, shift, log_sum, (dout * out).sum(-1))
             sums = _Gradients(_Operands(scores, q.to(exact), bias), (table_needed, tensors_needed))
-            dk, dv = _gradients_of_parts(sums, rows, k, v)
+            dk, dv = _sum_part_gradients(sums, rows, k, v)
             dsink = None
             if sink is not None:
                 p = (sink.to(exact)[:, None] - shift - log_sum).exp()
                 dsink = -(p * rows.means).sum((0, 2)).to(sink.dtype)
-        return (None, sums.q.to(q.dtype), dk, dv, dsink, *sums.of_bias())
+        return (None, sums.q.to(q.dtype), dk, dv, dsink, *sums.cast_bias_gradients())
 
 
-def _travelling(
+def _pass_keys_around(
     k: Tensor, v: Tensor, scores: SequenceScores
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Yield keys and values of each rank with its number, (batch, kv_heads, keys, width)."""
@@ -204,13 +204,13 @@ class _RowGradients:
     log_sum: Tensor
     means: Tensor  # sum p dp = dout . out
 
-    def upstream(self, rows: slice) -> UpstreamGradients:
+    def make_upstream(self, rows: slice) -> UpstreamGradients:
         """Return the gradients of a block's results, of which it has outputs alone."""
         others = dict.fromkeys(KernelResult._fields)
         given = {"out": self.dout[:, :, rows], "row_means": self.means[:, :, rows]}
         return UpstreamGradients(**{**others, **given})
 
-    def statistics(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def cut_statistics(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the shift and the log sum of a block's rows."""
         return self.shift[:, :, rows], self.log_sum[:, :, rows]
 
@@ -234,8 +234,8 @@ class _Gradients:
         self, block: _Block, keys: Tensor, values: Tensor, rows: _RowGradients
     ) -> tuple[Tensor, Tensor]:
         """Add the gradients of one block; return those of its keys and values."""
-        problem = self.operands.block(block, keys)
-        upstream, statistics = rows.upstream(block.rows), rows.statistics(block.rows)
+        problem = self.operands.cut_block(block, keys)
+        upstream, statistics = rows.make_upstream(block.rows), rows.cut_statistics(block.rows)
         gradients = tiled.compute_gradients(
             problem, values, None, statistics, upstream, self._needed
         )
@@ -250,7 +250,7 @@ class _Gradients:
         assert gradients.v is not None
         return gradients.k, gradients.v
 
-    def of_bias(self) -> list[Tensor | None]:
+    def cast_bias_gradients(self) -> list[Tensor | None]:
         """Return the gradients of the table and the tensors, in their dtypes."""
         bias, sums = self.operands.bias, iter(self._bias.tensors)
         table = self._bias.table
@@ -260,17 +260,17 @@ class _Gradients:
         return [table, *(next(sums).to(x.dtype) if needed else None for x, needed in pairs)]
 
 
-def _gradients_of_parts(
+def _sum_part_gradients(
     sums: _Gradients, rows: _RowGradients, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Send keys and values around once more; return the gradients of this rank's part of them."""
     scores, exact = sums.operands.scores, sums.operands.q.dtype
     rank, home = scores.keys.rank, None
     total = [torch.zeros_like(x, dtype=exact) for x in (k, v)]
-    for owner, parts in _travelling(k, v, scores):
+    for owner, parts in _pass_keys_around(k, v, scores):
         gradients = [x.new_zeros(x.shape, dtype=exact) for x in parts]
         keys, values = (x.to(exact) for x in parts)
-        for block in _blocks(scores, owner):
+        for block in _iterate_blocks(scores, owner):
             at = (slice(None), slice(None), block.columns)
             for gradient, part in zip(
                 gradients, sums.add(block, keys[at], values[at], rows), strict=True
@@ -278,9 +278,9 @@ def _gradients_of_parts(
                 gradient[at] += part
         if home is not None:
             gradients_of_others = home.wait()
-            _add(total, gradients_of_others)
+            _add_each(total, gradients_of_others)
         if owner == rank:
-            _add(total, gradients)
+            _add_each(total, gradients)
             continue
         home = Transfer(
             scores.keys,
@@ -290,11 +290,11 @@ def _gradients_of_parts(
             source=2 * rank - owner,
         )
     if home is not None:
-        _add(total, home.wait())
+        _add_each(total, home.wait())
     dk, dv = (x.to(k.dtype) for x in total)
     return dk, dv
 
 
-def _add(total: list[Tensor], parts: Iterable[Tensor]) -> None:
+def _add_each(total: list[Tensor], parts: Iterable[Tensor]) -> None:
     for x, part in zip(total, parts, strict=True):
         x += part

@@ -21,9 +21,9 @@ from headwise.sharding.collectives import TokenGroup
 from headwise.sharding.process_group import require_mesh
 from headwise.sharding.sequence.agreement import (
     agree,
-    bias_checksum,
     checksum,
-    mask_checksum,
+    checksum_bias,
+    checksum_mask,
 )
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.support import private_torch
@@ -143,7 +143,7 @@ def share_scores(
     def numbers() -> dict[str, float]:
         _check_operands(operands, arguments)
         _check_layouts(arguments, mesh.size())
-        return _numbers(operands, arguments, further())
+        return _list_numbers(operands, arguments, further())
 
     lengths = agree(call, mesh, numbers)
     layout, key_layout = arguments.layout, arguments.key_layout
@@ -205,7 +205,7 @@ def _check_layouts(arguments: SequenceArguments, ranks: int) -> None:
             )
 
 
-def _numbers(
+def _list_numbers(
     operands: tuple[Tensor, ...], arguments: SequenceArguments, further: tuple[Any, ...]
 ) -> dict[str, float]:
     """Return the numbers that ranks compare; see `agreement`."""
@@ -223,8 +223,8 @@ def _numbers(
         "value_dim": sum(v.shape[3] for v in values),
         "dtype": checksum(str(q.dtype)),
         "requires_grad": checksum(gradients),
-        "mask": mask_checksum(options.mask),
-        "score_bias": bias_checksum(options.score_bias),
+        "mask": checksum_mask(options.mask),
+        "score_bias": checksum_bias(options.score_bias),
         "sink": checksum(options.sink),
         "options": checksum(options.scale, options.softcap, further),
         "layout": checksum(*(layout and layout.spans for layout in layouts)),

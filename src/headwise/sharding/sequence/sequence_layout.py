@@ -46,8 +46,8 @@ class SequenceLayout:
         Raises:
             OptionError: a negative length, or no ranks.
         """
-        chunks = _chunks(*_checked(length, ranks), times=1)
-        return cls(tuple(_runs([chunk]) for chunk in chunks))
+        chunks = _divide_chunks(*_require_counts(length, ranks), times=1)
+        return cls(tuple(_join_runs([chunk]) for chunk in chunks))
 
     @classmethod
     def zigzag(cls, length: SupportsIndex, ranks: SupportsIndex) -> SequenceLayout:
@@ -59,9 +59,9 @@ class SequenceLayout:
         Raises:
             OptionError: a negative length, or no ranks.
         """
-        chunks = _chunks(*_checked(length, ranks), times=2)
+        chunks = _divide_chunks(*_require_counts(length, ranks), times=2)
         pairs = zip(chunks, reversed(chunks), strict=True)
-        return cls(tuple(_runs(pair) for pair, _ in zip(pairs, chunks[::2], strict=False)))
+        return cls(tuple(_join_runs(pair) for pair, _ in zip(pairs, chunks[::2], strict=False)))
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[SupportsIndex]) -> SequenceLayout:
@@ -78,7 +78,7 @@ class SequenceLayout:
                 needed="for each rank the number of its tokens, from 0",
                 do="e.g. SequenceLayout.of_lengths([16, 16, 13])",
             )
-        return cls(tuple(_runs([chunk]) for chunk in _spans(numbers)))
+        return cls(tuple(_join_runs([chunk]) for chunk in _make_spans(numbers)))
 
     @property
     def ranks(self) -> int:
@@ -191,7 +191,7 @@ class SequenceLayout:
         return f"a layout of {self.length} tokens over {self.ranks} ranks {list(self.lengths)}"
 
 
-def _checked(length: SupportsIndex, ranks: SupportsIndex) -> tuple[int, int]:
+def _require_counts(length: SupportsIndex, ranks: SupportsIndex) -> tuple[int, int]:
     tokens, count = convert_to_count(length), convert_to_count(ranks)
     if tokens is None or count is None or tokens < 0 or count < 1:
         raise OptionError(
@@ -202,17 +202,17 @@ def _checked(length: SupportsIndex, ranks: SupportsIndex) -> tuple[int, int]:
     return tokens, count
 
 
-def _chunks(length: int, ranks: int, *, times: int) -> list[Span]:
+def _divide_chunks(length: int, ranks: int, *, times: int) -> list[Span]:
     """Return ``times`` chunks for each rank; the first ones are one longer where needed."""
     each, more = divmod(length, ranks * times)
-    return _spans([each + (index < more) for index in range(ranks * times)])
+    return _make_spans([each + (index < more) for index in range(ranks * times)])
 
 
-def _spans(sizes: Sequence[int]) -> list[Span]:
+def _make_spans(sizes: Sequence[int]) -> list[Span]:
     return [Span(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
 
 
-def _runs(chunks: Sequence[Span]) -> tuple[Span, ...]:
+def _join_runs(chunks: Sequence[Span]) -> tuple[Span, ...]:
     """Join chunks that touch, and leave out empty ones."""
     runs: list[Span] = []
     for chunk in chunks:

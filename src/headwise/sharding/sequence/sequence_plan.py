@@ -85,7 +85,7 @@ class Operands(NamedTuple):
         return cls(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
 
 
-def checked_options(by: str | None, limit: int | None) -> tuple[str | None, int | None]:
+def require_options(by: str | None, limit: int | None) -> tuple[str | None, int | None]:
     """Return both; raise OptionError unless ``by`` is a way and ``limit`` bytes, or None."""
     if by is not None and by not in WAYS:
         raise OptionError(
@@ -102,7 +102,7 @@ def checked_options(by: str | None, limit: int | None) -> tuple[str | None, int 
     return by, limit
 
 
-def plan(
+def plan_sequence(
     scores: SequenceScores, operands: Operands, *, by: Way | None, limit: int | None
 ) -> SequencePlan:
     """Choose the way of a call.
@@ -119,7 +119,7 @@ def plan(
             "of them",
             do='by="gather", by="ring", or another number of ranks',
         )
-    way, why = (by, "as asked") if by else _choose(scores, operands, refusal, limit)
+    way, why = (by, "as asked") if by else _choose_way(scores, operands, refusal, limit)
     forward, backward, held = _COSTS[way](scores, operands)
     return SequencePlan(
         way,
@@ -127,7 +127,7 @@ def plan(
         forward * operands.itemsize,
         backward * operands.itemsize,
         held * operands.itemsize,
-        _work(scores, way),
+        _count_work(scores, way),
     )
 
 
@@ -140,12 +140,12 @@ def refuse_heads(operands: Operands, ranks: int) -> str | None:
     return None
 
 
-def _choose(
+def _choose_way(
     scores: SequenceScores, operands: Operands, refusal: str | None, limit: int | None
 ) -> tuple[Way, str]:
     if refusal is None:
         return "heads", "each rank gets whole heads: the kernel and its result are the unsharded"
-    gathered = _gather(scores, operands)[2] * operands.itemsize
+    gathered = _count_gathered(scores, operands)[2] * operands.itemsize
     if limit is None or gathered <= limit:
         return "gather", f"{refusal}; all keys and values take {human_bytes(gathered)}"
     return "ring", (
@@ -157,7 +157,7 @@ def _choose(
 # ---- costs, in elements ------------------------------------------------------------------------
 
 
-def _heads(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+def _count_heads(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
     sizes, ranks = scores.sizes, scores.queries.size
     per_query = operands.heads * (operands.head_dim + operands.value_dim)
     per_key = max(operands.kv_heads, ranks) * (operands.head_dim + operands.value_dim)
@@ -177,37 +177,37 @@ def _heads(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
     )
 
 
-def _per_key(scores: SequenceScores, operands: Operands) -> int:
+def _count_per_key(scores: SequenceScores, operands: Operands) -> int:
     return scores.sizes.batch * operands.kv_heads * (operands.head_dim + operands.value_dim)
 
 
-def _gather(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
-    each, keys = _per_key(scores, operands), scores.keys
+def _count_gathered(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+    each, keys = _count_per_key(scores, operands), scores.keys
     forward = max(keys.lengths) * (keys.size - 1)  # parts are padded to the longest
     return each * forward, each * (keys.tokens - keys.length), each * keys.tokens
 
 
-def _ring(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
-    each, keys = _per_key(scores, operands), scores.keys
+def _count_ring(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+    each, keys = _count_per_key(scores, operands), scores.keys
     passed = keys.tokens - keys.lengths[(keys.rank + 1) % keys.size]
     return each * passed, each * (passed + keys.tokens - keys.length), 0
 
 
-_COSTS = {"heads": _heads, "gather": _gather, "ring": _ring}
+_COSTS = {"heads": _count_heads, "gather": _count_gathered, "ring": _count_ring}
 
 
 # ---- work --------------------------------------------------------------------------------------
 
 
-def _work(scores: SequenceScores, way: Way) -> tuple[int, ...]:
+def _count_work(scores: SequenceScores, way: Way) -> tuple[int, ...]:
     layout = scores.query_layout
-    pairs = [pairs_of_rank(scores, layout, rank) for rank in range(layout.ranks)]
+    pairs = [count_pairs(scores, layout, rank) for rank in range(layout.ranks)]
     if way != "heads":
         return tuple(pairs)
     return (sum(pairs) // layout.ranks,) * layout.ranks  # the same queries for as many heads
 
 
-def pairs_of_rank(scores: SequenceScores, layout: SequenceLayout, rank: int) -> int:
+def count_pairs(scores: SequenceScores, layout: SequenceLayout, rank: int) -> int:
     """Return the number of (query, key) pairs inside the mask's bands, for a rank's queries."""
     band, sizes = scores.mask.band, scores.sizes
     if band is None:

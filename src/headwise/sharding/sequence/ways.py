@@ -24,20 +24,20 @@ def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) -> 
     each = heads // ranks
     index = torch.arange(rank * each, (rank + 1) * each, device=q.device)
     matrix = AttentionMatrix(
-        _all_tokens(q, scores.queries, scores.query_layout),
-        _all_tokens(k, scores.keys, scores.key_layout),
+        _exchange_tokens(q, scores.queries, scores.query_layout),
+        _exchange_tokens(k, scores.keys, scores.key_layout),
         mask=options.mask.of_heads(index),
         score_bias=options.score_bias.of_heads(index),
         scale=options.scale,
         softcap=options.softcap,
         sink=None if options.sink is None else options.sink.index_select(0, index),
     )
-    out = matrix @ _all_tokens(v, scores.keys, scores.key_layout)
+    out = matrix @ _exchange_tokens(v, scores.keys, scores.key_layout)
     tokens_first = scores.query_layout.by_rank(out.permute(2, 0, 1, 3), dim=0)
     return join_heads(tokens_first, scores.queries).permute(1, 2, 0, 3)
 
 
-def _all_tokens(x: Tensor, group: TokenGroup, layout: SequenceLayout) -> Tensor:
+def _exchange_tokens(x: Tensor, group: TokenGroup, layout: SequenceLayout) -> Tensor:
     """Return some heads of all tokens, (batch, heads/n, tokens, width)."""
     return layout.in_order(split_heads(x.permute(2, 0, 1, 3), group), dim=0).permute(1, 2, 0, 3)
 
