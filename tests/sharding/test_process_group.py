@@ -29,18 +29,32 @@ def message_of(call, *arguments) -> str:
 def compare_inputs(kind: str) -> str:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = torch.arange(12.0).view(3, 4)
+    if kind.startswith("many"):
+        x = torch.arange(9000.0).view(9, 1000)[1:].bfloat16()
     last = dist.get_rank() == dist.get_world_size() - 1
-    if last and kind == "values":
-        x[1, 2] += 1e-6
+    if last and kind.endswith("values"):
+        x[1, 2] += 1e-6 if kind == "values" else 64
     if last and kind == "shape":
         x = x.view(4, 3)
+    if last and kind.endswith("order"):
+        x = x.flip(0)
     return message_of(require_same_on_every_rank, "x", x, mesh)
+
+
+def compare_equal() -> list[str]:
+    """Views, half types, NaN, bools and tensors without elements."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = torch.arange(35.0).view(5, 7)
+    rows[2, 2] = torch.nan
+    tensors = [rows, rows[1:, 1:], rows.mT, rows.half()[0, 1:], rows > 3, rows[:0], rows[0, 0]]
+    return [message_of(require_same_on_every_rank, "x", x, mesh) for x in tensors]
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_other_inputs_on_one_rank_are_refused_on_all(count: int) -> None:
     assert ranks(count).run(compare_inputs, "same") == [""] * count
-    for kind in ("values", "shape"):
+    assert ranks(count).run(compare_equal) == [[""] * 7] * count
+    for kind in ("values", "shape", "order", "many values", "many in another order"):
         messages = ranks(count).run(compare_inputs, kind)
         assert len(set(messages)) == 1
         assert f"rank {count - 1} of the mesh holds another x" in messages[0]

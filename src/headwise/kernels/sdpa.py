@@ -195,7 +195,7 @@ def plain_outputs(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor | 
     For one token `dispatch.choose_kernel` costs more than the kernel. This shortcut of eager mode
     serves the common operands only: equal heads and widths, no copies, no empty axis.
     """
-    if is_recorded() or not isinstance(v, Tensor):
+    if is_recorded() or type(v) is not Tensor:
         return None
     if v.shape != k.shape or k.shape[1] != q.shape[1] or v.dtype != q.dtype:
         return None

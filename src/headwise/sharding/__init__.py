@@ -12,6 +12,9 @@ from headwise.sharding.costs.model_sizes import ModelSizes
 from headwise.sharding.costs.sharding_way import ShardingWay
 from headwise.sharding.costs.step_costs import Machine, StepCosts
 from headwise.sharding.counted_bytes import SentBytes, counted_bytes
+from headwise.sharding.heads.clipping import clip_gradients
+from headwise.sharding.heads.state import gather_state, load_state
+from headwise.sharding.heads.style import Heads, heads_plan
 from headwise.sharding.processes.document_scan import scan_documents
 from headwise.sharding.sequence.attend import attend, explain_attend
 from headwise.sharding.sequence.head_statistics import head_statistics
@@ -21,6 +24,7 @@ from headwise.sharding.sequence.sequence_plan import SequencePlan
 
 __all__ = [
     "CostPlan",
+    "Heads",
     "LayerCosts",
     "Machine",
     "ModelSizes",
@@ -31,9 +35,13 @@ __all__ = [
     "ShardingWay",
     "StepCosts",
     "attend",
+    "clip_gradients",
     "counted_bytes",
     "explain_attend",
+    "gather_state",
     "head_statistics",
+    "heads_plan",
+    "load_state",
     "plan_costs",
     "scan_documents",
 ]

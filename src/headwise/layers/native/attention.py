@@ -211,9 +211,11 @@ class Attention(HeadReadings):
 
         Raises:
             OptionError: the layout has another function than this layer, or lacks one of its
-                tensors.
+                tensors; or the layer computes a part of its heads.
             ShapeError: numbers of heads that the layout cannot hold.
         """
+        if self.part is not None:
+            layout_conversion.refuse_part(self)
         target = registry.layout(target)
         layout_conversion.require_target_function(target, self, accept)
         canonical = layout_conversion.canonical_state(self, self.state_dict())

@@ -17,7 +17,10 @@ from headwise.support.arguments import explain_arguments
 
 
 class HeadReadings(AttentionBase):
-    """Methods for the results of single heads; arguments and errors as in the forward pass."""
+    """Methods for the results of single heads; arguments and errors as in the forward pass.
+
+    A layer with a `HeadPart` computes the matrix and the head outputs of its own heads.
+    """
 
     @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
     def matrix(
@@ -104,5 +107,7 @@ class HeadReadings(AttentionBase):
             line = f"{real:,} of {total:,} are real and packed into one row; padding is skipped"
         if self.drops:
             line += "; dropout in training allocates queries x keys for A @ v"
+        if self.part is not None:
+            line += f"; {self.part} of {self.num_heads} here"
         counts = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}
         return LayerExplanation(line, projection_lines(self, counts), matrix.explain(v))

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -131,6 +131,15 @@ def state_per_head(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
     """Return the tensors of a layer per head, head_dim in its rotation's order."""
     source = _layout_of_layer(layer)
     return source.unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
+
+
+def refuse_part(layer: AttentionBase) -> NoReturn:
+    """Raise OptionError for a layer that holds the weights of a part of its heads."""
+    raise OptionError(
+        saw=f"to_layout of a layer that computes {layer.part} of {layer.num_heads}",
+        needed="the weights of all heads",
+        do="load headwise.sharding.gather_state(layer) into a layer of its own first",
+    )
 
 
 def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:

@@ -1,0 +1,3 @@
+"""Heads over ranks: each process computes some heads of every attention layer."""
+
+from __future__ import annotations
