@@ -8,9 +8,7 @@ assert_same_function(ported_layer, original_layer)
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from headwise.diagnosis.compare import Comparable, compare
+from headwise.diagnosis.compare import Comparable, ComparisonInputs, compare
 from headwise.error_budget.budget import Budget
 from headwise.error_budget.verdict import BudgetVerdict
 
@@ -18,14 +16,14 @@ __all__ = ["Budget", "BudgetVerdict", "assert_same_function"]
 
 
 def assert_same_function(
-    a: Comparable, b: Comparable, inputs: Tensor | None = None, *, gradients: bool = False
+    a: Comparable, b: Comparable, inputs: ComparisonInputs | None = None, *, gradients: bool = False
 ) -> None:
     """Raise AssertionError with the diagnosis, unless two attentions are the same function.
 
     Args:
         a: the attention in doubt; see `headwise.compare`.
         b: the attention that it should equal.
-        inputs: (batch, tokens, width); None for inputs that headwise makes.
+        inputs: as in `headwise.compare`; None for inputs that headwise makes.
         gradients: also raise if outputs agree and gradients do not.
 
     Raises:

@@ -129,6 +129,47 @@ def test_saturated_weights_cannot_show_another_scale() -> None:
     assert "saturated" in str(diagnosis)
 
 
+def test_a_window_longer_than_the_input_is_inconclusive() -> None:
+    a, b = pair({"window": (7, 0)}, {"window": (8, 0)})
+    diagnosis = compare(a, b, torch.randn(2, 6, WIDTH))
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "the window is 8 keys in the first and 9 keys in the second" in str(diagnosis)
+    assert compare(a, b).verdict is Verdict.DIFFERENT
+    a, b = pair({"window": (63, 0)}, {"window": (64, 0)})
+    assert compare(a, b).verdict is Verdict.INCONCLUSIVE
+
+
+def test_other_settings_are_tried_on_other_inputs() -> None:
+    a, b = pair({"softcap": 1e7}, {})
+    diagnosis = compare(a, b, 0.1 * torch.randn(2, 6, WIDTH))
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "differ on those that headwise makes" in str(diagnosis)
+    # One pair of channels turns by 1 for each theta.
+    a, b = pair({"rotary": Rotary(width=2)}, {"rotary": Rotary(width=2, theta=5e5)})
+    assert compare(a, b, torch.randn(2, 6, WIDTH)).verdict.is_same
+
+
+def test_dropout_in_training_is_inconclusive() -> None:
+    a = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dropout=0.2)
+    b = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    b.load_state_dict(a.state_dict())
+    diagnosis = compare(a, b)
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "dropout is 0.2 in the first and 0 in the second" in str(diagnosis)
+    assert compare(a.eval(), b.eval()).verdict is Verdict.SAME
+
+
+def test_what_the_inputs_could_not_have_shown_is_listed() -> None:
+    a = layer(window=(7, 0), rotary=Rotary())
+    diagnosis = compare(lambda x: a(x), a, torch.randn(2, 6, WIDTH))
+    assert diagnosis.function is not None
+    assert diagnosis.function.unseen == ("a window of one key more",)
+    assert "could not have shown a window of one key more" in str(diagnosis)
+    diagnosis = compare(lambda x: a(x), a)
+    assert diagnosis.function is not None
+    assert diagnosis.function.unseen == ()
+
+
 def test_noise_in_a_projection_has_no_known_cause() -> None:
     a, b = pair({}, {})
     with torch.no_grad():

@@ -20,6 +20,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -29,7 +31,7 @@ from transformers import (
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.model_comparison import ModelComparison
-from headwise.errors import OptionError
+from headwise.errors import OptionError, ShapeError
 
 SIZES = {
     "vocab_size": 97,
@@ -234,3 +236,91 @@ def test_one_token_cannot_show_another_theta() -> None:
     assert "one key: its weight is 1 whatever the scores are" in str(diagnosis)
     assert compare(first, copy.deepcopy(first), token).verdict is Verdict.SAME
     assert compare(first, second).verdict is Verdict.DIFFERENT
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_fault_of_torchs_own_layer_is_placed_in_it(batch_first: bool) -> None:
+    """Its output projection is no call of a module, and its tokens may be the first axis."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=batch_first)
+    good = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    ported = copy.deepcopy(good)
+    attention = ported.layers[1].self_attn
+    with torch.no_grad():
+        attention.out_proj.weight.copy_(attention.out_proj.weight.mT.clone())
+    diagnosis = compare(ported, good, torch.randn(7, 5, 32))
+    assert diagnosis.model is not None
+    assert names(diagnosis.model) == {"layers.1.self_attn": ["square matrix transposed"]}
+    assert not diagnosis.model.outside
+
+
+def test_cross_attention_of_torch_is_compared_with_its_weights() -> None:
+    torch.manual_seed(0)
+    good = nn.Transformer(32, 4, 2, 2, 64, batch_first=True).eval()
+    ported = copy.deepcopy(good)
+    with torch.no_grad():
+        weight = ported.decoder.layers[1].multihead_attn.in_proj_weight
+        q, k, v = weight.clone().chunk(3)
+        weight.copy_(torch.cat([k, q, v]))
+    inputs = {"src": torch.randn(5, 7, 32), "tgt": torch.randn(5, 6, 32)}
+    diagnosis = compare(ported, good, inputs)
+    assert diagnosis.model is not None
+    assert not [layer for layer in diagnosis.model.layers if layer.note]
+    faults = {"decoder.layers.1.multihead_attn": ["q and k exchanged"]}
+    assert names(diagnosis.model) == faults
+
+
+def mistral(window: int, dropout: float = 0.0) -> MistralForCausalLM:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=window,
+        attention_dropout=dropout,
+    )
+    return MistralForCausalLM(config)
+
+
+def test_a_window_that_no_input_reaches_is_inconclusive() -> None:
+    """24 tokens are within both windows."""
+    diagnosis, _ = compared(mistral(30), mistral(31))
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "the window is 30 keys in the first and 31 keys in the second" in str(diagnosis)
+    diagnosis = compare(mistral(30), mistral(31), torch.randint(97, (1, 33)))
+    assert diagnosis.verdict is Verdict.DIFFERENT
+
+
+def test_a_dropout_shows_in_training_alone() -> None:
+    first, second = mistral(30, dropout=0.2).train(), mistral(30).train()
+    diagnosis, _ = compared(first, second)
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "dropout is 0.2 in the first and 0 in the second" in str(diagnosis)
+    diagnosis, _ = compared(first.eval(), second.eval())
+    assert diagnosis.verdict is Verdict.SAME
+
+
+def test_tokens_are_those_that_both_models_know() -> None:
+    small = llama()
+    large = LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 130}, num_key_value_heads=2))
+    state = large.state_dict()
+    large.load_state_dict(
+        {
+            n: torch.cat([x, state[n][97:]]) if x.shape != state[n].shape else x
+            for n, x in small.state_dict().items()
+        }
+    )
+    _, comparison = compared(small, large)
+    assert not comparison.parted
+    assert not comparison.layers[0].has_other_input
+    assert "the outputs have other shapes" in str(comparison.lines)
+    with pytest.raises(OptionError, match="token 120 in input_ids, for a LlamaForCausalLM with a"):
+        compare(small, large, torch.full((1, 5), 120))
+
+
+def test_models_that_cannot_be_compared_say_why() -> None:
+    with pytest.raises(ShapeError, match="takes tokens of width 48, `model"):
+        compare(llama(), llama(hidden_size=60))
+    with pytest.raises(OptionError, match="a LlamaForCausalLM that fails: ValueError") as error:
+        compare(llama(), llama(), {"tokens": torch.zeros(1, 3, dtype=torch.long)})
+    assert error.value.needed.endswith("on tokens of shape (1, 3)")

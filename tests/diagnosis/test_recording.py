@@ -59,6 +59,18 @@ def test_files_that_hold_no_recording_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ShapeError, match="4 axes, with heads as the second"):
         compare(path, layer)
     np.savez(path, x=x, output=x)
+    np.savez(path, x=x, output=x[:, :3])
+    with pytest.raises(ShapeError, match="store both of the same call"):
+        compare(path, layer)
+    np.savez(path, x=x, output=x * np.nan)
+    with pytest.raises(OptionError, match="outputs are all NaN"):
+        compare(path, layer)
+    np.savez(path, x=x[..., :30], output=x)
+    with pytest.raises(ShapeError, match=r"x of shape \(2, 7, 30\) in a\.npz"):
+        compare(path, layer)
+    np.savez(path, x=x, output=x)
+    with pytest.raises(OptionError, match="of which nothing but the outputs is known"):
+        compare(path, path)
     with pytest.raises(OptionError, match=r"inputs beside a\.npz"):
         compare(path, layer, torch.zeros(1, 3, WIDTH))
     with pytest.raises(OptionError, match="modules for queries"):

@@ -27,7 +27,13 @@ SHORT, LONG = "7 <random> tokens", "90 tokens under a causal mask"
 
 
 def stage_gaps(
-    stage: str, size: float, *, probe: str = SHORT, heads: int = HEADS, call: int = 0
+    stage: str,
+    size: float,
+    *,
+    probe: str = SHORT,
+    heads: int = HEADS,
+    call: int = 0,
+    by_position: tuple[float, ...] = (),
 ) -> StageGaps:
     """Differences in head 0 alone; of a size that rounding explains where it is tiny."""
     share = 50.0 if size > 1e-12 else 0.2
@@ -37,6 +43,7 @@ def stage_gaps(
         call=call,
         sizes=(size, *(0.0,) * (heads - 1)),
         shares=(share, *(0.0,) * (heads - 1)),
+        by_position=by_position,
     )
 
 
@@ -50,9 +57,18 @@ def function(heads: int = HEADS) -> FunctionComparison:
         repair='Rotary(theta=500000, note="<&>")',
         equals=("rotary exponent width",),
         page="causes/rotary-theta.md",
+        share=0.625,
+        output_left=0.25,
     )
     explained = [
-        PartedStage(stage=stage, size=0.5, heads=(0,), probes=(LONG,), is_explained=True)
+        PartedStage(
+            stage=stage,
+            size=0.5,
+            heads=(0,),
+            probes=(LONG,),
+            is_explained=True,
+            positions=(1, 2),
+        )
         for stage in theta.stages
     ]
     left = PartedStage(stage="scores", size=math.inf, heads=None, probes=(SHORT, LONG))
@@ -66,7 +82,9 @@ def function(heads: int = HEADS) -> FunctionComparison:
         causes=(theta,),
         gaps=(
             stage_gaps("q after rotary", 1e-15, heads=heads),
-            stage_gaps("q after rotary", 0.5, probe=LONG, heads=heads),
+            stage_gaps(
+                "q after rotary", 0.5, probe=LONG, heads=heads, by_position=(0.0, 0.5, 0.25)
+            ),
             stage_gaps("k after rotary", 1e-15, heads=KV_HEADS),
             stage_gaps("k after rotary", 3e-5, probe=LONG, heads=KV_HEADS),
             stage_gaps("scores", math.inf, heads=1),

@@ -61,7 +61,8 @@ def test_the_question_and_its_answer_come_first() -> None:
     assert header.all("h1")[0].text == "Is ported <model> the same function as original?"
     (status,) = header.all("div", class_="status bad")
     assert status.text == (
-        "Different: rotary theta explains a part of it; nothing explains scores."
+        "Different: rotary theta (or rotary exponent width) explains a part of it; nothing "
+        "explains scores."
     )
     assert "The outputs differ by 38 % of their size at most." in header.text
 
@@ -75,7 +76,11 @@ def test_a_cause_has_its_numbers_and_a_repair_to_copy() -> None:
     assert words == [
         ("In the first", "theta 10000"),
         ("Alone in", "head 0"),
-        ("Explains to rounding", "q after rotary, k after rotary"),
+        (
+            "Explains to rounding",
+            "q after rotary, k after rotary: 62 % of the differences of stages; the outputs are "
+            "then apart by 0.25 of their size",
+        ),
         ("The same on these inputs", "rotary exponent width"),
         ("More", "causes/rotary-theta.md in the documentation"),
     ]
@@ -122,6 +127,18 @@ def test_each_stage_has_a_cell_for_each_head() -> None:
     assert HEADS // KV_HEADS == 3
 
 
+def test_each_stage_that_parts_has_a_cell_for_each_position() -> None:
+    page = tree(report_of_function())
+    assert titles(page, "by-position") == [
+        [
+            "q after rotary, position 0: equal to rounding",
+            "q after rotary, position 1: differs by 0.5 of its size",
+            "q after rotary, position 2: differs by 0.25 of its size",
+        ]
+    ]
+    assert not tree(report_of_weights()).all("table", class_="heat by-position")
+
+
 def test_explained_stages_are_marked() -> None:
     (table,) = tree(report_of_function()).all("table", class_="heat by-input")
     marks = [row.all("td", class_="why")[0].text.split() for row in table.all("tr")[1:]]
@@ -163,7 +180,8 @@ def test_a_model_has_a_row_for_each_layer_and_causes_once() -> None:
     page = tree(report_of_model())
     (status,) = page.all("div", class_="status bad")
     assert status.text == (
-        "Different: rotary theta and layers exchanged explain a part of it; nothing explains "
+        "Different: rotary theta (or rotary exponent width) and layers exchanged explain a part of "
+        "it; nothing explains "
         "layers.1.attention, layers.2.attention."
     )
     (causes,) = page.all("section", id="causes")

@@ -8,26 +8,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.compare_models import compare_runs
+from headwise.diagnosis.comparison_inputs import choose_inputs, make_probes
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison
 from headwise.diagnosis.gradient_comparison import compare_gradients
 from headwise.diagnosis.model_as_run import build_model_as_run
-from headwise.diagnosis.power import find_blind_spot
-from headwise.diagnosis.probes import SEED, NamedInputs, make_probe_inputs
+from headwise.diagnosis.power import describe_unseen_window, find_blind_spot, find_unseen_changes
+from headwise.diagnosis.probes import SEED, NamedInputs
 from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.black_box import BlackBox
 from headwise.diagnosis.subjects.model_run import ModelRun
+from headwise.diagnosis.subjects.module_subject import describe_dropout_difference
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 from headwise.diagnosis.subjects.recording import Recording, is_recording
-from headwise.diagnosis.subjects.running_model import run_model
+from headwise.diagnosis.subjects.running_model import read_vocabulary_size, run_model
 from headwise.diagnosis.subjects.stored_layers import run_stored
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.diagnosis.subjects.torch_subject import TorchSubject
@@ -36,11 +40,11 @@ from headwise.diagnosis.subjects.transformers_subject import (
     is_transformers_attention,
 )
 from headwise.diagnosis.verify import verify
-from headwise.errors import OptionError, ShapeError
+from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 
 Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
-ComparisonInputs = Tensor | Inputs | Mapping[str, Any]
+ComparisonInputs = Tensor | np.ndarray | Inputs | Mapping[str, Any]
 WEIGHTS = (str, os.PathLike, Mapping)
 NAMED_LAYERS = (Attention, nn.MultiheadAttention)
 UNSTATED = "the layer runs otherwise than its weights and settings state, such as by a hook"
@@ -81,20 +85,16 @@ def compare(
             gradients of weights, recordings or whole models.
         ShapeError: the two take tokens of other widths.
     """
+    if isinstance(inputs, np.ndarray):
+        inputs = torch.from_numpy(inputs)
     if _are_weights(a, b):
         _refuse_gradient_comparison("weights", asked=gradients)
         return _compare_weights(a, b)
     if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
         _refuse_gradient_comparison("whole models", asked=gradients)
         return compare_runs(*runs)
-    if isinstance(inputs, Mapping):
-        raise OptionError(
-            saw="keyword arguments as the inputs of attention layers",
-            needed="(batch, tokens, width), or two whole models",
-            do="compare(a, b, x), or compare(model_a, model_b, {'input_ids': tokens})",
-        )
     first, second = _make_subject("a", a), _make_subject("b", b)
-    comparison = Comparison(first, second, _choose_probes(first, second, inputs))
+    comparison = Comparison(first, second, choose_inputs(first, second, inputs))
     return comparison.with_gradients() if gradients else comparison.diagnosis()
 
 
@@ -129,7 +129,9 @@ def _run_models(
 ) -> tuple[ModelRun, ModelRun] | None:
     """Return runs of two models, or of a model and of layers that are stored; None for others."""
     if _is_model(a, inputs) and _is_model(b, inputs):
-        return run_model(a, inputs), run_model(b, inputs)
+        sizes = [size for model in (a, b) if (size := read_vocabulary_size(model)) is not None]
+        smaller = min(sizes, default=None)
+        return run_model(a, inputs, vocabulary=smaller), run_model(b, inputs, vocabulary=smaller)
     if _is_model(a, inputs) and isinstance(b, str | Path):
         run = run_model(a, inputs)
         return run, run_stored(Path(b), run)
@@ -182,38 +184,6 @@ def _make_subject(name: str, value: object) -> Subject:
     )
 
 
-def _choose_probes(
-    first: Subject, second: Subject, inputs: Tensor | Inputs | None
-) -> list[NamedInputs]:
-    for each in (first, second):
-        if isinstance(each, Recording):
-            if inputs is not None:
-                raise OptionError(
-                    saw=f"inputs beside {each.kind}",
-                    needed="the input that the recording was made with",
-                    do="leave inputs out",
-                )
-            return [NamedInputs(f"the input of {each.kind}", each.inputs)]
-    sizes = [each.sizes for each in (first, second) if each.sizes is not None]
-    if not sizes:
-        raise OptionError(
-            saw=f"{first.kind} and {second.kind}, of which nothing but the outputs is known",
-            needed="one layer at least whose weights and settings can be read",
-            do="build the layer that one of them should be: headwise.Attention(...), or pass the "
-            "module that also holds the output projection",
-        )
-    if len({*sizes}) > 1:
-        raise ShapeError(
-            saw=f"a takes tokens of width {sizes[0][0]}, b of width {sizes[1][0]}",
-            needed="two attentions of the same input",
-            do="compare layers of the same model",
-        )
-    if inputs is None:
-        return make_probe_inputs(sizes[0], crosses=sizes[0][0] != sizes[0][1])
-    given = inputs if isinstance(inputs, Inputs) else Inputs(inputs)
-    return [NamedInputs(f"your input of {given.x.shape[1]} tokens", given)]
-
-
 class Comparison:
     """Two subjects run on the same inputs.
 
@@ -232,8 +202,8 @@ class Comparison:
         self.candidates = candidates
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         assert self.known.model is not None
-        runs = [call for probe in probes for call in self.known.calls(probe.inputs)]
-        as_run = build_model_as_run(self.known.model, runs)
+        self.known_calls = [call for probe in probes for call in self.known.calls(probe.inputs)]
+        as_run = build_model_as_run(self.known.model, self.known_calls)
         self.model: AttentionModel = as_run or self.known.model
         self.runs_as_stated = as_run is not None
 
@@ -245,8 +215,14 @@ class Comparison:
             recorded = self.doubtful.calls(probe.inputs)
             calls += recorded
             names += [probe.name] * len(recorded)
-        dtype = self.doubtful.dtype
-        explained = ExplainedCalls(self.model, calls, names, dtype, self.candidates)
+        if isinstance(self.doubtful, BlackBox):
+            self.doubtful.require_stateless()
+        side = "first" if self.doubtful is self.first else "second"
+        explained = ExplainedCalls(
+            self.model, calls, names, self.doubtful.dtype, self.candidates, side
+        )
+        if not explained.outputs_agree and not explained.is_simple:
+            explained = self._explain_reversed(calls, names, explained) or explained
         verdict, blind = explained.verdict, ""
         if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():
             verdict = Verdict.SAME
@@ -255,6 +231,10 @@ class Comparison:
         if verdict.is_same and not self._is_one_model():
             blind = self._blind_spot(verdict, calls)
             verdict = Verdict.INCONCLUSIVE if blind else verdict
+        if verdict.is_same and not blind:
+            blind = describe_dropout_difference(self.first.dropout, self.second.dropout)
+            verdict = Verdict.INCONCLUSIVE if blind else verdict
+        hidden = verdict.is_same and not self._is_one_model()
         comparison = FunctionComparison(
             kinds=(self.first.kind, self.second.kind),
             probes=tuple(probe.name for probe in self.probes),
@@ -264,9 +244,28 @@ class Comparison:
             parted=explained.parted,
             causes=explained.causes,
             blind=blind,
+            unseen=find_unseen_changes(self.model, calls, self.doubtful.dtype) if hidden else (),
             gaps=explained.stage_gaps,
         )
         return Diagnosis(verdict=verdict, function=comparison)
+
+    def _explain_reversed(
+        self, calls: Sequence[RecordedCall], names: Sequence[str], forward: ExplainedCalls
+    ) -> ExplainedCalls | None:
+        """Return the known calls, explained by the doubtful one where it is known as data too.
+
+        So a part is named that the doubtful one has and the known one lacks. None where that does
+        not explain every difference, by fewer causes than ``forward`` if that explains it too.
+        """
+        model = self.doubtful.model
+        if model is None or not self.runs_as_stated or measure_gaps(model, calls).parted:
+            return None
+        side = "second" if self.doubtful is self.first else "first"
+        other = ExplainedCalls(
+            model, self.known_calls, names, self.known.dtype, self.candidates, side
+        )
+        is_worse = not forward.search.left.parted and len(other.causes) >= len(forward.causes)
+        return None if other.search.left.parted or is_worse else other
 
     def with_gradients(self) -> Diagnosis:
         """Return the diagnosis; where outputs agree, gradients must agree as well.
@@ -292,17 +291,31 @@ class Comparison:
 
     def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
         """Return the reason why these inputs could not show a difference; "" if they could."""
-        blind = find_blind_spot(self.model, calls, self.doubtful.dtype)
-        if verdict is Verdict.OTHER_WEIGHTS and not blind and not self._agree_elsewhere():
+        if blind := find_blind_spot(self.model, calls, self.doubtful.dtype):
+            return blind
+        mine, theirs = self.first.model, self.second.model
+        if mine and theirs and _count_window_keys(mine) != _count_window_keys(theirs):
+            return describe_unseen_window(
+                _count_window_keys(mine), _count_window_keys(theirs), calls
+            )
+        is_doubtful = verdict is Verdict.OTHER_WEIGHTS or self._settings_differ()
+        if is_doubtful and not self._agree_elsewhere():
             return "outputs agree on these inputs and differ on those that headwise makes"
-        return blind
+        return ""
+
+    def _settings_differ(self) -> bool:
+        """True if both are known as data and their settings differ."""
+        first, second = self.first.model, self.second.model
+        if first is None or second is None:
+            return False
+        return not replace(first, weights={}).is_equal(replace(second, weights={}))
 
     def _agree_elsewhere(self) -> bool:
         """True if outputs agree on headwise's own inputs, or cannot be had."""
         sizes = self.known.sizes
         if isinstance(self.doubtful, Recording) or sizes is None:
             return True
-        probes = make_probe_inputs(sizes, crosses=sizes[0] != sizes[1])
+        probes = make_probes([self.doubtful], sizes)
         calls = [self.doubtful.record(probe.inputs) for probe in probes]
         names = [probe.name for probe in probes]
         return ExplainedCalls(self.model, calls, names, self.doubtful.dtype).outputs_agree
@@ -316,3 +329,9 @@ class Comparison:
         """True if both are known as data and have the same settings and numbers."""
         first, second = self.first.model, self.second.model
         return first is not None and second is not None and first.is_equal(second)
+
+
+def _count_window_keys(model: AttentionModel) -> int | None:
+    """Return the number of keys in the window of a model, the query's own included."""
+    window = model.settings.window
+    return None if window is None or window[0] is None else window[0] + 1

@@ -16,7 +16,7 @@ from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison, PartedStage
 from headwise.diagnosis.model_comparison import LayerComparison
-from headwise.diagnosis.power import find_blind_spot
+from headwise.diagnosis.power import describe_unseen_window, find_blind_spot
 from headwise.diagnosis.probes import SEED
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import measure_gaps
@@ -27,6 +27,7 @@ from headwise.diagnosis.subjects.model_run import (
     exceeds_rounding,
     relative_difference_norm,
 )
+from headwise.diagnosis.subjects.module_subject import describe_dropout_difference
 
 NO_DATA = (
     "the settings of neither could be read (a class without a layout in the catalogue), and their "
@@ -55,20 +56,22 @@ class LayerPair:
         """Compare the two; ``named`` has the causes of earlier layers, and gets those of this."""
         if self._known_model is None:
             return self._compare_stages_directly(NO_DATA)
-        second = ExplainedCalls(
-            self._known_model,
-            [self._known_attention.call],
-            self._describe_probes,
-            self.theirs.stored,
+        sides = ("second", "first") if self._known_attention is self.theirs else ("first", "second")
+        known, explained = (
+            ExplainedCalls(
+                self._known_model, [call], self._describe_probes, self.mine.stored, side=side
+            )
+            for call, side in zip(
+                (self._known_attention.call, self._doubtful_call), sides, strict=True
+            )
         )
-        explained = ExplainedCalls(
-            self._known_model, [self._doubtful_call], self._describe_probes, self.mine.stored
-        )
-        if second.gaps.parted and explained.gaps.parted:
+        known = replace(known, stored=self._known_attention.stored)
+        if known.gaps.parted and explained.gaps.parted:
             return self._compare_stages_directly(NOT_AS_STATED)
-        if second.gaps.parted:
+        if known.gaps.parted:
+            is_of_second = self._known_attention is self.theirs
             return self._report_explained(
-                _explain_by_named_causes(second, named), named, is_of_second=True
+                _explain_by_named_causes(known, named), named, is_of_second=is_of_second
             )
         exchanged_with = self._find_exchanged_layer() if explained.gaps.parted else ""
         if exchanged_with:  # the exchange explains it all
@@ -111,6 +114,13 @@ class LayerPair:
     def _blind_spot(self) -> str:
         """Return the reason why this input could not show another attention; "" if it could."""
         mine, theirs = self.mine.model, self.theirs.model
+        dropout = describe_dropout_difference(self.mine.dropout, self.theirs.dropout)
+        if dropout:
+            return dropout
+        if self.mine.window != self.theirs.window:
+            return describe_unseen_window(
+                self.mine.window, self.theirs.window, [self._doubtful_call]
+            )
         if self._known_model is None or (mine and theirs and mine.is_equal(theirs)):
             return ""
         return find_blind_spot(self._known_model, [self._doubtful_call], self._doubtful_call.dtype)

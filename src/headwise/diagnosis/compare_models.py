@@ -14,7 +14,7 @@ from headwise.diagnosis.subjects.model_run import (
     exceeds_rounding,
     relative_difference_norm,
 )
-from headwise.errors import OptionError
+from headwise.errors import OptionError, ShapeError
 
 
 def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
@@ -25,6 +25,7 @@ def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
 
     Raises:
         OptionError: the two have other numbers of attentions.
+        ShapeError: two attentions take tokens of other widths.
     """
     if len(first.layers) != len(second.layers):
         raise OptionError(
@@ -32,6 +33,15 @@ def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
             needed="models with the same number of attentions",
             do="compare layers of the two: compare(a_layer, b_layer)",
         )
+    for mine, theirs in zip(first.layers, second.layers, strict=True):
+        widths = [layer.call.inputs.x.shape[-1] for layer in (mine, theirs)]
+        if len({*widths} - {0}) > 1:
+            raise ShapeError(
+                saw=f"`{mine.name}` takes tokens of width {widths[0]}, `{theirs.name}` of width "
+                f"{widths[1]}",
+                needed="models of the same width",
+                do="compare a model with the one that it was made from",
+            )
     layers = tuple(_compare_layers_in_order(first, second))
     gaps = _measure_output_gaps(first, second)
     if gaps:

@@ -42,7 +42,7 @@ _ANSWERS = {
     Verdict.TO_ROUNDING: "The same function: rounding explains every difference.",
     Verdict.OTHER_WEIGHTS: "The same function with other weights: stages differ, outputs agree.",
     Verdict.DIFFERENT: "Different: {causes} {explains}.",
-    Verdict.INCONCLUSIVE: "Inconclusive: these inputs could not have shown a difference.",
+    Verdict.INCONCLUSIVE: "Inconclusive: this check could not have shown a difference.",
     Verdict.UNKNOWN: "Different, and no known cause explains it.",
 }
 
@@ -294,7 +294,7 @@ class Diagnosis(Displayed):
     def _answer_from_comparison(self, comparison: FunctionComparison | ModelComparison) -> str:
         if self.verdict is Verdict.UNKNOWN and self.function and self.function.gradients:
             return "Different in training alone: outputs agree, and gradients do not."
-        names, left = comparison.cause_names, comparison.unexplained
+        names, left = comparison.causes_in_words, comparison.unexplained
         causes = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
         rest = f"a part of it; nothing explains {', '.join(left)}" if left else "all of it"
         verb = "explain" if len(names) > 1 else "explains"

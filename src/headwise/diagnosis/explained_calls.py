@@ -19,7 +19,14 @@ from headwise.diagnosis.function_comparison import (
 )
 from headwise.diagnosis.search import NamedCause, Search, search_causes
 from headwise.diagnosis.simulation.attention_model import AttentionModel
-from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, absolute_difference, measure_gaps
+from headwise.diagnosis.simulation.gaps import (
+    WHOLE,
+    Gap,
+    Gaps,
+    absolute_difference,
+    measure_gaps,
+    measure_positions,
+)
 from headwise.diagnosis.simulation.stage_rounding import allowed_difference
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
 
@@ -36,6 +43,7 @@ class ExplainedCalls:
         names: of the input of each call, for reports.
         stored: dtype of the recorded weights, which may have rounded what was done to them.
         candidates: the causes that may be named.
+        side: that of the recorded one, for reports.
     """
 
     model: AttentionModel
@@ -43,6 +51,7 @@ class ExplainedCalls:
     names: Sequence[str]
     stored: torch.dtype = torch.float64
     candidates: Sequence[Cause] = CAUSES
+    side: str = "first"
 
     @cached_property
     def search(self) -> Search:
@@ -70,9 +79,53 @@ class ExplainedCalls:
         return tuple(s for s in STAGES if any(s in call.stages for call in self.calls))
 
     @property
+    def is_simple(self) -> bool:
+        """True if at most one cause explains every difference."""
+        return not self.search.left.parted and len(self.search.causes) < 2
+
+    @property
     def causes(self) -> tuple[FoundCause, ...]:
         """The causes as they are reported."""
-        return tuple(map(_make_found_cause, self.search.causes))
+        causes = self.search.causes
+        everything = sum(each.size for each in causes if not each.partner)
+        everything += max((each.size for each in causes if each.partner), default=0.0)
+        everything += self.search.left.total(self.search.left.parted)
+        return tuple(
+            replace(
+                _make_found_cause(each, self.side),
+                share=each.size / everything if everything else 1.0,
+                output_left=max(self._measure_rest(each.model, call) for call in self.calls),
+            )
+            for each in causes
+        )
+
+    def _measure_rest(self, model: AttentionModel, call: RecordedCall) -> float:
+        """Return the relative difference of the last stage of a call from that of a model."""
+        last = [stage for stage in STAGES if stage in call.stages][-1]
+        mine, theirs = call.stages[last], model.predict(last, replace(call, stages={}))
+        if mine.shape != theirs.shape:
+            return torch.inf
+        size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
+        return float(absolute_difference(theirs, mine).norm() / size)
+
+    @cached_property
+    def positions(self) -> dict[tuple[str, int], list[float]]:
+        """(stage, number of the call) -> the size of its difference at each position it parts."""
+        parted = dict.fromkeys((stage, number) for stage, number, _ in self.gaps.parted)
+        return {
+            (stage, number): measure_positions(self.model, self.calls[number], stage)
+            for stage, number in parted
+        }
+
+    def _parted_positions(self, stage: str) -> tuple[int, ...] | None:
+        """Return the tokens at which a stage parts in some call; None for all."""
+        apart, every = set[int](), set[int]()
+        for (name, number), sizes in self.positions.items():
+            if name == stage:
+                past = self.calls[number].past
+                every |= {past + n for n in range(len(sizes))}
+                apart |= {past + n for n, size in enumerate(sizes) if size}
+        return None if apart == every else tuple(sorted(apart))
 
     @property
     def output_gap(self) -> float:
@@ -124,6 +177,7 @@ class ExplainedCalls:
                     heads=None if WHOLE in heads else heads,
                     probes=tuple(dict.fromkeys(self.names[n] for _, n, _ in cells)),
                     is_explained=left.isdisjoint(cells),
+                    positions=self._parted_positions(stage),
                 )
             )
         return tuple(parted)
@@ -141,6 +195,7 @@ class ExplainedCalls:
                 call=number - self.names.index(self.names[number]),
                 sizes=tuple(gap.size for gap in each),
                 shares=tuple(gap.share for gap in each),
+                by_position=tuple(self.positions.get((stage, number), ())),
             )
             for (stage, number), each in heads.items()
         )
@@ -163,13 +218,15 @@ class ExplainedCalls:
         return float(apart.norm() / size), is_rounding
 
 
-def _make_found_cause(named: NamedCause) -> FoundCause:
+def _make_found_cause(named: NamedCause, side: str) -> FoundCause:
     return FoundCause(
         name=named.cause.name,
-        parameters=named.variant.parameters,
+        parameters={**named.variant.parameters, **named.variant.details},
         stages=tuple(named.stages),
         heads=None if named.heads is None else tuple(named.heads),
         repair=named.variant.repair,
         equals=named.equals,
         page=cause_page_path(named.cause.name),
+        side=side,
+        partner=named.partner,
     )

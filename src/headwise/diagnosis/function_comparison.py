@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
+ALL = 0.999  # of the differences
+MOST_NUMBERS = 12  # of heads or positions, in a sentence
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartedStage:
@@ -19,6 +22,7 @@ class PartedStage:
         heads: the heads that part; None where the stage has no heads, or another number of them.
         probes: the inputs on which it parts.
         is_explained: True if the named causes explain it.
+        positions: of the tokens at which it parts; None for all.
     """
 
     stage: str
@@ -26,14 +30,23 @@ class PartedStage:
     heads: tuple[int, ...] | None
     probes: tuple[str, ...]
     is_explained: bool = False
+    positions: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        heads = "" if self.heads is None else f", {_describe_head_numbers(self.heads)}"
+        heads = "" if self.heads is None else f", {_describe_head_numbers('head', self.heads)}"
+        heads += f", {self.where}" if self.where else ""
         mark = "explained" if self.is_explained else "NOT explained"
         apart = (
-            f"apart by {self.size:.2g} of its size" if isfinite(self.size) else "of another shape"
+            f"apart by {self.size:.2g} of its size"
+            if isfinite(self.size)
+            else "of another shape, or not finite in one of the two"
         )
         return f"{self.stage}: {apart}{heads}; {mark}"
+
+    @property
+    def where(self) -> str:
+        """The positions at which it parts, in words; "" for all."""
+        return "" if not self.positions else _describe_head_numbers("position", self.positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +60,8 @@ class StageGaps:
         sizes: the relative difference of each head; one number where the stage has no heads, or
             where shapes differ, which makes it infinite.
         shares: likewise, the largest difference as a share of what rounding explains.
+        by_position: the relative difference at each token, 0 where it is rounding; () for a stage
+            that does not part, or has another shape.
     """
 
     stage: str
@@ -54,6 +69,7 @@ class StageGaps:
     call: int
     sizes: tuple[float, ...]
     shares: tuple[float, ...]
+    by_position: tuple[float, ...] = ()
 
     @property
     def size(self) -> float:
@@ -68,16 +84,22 @@ class StageGaps:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCause:
-    """Cause of a difference, with the numbers in the first of the two.
+    """Cause of a difference, with the numbers in the side that has it.
 
     Attributes:
         name: the cause.
-        parameters: name -> value in the first.
+        parameters: name -> value in that side.
         stages: the stages that it explains.
         heads: the heads that it concerns; None for all.
-        repair: what makes the first equal to the second.
+        repair: what makes that side equal to the other.
         equals: other causes that would look the same on these inputs.
         page: the page of the documentation about it, a path in ``docs``.
+        side: "first" or "second": the one of the two that departs from the other, which is known
+            as data.
+        share: of the differences of all stages that part, 0 to 1, those that it explains.
+        output_left: the relative difference of the outputs after it and those before it are
+            repaired.
+        partner: the cause without which it explains nothing; "" for none.
     """
 
     name: str
@@ -87,6 +109,10 @@ class FoundCause:
     repair: str
     equals: tuple[str, ...]
     page: str
+    side: str = "first"
+    share: float = 1.0
+    output_left: float = 0.0
+    partner: str = ""
 
     @property
     def values(self) -> str:
@@ -98,24 +124,39 @@ class FoundCause:
     @property
     def where(self) -> str:
         """The heads that it concerns, in words; "" for all."""
-        return "" if self.heads is None else _describe_head_numbers(self.heads)
+        return "" if self.heads is None else _describe_head_numbers("head", self.heads)
 
     @property
     def lines(self) -> list[str]:
         """Sentences about the cause."""
-        return self.lines_of("first")
-
-    def lines_of(self, side: str) -> list[str]:
-        """Return sentences about the cause, in the ``side`` of the two that has it."""
         where = f", {self.where} alone" if self.where else ""
-        lines = [f"{self.name}{f': {self.values}' if self.values else ''} in the {side}{where}"]
-        lines.append(f"  explains {', '.join(self.stages)} to rounding")
+        lines = [
+            f"{self.name}{f': {self.values}' if self.values else ''} in the {self.side}{where}"
+        ]
+        lines.append(f"  explains {', '.join(self.stages)} to rounding{self.extent}")
         if self.repair:
-            lines.append(f"  repair: {self.repair}")
+            side = "" if self.side == "first" else f" of the {self.side}"
+            lines.append(f"  repair{side}: {self.repair}")
         if self.equals:
             lines.append(f"  the same on these inputs: {', '.join(self.equals)}")
         lines.append(f"  more: {self.page} in the documentation")
         return lines
+
+    @property
+    def in_words(self) -> str:
+        """The name, with those of causes that look the same."""
+        return f"{self.name} (or {', '.join(self.equals)})" if self.equals else self.name
+
+    @property
+    def extent(self) -> str:
+        """A clause on the share that it explains; "" if it alone explains everything."""
+        partner = f", but only together with {self.partner}" if self.partner else ""
+        if self.share > ALL:
+            return partner
+        return (
+            f"{partner}: {100 * self.share:.2g} % of the differences of stages; the outputs are "
+            f"then apart by {self.output_left:.2g} of their size"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +199,7 @@ class FunctionComparison:
         parted: those that differ.
         causes: the causes, that which explains most first.
         blind: the reason why the inputs could not show a difference; "" if they could.
+        unseen: small changes of settings that these inputs could not have shown either, in words.
         gaps: the differences of all stages in all calls, also of those that are the same.
         gradients: the differences of the gradients; () where they were not compared.
     """
@@ -170,6 +212,7 @@ class FunctionComparison:
     parted: tuple[PartedStage, ...] = ()
     causes: tuple[FoundCause, ...] = ()
     blind: str = ""
+    unseen: tuple[str, ...] = ()
     gaps: tuple[StageGaps, ...] = ()
     gradients: tuple[GradientGap, ...] = ()
 
@@ -187,6 +230,11 @@ class FunctionComparison:
         return [cause.name for cause in self.causes]
 
     @property
+    def causes_in_words(self) -> list[str]:
+        """The names of the causes, each with those that look the same."""
+        return [cause.in_words for cause in self.causes]
+
+    @property
     def unexplained(self) -> list[str]:
         """The stages that differ without a cause."""
         return [stage.stage for stage in self.parted if not stage.is_explained]
@@ -201,6 +249,8 @@ class FunctionComparison:
         lines += [f"  {stage}" for stage in map(str, self.parted)]
         lines += [f"  {gap}" for gap in self.gradients if not gap.is_rounding]
         lines += [f"  {self.blind}"] if self.blind else []
+        if self.unseen:
+            lines.append(f"  could not have shown {', or '.join(self.unseen)}")
         lines.append(
             f"  compared {', '.join(self.stages)} on {len(self.probes)} inputs (seed {self.seed}): "
             f"{'; '.join(self.probes)}"
@@ -217,12 +267,16 @@ def cause_page_path(cause: str) -> str:
     return f"causes/{'-'.join(words)}.md"
 
 
-def _describe_head_numbers(heads: tuple[int, ...]) -> str:
-    if len(heads) == 1:
-        return f"head {heads[0]}"
-    if heads == tuple(range(heads[0], heads[0] + len(heads))):
-        return f"heads {heads[0]} to {heads[-1]}"
-    return f"heads {', '.join(map(str, heads))}"
+def _describe_head_numbers(noun: str, numbers: tuple[int, ...]) -> str:
+    """Return "head 3", "heads 2 to 5" or "heads 1, 4 and 9 more"."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return f"{noun} {first}"
+    if numbers == tuple(range(first, last + 1)):
+        return f"{noun}s {first} to {last}"
+    shown = ", ".join(map(str, numbers[:MOST_NUMBERS]))
+    more = len(numbers) - MOST_NUMBERS
+    return f"{noun}s {shown}" + (f" and {more} more" if more > 0 else "")
 
 
 def _format_parameter(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from headwise.diagnosis.function_comparison import FunctionComparison
@@ -58,9 +59,8 @@ class LayerComparison:
         lines = [f"`{self.name}` parts by its own doing; its input {state}"]
         if self.is_of_second:
             lines.append("  the second runs otherwise than its settings and weights state")
-        side = "second" if self.is_of_second else "first"
         for cause in self.comparison.causes:
-            lines += [f"  {line}" for line in cause.lines_of(side)]
+            lines += [f"  {line}" for line in cause.lines]
         return lines + [f"  {stage}" for stage in self.comparison.parted]
 
 
@@ -134,6 +134,15 @@ class ModelComparison:
         return [*dict.fromkeys(names)]
 
     @property
+    def causes_in_words(self) -> list[str]:
+        """The names of the causes in all layers, each with those that look the same."""
+        words: list[str] = []
+        for layer in self.parted:
+            comparison = layer.comparison
+            words += [self.exchange] if layer.exchanged_with else comparison.causes_in_words
+        return [*dict.fromkeys(words)]
+
+    @property
     def unexplained(self) -> list[str]:
         """The layers that differ without a cause, and the place outside attention."""
         names = [f"`{layer.name}`" for layer in self.parted if not layer.is_explained]
@@ -181,7 +190,11 @@ class ModelComparison:
         skipped = [layer for layer in self.layers if layer.note]
         if skipped:
             lines.append(f"  not compared: {_join_layer_names(skipped)}: {skipped[0].note}")
-        lines.append(f"  the outputs differ by {self.output_gap:.2g} of their size")
+        lines.append(
+            f"  the outputs differ by {self.output_gap:.2g} of their size"
+            if isfinite(self.output_gap)
+            else "  the outputs have other shapes, or are not finite in one of the two"
+        )
         return lines
 
 

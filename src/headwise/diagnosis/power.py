@@ -14,6 +14,7 @@ from headwise.diagnosis.simulation.stage_rounding import allowed_difference
 from headwise.diagnosis.simulation.stages import RecordedCall
 
 ANOTHER_SCALE = 0.7  # of the scores: a head's share that most faults exceed
+USUAL_CAP = 50.0  # of Gemma 2
 ONE = 1 - 1e-6  # a weight that leaves nothing to the other keys
 
 
@@ -39,6 +40,47 @@ def find_blind_spot(model: AttentionModel, calls: Sequence[RecordedCall], unit: 
     if all(_has_equal_tokens(run["v"]) for run in runs):
         return "equal tokens: all values are equal, so weights change nothing"
     return "another scale of the scores does not change the output on these inputs"
+
+
+def describe_unseen_window(
+    first: int | None, second: int | None, calls: Sequence[RecordedCall]
+) -> str:
+    """Return the sentence on windows of other lengths, which these inputs do not show."""
+    mine, theirs = ("none" if size is None else f"{size} keys" for size in (first, second))
+    longest = max(call.key_positions.shape[1] for call in calls)
+    return (
+        f"the window is {mine} in the first and {theirs} in the second, and inputs of {longest} "
+        "tokens do not show it"
+    )
+
+
+def find_unseen_changes(
+    model: AttentionModel, calls: Sequence[RecordedCall], unit: torch.dtype
+) -> tuple[str, ...]:
+    """Return small changes of the settings that would move nothing recorded beyond rounding."""
+    calls = [replace(call, dtype=unit) for call in calls]
+    return tuple(
+        name
+        for name, other in _make_small_changes(model).items()
+        if not any(
+            _is_stage_apart(model, call, stage, other.predict(stage, call))
+            for call in calls
+            for stage in call.stages
+        )
+    )
+
+
+def _make_small_changes(model: AttentionModel) -> dict[str, AttentionModel]:
+    settings, changes = model.settings, {}
+    if settings.rotary is not None:
+        theta = settings.rotary.theta
+        changes[f"a theta of {1.1 * theta:g}"] = model.with_rotary(theta=1.1 * theta)
+    left, right = settings.window or (None, None)
+    if left is not None:
+        changes["a window of one key more"] = model.with_settings(window=(left + 1, right))
+    if settings.softcap is None:
+        changes[f"a softcap of {USUAL_CAP:g}"] = model.with_settings(softcap=USUAL_CAP)
+    return changes
 
 
 def _has_equal_tokens(v: Tensor) -> bool:

@@ -37,6 +37,8 @@ class NamedCause:
         is_partial: True if cells of the same stages did not part, and keep their usual function.
         left: number of cells that part after it, in the stages where it shows.
         equals: other causes that explain the same cells.
+        size: the sum of the sizes of these cells, each at most 1.
+        partner: the cause without which it explains nothing; "" for none.
     """
 
     cause: Cause
@@ -46,6 +48,8 @@ class NamedCause:
     is_partial: bool = False
     left: int = 0
     equals: tuple[str, ...] = ()
+    size: float = 0.0
+    partner: str = ""
 
     @property
     def stages(self) -> list[str]:
@@ -57,7 +61,9 @@ class NamedCause:
         """The heads that it explains in its first stage; None for all."""
         first = self.cells[0][0]
         heads = sorted({head for stage, _, head in self.cells if stage == first})
-        return heads if self.is_partial and WHOLE not in heads else None
+        role = "k" if first[0] in "kv" else "q"
+        has_others = len(heads) < len(self.model.weights[f"w{role}"])
+        return heads if self.is_partial and WHOLE not in heads and has_others else None
 
     @property
     def rank(self) -> tuple[bool, float, float, int]:
@@ -90,7 +96,7 @@ def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> Search:
         )
         if not chosen:
             break
-        named += chosen
+        named += [replace(each, size=evidence.gaps.total(each.cells)) for each in chosen]
         evidence = Evidence.of(chosen[-1].model, evidence.calls)
     return Search(tuple(named), evidence.gaps)
 
@@ -236,5 +242,9 @@ def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCa
         others = [each for each in concerned if each is not cause]
         for second in _find_best_causes(Evidence.of(variant.model, evidence.calls), others):
             if stage in second.stages:
-                pairs.append((second.rank, len(pairs), [first, second]))
+                both = [
+                    replace(first, partner=second.cause.name),
+                    replace(second, partner=cause.name),
+                ]
+                pairs.append((second.rank, len(pairs), both))
     return min(pairs)[2] if pairs else []

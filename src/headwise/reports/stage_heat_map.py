@@ -13,6 +13,7 @@ from headwise.reports.png_images import RGB, viridis_colour
 
 LEAST, MOST = 1e-6, 1.0  # sizes at the ends of the colour scale, which is logarithmic
 TICKS = (1e-6, 1e-4, 1e-2, 1.0)
+MOST_POSITIONS = 64  # columns of the third table
 MOST_NUMBERS = 12  # heads up to which cells have numbers
 
 
@@ -41,6 +42,7 @@ class StageRow:
         stage: its name.
         by_input: a cell for each call.
         by_head: a cell for each head, or for each kv head; the largest size of all calls.
+        by_position: a cell for each of the first positions; the largest size of all calls.
         is_parted: True if rounding does not explain the differences.
         is_explained: True if the named causes explain them.
         causes: the names of these causes.
@@ -49,6 +51,7 @@ class StageRow:
     stage: str
     by_input: tuple[HeatCell, ...]
     by_head: tuple[HeatCell, ...]
+    by_position: tuple[HeatCell, ...]
     is_parted: bool
     is_explained: bool
     causes: tuple[str, ...]
@@ -71,6 +74,12 @@ class StageTables:
     calls: tuple[tuple[str, int], ...]
     heads: int
     layer: str = ""
+
+    @property
+    def positions(self) -> int:
+        """Number of positions in the third table; 0 where all stages part at all of them."""
+        is_told = any(stage.positions is not None for stage in self.function.parted)
+        return max((len(row.by_position) for row in self.rows), default=0) if is_told else 0
 
     @property
     def with_numbers(self) -> bool:
@@ -152,6 +161,7 @@ def stage_rows(function: FunctionComparison) -> list[StageRow]:
                 stage,
                 tuple(_input_cell(gaps.get(call), stage, call) for call in calls),
                 tuple(_cells_by_head(list(gaps.values()), stage, heads)),
+                tuple(_make_position_cells(list(gaps.values()), stage)),
                 is_parted,
                 stage in explained,
                 tuple(cause.name for cause in function.causes if stage in cause.stages),
@@ -184,6 +194,14 @@ def _cells_by_head(gaps: Sequence[StageGaps], stage: str, heads: int) -> Iterabl
         noun = "kv head" if count < heads else "head"
         name = f"{stage}, {noun} {head}" if count > 1 or heads == 1 else stage
         yield _difference_cell(name, size, is_rounding=not parted, span=span)
+
+
+def _make_position_cells(gaps: Sequence[StageGaps], stage: str) -> Iterable[HeatCell]:
+    """Yield a cell for each position of a first call, as long as the longest of them."""
+    rows = [gap.by_position for gap in gaps if not gap.call]
+    for position in range(min(max(map(len, rows), default=0), MOST_POSITIONS)):
+        size = max(row[position] for row in rows if position < len(row))
+        yield _difference_cell(f"{stage}, position {position}", size, is_rounding=not size)
 
 
 def _difference_cell(name: str, size: float, *, is_rounding: bool, span: int = 1) -> HeatCell:

@@ -44,12 +44,14 @@ class Variant:
         model: the model with the fault, which predicts the layer in doubt.
         parameters: name -> value in the layer in doubt, for the report.
         repair: what makes the layer in doubt equal again.
+        details: more of the same, for the report alone: they do not count as parameters.
         is_step: True if the data say that another cause of the same stage follows.
     """
 
     model: AttentionModel
     parameters: Mapping[str, Any] = field(default_factory=dict)
     repair: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
     is_step: bool = False
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.layers.positions.distance_bias import alibi_slopes
 
 
 class DistanceBiasCoefficientCause(Cause):
@@ -36,13 +37,22 @@ class DistanceBiasCoefficientCause(Cause):
     cost: ClassVar[float] = 0.9
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the family of all factors of the slopes."""
-        slopes = evidence.model.settings.slopes
+        """Return no bias, and the family of all factors of the slopes.
+
+        The slopes are those of the paper where there should be none.
+        """
+        model, slopes = evidence.model, evidence.model.settings.slopes
+        is_missing = slopes is None
         if slopes is None:
-            return
+            slopes = alibi_slopes(model.settings.num_heads).double()
+        else:
+            none = model.with_settings(slopes=None)
+            yield Variant(none, {"coefficient": 0.0}, "add the bias by distance: Alibi()")
 
         def make(factor: float) -> Variant:
-            model = evidence.model.with_settings(slopes=factor * slopes)
-            return Variant(model, {"coefficient": factor}, f"slopes divided by {factor:.6g}")
+            changed = model.with_settings(slopes=factor * slopes)
+            repair = f"slopes divided by {factor:.6g}"
+            repair = "leave out the bias by distance" if is_missing else repair
+            return Variant(changed, {"coefficient": factor}, repair)
 
-        yield Family(make, (-1.0, 0.0, 0.5, 2.0, 8.0))
+        yield Family(make, (-1.0, 0.5, 2.0, 8.0))

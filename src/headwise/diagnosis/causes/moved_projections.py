@@ -9,6 +9,7 @@ from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.projection_moves import apply_moves_to_model, find_projection_moves
 from headwise.diagnosis.moves.move import Move
 from headwise.diagnosis.moves.row_map import MapName
+from headwise.diagnosis.simulation.attention_model import AttentionModel
 
 
 class MovedProjectionsCause(Cause):
@@ -34,6 +35,24 @@ class MovedProjectionsCause(Cause):
                         self.remedy(name),
                         is_step=not later.isdisjoint(move.roles),
                     )
+
+    def exchange_roles(self, model: AttentionModel, first: str, second: str) -> Iterator[Variant]:
+        """Yield the model with the weights of two roles exchanged, if they have one shape.
+
+        In cross attention the rows of queries are channels over other tokens than those of keys,
+        so that they cannot be looked up among them.
+        """
+        weights = model.weights
+        if weights[f"w{first}"].shape != weights[f"w{second}"].shape:
+            return
+        pairs = [(f"{kind}{first}", f"{kind}{second}") for kind in "wb"]
+        changes = {a: weights.get(b) for a, b in pairs} | {b: weights.get(a) for a, b in pairs}
+        where = f"w{first}, w{second}"
+        yield Variant(
+            model.with_weights(**changes),
+            {"roles": first + second},
+            f"undo it in {where}: {self.name}",
+        )
 
     def _matching_name(self, move: Move) -> MapName | None:
         return next((each for each in (move.name, *move.equals) if each.cause == self.name), None)

@@ -79,6 +79,8 @@ def _fit_norm_weights(evidence: Evidence, model: AttentionModel) -> tuple[Tensor
     predicted = flatten_tokens(model.predict("output", call) for call in calls)
     if recorded.shape != predicted.shape or len(recorded) < LEAST_TOKENS:
         return None
+    if not recorded.isfinite().all():
+        return None
     x, y = predicted - predicted.mean(0), recorded - recorded.mean(0)
     weight = (x * y).sum(0) / x.square().sum(0)
     return weight, recorded.mean(0) - weight * predicted.mean(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
+from headwise.diagnosis.causes.cause import Evidence, Family, Variant
 from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
 
 
@@ -24,3 +26,9 @@ class QAndKExchangedCause(MovedProjectionsCause):
     name: ClassVar[str] = "q and k exchanged"
     symptom: ClassVar[str] = "The attention map looks transposed: queries and keys are swapped"
     cost: ClassVar[float] = 1.0
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the moves of rows that have this name; in cross attention, other weights."""
+        yield from super().variants(evidence)
+        if any(call.inputs.source is not None for call in evidence.calls):
+            yield from self.exchange_roles(evidence.model, "q", "k")

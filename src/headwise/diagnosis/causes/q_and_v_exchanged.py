@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
+from headwise.diagnosis.causes.cause import Evidence, Family, Variant
 from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
 
 
@@ -25,3 +27,9 @@ class QAndVExchangedCause(MovedProjectionsCause):
         "Ported weights load, and only the keys agree: queries and values swapped"
     )
     cost: ClassVar[float] = 1.0
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the moves of rows that have this name; in cross attention, other weights."""
+        yield from super().variants(evidence)
+        if any(call.inputs.source is not None for call in evidence.calls):
+            yield from self.exchange_roles(evidence.model, "q", "v")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.simulation.settings import NormForm
 
 KINDS: tuple[Literal["rms", "layer", "l2"], ...] = ("rms", "layer", "l2")
 OVER: tuple[Literal["head", "width"], ...] = ("head", "width")
@@ -44,9 +45,14 @@ class QKNormKindCause(Cause):
     )
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the other kinds over a head and over the whole width."""
+        """Return the other kinds over a head and over the whole width; without weights for none."""
         norm = evidence.model.settings.norm
         if norm is None:
+            for kind in KINDS:
+                for over in OVER:
+                    model = evidence.model.with_settings(norm=NormForm(kind, over))
+                    parameters = {"norm": f"{kind} over the {over}, without weights"}
+                    yield Variant(model, parameters, "leave out the norm of q and k")
             return
         repair = f"{norm.kind} norm over the {norm.over}"
         yield Variant(evidence.model.with_settings(norm=None), {"norm": "none"}, repair)

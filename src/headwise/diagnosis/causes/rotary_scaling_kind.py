@@ -62,7 +62,8 @@ class RotaryScalingKindCause(Cause):
             for amplitude in (None, rotary.amplitude, 1.0):
                 model = evidence.model.with_rotary(scaling=scaling, attention_factor=amplitude)
                 kind = "none" if scaling is None else type(scaling).__name__
-                yield Variant(model, {"scaling": kind}, f"scaling={rotary.scaling}")
+                details = {} if scaling is None else {"factor": scaling.factor}
+                yield Variant(model, {"scaling": kind}, f"scaling={rotary.scaling}", details)
 
 
 def _list_other_scalings(

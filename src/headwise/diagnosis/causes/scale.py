@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.moves.formulas import find_formula
 
 
 class ScaleCause(Cause):
@@ -38,10 +39,13 @@ class ScaleCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the family of all factors of the right sign."""
-        right = evidence.model.settings.scale
+        right, wq = evidence.model.settings.scale, evidence.model.weights["wq"]
+        _, head_dim, width = wq.shape
 
         def make(scale: float) -> Variant:
             model = evidence.model.with_settings(scale=scale)
-            return Variant(model, {"scale": scale}, f"scale={right:.12g} in place of {scale:.6g}")
+            form = find_formula(scale, head_dim=head_dim, width=width)
+            repair = f"scale={right:.12g} in place of {scale:.6g}"
+            return Variant(model, {"scale": scale}, repair, {"form": form} if form else {})
 
         yield Family(make, tuple(right * 4.0**n for n in range(-4, 5)), is_log=True)

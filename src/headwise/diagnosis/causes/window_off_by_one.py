@@ -46,13 +46,16 @@ class WindowOffByOneCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return windows of up to MOST keys, and of the lengths that the recorded scores state.
 
-        A window differs before a query, after it, or on both sides; or there is none.
+        A window differs before a query, after it, or on both sides; or there is no bound at all.
         """
         settings = evidence.model.settings
         if settings.window is None and not settings.causal:
             yield from _windows_of_masks(evidence)
             return
         left, right = settings.window or (None, None)
+        if right is not None:
+            model = evidence.model.with_settings(window=None, causal=False)
+            yield Variant(model, {"window": "none"}, f"window=({left}, {right})")
         repair = f"window=({left}, {0 if settings.causal else right})"
         for length in dict.fromkeys((None, *range(MOST), *_farthest_visible_keys(evidence))):
             keys = "all" if length is None else length + 1

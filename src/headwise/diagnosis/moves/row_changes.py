@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headwise.diagnosis.moves.formulas import find_formula
 from headwise.diagnosis.moves.move import BOTH, Move
 from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_labels import read_bits
@@ -153,19 +154,22 @@ def fit_row_factors(a: Tensor, b: Tensor) -> Tensor:
 
 def _factors_in_groups(a: Tensor, b: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None:
     """Return the factors of all rows by group; None as soon as the first head has no groups."""
-    if _group_factors(fit_row_factors(a[:1], b[:1]), tolerance) is None:
+    if _group_factors(fit_row_factors(a[:1], b[:1]), tolerance, a.shape[2]) is None:
         return None
-    return _group_factors(fit_row_factors(a, b), tolerance)
+    return _group_factors(fit_row_factors(a, b), tolerance, a.shape[2])
 
 
-def _group_factors(factors: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None:
+def _group_factors(
+    factors: Tensor, tolerance: float, columns: int
+) -> tuple[MapName, Tensor] | None:
     """Return one factor for the role, for heads, for halves or for every second channel."""
     channels = factors.shape[1]
     half = channels // 2
     middle = factors.median()
     if _are_factors_constant(factors, tolerance):
         factor = snap_to_power_of_two(float(middle))
-        return _name_factor(factor, ""), torch.full((1, 1), factor, dtype=torch.float64)
+        form = find_formula(factor, head_dim=channels, width=columns)
+        return _name_factor(factor, form), torch.full((1, 1), factor, dtype=torch.float64)
     if channels % 2 == 0:
         for text, parts in (
             ("the second half of each head", (factors[:, :half], factors[:, half:])),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -55,6 +55,10 @@ class Gaps:
     def stages(self) -> list[str]:
         """The stages with parted cells, in order."""
         return list(dict.fromkeys(stage for stage, _, _ in self.parted))
+
+    def total(self, cells: Iterable[Cell]) -> float:
+        """Return the sum of the sizes of cells, each at most 1."""
+        return sum(min(self.cells[cell].size, 1.0) for cell in cells if cell in self.cells)
 
     def size(self, stage: str) -> tuple[float, float]:
         """Return the sums of the unexplained shares of entries, and of sizes of at most 1.
@@ -161,6 +165,31 @@ def _measure_gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str)
         head: Gap(each, share, unexplained)
         for head, (each, share), unexplained in zip(heads, numbers, left.tolist(), strict=True)
     }
+
+
+def measure_positions(model: AttentionModel, call: RecordedCall, stage: str) -> list[float]:
+    """Return the relative difference of a stage at each query or key; 0 where it is rounding.
+
+    Nothing is returned for a stage of another shape.
+    """
+    forced, actual = model.prepare_stage(stage, call), call.stages[stage]
+    predicted = forced.result()
+    if predicted.shape != actual.shape:
+        return []
+    axis = 1 if stage == "output" else 2
+    apart, bound, size = (
+        x.transpose(0, axis).flatten(1)
+        for x in (
+            absolute_difference(predicted, actual),
+            _rounding_bound(forced, actual),
+            actual.masked_fill(~actual.isfinite(), 0.0),
+        )
+    )
+    parts = ((apart != 0) & ~(apart <= bound)).any(1)
+    relative = apart.norm(dim=1) / size.norm(dim=1)
+    sizes = torch.where(parts, relative.nan_to_num(math.inf), 0.0)
+    numbers: list[float] = sizes.tolist()
+    return numbers
 
 
 def absolute_difference(predicted: Tensor, actual: Tensor) -> Tensor:

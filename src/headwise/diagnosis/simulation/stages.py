@@ -56,6 +56,11 @@ class Inputs:
     positions: Tensor | None = None
     steps: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.mask is not None and self.mask.dim() < 4:
+            mask = self.mask[(None,) * (4 - self.mask.dim())]
+            object.__setattr__(self, "mask", mask)
+
     @property
     def chunks(self) -> list[Inputs]:
         """The inputs of each call."""

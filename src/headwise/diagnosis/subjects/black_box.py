@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.failures import FAILURES, describe_error
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
 
 
 class BlackBox(Subject):
-    """A function of ``x``, and of ``source`` and ``mask`` where a call has them.
+    """A function of ``x``, and of ``source`` and ``mask`` where it takes them.
 
     It may take and return NumPy arrays. Its outputs are checked: of the right shape, finite, the
-    same in a second run, and without a change of its inputs.
+    same in a second run and after other inputs, and without a change of its inputs.
     """
 
     def __init__(self, function: Callable[..., Any], kind: str = "function") -> None:
         self.function, self.kind = function, kind
         self.dtype = torch.float32
+        self.takes_mask = self._takes("mask")
+        self.takes_arrays = False  # known after the first call
+        self._first: tuple[Inputs, Tensor] | None = None
 
     @torch.no_grad()
     def output(self, inputs: Inputs) -> Tensor:
         """Return the output of a call.
 
         Raises:
-            OptionError: the function returns no tensor, has another output in a second run, returns
-                NaN, or changes its input.
+            OptionError: the function fails, returns no tensor, has another output in a second run,
+                returns NaN, or changes its input.
         """
         first, second = self._call_function(inputs), self._call_function(inputs)
         if first.shape[:2] != inputs.x.shape[:2] or first.dim() != 3:
@@ -41,21 +46,44 @@ class BlackBox(Subject):
                 "an output of (batch, queries, out_dim)",
                 "compare(lambda x: layer(x)[0], ...) selects the output of a tuple",
             )
-        if not torch.equal(first.isnan(), torch.zeros_like(first, dtype=torch.bool)):
+        if not first.isfinite().all():
+            word = "NaN" if first.isnan().any() else "infinite"
+            count = int((first.isnan() if word == "NaN" else first.isinf()).sum())
             raise _function_fault_error(
-                f"{int(first.isnan().sum())} of {first.numel()} outputs that are NaN",
+                f"{count} of {first.numel()} outputs that are {word}",
                 "finite outputs",
                 "look for rows whose keys are all hidden, or for weights that are not finite",
             )
-        if not torch.equal(first, second):
-            raise _function_fault_error(
-                "other outputs in a second run on the same input: they differ by up to "
-                f"{float((first - second).abs().max()):.3g}",
-                "a function without randomness or state",
-                "call eval() first, which turns dropout off, and pass a fresh cache in each call",
-            )
+        self._require_same(first, second, "in a second run on the same input")
+        self._first = self._first or (inputs, first)
         self.dtype = first.dtype
         return first
+
+    @torch.no_grad()
+    def require_stateless(self) -> None:
+        """Run the first input again, after all others.
+
+        Raises:
+            OptionError: the function has another output than before.
+        """
+        if self._first is not None:
+            inputs, output = self._first
+            self._require_same(
+                output, self._call_function(inputs), "on the same input, after other inputs"
+            )
+
+    def _require_same(self, before: Tensor, now: Tensor, when: str) -> None:
+        if before.shape != now.shape:
+            apart = f"of shape {tuple(now.shape)} in place of {tuple(before.shape)}"
+        elif not torch.equal(before, now):
+            apart = f"they differ by up to {float((before - now).abs().max()):.3g}"
+        else:
+            return
+        raise _function_fault_error(
+            f"other outputs {when}: {apart}",
+            "a function without randomness or state",
+            "call eval() first, which turns dropout off, and pass a fresh cache in each call",
+        )
 
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the output alone."""
@@ -93,20 +121,27 @@ class BlackBox(Subject):
         }
 
     def _call_function(self, inputs: Inputs) -> Tensor:
-        x = inputs.x.clone()
-        named = {"source": inputs.source, "mask": inputs.mask}
+        named = {"x": inputs.x, "source": inputs.source, "mask": inputs.mask}
         given = {name: value for name, value in named.items() if value is not None}
-        result = self.function(x, **given)
-        if not torch.equal(x, inputs.x):
+        for name in given.keys() - {"x"}:
+            if not self._takes(name):
+                raise _function_fault_error(
+                    f"inputs with a {name} for {self.kind}, which has no argument {name}",
+                    f"a function of x and {name}",
+                    f"compare(lambda x, {name}=None: function(x, {name}), ...)",
+                )
+        result, used = self._run(given)
+        changed = [name for name, x in used.items() if not torch.equal(x, given[name])]
+        if changed:
             raise _function_fault_error(
-                "a function that changes its input",
+                f"a function that changes its {'input' if 'x' in changed else changed[0]}",
                 "an input that stays as it was",
                 "compare(lambda x: function(x.clone()), ...)",
             )
+        if isinstance(result, tuple) and result and isinstance(result[0], Tensor | np.ndarray):
+            result = result[0]
         if isinstance(result, np.ndarray):
             result = torch.from_numpy(result)
-        if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
-            result = result[0]
         if not isinstance(result, Tensor):
             raise _function_fault_error(
                 f"an output of type {type(result).__name__}",
@@ -114,6 +149,54 @@ class BlackBox(Subject):
                 "compare(lambda x: function(x)[0], ...) selects one output of several",
             )
         return result
+
+    def _run(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
+        """Run the function on copies: tensors, or NumPy arrays where it fails on tensors.
+
+        Returns:
+            Its result, and the copies as it left them.
+        """
+        if self.takes_arrays:
+            return self._run_on_arrays(given)
+        copies = {name: x.clone() for name, x in given.items()}
+        try:
+            return self._run_on(copies), copies
+        except FAILURES as error:
+            try:
+                ran = self._run_on_arrays(given)
+            except FAILURES as other:
+                raise self._make_failure(given, error, other) from error
+            self.takes_arrays = True
+            return ran
+
+    def _run_on_arrays(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
+        copies = {name: x.detach().clone() for name, x in given.items()}
+        return self._run_on({name: x.numpy() for name, x in copies.items()}), copies
+
+    def _run_on(self, arguments: Mapping[str, Any]) -> Any:
+        named = {name: argument for name, argument in arguments.items() if name != "x"}
+        return self.function(arguments["x"], **named)
+
+    def _make_failure(
+        self, given: Mapping[str, Tensor], on_tensors: Exception, on_arrays: Exception
+    ) -> OptionError:
+        shapes = " and ".join(f"{name} of shape {tuple(x.shape)}" for name, x in given.items())
+        return _function_fault_error(
+            f"{self.kind} that fails on tensors ({describe_error(on_tensors)}) and on NumPy "
+            f"arrays ({describe_error(on_arrays)})",
+            f"a function that runs on {shapes}, float32",
+            "run it on such an input first",
+        )
+
+    def _takes(self, name: str) -> bool:
+        """True if the function has an argument of this name, or takes any."""
+        called = self.function.forward if isinstance(self.function, nn.Module) else self.function
+        try:
+            parameters = inspect.signature(called).parameters
+        except (TypeError, ValueError):  # of a function that is not written in Python
+            return False
+        kinds = {each.kind for each in parameters.values()}
+        return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _function_fault_error(saw: str, needed: str, do: str) -> OptionError:

@@ -24,6 +24,9 @@ class LayerRun:
         input_rounding: the relative difference that a run in float32 makes at its input.
         stored: dtype of the weights.
         roundings: the relative difference that a run in float32 makes in each stage.
+        window: the number of keys in its window by the config; None for none.
+        dropout: of its weights in training; None where it is not known, or the model is in eval
+            mode.
     """
 
     name: str
@@ -32,6 +35,8 @@ class LayerRun:
     input_rounding: float = 0.0
     stored: torch.dtype = torch.float64
     roundings: Mapping[str, float] = field(default_factory=dict)
+    window: int | None = None
+    dropout: float | None = None
 
     def rounding(self, stage: str) -> float:
         """Return the relative difference that a run in float32 makes in a stage."""

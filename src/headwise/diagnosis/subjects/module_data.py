@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.checkpoints.attention_loading import attention_from_state
-from headwise.checkpoints.config import layout_name, read_stated_counts
+from headwise.checkpoints.config import attention_window, layout_name, read_stated_counts
 from headwise.checkpoints.config_check import layout_in_layer
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.subjects.native_subject import NativeSubject
@@ -30,11 +30,13 @@ class ModuleData:
         prefix: the name of the module, or of the module around it that has the output projection.
         model: the attention; None where the weights or settings cannot be read.
         projections: role -> name of the submodule that projects it; only submodules of their own.
+        window: the number of keys in its window by the config; None for none.
     """
 
     prefix: str
     model: AttentionModel | None
     projections: Mapping[str, str]
+    window: int | None = None
 
     def covers_module(self, name: str) -> bool:
         """True if a module's name is that of this one, or of a part of it."""
@@ -60,7 +62,8 @@ def _read_layer(name: str, module: nn.Module) -> ModuleData | None:
         return ModuleData(prefix, None, projections)
     if isinstance(module, nn.MultiheadAttention):
         with suppress(HeadwiseError):
-            return ModuleData(prefix, TorchSubject(module).model, {})
+            # Its output projection is no call of a module: the output is that of the layer.
+            return ModuleData(prefix, TorchSubject(module).model, {"o": name})
     return None
 
 
@@ -96,4 +99,7 @@ def _read_module_by_layout(
         for role in "qkvo"
         if f"w{role}" in layout.patterns[local].tensors
     }
-    return ModuleData(module.prefix, data, owners)
+    window = None
+    with suppress(HeadwiseError):
+        window = attention_window(config, module.layer)
+    return ModuleData(module.prefix, data, owners, window)

@@ -13,16 +13,20 @@ from torch import Tensor, nn
 from headwise.diagnosis.simulation.stages import Inputs
 from headwise.diagnosis.subjects.subject import Subject
 
+DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")  # attributes, the surest one first
+
 
 class ModuleSubject(Subject):
     """An attention module; it runs as a copy in eval mode, and is never changed.
 
     Attributes:
         module: the copy, in the dtype of its weights.
+        dropout: of the weights in training; None in eval mode, or where it is not known.
     """
 
     def __init__(self, module: nn.Module, kind: str) -> None:
         self.kind = kind
+        self.dropout = read_training_dropout(module)
         self.module = copy.deepcopy(module).eval()
         self.dtype = next(module.parameters()).dtype
 
@@ -57,6 +61,28 @@ class ModuleSubject(Subject):
         # Gradients have the shapes of the weights, and are read in the same layout.
         model = self.subject_of_module(module).model
         return gradients | ({} if model is None else dict(model.weights))
+
+
+def read_training_dropout(module: nn.Module) -> float | None:
+    """Return the dropout of a module's weights; None in eval mode, or where it is not known."""
+    if not module.training:
+        return None
+    for name in DROPOUTS:
+        value = getattr(module, name, None)
+        value = value.p if isinstance(value, nn.Dropout) else value
+        if isinstance(value, int | float):
+            return float(value)
+    return None
+
+
+def describe_dropout_difference(first: float | None, second: float | None) -> str:
+    """Return the sentence on two dropouts that differ, which no run_module in eval mode shows."""
+    if first is None or second is None or first == second:
+        return ""
+    return (
+        f"dropout is {first:g} in the first and {second:g} in the second, which shows in training "
+        "alone: call eval() on both if only inference counts"
+    )
 
 
 def _replace_none_by_zeros(leaf: Tensor) -> Tensor:

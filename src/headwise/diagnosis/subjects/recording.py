@@ -74,6 +74,20 @@ class Recording(Subject):
                     + ("" if axes == 3 else ", with heads as the second: (batch, heads, ...)"),
                     do="reshape it before it is stored",
                 )
+        output, x = tensors["output"], self.inputs.x
+        if output.shape[:2] != x.shape[:2]:
+            raise ShapeError(
+                saw=f"output of shape {tuple(output.shape)} and x of shape {tuple(x.shape)} in "
+                f"{path.name}",
+                needed="a row of output for each row of x: (batch, queries, ...)",
+                do="store both of the same call",
+            )
+        if not output.isfinite().any():
+            raise OptionError(
+                saw=f"{path.name}, whose outputs are all NaN or infinite",
+                needed="finite outputs, but for queries that may attend to no key",
+                do="look for weights that are not finite, or for an overflow of float16",
+            )
 
     def output(self, inputs: Inputs) -> Tensor:  # noqa: ARG002 (always those of the recording)
         """Return the recorded output."""

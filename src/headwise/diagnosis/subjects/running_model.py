@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.diagnosis.probes import SEED
+from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.failures import FAILURES, describe_error
 from headwise.diagnosis.subjects.model_run import LayerRun, ModelRun, relative_difference_norm
 from headwise.diagnosis.subjects.module_data import ModuleData, read_attention_modules
-from headwise.errors import OptionError
+from headwise.diagnosis.subjects.module_subject import read_training_dropout
+from headwise.errors import HeadwiseError, OptionError
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
 from headwise.support.module_modes import evaluation_mode
@@ -28,7 +31,12 @@ ModelInputs = Mapping[str, Any]
 Arguments = tuple[tuple[Any, ...], ModelInputs]  # positional and named
 
 
-def run_model(model: nn.Module, inputs: Tensor | ModelInputs | None = None) -> ModelRun:
+def run_model(
+    model: nn.Module,
+    inputs: Tensor | ModelInputs | None = None,
+    *,
+    vocabulary: int | None = None,
+) -> ModelRun:
     """Run a float64 copy of a model in eval mode, and record the stages of each attention.
 
     Queries and keys are recorded as they enter the scores, values and weights as they are, head
@@ -37,11 +45,13 @@ def run_model(model: nn.Module, inputs: Tensor | ModelInputs | None = None) -> M
     Args:
         model: any module whose attention `headwise.scan` captures.
         inputs: a tensor, or keyword arguments; None for random tokens of its vocabulary.
+        vocabulary: the number of random tokens to draw from; None for that of the model.
 
     Raises:
-        OptionError: no attention was captured, or the model needs inputs.
+        OptionError: no attention was captured, the model needs inputs, or it fails on them.
     """
-    arguments = _make_arguments(model, inputs)
+    arguments = _make_arguments(model, inputs, vocabulary)
+    _require_known_tokens(model, arguments)
     wide, wide_output = _run_in_dtype(torch.float64, model, arguments)
     single, single_output = _run_in_dtype(torch.float32, model, arguments)
     stored = next(model.parameters()).dtype
@@ -49,6 +59,7 @@ def run_model(model: nn.Module, inputs: Tensor | ModelInputs | None = None) -> M
         replace(
             layer,
             stored=stored,
+            dropout=read_training_dropout(model.get_submodule(layer.name)),
             input_rounding=relative_difference_norm(narrow.call.inputs.x, layer.call.inputs.x),
             roundings={
                 stage: relative_difference_norm(narrow.call.stages[stage], x)
@@ -80,7 +91,25 @@ def _run_in_dtype(
         tuple(_cast_tensors(x, dtype) for x in positional),
         {name: _cast_tensors(x, dtype) for name, x in named.items()},
     )
-    return record_layers(copy.deepcopy(model).to(dtype), cast_arguments)
+    try:
+        return record_layers(copy.deepcopy(model).to(dtype), cast_arguments)
+    except HeadwiseError:
+        raise
+    except FAILURES as error:
+        shapes = [
+            f"{name} of shape {tuple(x.shape)}" for name, x in _list_tensors(arguments).items()
+        ]
+        raise OptionError(
+            saw=f"a {type(model).__name__} that fails: {describe_error(error)}",
+            needed=f"a model that runs in {dtype} on {', '.join(shapes) or 'these inputs'}",
+            do="run it on such inputs first",
+        ) from error
+
+
+def _list_tensors(arguments: Arguments) -> dict[str, Tensor]:
+    positional, named = arguments
+    every = {f"argument {n}": x for n, x in enumerate(positional)} | dict(named)
+    return {name: x for name, x in every.items() if isinstance(x, Tensor)}
 
 
 def record_layers(
@@ -138,10 +167,12 @@ def find_main_tensor(output: Any) -> Tensor:
     return output
 
 
-def _make_arguments(model: nn.Module, inputs: Tensor | ModelInputs | None) -> Arguments:
+def _make_arguments(
+    model: nn.Module, inputs: Tensor | ModelInputs | None, vocabulary: int | None
+) -> Arguments:
     """Return positional and named arguments of the model."""
     if inputs is None:
-        return (), _random_tokens(model)
+        return (), _random_tokens(model, vocabulary or read_vocabulary_size(model))
     return ((inputs,), {}) if isinstance(inputs, Tensor) else ((), inputs)
 
 
@@ -153,9 +184,29 @@ def _describe_inputs(inputs: Tensor | ModelInputs | None) -> str:
     return f"your {', '.join(inputs)}"
 
 
-def _random_tokens(model: nn.Module) -> dict[str, Tensor]:
+def read_vocabulary_size(model: nn.Module) -> int | None:
+    """Return the number of tokens that a model of transformers knows; None for others."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _require_known_tokens(model: nn.Module, arguments: Arguments) -> None:
+    positional, named = arguments
+    vocabulary = read_vocabulary_size(model)
+    for name, x in {**dict(zip(("input_ids",), positional, strict=False)), **named}.items():
+        if vocabulary and isinstance(x, Tensor) and name.endswith("input_ids"):
+            largest = int(x.max()) if x.numel() else 0
+            if not x.is_floating_point() and largest >= vocabulary:
+                raise OptionError(
+                    saw=f"token {largest} in {name}, for a {type(model).__name__} with a "
+                    f"vocabulary of {vocabulary}",
+                    needed="tokens that both models know",
+                    do="use the tokenizer of the model with the smaller vocabulary",
+                )
+
+
+def _random_tokens(model: nn.Module, vocabulary: int | None) -> dict[str, Tensor]:
     config = getattr(model, "config", None)
-    vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is None:
         raise OptionError(
             saw=f"a {type(model).__name__} without a vocabulary, and no inputs",
@@ -175,6 +226,7 @@ class _Projections:
         self.model, self.modules = model, modules
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
+        self.sources: dict[str, Tensor] = {}  # of layers of torch, which take keys as an argument
 
     def hooks(self) -> ExitStack:
         """Return a context in which the projections are recorded."""
@@ -185,7 +237,11 @@ class _Projections:
         return stack
 
     def _make_hook(self, name: str) -> Any:
-        def keep(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        def keep(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+            if isinstance(module, nn.MultiheadAttention):
+                arguments = tuple(_put_batch_first(module, x) for x in arguments[:2])
+                output = _put_batch_first(module, output[0])
+                self.sources.setdefault(name, arguments[-1])
             # Of a module that runs several times, the first run.
             if isinstance(output, Tensor) and arguments and isinstance(arguments[0], Tensor):
                 self.inputs.setdefault(name, arguments[0])
@@ -198,13 +254,19 @@ class _Projections:
         return next((data for data in self.modules if data.covers_module(layer)), None)
 
 
+def _put_batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    return x if module.batch_first or x.dim() < 3 else x.transpose(0, 1)
+
+
 def _make_layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dtype) -> LayerRun:
     data = projected.make_module_data(call.layer)
     names = {} if data is None else data.projections
     inputs = {role: projected.inputs.get(name) for role, name in names.items()}
     outputs = {role: projected.outputs.get(name) for role, name in names.items()}
-    x = call.state if inputs.get("q") is None else inputs["q"]
-    source = inputs.get("k") if call.is_cross else None
+    of_torch = projected.sources.get(names.get("o", ""))
+    x = inputs.get("q") if of_torch is None else inputs["o"]
+    x = call.state if x is None else x
+    source = (inputs.get("k") if of_torch is None else of_torch) if call.is_cross else None
     matrix = call.matrix
     batch, _, queries, _ = matrix.shape
     stages = {"q after rotary": matrix.q, "k after rotary": matrix.k}
@@ -219,6 +281,8 @@ def _make_layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dt
         stages["q after rotary"] = _divide_by_scale(
             matrix.q, stages["q"], data.model.settings.scale
         )
+    if data is not None and data.model is not None and "q" not in stages:
+        stages |= _read_projections(stages, data.model.settings)
     output = outputs.get("o")
     if output is not None and output.shape[:-1] == (batch, queries):
         stages["output"] = output
@@ -234,7 +298,15 @@ def _make_layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dt
         {name: x.double() for name, x in stages.items()},
         dtype,
     )
-    return LayerRun(call.layer, recorded, model)
+    window = None if data is None else data.window
+    return LayerRun(call.layer, recorded, model, window=window)
+
+
+def _read_projections(stages: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
+    """Return queries and keys as projections, where nothing comes between them and the scores."""
+    if settings.rotary is not None or settings.norm is not None:
+        return {}
+    return {role: stages[f"{role} after rotary"] for role in "qk"}
 
 
 def _divide_by_scale(q: Tensor, projected: Tensor, scale: float) -> Tensor:

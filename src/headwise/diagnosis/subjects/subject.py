@@ -18,10 +18,14 @@ class Subject(ABC):
     Attributes:
         kind: what it is, in a few words for reports.
         dtype: of its weights or, for a function, of its outputs.
+        takes_mask: True if calls may have a mask.
+        dropout: of the weights in training; None in eval mode, or where it is not known.
     """
 
     kind: str
     dtype: torch.dtype
+    takes_mask: bool = True
+    dropout: float | None = None
 
     @property
     def model(self) -> AttentionModel | None:

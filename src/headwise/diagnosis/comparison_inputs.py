@@ -1,0 +1,113 @@
+"""Inputs of a comparison: those of a recording, the caller's, or those that headwise makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.probes import NamedInputs, make_probe_inputs
+from headwise.diagnosis.simulation.stages import Inputs
+from headwise.diagnosis.subjects.recording import Recording
+from headwise.diagnosis.subjects.subject import Subject
+from headwise.errors import MaskError, OptionError, ShapeError
+
+
+def choose_inputs(
+    first: Subject, second: Subject, inputs: Tensor | Inputs | Mapping[str, Any] | None
+) -> list[NamedInputs]:
+    """Return the inputs on which two subjects are compared.
+
+    Raises:
+        OptionError: nothing but outputs is known of both, inputs beside a recording, or keyword
+            arguments, which only models take.
+        ShapeError: other widths of the two, or of the inputs.
+    """
+    if isinstance(inputs, Mapping):
+        raise OptionError(
+            saw="keyword arguments as the inputs of attention layers",
+            needed="(batch, tokens, width), or two whole models",
+            do="compare(a, b, x), or compare(model_a, model_b, {'input_ids': tokens})",
+        )
+    subjects = (first, second)
+    sizes = [each.sizes for each in subjects if each.sizes is not None]
+    if not sizes:
+        raise OptionError(
+            saw=f"{first.kind} and {second.kind}, of which nothing but the outputs is known",
+            needed="one layer at least whose weights and settings can be read",
+            do="build the layer that one of them should be: headwise.Attention(...), or pass the "
+            "module that also holds the output projection",
+        )
+    if len({*sizes}) > 1:
+        (mine, my_source), (theirs, their_source) = sizes
+        what = (mine, theirs) if mine != theirs else (my_source, their_source)
+        raise ShapeError(
+            saw=f"a takes {'tokens' if mine != theirs else 'sources'} of width {what[0]}, "
+            f"b of width {what[1]}",
+            needed="two attentions of the same input",
+            do="compare layers of the same model",
+        )
+    recording = next((each for each in subjects if isinstance(each, Recording)), None)
+    if recording is not None:
+        if inputs is not None:
+            raise OptionError(
+                saw=f"inputs beside {recording.kind}",
+                needed="the input that the recording was made with",
+                do="leave inputs out",
+            )
+        _require_matching_shapes(recording.inputs, sizes[0], recording.kind)
+        return [NamedInputs(f"the input of {recording.kind}", recording.inputs)]
+    if inputs is None:
+        return make_probes(subjects, sizes[0])
+    given = inputs if isinstance(inputs, Inputs) else Inputs(inputs)
+    _require_matching_shapes(given, sizes[0], "your input")
+    return [NamedInputs(f"your input of {given.x.shape[1]} tokens", given)]
+
+
+def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[NamedInputs]:
+    """Return headwise's own inputs; without masks where a subject takes none."""
+    probes = make_probe_inputs(sizes, crosses=sizes[0] != sizes[1])
+    if all(subject.takes_mask for subject in subjects):
+        return probes
+    return [
+        replace(
+            probe,
+            name=probe.name.partition(" under a ")[0],
+            inputs=replace(probe.inputs, mask=None),
+        )
+        for probe in probes
+    ]
+
+
+def _require_matching_shapes(inputs: Inputs, sizes: tuple[int, int], name: str) -> None:
+    source = "x" if inputs.source is None else "source"
+    for what, x, width in (("x", inputs.x, sizes[0]), (source, inputs.key_source, sizes[1])):
+        if x.dim() != 3 or x.shape[2] != width:
+            raise ShapeError(
+                saw=f"{what} of shape {tuple(x.shape)} in {name}",
+                needed=f"(batch, tokens, {width})",
+                do=f"give one sequence as {what}[None]"
+                if x.dim() == 2
+                else f"give the {what} that the layer takes, before its projections",
+            )
+    mask = inputs.mask
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise MaskError(
+            saw=f"a mask of {mask.dtype} in {name}",
+            needed="a boolean mask, where True attends",
+            do="mask=added == 0 for a mask that is added to scores",
+        )
+    keys = sum(inputs.steps) or inputs.key_source.shape[1]
+    shape = (len(inputs.x), mask.shape[1], inputs.x.shape[1], keys)
+    if any(size not in (1, full) for size, full in zip(mask.shape, shape, strict=True)):
+        raise ShapeError(
+            saw=f"a mask of shape {tuple(mask.shape)} in {name}",
+            needed=f"a mask that broadcasts to (batch, heads, queries, keys) = ({shape[0]}, heads, "
+            f"{shape[2]}, {shape[3]})",
+            do="give padding as mask[:, None, None]",
+        )
