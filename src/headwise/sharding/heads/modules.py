@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.kernels.linear import project
+from headwise.kernels.linear import apply_linear
 from headwise.layers.native.base import Projection
 from headwise.layers.native.qk_norm import Norm, normalise
 from headwise.sharding.heads.rank_heads import RankHeads, local_part
@@ -39,7 +39,7 @@ class HeadsProjection(Projection):
         if self.channels is not None:
             weight = weight[self.channels]
             bias = None if bias is None else bias[self.channels]
-        return project(input, weight, bias)
+        return apply_linear(input, weight, bias)
 
 
 class SumProjection(Projection):
@@ -56,7 +56,7 @@ class SumProjection(Projection):
         """Project this rank's share of in_features to the output of all heads."""
         weight = _of_rank(self.weight)
         assert weight is not None
-        output = sum_forward(project(input, weight, None), group=self.part.group)
+        output = sum_forward(apply_linear(input, weight, None), group=self.part.group)
         if self.bias is None:
             return output
         bias = local_part(self.bias, heads_of_this_rank=False)
