@@ -70,7 +70,7 @@ def trained(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], list[float]
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        norms.append(float(clip_gradients(model.parameters(), 0.5)))
+        norms.append(float(clip_gradients(model.parameters(), max_norm=0.5)))
         optimizer.step()
     return gather_state(model), norms
 

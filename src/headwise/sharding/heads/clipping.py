@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_gradients(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor:
     """Scale all gradients so that their norm together is at most ``max_norm``; return that norm.
 
     `torch.nn.utils.clip_grad_norm_` refuses a mix of plain parameters and DTensors, and DTensors on
