@@ -129,7 +129,7 @@ def test_a_card_shows_the_neighbours_and_what_receives_most(
 
 def test_what_all_heads_have_alike_is_not_told() -> None:
     alone = made_up(layers=1, heads=1)
-    assert wording.standout_heads(alone) == []
+    assert alone.standouts() == []
     assert "Heads that stand out" not in render(report(alone))
     assert "What 1 attention head of made-up attends to" in Tree(render(report(alone))).root.text
 
@@ -177,7 +177,7 @@ def test_only_what_is_clearly_apart_from_the_middle_head_is_told(
     name: str, values: list[float], told: list[str]
 ) -> None:
     scan = with_values(name, values)
-    assert [one.sentence for one in wording.standout_heads(scan)] == told
+    assert [one.sentence for one in scan.standouts()] == told
     html = render(report(scan))
     assert ("No head stands out." in html) == (told == [])
     assert wording.RULE in Tree(html).root.text
@@ -185,7 +185,7 @@ def test_only_what_is_clearly_apart_from_the_middle_head_is_told(
 
 def test_of_several_texts_no_one_length_is_named() -> None:
     several = with_values("effective_keys", [2.0, 2.0, 2.0, 12.0], sequences=3)
-    (one,) = wording.standout_heads(several)
+    (one,) = several.standouts()
     assert one.sentence == "attends most widely: to about 12 tokens"
     assert one.middle == "about 2.0 tokens"
 

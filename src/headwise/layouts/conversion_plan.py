@@ -49,11 +49,11 @@ def plan_conversion(
     """Return the steps from one layout to another; steps that only check come first.
 
     Args:
-        headers: name -> shape and dtype of every tensor.
+        headers: name -> shape and dtype of every tensor; tensors fit, also those on "meta".
         source: the layout that they are in.
-        target: the wanted one.
+        target: the layout to write.
         accept: fields of `AttentionSpec` that may differ.
-        form: of the names of the target.
+        form: prefix and base name of the target's names; by default those of the source.
         known: heads, kv_heads, rotary_width, and other counts that follow from no shape.
 
     Raises:

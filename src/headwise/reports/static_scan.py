@@ -13,9 +13,8 @@ from torch import Tensor
 from headwise.reports import png_images, viewer_blobs, wording
 from headwise.reports.page_templates import secure_page, template_environment
 from headwise.reports.scan_report import ScanReport
-from headwise.reports.wording import StandoutHead
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.layer_scan import LayerScan
+from headwise.scanning.layer_scan import LayerScan, StandoutHead
 from headwise.support.message_text import describe_count
 
 MOST_NUMBERS = 16  # heads of a layer up to which the grid has numbers

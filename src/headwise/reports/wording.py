@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.reports import png_images
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.layer_scan import HeadValue
+from headwise.scanning.layer_scan import HeadValue, StandoutHead
 from headwise.scanning.statistics.catalogue import PICTURED
 from headwise.scanning.statistics.statistic import Definition
 
@@ -186,16 +186,6 @@ def clearest_statistic(scan: HeadScan) -> DrawnStatistic | None:
     if standouts := standout_heads(scan):
         return drawn_statistic(scan, standouts[0].statistic)
     return next((each for each in statistics_with_picture(scan) if each.varies_enough), None)
-
-
-@dataclass(frozen=True)
-class StandoutHead:
-    """A head that stands out by a statistic, with a sentence and the value of the middle head."""
-
-    head: HeadValue
-    sentence: str
-    middle: str
-    statistic: str
 
 
 def standout_heads(scan: HeadScan) -> list[StandoutHead]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from headwise.errors import OptionError
 from headwise.scanning import scan_file
-from headwise.scanning.layer_scan import LayerScan, ScanReadings
+from headwise.scanning.layer_scan import LayerScan, ScanReadings, StandoutHead
 from headwise.scanning.scan_diff import ScanDiff
 from headwise.scanning.scanned_text import merge_texts
 from headwise.scanning.statistics.statistic import Statistic
@@ -119,6 +119,17 @@ class HeadScan(Displayed, ScanReadings):
         return ScanDiff.between(self, other, match=match)
 
     # ---- pages ------------------------------------------------------------------------------
+
+    def standouts(self) -> list[StandoutHead]:
+        """Return the heads that stand out, with the sentences of pages and terminals.
+
+        A head stands out by a statistic if its value is the highest, at least twice that of the
+        middle head, and for shares 5 percentage points more. It also stands out if it attends to
+        the fewest tokens, and to at most half as many as the middle head. The list is empty where
+        all heads are alike, as in a model with random weights.
+        """
+        heads: list[StandoutHead] = render_form(self, "standouts")
+        return heads
 
     def save_page(
         self,

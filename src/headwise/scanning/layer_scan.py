@@ -38,6 +38,23 @@ class HeadValue(NamedTuple):
     value: float
 
 
+@dataclass(frozen=True)
+class StandoutHead:
+    """A head that stands out by a statistic.
+
+    Attributes:
+        head: the head, with its value.
+        sentence: what it does, such as "attends most widely: to about 24 of 37 tokens".
+        middle: the value of the middle head, in words.
+        statistic: name of the statistic.
+    """
+
+    head: HeadValue
+    sentence: str
+    middle: str
+    statistic: str
+
+
 @dataclass(eq=False, kw_only=True, repr=False)
 class LayerScan:
     """Summaries of the statistics of one layer, updated with every attention call.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Literal
 
-Form = Literal["text", "html", "page", "figure", "widget"]
+Form = Literal["text", "html", "page", "figure", "widget", "standouts"]
 
 # (class, form) -> the function that draws a result of this class
 DRAWN_BY: dict[tuple[str, Form], str] = {
@@ -17,6 +17,7 @@ DRAWN_BY: dict[tuple[str, Form], str] = {
     ("HeadScan", "page"): "headwise.reports.scan_page.render_scan",
     ("HeadScan", "figure"): "headwise.reports.figures.plot_scan",
     ("HeadScan", "widget"): "headwise.reports.widget.view_scan",
+    ("HeadScan", "standouts"): "headwise.reports.wording.standout_heads",
     ("ScanDiff", "text"): "headwise.reports.terminal.diff_text",
     ("ScanDiff", "html"): "headwise.reports.notebook_forms.diff_html",
     ("ScanDiff", "page"): "headwise.reports.scan_page.render_diff",

@@ -41,7 +41,10 @@ class Attention(HeadReadings):
         value_dim: width of a head's values; head_dim by default.
         out_dim: width of the output; embed_dim by default.
         source_dim: width of ``source``, for cross attention; embed_dim by default.
-        q_bias, k_bias, v_bias, out_bias: True for a bias in that projection.
+        q_bias: True for a bias in the projection of queries.
+        k_bias: True for a bias in the projection of keys.
+        v_bias: True for a bias in the projection of values.
+        out_bias: True for a bias in the output projection.
         rotary: rotates queries and keys by their positions.
         score_bias: added to the scores by distance, `Alibi` or `T5Bias`.
         qk_norm: normalises queries and keys.
@@ -53,7 +56,8 @@ class Attention(HeadReadings):
         dropout: probability of dropping each weight in training.
         init: the library whose initialisation is used; see `initialise_projections` in
             `headwise.layers.native.initialization`.
-        device, dtype: those of the parameters, as in torch.
+        device: the device of the parameters, as in torch.
+        dtype: the dtype of the parameters, as in torch.
 
     Raises:
         OptionError: sizes or options that contradict each other, or lie outside their range.

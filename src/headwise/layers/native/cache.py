@@ -30,7 +30,8 @@ class Cache:
     """Keys and values of earlier tokens. Made by ``layer.cache(batch=..., length=...)``.
 
     Args:
-        k, v: empty buffers, (batch, kv_heads, slots, head_dim) and (..., value_dim).
+        k: empty buffer of the keys, (batch, kv_heads, slots, head_dim).
+        v: empty buffer of the values, (batch, kv_heads, slots, value_dim).
         window: the number of earlier tokens that a query may attend to; older ones are dropped
             when the slots are full. None: no token is dropped.
         owner: the ``identity`` of the layer that made the cache.

@@ -114,11 +114,13 @@ class YarnScaling:
     Args:
         factor: new length over original length.
         original_length: the training length in tokens.
-        beta_fast, beta_slow: the numbers of turns at the ends of the ramp.
+        beta_fast: number of turns at the end of the ramp where frequencies stay unchanged.
+        beta_slow: number of turns at the end of the ramp where frequencies are divided.
         attention_factor: factor of rotated vectors, 0.1 * log(factor) + 1 by default.
-        mscale, mscale_all_dim: where both are given and not 0, the default becomes
-            (0.1 * mscale * log(factor) + 1) / (0.1 * mscale_all_dim * log(factor) + 1), as in
-            DeepSeek-V2 (arXiv:2405.04434).
+        mscale: with ``mscale_all_dim``, where neither is 0, the attention_factor becomes
+            (0.1 * mscale * log(factor) + 1) / (0.1 * mscale_all_dim * log(factor) + 1) by
+            default, as in DeepSeek-V2 (arXiv:2405.04434).
+        mscale_all_dim: see ``mscale``.
         truncate: True if the ramp begins and ends at whole pairs; gpt-oss sets False.
 
     Raises:
