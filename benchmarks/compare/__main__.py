@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.compare.cause_table import cause_table
 from benchmarks.compare.second_suites import SECOND_SUITES
 from benchmarks.compare.suites import SUITES, Scored
 
 MOST_ANSWERS = 4
+MOST_CASES = 400  # of a fault, among which those of one seed are looked up
 SECOND = "second"
 
 
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--fault", help="the name of one fault")
     parser.add_argument("--geometry", help="the name of one geometry")
+    parser.add_argument("--seed", type=int, help="the seed of the cases; may be any")
     parser.add_argument("--case", help="the key of one case, as --verbose prints it")
     parser.add_argument("--count", type=int, default=20, help="cases of each fault")
     parser.add_argument("--verbose", action="store_true", help="list the cases that were missed")
@@ -40,15 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     suites = {name: SUITES[name] for name in chosen if name != SECOND}
     for name, cases in (suites | (SECOND_SUITES if SECOND in chosen else {})).items():
         start = time.perf_counter()
-        results: dict[str, list[Scored]] = defaultdict(list)
-        for case in cases(options.count):
-            wanted = (options.fault, options.geometry, options.case)
-            names = (case.fault, case.geometry, case.key)
+        results: Mapping[str, list[Scored]] = defaultdict(list)
+        for case in cases(options.count if options.seed is None else MOST_CASES):
+            wanted = (options.fault, options.geometry, options.seed, options.case)
+            names = (case.fault, case.geometry, case.seed, case.key)
+            if len(results[case.fault]) >= options.count:
+                continue
             if all(want in (None, name) for want, name in zip(wanted, names, strict=True)):
                 scored = case.score()
                 results[case.fault].append(scored)
                 if options.verbose and not scored.is_right:
                     print(f"  {case.key}: {scored.answer}", flush=True)
+        results = {fault: scores for fault, scores in results.items() if scores}
         if results:
             _print(name, results, time.perf_counter() - start)
         every += [scored for scores in results.values() for scored in scores]

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.compare.parameters import find_wrong_parameters
 from benchmarks.compare.subjects import ReferenceSubject, inputs_of, run_of
 from benchmarks.faults.cases import CaseKey, case_of, enough_keys, layer_for
 from benchmarks.faults.composed import models, pairs
@@ -62,6 +63,11 @@ class Case:
     geometry: str
     key: str
     score: Callable[[], Scored]
+
+    @property
+    def seed(self) -> int:
+        """The seed of the case, the last part of its key."""
+        return int(self.key.partition(" + ")[0].rpartition(":")[2])
 
 
 def singles(count: int) -> Iterator[Case]:
@@ -178,9 +184,17 @@ def score_single(key: CaseKey, make_case: Callable[[CaseKey], FaultCase] = case_
         is_right = diagnosis.verdict in (Verdict.TO_ROUNDING, Verdict.SAME)
         return Scored(key.fault, str(key), _answer(diagnosis), is_right, bool(names))
     wrong = bool(names) and names[0] not in right
-    is_right = len(names) == 1 and not wrong
-    answer = _answer(diagnosis)
+    others = _wrong_parameters(diagnosis, case.truth)
+    is_right = len(names) == 1 and not wrong and not others
+    answer = "; ".join([_answer(diagnosis), *others])
     return Scored(key.fault, str(key), answer, is_right, wrong, (right,), tuple(names))
+
+
+def _wrong_parameters(diagnosis: Diagnosis, truth: Truth) -> list[str]:
+    """Return parameters that are not those of the fault, where its own cause was named."""
+    assert diagnosis.function is not None
+    causes = [cause for cause in diagnosis.function.causes if cause.name == truth.cause]
+    return find_wrong_parameters(truth.parameters, causes[0].parameters) if causes else []
 
 
 def _left_out(key: CaseKey) -> Scored:

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.compare.__main__ import main
 from benchmarks.compare.cause_table import NO_CAUSE, cause_counts, cause_table
+from benchmarks.compare.parameters import find_wrong_parameters
 from benchmarks.compare.suites import SUITES, Scored
 
 
@@ -28,6 +29,31 @@ def test_a_pair_gets_the_right_verdict(suite: str, fault: str) -> None:
 def test_one_case_is_selected_by_its_key(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--suite", "single", "--case", "scale:mha:init-like:0"])
     assert "1 of   1  scale" in capsys.readouterr().out
+
+
+def test_cases_of_one_seed_are_selected(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--suite", "single", "--fault", "residual inside", "--geometry", "mha"]
+    main([*arguments, "--seed", "5", "--count", "1"])
+    assert "1 of   1  residual inside" in capsys.readouterr().out
+
+
+def test_reported_parameters_are_checked() -> None:
+    right = {"scale": 0.201, "roles": "qk", "rows": (1, 2), "exponent width": 8}
+    truth = {"scale": 0.2, "role": "qk", "rows": (1, 2), "exponent_width": 8}
+    assert find_wrong_parameters(truth, right) == []
+    wrong = {"scale": 0.203, "roles": "q", "rows": (1, 3), "exponent width": 9}
+    assert find_wrong_parameters(truth, wrong) == [
+        "scale 0.203 for 0.2",
+        "role q for qk",
+        "rows (1, 3) for (1, 2)",
+        "exponent_width 9 for 8",
+    ]
+    fused = {"stored": "[q|k|v]", "read": "[k|v|q]"}
+    assert find_wrong_parameters({"stored": "vqk"}, fused) == []
+    assert find_wrong_parameters({"stored": "kqv"}, fused) != []
+    nested = {"stored": "[q|k|v]", "read": "heads [q|k|v] head_dim"}
+    assert find_wrong_parameters({"stored": "by role", "read": "by head"}, nested) == []
+    assert len(find_wrong_parameters({"stored": "by head", "read": "by role"}, nested)) == 2
 
 
 def scored(truths: tuple[tuple[str, ...], ...], *named: str) -> Scored:

@@ -50,7 +50,8 @@ class RotarySomeHeadsCause(Cause):
                 return
             heads[stage[0]] = tuple(head for head in range(count) if head not in parted)
             model = model.with_stage(stage, partial(_undo_rotation_of_heads, parted))
-        yield Variant(model, {"rotated": str(heads)}, "rotate every head")
+        rotated, details = {"rotated": heads["q"]}, {"rotated kv heads": heads["k"]}
+        yield Variant(model, rotated, "rotate every head", details)
 
 
 def _undo_rotation_of_heads(heads: list[int], forced: ForcedStage) -> Tensor:
