@@ -67,7 +67,9 @@ def _function(entry: Layout) -> list[str]:
 
 def _about(entry: Layout) -> list[str]:
     described = f"Not checked: {entry.unchecked}." if entry.unchecked else ""
-    return [part for part in (entry.source, entry.note, described) if part]
+    names = ", ".join(f"`{axis}`" for axis in entry.sharded)
+    sharded = f"Divided over tensor-parallel processes: {names}" if names else ""
+    return [part for part in (entry.source, entry.note, sharded, described) if part]
 
 
 def pictures() -> dict[str, str]:

@@ -170,7 +170,7 @@ def test_a_file_becomes_a_folder_and_is_begun_anew_where_it_was(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(meta_files.torch, "save", stop)
+        patch.setattr(meta_files.torch_file, "save_torch_file", stop)
         assert COMMAND.invoke(*command).exit_code
     assert not (tmp_path / "b").exists()
     with monkeypatch.context() as patch:  # all tensors are safe on the disk

@@ -182,12 +182,14 @@ def test_the_folder_that_meta_publishes(tmp_path: Path) -> None:
 
 
 def test_a_share_of_a_model_is_refused(tmp_path: Path) -> None:
-    """Of eight files each has its own heads, which no name tells."""
+    """Of several files each has its own heads, which no name tells."""
     folder = metas(tmp_path / "meta", n_heads=12, n_kv_heads=4)
+    with pytest.raises(CheckpointError, match=r"1 of 2 shares, and lacks consolidated\.01\.pth"):
+        detect(folder)
     with pytest.raises(
         CheckpointError, match=r"params\.json describes 2 modules of llama-meta, but"
     ):
-        detect(folder)
+        detect(folder / "consolidated.00.pth")
 
 
 def test_params_that_are_damaged_or_no_ones(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwise.checkpoints import safetensors_file
 from headwise.checkpoints.config import layout_name
-from headwise.checkpoints.description import COUNTS, KEY, Checkpoint, open_checkpoint
+from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.source import SAFETENSORS, TORCH
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts.convert import convert
@@ -91,5 +91,5 @@ def _may_be_described(path: Path) -> bool:
 
 def _file_has_description(file: Path) -> bool:
     with suppress(CheckpointError, OSError):  # transformers reports a damaged file
-        return KEY in safetensors_file.read_safetensors_header(file).metadata
+        return safetensors_file.KEY in safetensors_file.read_safetensors_header(file).metadata
     return False

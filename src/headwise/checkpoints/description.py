@@ -24,8 +24,14 @@ from typing import Any
 
 from headwise.checkpoints import config as config_json
 from headwise.checkpoints.config import Config, ConfigFields
+from headwise.checkpoints.joined_source import (
+    JoinedSource,
+    join_shares,
+    open_shares,
+    require_all_shares,
+)
 from headwise.checkpoints.model_args import read_model_args
-from headwise.checkpoints.safetensors_file import unique_keys
+from headwise.checkpoints.safetensors_file import KEY, unique_keys
 from headwise.checkpoints.source import CheckpointSource, open_source
 from headwise.errors import CheckpointError, DTypeError, OptionError, ShapeError
 from headwise.layouts.attention_spec import FIELDS, AttentionSpec
@@ -36,7 +42,7 @@ from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import AS_STORED, NamedModule, find_modules
 from headwise.layouts.registry import layout, layouts
 
-KEY, VERSION = "headwise", 1
+VERSION = 1
 COUNTS = ("heads", "kv_heads", "head_dim", "rotary_width")
 _PLAN_ERRORS = (OptionError, ShapeError, DTypeError)
 
@@ -134,31 +140,55 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: Path, counts: Mapping[str, int | None], *, config: Config | None = None
+    path: Path,
+    counts: Mapping[str, int | None],
+    *,
+    config: Config | None = None,
+    stored: str | Layout | None = None,
 ) -> Checkpoint:
     """Open a checkpoint with its description and config; no tensor is read.
 
     Args:
-        path: a file, an index or a folder.
+        path: a file, an index or a folder; also a folder with shares of tensor-parallel processes.
         counts: the caller's counts, named as in ``COUNTS``; None where a count is unknown.
         config: the fields of config.json; those of the files if None.
+        stored: the layout of shares; the one that the files state or fit if None.
 
     Raises:
         CheckpointError: no weights, or a description that does not fit them.
         OptionError: counts that contradict each other.
     """
-    source = open_source(path)
+    shares = open_shares(path)
+    source = open_source(path) if shares is None else shares
     description = read_description(source)
     stated = (
         read_stored_config(source, description) if config is None else ConfigFields.wrap(config)
     )
+    if shares is not None:
+        source = _join_shares(shares, stored, description, stated, counts)
     if description is not None:
+        if shares is None:
+            require_all_shares(source, description.layout, description.counts)
         description.require_agreement(source.headers)
         description.with_counts(counts)  # report the caller's wrong counts before the config's
     known = config_json.merge_counts(stated, counts, origin=source.folder)
     if description is not None:
         known = description.with_counts(known)
     return Checkpoint(source, description, stated, known)
+
+
+def _join_shares(
+    shares: JoinedSource,
+    stored: str | Layout | None,
+    description: Description | None,
+    config: ConfigFields,
+    counts: Mapping[str, int | None],
+) -> JoinedSource:
+    described = {} if description is None else description.counts
+    given = {name: count for name, count in counts.items() if count is not None}
+    name = description.layout if stored is None and description is not None else stored
+    known = {**config_json.read_stated_counts(config), **described, **given}
+    return join_shares(shares, None if name is None else layout(name), known)
 
 
 def describe_target(

@@ -1,28 +1,25 @@
 """consolidated.00.pth and params.json: the files that Meta's code loads.
 
-The weights are one file, for a model_parallel_size of 1. Tensors are memory-mapped while they are
-written, so the system decides how much of them is in memory.
+A file holds the share of one process, and there are as many as its model_parallel_size. Tensors are
+memory-mapped while they are written, so the system decides how much of them is in memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from headwise.checkpoints import safetensors_file
+from headwise.checkpoints import safetensors_file, torch_file
 from headwise.checkpoints.config import ConfigFields, attention_window, rotary_config, text_config
 from headwise.checkpoints.description import Description
 from headwise.checkpoints.model_args import PARAMS, SCALING, mlp_width
 from headwise.errors import OptionError
 from headwise.support.atomic_write import write_whole
 
-LAYOUT, WEIGHTS = "llama-meta", "consolidated.00.pth"
+LAYOUT, WEIGHTS = "llama-meta", "consolidated"
 TOKENS, OUTPUT = "tok_embeddings.weight", "output.weight"
 _ONCE = (TOKENS, "norm.weight", OUTPUT)
 _IN_A_LAYER = (
@@ -57,18 +54,24 @@ def make_meta_params(description: Description, shapes: Shapes) -> dict[str, Any]
     }
 
 
+def divides_columns(params: Mapping[str, Any], shapes: Shapes) -> bool:
+    """True if the code for these parameters divides the columns of the embedding.
+
+    The code of Llama 1 and 2 does, whose theta is 10,000, and that of Llama 3 divides its rows.
+    """
+    return bool(params["rope_theta"] == 10_000.0) and OUTPUT in shapes
+
+
 def write_meta_files(folder: Path, files: Iterable[str], params: Mapping[str, Any]) -> None:
-    """Replace the safetensors files of a folder by the files that Meta's code loads."""
-    shards = [safetensors_file.read_safetensors_header(folder / name) for name in files]
-    state = {name: shard.tensor(name) for shard in shards for name in shard.headers}
-    state.setdefault(OUTPUT, state[TOKENS])  # tied weights are stored once
-    with (folder / WEIGHTS).open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    """Replace the safetensors files of a folder, one for each process, by those of Meta's code."""
+    shares = [safetensors_file.read_safetensors_header(folder / name) for name in files]
+    for number, share in enumerate(shares):
+        state = {name: share.tensor(name) for name in share.headers}
+        state.setdefault(OUTPUT, state[TOKENS])  # tied weights are stored once
+        torch_file.save_torch_file(folder / f"{WEIGHTS}.{number:02}.pth", state)
     write_whole(folder / PARAMS, json.dumps(params, indent=1) + "\n")
-    for shard in shards:
-        shard.path.unlink()
+    for share in shares:
+        share.path.unlink()
 
 
 def _require_model(description: Description, shapes: Shapes, config: ConfigFields) -> None:
@@ -131,7 +134,7 @@ def _meta_mlp_params(width: int, inner: int) -> dict[str, Any]:
 
 def _unsupported_error(saw: str, needed: str) -> OptionError:
     return OptionError(
-        saw=f"{saw}, for {WEIGHTS} and {PARAMS}",
+        saw=f"{saw}, for {WEIGHTS}.00.pth and {PARAMS}",
         needed=f"{needed}: Meta's code loads no other",
         do="write safetensors files, the default",
     )

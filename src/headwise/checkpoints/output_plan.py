@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from headwise.checkpoints.safetensors_file import Shape, encode_header
 from headwise.checkpoints.source import INDEX, SAFETENSORS, CheckpointSource, encode_index
 from headwise.errors import CheckpointError
 from headwise.layouts.conversion_steps import ConversionStep
+from headwise.layouts.convert import RoundTripError
+from headwise.layouts.equality import same_bytes
+from headwise.layouts.shard_map import ShardMap
 
 CHUNK = 8 * 2**20  # bytes
 # The kernel or the disk has no copy operation here; reading and writing may still work.
@@ -49,12 +53,15 @@ class OutputPlan:
     Attributes:
         files: the files with tensors.
         index: name and content of the index file; None without an index.
+        division: the division of the tensors over the files, if these become the files of
+            tensor-parallel processes; None if each tensor is whole in its file.
         params: the content of params.json, if the target is for Meta's code.
         config: the content of config.json, if the target is a folder that transformers loads.
     """
 
     files: tuple[OutputFile, ...]
     index: tuple[str, bytes] | None
+    division: ShardMap | None = None
     params: Mapping[str, Any] | None = None
     config: str | None = None
 
@@ -71,8 +78,43 @@ class OutputPlan:
 
     @property
     def peak_size(self) -> int:
-        """Bytes on disk during the work: Meta's file is written beside the safetensors files."""
-        return self.size if self.params is None else 2 * self.size
+        """Bytes on disk during the work: other files are written beside the safetensors files."""
+        return self.size if self.division is None else 2 * self.size
+
+    def file_offsets(self, name: str) -> list[tuple[str, int]]:
+        """Return the files that hold a tensor or a share of it, and its first byte in each."""
+        return [(file.name, file.offsets[name]) for file in self._files_by_tensor[name]]
+
+    def split_checked(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """Return the shares of a tensor, after they were joined and compared; or the tensor.
+
+        Raises:
+            RoundTripError: the shares do not make up the tensor.
+        """
+        if self.division is None:
+            return [tensor]
+        shares = self.division.split(name, tensor)
+        if not same_bytes(self.division.join(name, shares), tensor):
+            raise RoundTripError(
+                saw=f"{name}, which does not come back from {len(shares)} shares",
+                needed="the same bytes",
+                do="nothing was written; the layout's patterns contradict each other",
+            )
+        return shares
+
+    def file_of(self, step: ConversionStep) -> str:
+        """Return the name of the file that a step writes; "" for a step that only checks."""
+        return next(
+            (file.name for name in step.outputs for file in self._files_by_tensor[name]), ""
+        )
+
+    @cached_property
+    def _files_by_tensor(self) -> dict[str, list[OutputFile]]:
+        homes: dict[str, list[OutputFile]] = {}
+        for file in self.files:
+            for name in file.offsets:
+                homes.setdefault(name, []).append(file)
+        return homes
 
 
 def plan_output(
@@ -101,7 +143,7 @@ def plan_output(
         if shard.path in made:
             tensors = {name: (shape, dtype) for *_, name, shape, dtype in sorted(made[shard.path])}
             head = encode_header(tensors, {"format": "pt", **shard.metadata, **metadata})
-            files.append(OutputFile(_target_name(shard.path), *head))
+            files.append(OutputFile(source.target_name(shard.path), *head))
     if len({file.name for file in files}) < len(files):
         raise CheckpointError(
             saw="the files " + ", ".join(shard.path.name for shard in source.shards),
@@ -109,6 +151,26 @@ def plan_output(
             do="rename one of the files",
         )
     return OutputPlan(tuple(files), _plan_shard_index(source, files))
+
+
+def plan_shares(
+    source: CheckpointSource,
+    steps: Iterable[ConversionStep],
+    metadata: Mapping[str, str],
+    division: ShardMap,
+) -> OutputPlan:
+    """Return the plan of a file for each tensor-parallel process, with its share of all tensors."""
+    tensors: list[tuple[int, str, Shape, torch.dtype]] = []
+    for step in steps:
+        dtype = source.headers[step.inputs[0]].dtype  # the same for all inputs of a step
+        for name, shape in step.outputs.items():
+            share = division.share_shape(name, tuple(shape))
+            tensors.append((-dtype.itemsize, name, share, dtype))
+    tensors.sort(key=lambda each: each[0])
+    held = {name: (shape, dtype) for _, name, shape, dtype in tensors}
+    head = encode_header(held, {"format": "pt", **metadata})
+    files = [OutputFile(f"share-{n:05}{SAFETENSORS}", *head) for n in range(division.count)]
+    return OutputPlan(tuple(files), None, division)
 
 
 def _plan_shard_index(
@@ -121,16 +183,9 @@ def _plan_shard_index(
     metadata.pop("total_parameters", None)  # conversion may add or remove biases
     name = MODEL_FILE
     if source.index:
-        name = _target_name(Path(source.index.path.name.removesuffix(INDEX)))
+        name = source.target_name(Path(source.index.path.name.removesuffix(INDEX)))
     weight_map = {tensor: file.name for file in files for tensor in file.offsets}
     return name + INDEX, encode_index(weight_map, metadata)
-
-
-def _target_name(path: Path) -> str:
-    """Return the name of the safetensors file that transformers would use."""
-    if path.suffix == SAFETENSORS:
-        return path.name
-    return path.stem.replace("pytorch_model", "model", 1) + SAFETENSORS
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

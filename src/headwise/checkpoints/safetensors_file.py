@@ -24,6 +24,7 @@ Shape = tuple[int, ...]
 LENGTH = 8  # bytes of the JSON's length
 MAX_JSON = 100_000_000  # bytes, as in the library
 METADATA = "__metadata__"
+KEY = "headwise"  # of the description in the metadata
 FIELDS = {"dtype", "shape", "data_offsets"}
 DTYPES = {
     "BOOL": torch.bool,

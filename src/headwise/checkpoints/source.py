@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -33,7 +34,7 @@ PATTERNS = (
     "consolidated*.pth",
     *(f"*{suffix}" for suffix in TORCH),
 )
-_PART = re.compile(r"(.*?)[-._]([0-9]+)(?:-of-([0-9]+))?")
+PART = re.compile(r"(.*?)[-._]([0-9]+)(?:-of-([0-9]+))?")
 MAX_NAME = 255  # letters of a file's name
 
 
@@ -70,11 +71,11 @@ def require_inside(file: Path, folder: Path) -> None:
     """
     if not file.is_file():
         problem = "is no file" if file.exists() else "does not exist"
-        raise _incomplete_error(folder, f"{file.name} {problem}")
+        raise incomplete_error(folder, f"{file.name} {problem}")
     home, real = folder.resolve(), file.resolve()
     caches = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
     if not any(real.is_relative_to(root) for root in [home, *caches]):
-        raise _incomplete_error(folder, f"{file.name} is a link to {real}, outside of it")
+        raise incomplete_error(folder, f"{file.name} is a link to {real}, outside of it")
 
 
 def no_checkpoint_error(path: Path, problem: str) -> CheckpointError:
@@ -88,7 +89,7 @@ def no_checkpoint_error(path: Path, problem: str) -> CheckpointError:
 
 def _require_complete_parts(folder: Path, files: list[Path]) -> None:
     """Raise CheckpointError unless the names number all parts of one checkpoint."""
-    parts = [part for file in files if (part := _PART.fullmatch(file.stem))]
+    parts = [part for file in files if (part := PART.fullmatch(file.stem))]
     if len(parts) < len(files) or len({(part[1], part[3]) for part in parts}) > 1:
         _require_single(folder, files)
     elif parts[0][3] is not None:
@@ -101,7 +102,7 @@ def _require_complete_parts(folder: Path, files: list[Path]) -> None:
             before, after = first[0][: first.start(2)], first[0][first.end(2) :] + files[0].suffix
             names = [f"{before}{number:0{len(first[2])}}{after}" for number in missing]
             more = " and more" if len(names) > 3 else ""
-            raise _incomplete_error(folder, f"it lacks {', '.join(names[:3])}{more}")
+            raise incomplete_error(folder, f"it lacks {', '.join(names[:3])}{more}")
 
 
 def _require_single(folder: Path, files: list[Path]) -> None:
@@ -114,7 +115,8 @@ def _require_single(folder: Path, files: list[Path]) -> None:
         )
 
 
-def _incomplete_error(folder: Path, saw: str) -> CheckpointError:
+def incomplete_error(folder: Path, saw: str) -> CheckpointError:
+    """Return the error for a folder that lacks a file of its checkpoint."""
     return CheckpointError(
         saw=f"{folder}: {saw[:300]}",
         needed="a folder that holds every file of the checkpoint",
@@ -246,10 +248,16 @@ class CheckpointSource(Mapping[str, Tensor]):
         """True unless the path is a single file of weights."""
         return self.path.is_dir() or self.index is not None
 
+    def target_name(self, file: Path) -> str:
+        """Return the name of the safetensors file, as transformers would use it, for a file."""
+        if file.suffix == SAFETENSORS:
+            return file.name
+        return file.stem.replace("pytorch_model", "model", 1) + SAFETENSORS
+
     def require_unchanged(self) -> None:
         """Raise CheckpointError if a file has changed since it was opened."""
         for path, before in self.states.items():
-            if not path.is_file() or _read_file_state(path) != before:
+            if not path.is_file() or read_file_state(path) != before:
                 raise CheckpointError(
                     saw=f"{path} changed while it was read",
                     needed="a checkpoint that no program writes to",
@@ -272,7 +280,7 @@ def open_source(path: Path) -> CheckpointSource:
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or no checkpoint.
     """
-    try:
+    with explained_os_errors(path):
         files, index = checkpoint_files(path), None
         if len(files) == 1 and files[0].name.endswith(INDEX):
             index = read_index(files[0])
@@ -281,15 +289,9 @@ def open_source(path: Path) -> CheckpointSource:
             for file in files:
                 require_inside(file, path)
         states = {
-            file: _read_file_state(file) for file in [*files, *([index.path] if index else [])]
+            file: read_file_state(file) for file in [*files, *([index.path] if index else [])]
         }
-        shards = tuple(_open_tensor_file(file) for file in files)
-    except OSError as error:
-        raise CheckpointError(
-            saw=f"{error.filename or path} cannot be read: {error.strerror or error}",
-            needed="files that you may read",
-            do="check their names and permissions",
-        ) from error
+        shards = tuple(read_tensor_file(file) for file in files)
     headers: dict[str, StoredTensor] = {}
     for shard in shards:
         if duplicates := sorted(headers.keys() & shard.headers.keys()):
@@ -297,8 +299,8 @@ def open_source(path: Path) -> CheckpointSource:
             raise CheckpointError(
                 saw=f"{name} is in {headers[name].file} and in {shard.path.name}",
                 needed="every tensor once",
-                do="name one file, if these are two checkpoints; if they are one model split for "
-                "several devices, merge it first",
+                do="name one file, if these are two checkpoints; if they are shares of one model, "
+                "merge them first: headwise convert FOLDER NEW_FOLDER --to LAYOUT",
             )
         headers |= shard.headers
     if index is not None:
@@ -306,7 +308,21 @@ def open_source(path: Path) -> CheckpointSource:
     return CheckpointSource(path, shards, headers, index, states)
 
 
-def _open_tensor_file(file: Path) -> TensorFile:
+@contextmanager
+def explained_os_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of files at ``path`` into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            saw=f"{error.filename or path} cannot be read: {error.strerror or error}",
+            needed="files that you may read",
+            do="check their names and permissions",
+        ) from error
+
+
+def read_tensor_file(file: Path) -> TensorFile:
+    """Read the headers of a file of any known format."""
     if file.suffix == SAFETENSORS:
         return safetensors_file.read_safetensors_header(file)
     if file.suffix in TORCH:
@@ -314,6 +330,7 @@ def _open_tensor_file(file: Path) -> TensorFile:
     raise no_checkpoint_error(file, f"ends in {file.suffix or 'nothing'}")
 
 
-def _read_file_state(path: Path) -> FileState:
+def read_file_state(path: Path) -> FileState:
+    """Return the size and the times of a file."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino

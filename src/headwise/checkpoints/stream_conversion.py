@@ -15,15 +15,16 @@ from typing import Any, Literal, get_args
 from headwise.checkpoints import output_plan
 from headwise.checkpoints.config import layout_name
 from headwise.checkpoints.description import (
-    KEY,
     Description,
     describe_target,
     layout_of_description,
     read_description,
     read_stored_config,
 )
-from headwise.checkpoints.meta_files import make_meta_params, write_meta_files
+from headwise.checkpoints.megatron_files import require_megatron, write_megatron_files
+from headwise.checkpoints.meta_files import divides_columns, make_meta_params, write_meta_files
 from headwise.checkpoints.output_plan import OutputPlan
+from headwise.checkpoints.safetensors_file import KEY
 from headwise.checkpoints.source import SAFETENSORS, CheckpointSource
 from headwise.checkpoints.staging import StagingDir, require_unused_name
 from headwise.errors import CheckpointError, OptionError
@@ -33,10 +34,11 @@ from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import NameForm, find_modules, locate_other_weight
 from headwise.layouts.registry import layout
+from headwise.layouts.shard_map import map_whole_tensors
 from headwise.support.atomic_write import write_whole
 from headwise.support.progress import Progress, no_progress
 
-Files = Literal["safetensors", "meta"]
+Files = Literal["safetensors", "meta", "megatron"]
 FLUSH_SIZE = 256 * 2**20  # bytes between two flushes to the disk
 
 
@@ -76,6 +78,7 @@ def convert_checkpoint(
     accept: Iterable[str] = (),
     root: str | None = None,
     files: Files = "safetensors",
+    shards: int = 1,
     progress: Progress = no_progress,
     **known: int,
 ) -> ConversionReport:
@@ -87,12 +90,13 @@ def convert_checkpoint(
 
     Args:
         source: the checkpoint, see `headwise.checkpoints.source.open_source`.
-        target: a new path: a folder if the source is one or ``files`` is "meta", else a file.
+        target: a new path: a file if the source is one and ``files`` "safetensors", else a folder.
         source_layout: the layout of the source, or its name.
         target_layout: the layout of the target, or its name.
         accept: fields of `AttentionSpec` that may differ between the layouts.
         root: the prefix of all names in the target; that of the source if None.
-        files: "safetensors", or "meta": a folder for Meta's code.
+        files: "safetensors", or files of tensor-parallel processes: "meta" or "megatron".
+        shards: the number of these processes.
         progress: called with a file's name, the bytes done, and the bytes in all.
         known: heads, kv_heads, rotary_width, and other counts that no shape gives.
 
@@ -101,15 +105,13 @@ def convert_checkpoint(
         RoundTripError: a tensor does not convert back to the same bytes.
         HeadwiseError: see `plan_conversion`, and `make_meta_params` for Meta's files.
     """
+    _require_files(files, shards)
     target, accept = _require_usable_target(source, target, files), tuple(accept)
-    description = read_description(source)
-    before, after = layout_of_description(source_layout, description), layout(target_layout)
-    form = NameForm(root=root)
+    before = layout_of_description(source_layout, read_description(source))
+    after, form = layout(target_layout), NameForm(root=root)
     steps = plan_conversion(source.headers, before, after, accept=accept, form=form, **known)
-    config = read_stored_config(source, description)
-    written = describe_target(source.headers, before, after, known, config)
-    output = _plan_files(source, steps, written, files)
-    options = (before, after, accept, root, files, sorted(known.items()))
+    output = _plan_files(source, steps, _describe(source, before, after, known), files, shards)
+    options = (before, after, accept, root, files, shards, sorted(known.items()))
     return ConversionReport(
         target=target,
         earlier_run=_write_target(source, target, steps, output, options, progress),
@@ -119,27 +121,58 @@ def convert_checkpoint(
     )
 
 
+def _describe(
+    source: CheckpointSource, before: Layout, after: Layout, known: Mapping[str, int]
+) -> Description:
+    config = read_stored_config(source, read_description(source))
+    return describe_target(source.headers, before, after, known, config)
+
+
 def _plan_files(
-    source: CheckpointSource, steps: Sequence[ConversionStep], description: Description, files: str
+    source: CheckpointSource,
+    steps: Sequence[ConversionStep],
+    description: Description,
+    files: str,
+    shards: int,
 ) -> OutputPlan:
+    metadata = {KEY: description.encode()}
+    if files == "safetensors":
+        output = output_plan.plan_output(source, steps, metadata)
+        is_its_own = layout_name(description.config) == description.layout.name
+        loads = source.is_folder and is_its_own and output.is_found_by_transformers
+        return replace(output, config=description.config_json() if loads else None)
+    shapes = {name: tuple(shape) for step in steps for name, shape in step.outputs.items()}
+    if files == "megatron":
+        require_megatron(description.layout)
+        division = map_whole_tensors(description.layout, shapes, shards, description.counts)
+        return output_plan.plan_shares(source, steps, metadata, division)
+    params = make_meta_params(description, shapes)
+    by_columns = divides_columns(params, shapes)
+    division = map_whole_tensors(
+        description.layout, shapes, shards, description.counts, also=by_columns
+    )
+    return replace(output_plan.plan_shares(source, steps, metadata, division), params=params)
+
+
+def _require_files(files: str, shards: int) -> None:
     if files not in get_args(Files):
         raise OptionError(
             saw=f"files={files!r:.60}",
             needed=" or ".join(map(repr, get_args(Files))),
             do='leave it out, or pass files="meta" for Meta\'s code',
         )
-    output = output_plan.plan_output(source, steps, {KEY: description.encode()})
-    if files == "safetensors":
-        is_its_own = layout_name(description.config) == description.layout.name
-        loads = source.is_folder and is_its_own and output.is_found_by_transformers
-        return replace(output, config=description.config_json() if loads else None)
-    shapes = {name: shape for step in steps for name, shape in step.outputs.items()}
-    return replace(output, index=None, params=make_meta_params(description, shapes))
+    if shards < 1 or (shards > 1 and files == "safetensors"):
+        raise OptionError(
+            saw=f"{{shards}} of {shards}, of {files} files",
+            needed="1 for safetensors, and 1 or more for files of tensor-parallel processes",
+            do="leave out {shards}, or choose the files of Meta's code or of Megatron-LM",
+            parameter={"shards": ()},
+        )
 
 
 def _report_files(source: CheckpointSource, target: Path) -> dict[str, Any]:
     """Return the fields of `ConversionReport` about files."""
-    written = target.iterdir() if target.is_dir() else [target]
+    written = filter(Path.is_file, target.rglob("*")) if target.is_dir() else [target]
     beside = sorted(source.folder.iterdir()) if source.is_folder else []
     others = (file.name for file in beside if file.is_file() and file not in source.states)
     not_copied = tuple(name for name in others if not (target / name).exists())
@@ -150,7 +183,7 @@ def _report_tensors(
     source: CheckpointSource, steps: Iterable[ConversionStep], output: OutputPlan, target: Layout
 ) -> dict[str, Any]:
     """Return the fields of `ConversionReport` about tensors and their names."""
-    names = [name for file in output.files for name in file.offsets]
+    names = list(dict.fromkeys(name for file in output.files for name in file.offsets))
     modules = find_modules(target, names)
     attention = {name for module in modules for name in module.tensors}
     roots = {module.place.root for module in modules}
@@ -183,12 +216,11 @@ def _write_target(
             staging.begin(_hash_run_identity(source, output, options))
             ConversionStream(source, output, staging).run(steps, progress)
             source.require_unchanged()
-            if output.params is not None:
-                names = [file.name for file in output.files]
-                write_meta_files(staging.files_path, names, output.params)
+            if output.division is not None:
+                _write_shares(staging.files_path, output)
             if output.config is not None:
                 write_whole(staging.files_path / "config.json", output.config)
-            staging.finish(is_folder=source.is_folder or output.params is not None)
+            staging.finish(is_folder=source.is_folder or output.division is not None)
         return staging.earlier_run
     except OSError as error:
         raise CheckpointError(
@@ -198,9 +230,18 @@ def _write_target(
         ) from error
 
 
+def _write_shares(folder: Path, output: OutputPlan) -> None:
+    """Replace the safetensors files of a folder by those of tensor-parallel processes."""
+    names = [file.name for file in output.files]
+    if output.params is None:
+        write_megatron_files(folder, names)
+    else:
+        write_meta_files(folder, names, output.params)
+
+
 def _require_usable_target(source: CheckpointSource, target: Path, files: str) -> Path:
     """Return the target's path without links and ``..``; raise CheckpointError if unusable."""
-    target, is_folder = target.absolute(), source.is_folder or files == "meta"
+    target, is_folder = target.absolute(), source.is_folder or files != "safetensors"
     if target.name == "..":
         raise CheckpointError(
             saw=f"the target {target} ends in no name",
@@ -217,7 +258,10 @@ def _require_usable_target(source: CheckpointSource, target: Path, files: str) -
         )
     if is_folder == (target.suffix == SAFETENSORS):
         form = "a folder" if is_folder else f"a file, ending in {SAFETENSORS}"
-        reason = "the source is one" if is_folder == source.is_folder else "Meta's files need one"
+        owner = "Megatron" if files == "megatron" else "Meta"
+        reason = (
+            "the source is one" if is_folder == source.is_folder else f"{owner}'s files need one"
+        )
         name = target.stem if is_folder else target.name + SAFETENSORS
         raise CheckpointError(
             saw=f"the target {target.name}",
@@ -244,7 +288,7 @@ class ConversionStream:
 
     def __init__(self, source: CheckpointSource, output: OutputPlan, staging: StagingDir) -> None:
         self._source, self._staging = source, staging
-        self._files = {name: file for file in output.files for name in file.offsets}
+        self._output = output
         self._handles: dict[Path, int] = {}
         self._copier, self._flusher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._copies: list[Future[None]] = []
@@ -274,31 +318,26 @@ class ConversionStream:
                     self._flush_in_background(unflushed)
                     unflushed, unflushed_size = [], 0
                 done += size
-                progress(next((self._files[n].name for n in step.outputs), ""), done, total)
+                progress(self._output.file_of(step), done, total)
             progress("waiting for the disk", total, total)
             self._flush_in_background(unflushed)
 
     def _run_step(self, step: ConversionStep, stack: ExitStack) -> None:
         stored = self._source.headers[step.inputs[0]]
-        if step.is_copy and stored.offset is not None:
+        if step.is_copy and stored.offset is not None and self._output.division is None:
             # copy from file to file, not through memory
-            source, (handle, offset) = (
-                self._open_source_file(stored.file, stack),
-                self._target_offset(*step.outputs),
-            )
-            arguments = (source, stored.offset, handle, offset, stored.nbytes, stored.file)
+            [(file, offset)] = self._output.file_offsets(*step.outputs)
+            source, target = self._open_source_file(stored.file, stack), self._staging.handles[file]
+            arguments = (source, stored.offset, target, offset, stored.nbytes, stored.file)
             self._copies.append(self._copier.submit(output_plan.copy_bytes, *arguments))
             return
         tensors = convert.run_checked_step(step, {name: self._source[name] for name in step.inputs})
         for name, tensor in tensors.items():
             assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), stored.dtype)
-            handle, offset = self._target_offset(name)
-            output_plan.write_all(handle, output_plan.tensor_bytes(tensor), offset)
-
-    def _target_offset(self, name: str) -> tuple[int, int]:
-        """Return the open target file of a tensor, and the offset of its first byte."""
-        file = self._files[name]
-        return self._staging.handles[file.name], file.offsets[name]
+            parts = self._output.split_checked(name, tensor)
+            for (file, offset), part in zip(self._output.file_offsets(name), parts, strict=True):
+                handle = self._staging.handles[file]
+                output_plan.write_all(handle, output_plan.tensor_bytes(part), offset)
 
     def _prefetch_inputs(self, step: ConversionStep, stack: ExitStack) -> None:
         """Start reading the inputs of a step from the disk while the step before it runs."""

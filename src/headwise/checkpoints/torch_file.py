@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import pickletools
 import re
 import warnings
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.safetensors_file import METADATA, NAMES, StoredTensor, TensorFile, is_utf8
+from headwise.checkpoints.safetensors_file import (
+    KEY,
+    METADATA,
+    NAMES,
+    StoredTensor,
+    TensorFile,
+    is_utf8,
+)
 from headwise.errors import CheckpointError
 
 # Errors of torch.load at damaged bytes.
@@ -46,7 +55,8 @@ def read_torch_file(path: Path) -> TensorFile:
         CheckpointError: the file is damaged, needs code to run, or holds more than tensors.
         OSError: the file cannot be opened.
     """
-    state, model_args = _split_model_args(_load_pickle(path))
+    content, metadata = _split_megatron(_load_pickle(path))
+    state, model_args = _split_model_args(content)
     if not isinstance(state, Mapping) or not state:
         raise _no_state_dict_error(path, f"a {type(state).__name__}")
     for name, value in state.items():
@@ -57,8 +67,42 @@ def read_torch_file(path: Path) -> TensorFile:
             raise _no_state_dict_error(path, f"{name!r}, a {_describe_kind(value)}", part=part)
     headers = {name: StoredTensor(tuple(x.shape), x.dtype, path) for name, x in state.items()}
     return TensorFile(
-        path, headers, {}, lambda n: state[n].detach().resolve_conj().resolve_neg(), model_args
+        path,
+        headers,
+        metadata,
+        lambda n: state[n].detach().resolve_conj().resolve_neg(),
+        model_args,
     )
+
+
+def save_torch_file(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file by torch.save, and force it to the disk."""
+    with path.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _split_megatron(content: Any) -> tuple[Any, dict[str, str]]:
+    """Return the weights of a file of Megatron-LM, and the description that headwise adds to it.
+
+    Other content is returned unchanged. Names of nested parts are joined by dots, as in a
+    state_dict. Extra states that are None are left out.
+    """
+    if not isinstance(content, Mapping) or "checkpoint_version" not in content:
+        return content, {}
+    state, text = content.get("model"), content.get(KEY)
+    if not isinstance(state, Mapping):
+        return content, {}
+    return dict(_flatten_state(state)), {KEY: text} if isinstance(text, str) else {}
+
+
+def _flatten_state(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flatten_state(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", value
 
 
 def _split_model_args(content: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -108,7 +152,8 @@ def _load_pickle(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            with torch.serialization.safe_globals([Namespace]):  # of Megatron's arguments
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except _LOAD_ERRORS as error:
         raise unreadable_error(path, str(error)) from None
     except OSError as error:

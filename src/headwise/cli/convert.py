@@ -38,12 +38,15 @@ Root = Annotated[
     ),
 ]
 As = Annotated[
-    Literal["safetensors", "meta"],
+    Literal["safetensors", "meta", "megatron"],
     typer.Option(
         "--as",
-        help="The files to write: safetensors, or consolidated.00.pth and params.json, as Meta's "
-        "code loads them.",
+        help="The files to write: safetensors; or those of tensor-parallel processes, "
+        "consolidated.00.pth with params.json for Meta's code, or mp_rank_00 for Megatron-LM.",
     ),
+]
+Shards = Annotated[
+    int, typer.Option(min=1, help="Tensor-parallel processes that will read the files.")
 ]
 Accept = Annotated[
     list[str] | None,
@@ -76,6 +79,7 @@ def convert(
     root: Root = None,
     accept: Accept = None,
     as_: As = "safetensors",
+    shards: Shards = 1,
 ) -> None:
     """Store the weights of a model in another layout, without loss.
 
@@ -83,7 +87,7 @@ def convert(
     To resume an interrupted run, repeat the command.
     """
     counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    options = {"root": root, "accept": tuple(accept or ()), "files": as_}
+    options = {"root": root, "accept": tuple(accept or ()), "files": as_, "shards": shards}
     _run_conversion(source, target, (from_, to), counts, options)
 
 
@@ -109,7 +113,7 @@ def _run_conversion(
         from headwise.support.thread_count import one_thread
 
         written = layout(layouts[1])
-        weights = open_weights(source, counts)
+        weights = open_weights(source, counts, stored=layouts[0])
         stored = weights.layout(layouts[0], "from")
         assert isinstance(weights.tensors, CheckpointSource)  # since ``source`` is a path
     console, made_folder = stderr_console(), missing_folder_note(target)

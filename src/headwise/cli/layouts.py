@@ -119,6 +119,8 @@ def _print_layout(layout: Layout, counts: dict[str, int], console: Console) -> N
         _print_entry(console, "note", layout.note)
     for role, template in layout.where.items():
         _print_entry(console, "location", f"{template} ({role})")
+    if layout.sharded:
+        _print_entry(console, "sharded", f"{', '.join(layout.sharded)} over processes")
     shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
     _print_entry(console, "drawn with", ", ".join(f"{n} {sizes[n]}" for n in shown if n in sizes))
     console.print()

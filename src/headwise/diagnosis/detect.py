@@ -121,7 +121,12 @@ class GivenWeights:
 
 
 def open_weights(
-    given: Given, counts: Counts, *, config: Config | None = None, title: str = "the state dict"
+    given: Given,
+    counts: Counts,
+    *,
+    config: Config | None = None,
+    title: str = "the state dict",
+    stored: str | None = None,
 ) -> GivenWeights:
     """Return weights with their config and counts; no tensor of a file is read.
 
@@ -130,6 +135,7 @@ def open_weights(
         counts: of ``COUNTS``; None for those in the config.
         config: as in config.json; that beside the file if None.
         title: the name of a state dict in messages.
+        stored: the layout of shares of tensor-parallel processes; that which fits if None.
 
     Raises:
         CheckpointError: the path leads to no weights.
@@ -144,10 +150,17 @@ def open_weights(
             do="give config.to_dict()",
         )
     if isinstance(given, (str, Path)):
-        opened = open_checkpoint(Path(given), counts, config=config)
+        opened = open_checkpoint(Path(given), counts, config=config, stored=stored)
         return GivenWeights(
             str(given), opened.source, opened.config, opened.known, opened.description
         )
+    state = _require_state_dict(given, title)
+    fields = ConfigFields.wrap(config or {})
+    return GivenWeights(title, state, fields, merge_counts(fields, counts, origin=Path(title)))
+
+
+def _require_state_dict(given: object, title: str) -> Mapping[str, Tensor]:
+    """Return a state dict; raise OptionError unless it has names and tensors."""
     if not isinstance(given, Mapping):
         raise OptionError(
             saw=f"weights of type {type(given).__name__}",
@@ -167,8 +180,7 @@ def open_weights(
             needed="names and tensors of a model",
             do="give model.state_dict(), or the path of a file or a folder",
         )
-    fields = ConfigFields.wrap(config or {})
-    return GivenWeights(title, given, fields, merge_counts(fields, counts, origin=Path(title)))
+    return given
 
 
 def require_whole_counts(counts: Counts) -> Counts:

@@ -20,6 +20,7 @@ from headwise.layouts.pattern import (
     names_by_axis,
     pack_tensors,
     parse_pattern,
+    slowest_name,
     to_half_split,
     to_interleaved,
     unpack_tensor,
@@ -55,6 +56,9 @@ class Layout(ShownInNotebook):
         splits: canonical axes that patterns write by several names, beside heads by
             kv_heads and group.
         fixed: sizes that the layout itself sets.
+        sharded: names of the axes that tensor-parallel processes divide among themselves; a tensor
+            without any is the same on each of them. () where files are of one process.
+        sharded_also: stored name in ``outside`` -> another axis that some code divides instead.
         function: what is in no tensor.
         unchecked: why no test runs the real implementation; "" where one does.
         note: what else a reader must know.
@@ -69,6 +73,8 @@ class Layout(ShownInNotebook):
     optional: tuple[str, ...] = ()
     splits: Splits = field(default_factory=dict)
     fixed: Mapping[str, int] = field(default_factory=dict)
+    sharded: tuple[str, ...] = ()
+    sharded_also: Mapping[str, str] = field(default_factory=dict)
     function: AttentionSpec = field(default_factory=AttentionSpec)
     unchecked: str = ""
     note: str = ""
@@ -102,8 +108,8 @@ class Layout(ShownInNotebook):
                     f"{', '.join(NUMBERED)}",
                     do='write it as where={"self": "layers.{layer}.attention."}',
                 )
-        for text in self.outside.values():
-            parse_pattern(text)
+        for text in (*self.tensors.values(), *self.outside.values()):
+            slowest_name(parse_pattern(text), self.sharded)
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:

@@ -244,6 +244,41 @@ class Pattern:
         return {name for tensor in self.tensors for name in self.names_of(tensor)}
 
 
+@dataclass(frozen=True)
+class SlowestName:
+    """Name that an axis of a pattern begins with; in ``each_block``, or before all of them."""
+
+    dim: int
+    name: str
+    each_block: bool
+
+
+def slowest_name(pattern: Pattern, names: Iterable[str]) -> SlowestName | None:
+    """Return the axis that begins with one of these names; None if no axis has any.
+
+    Raises:
+        OptionError: an axis has one of the names at another place: its shares are no slices.
+    """
+    names = frozenset(names)
+    for dim, axis in enumerate(pattern.axes):
+        if axis.before and axis.before[0] in names:
+            return SlowestName(dim, axis.before[0], each_block=False)
+        firsts = [block.names[:1] for block in axis.blocks]
+        if (
+            not axis.before
+            and firsts
+            and all(names.issuperset(first) and first for first in firsts)
+        ):
+            return SlowestName(dim, firsts[0][0], each_block=True)
+        if inner := sorted(names & {n for t in pattern.tensors for n in axis.names_of(t)}):
+            raise OptionError(
+                saw=f"the axis of {', '.join(pattern.tensors)} that is divided by {inner[0]}",
+                needed=f"{inner[0]} as the slowest name of the axis, or of each of its blocks",
+                do="leave the name out of the names that processes divide",
+            )
+    return None
+
+
 @cache
 def parse_pattern(text: str) -> Pattern:
     """Parse a pattern.

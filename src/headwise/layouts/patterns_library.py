@@ -11,6 +11,9 @@ from collections.abc import Mapping
 
 Tensors = dict[str, str]
 
+# The axes that Megatron's and Meta's tensor-parallel processes divide among themselves.
+TENSOR_PARALLEL = ("heads", "kv_heads", "hidden_dim", "vocabulary")
+
 # Weights outside of attention: canonical name -> axes, as torch stores matrices. A bias has the
 # first axis.
 _OUTSIDE = {

@@ -8,6 +8,7 @@ from typing import Any
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
+    TENSOR_PARALLEL,
     head_norms,
     other_weights,
     output_projection,
@@ -121,9 +122,11 @@ _LLAMAS = (
         beside=("inner_attention.rope.freqs",),
         function=AttentionSpec(rotary="interleaved", window=None),
         source="meta-llama/llama, llama/model.py",
+        sharded=TENSOR_PARALLEL,
+        sharded_also={"tok_embeddings.weight": "embed_dim"},
         unchecked="its code is no package; a rotation by complex numbers, after its source, is run",
-        note="Mistral's own files too. A model in several files is one to be joined first: wq, wk "
-        "and wv by rows, wo by columns",
+        note="Mistral's own files too. Llama 1 and 2 divide the columns of tok_embeddings over "
+        "processes, Llama 3 its rows",
     ),
     _llama_like_layout(
         "qwen2",

@@ -1,7 +1,7 @@
 """Frameworks that train in parallel: Megatron, and what follows or feeds it.
 
-Their tensors are those of one process that holds the whole model. A share of one of several
-tensor-parallel processes is a slice of rows, and is joined by the framework's own tools first.
+Their tensors are those of one process that holds the whole model. The shares of several
+tensor-parallel processes are joined where a layout names the axes that they divide.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
+    TENSOR_PARALLEL,
     fused_projection,
     head_norms,
     other_weights,
@@ -61,6 +62,7 @@ _MEGATRON_CORE = (
         where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
         beside=_STATE,
+        sharded=TENSOR_PARALLEL,
         function=_MEGATRON,
         source=_CORE,
         note="of Megatron core, for models with a gated MLP such as Llama; NeMo fuses the same "
@@ -72,6 +74,7 @@ _MEGATRON_CORE = (
         where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON | _PLAIN_MLP,
         beside=_STATE,
+        sharded=TENSOR_PARALLEL,
         function=_MEGATRON,
         source=_CORE,
         note="of Megatron core, for models with an MLP of two matrices such as GPT. "
@@ -89,6 +92,7 @@ _MEGATRON_CORE = (
         where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
         beside=_STATE,
+        sharded=TENSOR_PARALLEL,
         function=_MEGATRON,
         source=f"{_CORE}, attention_output_gate",
         unchecked="headwise has no layer with such gates to run beside it",
@@ -105,11 +109,25 @@ _MEGATRON_CORE = (
         | _MEGATRON_OUT,
         where={"cross": "decoder.layers.{layer}.cross_attention."},
         beside=_STATE,
+        sharded=TENSOR_PARALLEL,
         function=_MEGATRON,
         source=_CORE,
         note="of Megatron core, beside megatron or megatron-gpt. " + _ON_REQUEST,
     ),
 )
+
+
+def _outside_of_legacy(blocks: str) -> dict[str, str]:
+    """Weights outside of attention, beside and within the module that holds the layers."""
+    return other_weights(
+        tokens="embedding.word_embeddings.weight",
+        positions="embedding.position_embeddings.weight",
+        norm_1=f"{blocks}.layers.{{layer}}.input_layernorm.*",
+        norm_2=f"{blocks}.layers.{{layer}}.post_attention_layernorm.*",
+        up=f"{blocks}.layers.{{layer}}.mlp.dense_h_to_4h.*",
+        down=f"{blocks}.layers.{{layer}}.mlp.dense_4h_to_h.*",
+        final_norm=f"{blocks}.final_layernorm.*",
+    )
 
 
 def _legacy_megatron_layouts() -> tuple[Layout, ...]:
@@ -128,7 +146,9 @@ def _legacy_megatron_layouts() -> tuple[Layout, ...]:
             name=f"megatron-{version}",
             tensors=tensors | output_projection("dense"),
             where={"self": place},
+            outside=_outside_of_legacy(place.partition(".")[0]),
             beside=_STATE,
+            sharded=TENSOR_PARALLEL,
             function=_LEGACY,
             source=_VERSIONS,
             unchecked="the versions that wrote it do not run with today's torch",

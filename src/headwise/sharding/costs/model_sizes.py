@@ -92,12 +92,12 @@ class ModelSizes:
         Raises:
             OptionError: the config states no attention, or one of another form.
         """
-        fields = _fields(model)
+        fields = _read_fields(model)
         sizes = text_config(fields)
         _require_plain_attention(fields, sizes)
         counts = read_stated_counts(fields)
-        counts["layers"] = _first(sizes, _LAYERS) or 0
-        counts["embed_dim"] = _first(sizes, _WIDTH) or 0
+        counts["layers"] = _first_count(sizes, _LAYERS) or 0
+        counts["embed_dim"] = _first_count(sizes, _WIDTH) or 0
         needed = {"heads": "num_attention_heads", "layers": _LAYERS[0], "embed_dim": _WIDTH[0]}
         missing = [name for size, name in needed.items() if not counts.get(size)]
         if missing:
@@ -115,8 +115,8 @@ class ModelSizes:
                 needed="kv heads that divide the heads",
                 do="correct the config",
             )
-        hidden_dim, matrices, mlp_notes = _mlp(fields, sizes, embed_dim)
-        windows, window_notes = _windows(fields, layers)
+        hidden_dim, matrices, mlp_notes = _read_mlp(fields, sizes, embed_dim)
+        windows, window_notes = _read_windows(fields, layers)
         return cls(
             layers=layers,
             embed_dim=embed_dim,
@@ -132,7 +132,7 @@ class ModelSizes:
         )
 
 
-def _fields(model: Path | str | Config) -> ConfigFields:
+def _read_fields(model: Path | str | Config) -> ConfigFields:
     if not isinstance(model, str | Path):
         return ConfigFields.wrap(model)
     path = Path(model)
@@ -165,11 +165,13 @@ def _require_plain_attention(fields: ConfigFields, sizes: ConfigFields) -> None:
         )
 
 
-def _mlp(fields: ConfigFields, sizes: ConfigFields, embed_dim: int) -> tuple[int, int, list[str]]:
+def _read_mlp(
+    fields: ConfigFields, sizes: ConfigFields, embed_dim: int
+) -> tuple[int, int, list[str]]:
     """Return the width within the MLP, its matrices, and notes."""
-    if (_first(sizes, _EXPERTS) or 1) > 1:
+    if (_first_count(sizes, _EXPERTS) or 1) > 1:
         return 0, 3, ["The MLP is not counted: its experts are divided in ways of their own."]
-    name, width = layout_name(fields), _first(sizes, _MLP)
+    name, width = layout_name(fields), _first_count(sizes, _MLP)
     if width is None and "n_inner" in sizes:
         width = 4 * embed_dim  # null in a GPT-2
     if width is None or name is None:
@@ -179,7 +181,7 @@ def _mlp(fields: ConfigFields, sizes: ConfigFields, embed_dim: int) -> tuple[int
     return width, 3 if has_gate else 2, []
 
 
-def _windows(fields: ConfigFields, layers: int) -> tuple[tuple[int | None, ...], list[str]]:
+def _read_windows(fields: ConfigFields, layers: int) -> tuple[tuple[int | None, ...], list[str]]:
     try:
         return tuple(attention_window(fields, layer) for layer in range(layers)), []
     except OptionError:
@@ -189,6 +191,6 @@ def _windows(fields: ConfigFields, layers: int) -> tuple[tuple[int | None, ...],
         ]
 
 
-def _first(fields: ConfigFields, names: tuple[str, ...]) -> int | None:
+def _first_count(fields: ConfigFields, names: tuple[str, ...]) -> int | None:
     counts = (fields.count(name) for name in names)
     return next((count for count in counts if count is not None), None)

@@ -1,0 +1,213 @@
+"""Checkpoint in shares of tensor-parallel processes, read as one: a tensor is joined on access."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from headwise.checkpoints.safetensors_file import StoredTensor, TensorFile
+from headwise.checkpoints.shard_files import find_numbered_files, order_files, require_count
+from headwise.checkpoints.source import (
+    PART,
+    SAFETENSORS,
+    CheckpointSource,
+    explained_os_errors,
+    read_file_state,
+    read_tensor_file,
+    require_inside,
+)
+from headwise.errors import CheckpointError, OptionError, ShapeError, UndecidedError
+from headwise.layouts.equality import same_bytes
+from headwise.layouts.layout import Layout
+from headwise.layouts.registry import layouts
+from headwise.layouts.shard_map import ShardMap, find_whole_length, map_shares
+
+_MAP_ERRORS = (OptionError, ShapeError)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedSource(CheckpointSource):
+    """Whole tensors of shares; only the shares of one tensor are in memory at a time.
+
+    Attributes:
+        division: the division of the tensors over the files.
+    """
+
+    division: ShardMap
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Join a tensor, divide it again and compare the shares byte for byte."""
+        shares = [shard.tensor(name) for shard in self.shards]
+        whole = self.division.join(name, shares)
+        for file, share, again in zip(
+            self.shards, shares, self.division.split(name, whole), strict=True
+        ):
+            if not same_bytes(share, again):
+                raise _difference_error(name, file.path, self.shards[0].path, self.division)
+        return whole
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files, or of the folders of all processes."""
+        return self.path
+
+    def target_name(self, file: Path) -> str:
+        """Return the name of a file that this one becomes: a numbered part of the model."""
+        number = [shard.path for shard in self.shards].index(file) + 1
+        return f"model-{number:05}-of-{len(self.shards):05}{SAFETENSORS}"
+
+
+def open_shares(path: Path) -> JoinedSource | None:
+    """Open shares before their division is known; None unless the path holds shares.
+
+    Raises:
+        CheckpointError: a share is missing or damaged, or the shares hold different tensors.
+    """
+    with explained_os_errors(path):
+        numbers = find_numbered_files(path)
+        for file in numbers.values():
+            require_inside(file, path)
+        files = {number: read_tensor_file(file) for number, file in numbers.items()}
+    sets = [frozenset(file.headers) for file in files.values()]
+    is_parts = len(files) > 1 and not frozenset.intersection(*sets)
+    if not files or is_parts:
+        return None
+    order = [files[number] for number in sorted(files)]
+    _require_same_headers(order)
+    ordered = {shard.path: shard for shard in order}
+    shards = tuple(ordered[file] for file in order_files(numbers))
+    states = {shard.path: read_file_state(shard.path) for shard in shards}
+    return JoinedSource(path, shards, shards[0].headers, None, states, ShardMap(len(shards), {}))
+
+
+def join_shares(
+    shares: JoinedSource, stored: Layout | None, known: Mapping[str, int]
+) -> JoinedSource:
+    """Return the shares as one checkpoint.
+
+    Args:
+        shares: see `open_shares`.
+        stored: the layout of the shares; any that fits if None.
+        known: heads and other counts of the whole model, as far as they are known.
+
+    Raises:
+        CheckpointError: the counts of the model need more shares.
+        OptionError, ShapeError: the shares do not fit the layout.
+        UndecidedError: no layout is given, and layouts that fit divide the tensors differently.
+    """
+    shapes = {name: header.shape for name, header in shares.headers.items()}
+    count = len(shares.shards)
+    if stored is None:
+        stored = _find_fitting_layout(shares, shapes, known)
+    if length := find_whole_length(stored, shapes, known):
+        _require_shares(shares, *length)
+    division = map_shares(stored, shapes, count, known)
+    return replace(shares, division=division, headers=_make_whole_headers(shares, division))
+
+
+def require_all_shares(source: CheckpointSource, stored: Layout, known: Mapping[str, int]) -> None:
+    """Raise CheckpointError if the only file of a folder is one of several shares."""
+    file = source.shards[0].path
+    if not source.path.is_dir() or len(source.shards) > 1 or PART.fullmatch(file.stem) is None:
+        return
+    shapes = {name: header.shape for name, header in source.headers.items()}
+    length = find_whole_length(stored, shapes, known) if stored.sharded else None
+    if length is not None and length[2] % length[1] == 0:
+        require_count([file], length[2] // length[1])
+
+
+def _make_whole_headers(shares: JoinedSource, division: ShardMap) -> dict[str, StoredTensor]:
+    """Return the headers of whole tensors, each in a file of the target, in equal parts."""
+    headers = {
+        name: replace(header, shape=division.whole_shape(name, header.shape), offset=None)
+        for name, header in shares.headers.items()
+    }
+    total, done = sum(header.nbytes for header in headers.values()), 0
+    files = [shard.path for shard in shares.shards]
+    for name, header in headers.items():
+        headers[name] = replace(header, file=files[len(files) * done // max(total, 1)])
+        done += header.nbytes
+    return headers
+
+
+def _find_fitting_layout(
+    shares: JoinedSource, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, int]
+) -> Layout:
+    fitting: list[tuple[Layout, ShardMap]] = []
+    count = len(shares.shards)
+    for each in layouts().values():
+        try:
+            division = map_shares(each, shapes, count, known) if each.sharded else None
+        except _MAP_ERRORS:
+            continue
+        if division is not None:
+            fitting.append((each, division))
+    if not fitting:
+        divided = ", ".join(each.name for each in layouts().values() if each.sharded)
+        raise CheckpointError(
+            saw=f"{shares.path} holds {count} shares of each tensor, in no layout that fits",
+            needed=f"shares in one of the layouts {divided}",
+            do="join_shares the shares by the tools of the framework that wrote them",
+        )
+    if any(division != fitting[0][1] for _, division in fitting):
+        raise UndecidedError(
+            saw=f"{shares.path} holds {count} shares of each tensor, which fit "
+            f"{', '.join(each.name for each, _ in fitting)}",
+            needed="one layout: these divide the tensors differently",
+            do="give {from}, or a config.json with the heads",
+            parameter={"from": (fitting[0][0].name,)},
+        )
+    return fitting[0][0]
+
+
+def _require_shares(shares: JoinedSource, name: str, length: int, whole: int) -> None:
+    """Raise unless the shares of a tensor make up its whole length."""
+    files = [shard.path for shard in shares.shards]
+    if whole % length == 0:
+        require_count(files, whole // length)
+    if whole != length * len(files):
+        raise CheckpointError(
+            saw=f"{shares.path}: {len(files)} shares of {name} with {length} rows or columns each",
+            needed=f"{whole} of them in all, by the heads of the model",
+            do="give the counts of the model, or all files of it",
+        )
+
+
+def _require_same_headers(shards: Sequence[TensorFile]) -> None:
+    first = shards[0]
+    for shard in shards[1:]:
+        for name in {**first.headers, **shard.headers}:
+            mine, theirs = first.headers.get(name), shard.headers.get(name)
+            if mine is None or theirs is None:
+                held = (shard if mine is None else first).path
+                saw = f"{name} is in {_short_path(held)} alone"
+            elif (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+                saw = (
+                    f"{name} is {mine.dtype} {mine.shape} in {_short_path(first.path)}, and "
+                    f"{theirs.dtype} {theirs.shape} in {_short_path(shard.path)}"
+                )
+            else:
+                continue
+            raise CheckpointError(
+                saw=saw,
+                needed="files that are shares of one model, of the same tensors and shapes",
+                do="copy the files again; or name one of them, if these are several checkpoints",
+            )
+
+
+def _difference_error(name: str, file: Path, first: Path, division: ShardMap) -> CheckpointError:
+    is_copy = name in division.axes
+    return CheckpointError(
+        saw=f"{name} differs between {_short_path(first)} and {_short_path(file)}",
+        needed="the same kv head in neighbouring shares"
+        if is_copy
+        else "the same tensor in all shares, since the layout divides no axis of it",
+        do="copy the files again; or name the layout that the shares are in",
+    )
+
+
+def _short_path(file: Path) -> str:
+    return f"{file.parent.name}/{file.name}"
