@@ -2,8 +2,9 @@
 
 The ```python blocks of a page run in order in one namespace. A ```text block right after one is
 its output; "..." in it stands for anything, as in a doctest. A block that imports one of ELSEWHERE
-is left out where that is not installed. A shell block with an output is run as well: it holds
-commands of headwise. Of the others, each command must exist.
+is left out where that is not installed. A ```py block is a part of a script for several processes,
+and does not run here: the tests of sharding run such calls. A shell block with an output is run as
+well: it holds commands of headwise. Of the others, each command must exist.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def test_every_command_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_has_a_language(page: Path) -> None:
     # An unnamed block is one that nothing checks.
-    known = {"python", "text", *SHELLS, "diff", "toml"}
+    known = {"python", "py", "text", *SHELLS, "diff", "toml"}
     unnamed = [block for block in blocks(page.read_text("utf-8")) if block.language not in known]
     assert [f"line {block.line}: {block.language!r}" for block in unnamed] == []
 

@@ -194,7 +194,7 @@ def test_tiles_have_no_gradients_and_their_reader_keeps_its_own(
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("read", ["diagonal", "within", "band"])
+@pytest.mark.parametrize("read", ["diagonal", "weight_within", "band"])
 def test_the_own_key_is_within_any_reach(read: str) -> None:
     observation = bare(mask=Mask.causal())
     expected = observation.matrix.dense()[0].diagonal(dim1=1, dim2=2).mean(1)
