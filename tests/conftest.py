@@ -17,6 +17,8 @@ import jaxtyping
 import pytest
 import torch
 
+from tests.reports.browser import Chromium, chromium
+
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("tests.refusals")
 
@@ -66,3 +68,10 @@ def shapes_unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Chromium]:
+    """The one browser of a worker: Playwright refuses a second one in the same thread."""
+    with chromium() as started:
+        yield started

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.reports.browser import Chromium, chromium, needs_a_browser
+from tests.reports.browser import Chromium, needs_a_browser
 from tests.root import ROOT
 from tools import site
 
@@ -52,15 +52,14 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def built(tmp_path_factory: pytest.TempPathFactory, browser: Chromium) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("built") / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
     Thread(target=server.serve_forever, daemon=True).start()
-    with chromium() as browser:
-        yield Site(folder, f"http://127.0.0.1:{server.server_port}", browser)
+    yield Site(folder, f"http://127.0.0.1:{server.server_port}", browser)
     server.shutdown()
     server.server_close()
 
