@@ -39,6 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)
 	$(BIN)/headwise demo
 	$(BIN)/headwise study
+	@echo "What every head of both models looks at: $(CURDIR)/headwise-demo/index.html"
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" --hypothesis-profile=quick

@@ -318,6 +318,8 @@ def test_scales() -> None:
     assert weight.colour(0.25) == png_images.viridis_colour(0.5)
     assert wording.Scale("range", 2.0, 4.0).position(3.0) == 0.5
     assert wording.Scale("range", 2.0, 2.0).position(2.0) == 0.5
+    for scale in (weight, wording.Scale("range", 2.0, 2.0)):
+        assert math.isnan(scale.position(math.nan))
 
 
 def test_heads_that_are_alike_have_about_one_colour() -> None:

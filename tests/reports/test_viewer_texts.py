@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,23 @@ def test_self_attention_has_one_text(cross: Opened) -> None:
     assert side(cross, 0).is_visible()
     assert not side(cross, 1).is_visible()
     assert cross.page.locator("[data-direction]:visible").count() == 2
+
+
+def test_at_most_15_tab_stops_on_the_fullest_page(browser: Chromium, tmp_path: Path) -> None:
+    """Of two models, each with two scans of several texts: the page with most to choose."""
+    texts = [tiny.encode(text)[None] for text in ("one text", "another text")]
+    scan = scan_model(tiny.load(), texts, statistics=STATISTICS[:2])
+    report = ScanReport.of(scan, name_of=lambda token: f"w{token}")
+    report = replace(report, second=scan, command="headwise scan DIR --top-keys {heads}")
+    path = save_scan_page(tmp_path / "page.html", report, report)
+    with browser.open(path) as opened:
+        opened.poll("document.querySelector('.t') !== null")
+        stops = []
+        while not opened.page.evaluate("document.activeElement.closest('.scroller') !== null"):
+            opened.page.keyboard.press("Tab")
+            stops.append(opened.page.evaluate("document.activeElement.outerHTML.slice(0, 90)"))
+            assert len(stops) <= 16, stops
+        assert len(stops) > 12
 
 
 # ---- several texts, groups, random weights -------------------------------------------------------

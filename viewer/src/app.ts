@@ -10,6 +10,8 @@ import { Text } from "./text";
 import { loadTopKeys } from "./top_keys";
 import type { Lights, Loaded, Part, View } from "./view";
 
+const SLICE_MS = 40; // of drawing before other work may run
+
 type Change = "push" | "replace";
 
 export class App implements View {
@@ -196,7 +198,15 @@ export class App implements View {
     const loaded = await loading;
     if (epoch !== this.epoch) return;
     this.loaded = loaded;
-    for (const part of this.parts) part.update(loaded);
+    // The first drawing of many heads takes several tasks, so that none is long.
+    let since = performance.now();
+    for (const part of this.parts) {
+      part.update(loaded);
+      if (performance.now() - since < SLICE_MS) continue;
+      await new Promise((resume) => setTimeout(resume));
+      if (epoch !== this.epoch) return;
+      since = performance.now();
+    }
     this.light.update();
   }
 
@@ -217,8 +227,16 @@ export class App implements View {
     const profiles = new Float32Array(profile.slice().buffer);
     return {
       a, b, map: shown, top, queries, keys, received, profiles,
-      thumbnails: new Thumbnails(this.scan, thumbs),
+      thumbnails: this.thumbnailsOf(report, thumbs),
     };
+  }
+
+  private readonly thumbnails = new Map<number, Thumbnails>();
+
+  private thumbnailsOf(report: number, bytes: Uint8Array): Thumbnails {
+    const made = this.thumbnails.get(report) ?? new Thumbnails((this.source.reports[report] as Meta).scans[0] as Scan, bytes);
+    this.thumbnails.set(report, made);
+    return made;
   }
 
   private readonly texts = new Map<string, Promise<Text>>();

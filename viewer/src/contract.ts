@@ -31,7 +31,8 @@ export interface Statistic {
   kind: Kind;
   low: number;
   high: number;
-  middle: number | null;
+  /** The least end of the scale of A − B. */
+  least_change: number | null;
   first: boolean;
   rows: (number | null)[][];
 }

@@ -4,10 +4,6 @@ import type { Scan, Statistic } from "./contract";
 import { isShare } from "./format";
 import { positionOf } from "./maps";
 
-// Those of headwise/reports/wording.py.
-const LEAST_SHARE = 0.05;
-const LEAST_SPAN = 0.1; // of the median
-
 export interface HeadValue {
   layer: number;
   head: number;
@@ -51,12 +47,6 @@ export function compared(
     if (mode === "B") return { ...head, value: there };
     return { ...head, value: head.value === null || there === null ? null : head.value - there };
   });
-}
-
-/** Return the least end of the scale of A − B, so that two equal scans look equal. */
-export function leastChange(statistic: Statistic | null): number {
-  if (!statistic) return 1;
-  return isShare(statistic) ? LEAST_SHARE : LEAST_SPAN * Math.abs(statistic.middle ?? 0) || 1e-9;
 }
 
 /** Return the heads with the most first; heads without a value come last. */

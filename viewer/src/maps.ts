@@ -63,12 +63,19 @@ export function tokensPerBlock(blocks: number, n: number): string {
 // ---- thumbnails and likeness ---------------------------------------------------------------------
 
 export const THUMB = 16;
-export const MOST_SIMILAR = 5; // heads that are named as most similar
+const MOST_SIMILAR = 5; // heads that are named as most similar
 const CELLS = THUMB * THUMB;
+
+interface Likeness {
+  layer: number;
+  head: number;
+  distance: number;
+}
 
 /** The pooled maps of all heads of a scan, in the order of layers and heads. */
 export class Thumbnails {
   private readonly first: number[] = [];
+  private readonly similar = new Map<string, Likeness[]>();
 
   constructor(
     private readonly scan: Scan,
@@ -96,10 +103,19 @@ export class Thumbnails {
    * Return the heads whose pooled maps differ least from this one. The distance is the share of
    * the weight that lies elsewhere: half the sum of |a − b| over keys, the mean over queries.
    */
-  mostSimilar(layer: number, head: number, n: number): { layer: number; head: number; distance: number }[] {
+  mostSimilar(layer: number, head: number): Likeness[] {
+    const name = `${layer}.${head}`;
+    const known = this.similar.get(name);
+    if (known) return known;
+    const similar = this.likeness(layer, head).slice(0, MOST_SIMILAR);
+    this.similar.set(name, similar);
+    return similar;
+  }
+
+  private likeness(layer: number, head: number): Likeness[] {
     const reference = this.of(layer, head);
     if (!reference) return [];
-    const all: { layer: number; head: number; distance: number }[] = [];
+    const all: Likeness[] = [];
     this.scan.layers.forEach((record, index) => {
       for (const other of record.heads) {
         if (index === layer && other === head) continue;
@@ -107,7 +123,7 @@ export class Thumbnails {
         if (bytes) all.push({ layer: index, head: other, distance: elsewhere(reference, bytes) });
       }
     });
-    return all.sort((a, b) => a.distance - b.distance).slice(0, n);
+    return all.sort((a, b) => a.distance - b.distance);
   }
 }
 

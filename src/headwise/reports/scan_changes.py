@@ -39,14 +39,7 @@ def clearest_change(diff: ScanDiff) -> str | None:
 
 
 def change_scale_end(diff: ScanDiff, name: str) -> float:
-    """Return the end of the scale of a change: the largest, but no change so small that none is.
-
-    The end of a share is at least `wording.LEAST_SHARE`, that of others `wording.LEAST_SPAN` of
-    the median head.
-    """
+    """Return the end of the scale of a change: the largest, and at least the statistic's own."""
     assert isinstance(diff.before, HeadScan)
-    drawn = wording.drawn_statistic(diff.before, name)
-    is_share = drawn.scale.kind != "range"
-    least = wording.LEAST_SHARE if is_share else wording.LEAST_SPAN * abs(drawn.middle)
-    changes = diff[name]
-    return max([float(change) for change in changes.abs().nan_to_num().flatten()] + [least, 1e-9])
+    least = wording.drawn_statistic(diff.before, name).least_change
+    return max([float(change) for change in diff[name].abs().nan_to_num().flatten()] + [least])

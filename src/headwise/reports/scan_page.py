@@ -76,14 +76,18 @@ def render_diff(
 def viewer_data(report: ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the words and the deflated blobs of a report, for the viewer."""
     scans = [report.scan] if report.second is None else [report.scan, report.second]
-    blobs: dict[str, bytes] = {}
-    for number, scan in enumerate(scans):
-        blobs |= dict(viewer_blobs.scan_blobs(scan, report.name_of, str(number)))
+    maps = [[viewer_blobs.head_maps(scan, layer) for layer in scan.layer_scans] for scan in scans]
     # zlib releases the lock of the interpreter.
     with ThreadPoolExecutor() as pool:
-        deflated = pool.map(_deflate_bytes, blobs.values())
-    meta = viewer_meta.report_meta(report, report.second, report.names[: len(scans)])
-    return meta, dict(zip(blobs, deflated, strict=True))
+        deflated = {
+            name: pool.submit(_deflate_bytes, blob)
+            for number, scan in enumerate(scans)
+            for name, blob in viewer_blobs.scan_blobs(
+                scan, maps[number], name_of=report.name_of, prefix=str(number)
+            )
+        }
+        meta = viewer_meta.report_meta(report, maps)
+    return meta, {name: blob.result() for name, blob in deflated.items()}
 
 
 def viewer_file(name: str) -> str:

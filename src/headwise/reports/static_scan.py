@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup, escape
 from torch import Tensor
 
@@ -55,7 +56,9 @@ def static_environment() -> jinja2.Environment:
     environment.filters |= {
         "css": png_images.css_colour,
         "ink": png_images.text_colour_on,
-        "image": lambda statistic: _png_image(statistic.rows, statistic.scale.position),
+        "image": lambda statistic: png_images.positions_png(
+            [[statistic.scale.position(value) for value in row] for row in statistic.rows]
+        ),
     }
     return environment
 
@@ -116,27 +119,16 @@ def map_images(scan: HeadScan, cards: list[HeadCard]) -> dict[tuple[int, int], s
         heads = {(card.layer, card.head) for card in cards}
     images = {}
     for index, layer in enumerate(scan.layer_scans):
-        maps = viewer_blobs.head_maps(scan, layer, most=CELLS)
-        for position, head in enumerate(layer.heads):
-            if maps is not None and (index, head) in heads:
-                values = maps[position].tolist()
-                images[index, head] = _png_image(
-                    values, png_images.weight_position, colours=MAP_COLOURS
-                )
+        shown = [head for head in layer.heads if (index, head) in heads]
+        maps = viewer_blobs.head_maps(scan, layer, most=CELLS) if shown else None
+        if maps is None:
+            continue
+        positions = np.sqrt(np.maximum(maps, 0))
+        for head in shown:
+            images[index, head] = png_images.positions_png(
+                positions[layer.heads.index(head)], colours=MAP_COLOURS
+            )
     return images
-
-
-def _png_image(
-    rows: list[list[float]],
-    position: Callable[[float], float],
-    *,
-    colours: int = png_images.COLOURS,
-) -> str:
-    """Return an image with a pixel for each value; NaN is transparent."""
-    return png_images.positions_png(
-        [[None if value != value else position(value) for value in row] for row in rows],
-        colours=colours,
-    )
 
 
 def _offset_weights(layer: LayerScan, head: int) -> tuple[list[tuple[int, float]], float]:

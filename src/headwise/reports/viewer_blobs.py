@@ -7,7 +7,7 @@ rounded 255 times its square root, so a value that is shown is right to 1/255 of
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.scanned_text import ScannedText
-from headwise.scanning.statistics.view_statistics import OffsetProfile, map_pyramid
+from headwise.scanning.statistics.view_statistics import OffsetProfile
 
 MAP, OFFSETS, RECEIVED = "map", "offset_profile", "most_received"
 TOP_KEYS = "top_keys_of_every_query"
@@ -31,9 +31,10 @@ Names = Callable[[int], str]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def scan_blobs(scan: HeadScan, name_of: Names | None, prefix: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the bytes of every blob of a scan."""
-    maps = [head_maps(scan, layer) for layer in scan.layer_scans]
+def scan_blobs(
+    scan: HeadScan, maps: Sequence[Array | None], *, name_of: Names | None, prefix: str
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the bytes of every blob of a scan; `maps` are those of its layers."""
     for index, text in enumerate(scan.texts):
         if has_words(text):
             yield f"{prefix}/text/{index}", _token_words_json(text, name_of)
@@ -90,20 +91,15 @@ def head_maps(scan: HeadScan, layer: LayerScan, *, most: int = MOST_CELLS) -> Ar
         total, count = summary["sum"], summary["count"]
         rows, cols = (torch.arange(n) * cells // n for n in (*queries, *keys))
         return (total[:, rows][:, :, cols] / count[:, rows, None]).numpy()
-    shortest = min([*queries, *keys], default=cells)
-    levels = map_pyramid(summary)
-    whole = [
-        size
-        for size in levels
-        if size <= max(1, min(shortest, most))
-        and bool((_pool_count(summary["count"], size) > 0).all())
-    ]
-    return levels[max(whole, default=min(levels))].numpy()
-
-
-def _pool_count(count: Tensor, size: int) -> Tensor:
-    pooled: Tensor = count.unflatten(-1, (size, -1)).sum(-1)
-    return pooled
+    limit = max(1, min([*queries, *keys, most]))
+    size, count = cells, summary["count"]
+    while (size > limit or not bool((count > 0).all())) and size % 2 == 0:
+        size //= 2
+        count = count.unflatten(-1, (size, 2)).sum(-1)
+    step = cells // size
+    total = summary["sum"].unflatten(1, (size, step)).unflatten(3, (size, step)).sum((2, 4))
+    maps: Array = (total / count[..., None]).numpy()
+    return maps
 
 
 def pool_thumbnails(maps: Array) -> Array:

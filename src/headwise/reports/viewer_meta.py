@@ -16,12 +16,14 @@ from headwise.scanning.statistics.view_statistics import RANKS
 VERSION = 1  # of the data; viewer/src/contract.ts has the same
 FIRST = ("previous_token", "induction", "first_token", "effective_keys", "separator")
 
+Maps = Sequence[viewer_blobs.Array | None]
 
-def report_meta(
-    report: ScanReport, second: HeadScan | None, names: Sequence[str]
-) -> dict[str, Any]:
-    """Return the data of a report in words, of one scan or of two."""
+
+def report_meta(report: ScanReport, maps: Sequence[Maps]) -> dict[str, Any]:
+    """Return the data of a report in words; `maps` are those of the layers of each of its scans."""
+    second = report.second
     scans = [report.scan] if second is None else [report.scan, second]
+    each = zip(scans, report.names, maps, strict=False)
     return {
         "version": VERSION,
         "headwise": report.versions["headwise"],
@@ -34,12 +36,12 @@ def report_meta(
         "missing": report.not_measured,
         "rule": f"{wording.RULE} {wording.WEIGHTS}",
         "command": report.command,
-        "scans": [_scan_meta(scan, name) for scan, name in zip(scans, names, strict=True)],
+        "scans": [_scan_meta(scan, name, its_maps) for scan, name, its_maps in each],
         "matched": None if second is None else _matched_heads(report.scan, second),
     }
 
 
-def _scan_meta(scan: HeadScan, name: str) -> dict[str, Any]:
+def _scan_meta(scan: HeadScan, name: str, maps: Maps) -> dict[str, Any]:
     drawn = wording.drawn_statistics(scan)
     return {
         "name": name,
@@ -54,7 +56,10 @@ def _scan_meta(scan: HeadScan, name: str) -> dict[str, Any]:
             }
             for number, text in enumerate(scan.texts)
         ],
-        "layers": [_layer_meta(scan, layer) for layer in scan.layer_scans],
+        "layers": [
+            _layer_meta(scan, layer, its_maps)
+            for layer, its_maps in zip(scan.layer_scans, maps, strict=True)
+        ],
         "ranks": _top_key_ranks(scan),
         "reach": viewer_blobs.OFFSET_REACH if viewer_blobs.OFFSETS in scan.measured else None,
         "received": viewer_blobs.RECEIVED in scan.measured,
@@ -72,8 +77,9 @@ def _scan_meta(scan: HeadScan, name: str) -> dict[str, Any]:
     }
 
 
-def _layer_meta(scan: HeadScan, layer: LayerScan) -> dict[str, Any]:
-    maps = viewer_blobs.head_maps(scan, layer)
+def _layer_meta(
+    scan: HeadScan, layer: LayerScan, maps: viewer_blobs.Array | None
+) -> dict[str, Any]:
     is_blank = [] if maps is None else [bool(math.isnan(values.sum())) for values in maps]
     return {
         "name": layer.name,
@@ -112,7 +118,7 @@ def _statistic_meta(scan: HeadScan, statistic: wording.DrawnStatistic) -> dict[s
         "kind": statistic.scale.kind,
         "low": statistic.scale.low,
         "high": statistic.scale.high,
-        "middle": _round_number(statistic.middle),
+        "least_change": _round_number(statistic.least_change),
         "first": statistic.name in FIRST,
         "rows": rows,
     }

@@ -24,8 +24,6 @@ RULE = (
     "middle head, and for shares 5 percentage points more. It also stands out if it attends to the "
     "fewest tokens, and to at most half as many as the middle head."
 )
-
-
 WEIGHTS = (
     "Weights show where a head attends, and not how the model uses it. A row of weights sums to 1, "
     "less the share of a learned sink."
@@ -43,7 +41,12 @@ class Scale:
     high: float
 
     def position(self, value: float) -> float:
-        """Return the position on the colour scale; for weights by the square root, as on a map."""
+        """Return the position on the colour scale; for weights by the square root, as on a map.
+
+        That of NaN is NaN.
+        """
+        if math.isnan(value):
+            return math.nan
         if self.kind == "weight":
             return png_images.weight_position(value)
         span = self.high - self.low
@@ -83,6 +86,13 @@ class DrawnStatistic:
             unit = self.definition.unit.split(",")[0].split(" (")[0].split(";")[0]
             return f"in units {unit}" if unit.startswith("of ") else unit
         return self.definition.unit.split(",")[0].replace("share", "per cent", 1)
+
+    @property
+    def least_change(self) -> float:
+        """The least end of the scale of a change, so that two nearly equal scans look equal."""
+        if self.scale.kind != "range":
+            return LEAST_SHARE
+        return LEAST_SPAN * abs(self.middle) or 1e-9
 
     @property
     def varies_enough(self) -> bool:

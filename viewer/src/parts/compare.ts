@@ -3,7 +3,7 @@
 import type { App } from "../app";
 import { button, element, rovingFocus, select } from "../dom";
 import { nameOf } from "../heads";
-import { MOST_SIMILAR, positionOf } from "../maps";
+import { positionOf } from "../maps";
 import type { Loaded, Part } from "../view";
 
 export class Compare implements Part {
@@ -59,7 +59,7 @@ export class Compare implements Part {
         options.push([`1.${state.layer}.${matched}`, `the matched head ${matched}, ${second.name}`]);
       }
     }
-    for (const each of loaded?.thumbnails.mostSimilar(state.layer, state.head, MOST_SIMILAR) ?? []) {
+    for (const each of loaded?.thumbnails.mostSimilar(state.layer, state.head) ?? []) {
       options.push([`0.${nameOf(each)}`, `the similar head ${nameOf(each)}`]);
     }
     return options;

@@ -7,7 +7,7 @@ import { css, viridis } from "../colours";
 import { button, element, fitCanvas, rovingFocus } from "../dom";
 import { count, long, percent, visible } from "../format";
 import { allHeads, nameOf, rankOf, scalePosition, valueOf } from "../heads";
-import { type HeadId, MOST_SIMILAR, positionOf } from "../maps";
+import { type HeadId, positionOf } from "../maps";
 import { thumbnail } from "./grid";
 import type { Loaded, Part } from "../view";
 
@@ -184,7 +184,7 @@ export class Facts implements Part {
 
   private drawSimilar(loaded: Loaded): void {
     const { state } = this.app;
-    const similar = loaded.thumbnails.mostSimilar(state.layer, state.head, MOST_SIMILAR);
+    const similar = loaded.thumbnails.mostSimilar(state.layer, state.head);
     this.similar.replaceChildren(
       ...similar.map(({ layer, head, distance }, n) => {
         const label = `layer ${layer}, head ${head}: ${percent(distance)} of the weight lies elsewhere`;

@@ -5,7 +5,7 @@ import type { Scan, Statistic } from "../contract";
 import { type RGB, css, diverging, ink, viridis } from "../colours";
 import { button, element, rovingFocus, select, setOptions } from "../dom";
 import { isShare, long, short } from "../format";
-import { type HeadValue, allHeads, compared, filterOf, leastChange, nameOf, ranked, scalePosition } from "../heads";
+import { type HeadValue, allHeads, compared, filterOf, nameOf, ranked, scalePosition } from "../heads";
 import { THUMB, type Thumbnails } from "../maps";
 import type { Order } from "../state";
 import type { Loaded, Part } from "../view";
@@ -76,7 +76,7 @@ export class Grid implements Part {
       cell.classList.toggle("other", other?.scan === 0 && name === nameOf(other));
       cell.tabIndex = isChosen ? 0 : -1;
     }
-    this.reveal();
+    requestAnimationFrame(() => this.reveal());
   }
 
   /** Scroll to the chosen head, once for each choice and each drawing. */
@@ -113,7 +113,7 @@ export class Grid implements Part {
   private draw(thumbnails: Thumbnails, statistic: Statistic | null): void {
     const { scan, state } = this.app;
     const heads = this.values(statistic);
-    this.most = Math.max(leastChange(statistic), ...heads.map(({ value }) => Math.abs(value ?? 0)));
+    this.most = Math.max(statistic?.least_change ?? 1, ...heads.map(({ value }) => Math.abs(value ?? 0)));
     const test = filterOf(state.filter, statistic);
     this.filter.setAttribute("aria-invalid", String(test === null));
     this.unit.textContent = this.unitLine(statistic);
