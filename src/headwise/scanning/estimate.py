@@ -30,6 +30,7 @@ from headwise.support.message_text import human_bytes
 TILES_AT_ONCE = 8  # scores, weights, and temporary tensors of statistics
 STATES_AT_ONCE = 6  # tensors of the model's width: residuals, normalised ones, inputs of a product
 SAMPLE = 256  # queries and keys of the timed problem
+MEASURED_SECONDS = 0.15  # of each timed problem: several turns of a busy processor
 FLOAT = 4  # bytes
 ROOT = Path("/")
 
@@ -152,13 +153,14 @@ def measure_speed(
 ) -> tuple[float, float]:
     """Measure the seconds of one multiply-add of a product, and of one weight in all statistics.
 
-    The best of a few runs of a small problem counts, in a fraction of a second.
+    Small problems run for a fraction of a second, and their mean counts: on a busy machine the
+    best run would be faster than a scan can be.
     """
     heads = min(8, max((call.heads for call in calls), default=1))
     width = max(1, max((call.width for call in calls), default=2) // 2)
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(512, 512, generator=generator) for _ in range(2))
-    product = min(_measure_elapsed(lambda: x @ w) for _ in range(3)) / 512**3
+    product = _measure_mean_seconds(lambda: x @ w) / 512**3
     q, k, v = (torch.randn(1, heads, SAMPLE, width, generator=generator) for _ in range(3))
     is_causal = all(call.is_causal for call in calls)
     matrix = AttentionMatrix(q, k, mask=Mask.causal() if is_causal else Mask())
@@ -169,9 +171,7 @@ def measure_speed(
     )
     fitting = [s for s in statistics if s.missing(call) is None]
     entries = heads * SAMPLE**2 / (2 if is_causal else 1)
-    entry = (
-        min(_measure_elapsed(lambda: compute_summaries(call, fitting)) for _ in range(2)) / entries
-    )
+    entry = _measure_mean_seconds(lambda: compute_summaries(call, fitting)) / entries
     return product, entry
 
 
@@ -189,10 +189,14 @@ def require_memory(needed: int, *, what: str, do: str) -> None:
         )
 
 
-def _measure_elapsed(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def _measure_mean_seconds(run: Callable[[], Any]) -> float:
+    """Return the mean duration of several runs, after one that does not count."""
     run()
-    return time.perf_counter() - start
+    runs, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < MEASURED_SECONDS or not runs:
+        run()
+        runs += 1
+    return elapsed / runs
 
 
 def _format_seconds(seconds: float) -> str:

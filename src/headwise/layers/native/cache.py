@@ -41,7 +41,8 @@ class Cache:
         dropped: tokens that were dropped, since they are older than the window.
         padding: (batch,), padding tokens before each sequence's first token; None for none.
         needs_mask: True if a boolean mask hid cached keys from every query. The cache stores no
-            such mask, so each later call needs one.
+            such mask, so each later call needs one. It stays False under torch.compile, where no
+            value can be read.
     """
 
     def __init__(self, k: Tensor, v: Tensor, *, window: int | None = None, owner: str = "") -> None:
