@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from headwise.kernels.bound_scores import accumulation_dtype
 from headwise.scanning.captured_call import CapturedCall, require_not_none
-from headwise.scanning.module_calls import ModuleCall, dequantize_weight
+from headwise.scanning.module_calls import ModuleCall, dequantize_weight, version_counter
 
 # ---- tokens -------------------------------------------------------------------------------------
 
@@ -179,12 +179,17 @@ class PendingProjection:
     Args:
         call: the captured call.
         block: the block around the layer, to whose state the output is added; None if unknown.
-        version: the version of the head outputs at the call, which counts changes in place.
+        outputs: the head outputs that the layer goes on with: those of ``call``, or some of them
+            if the heads are divided over devices.
+
+    Attributes:
+        version: the version of the outputs at the call, which counts changes in place.
     """
 
-    def __init__(self, call: CapturedCall, block: ModuleCall | None, *, version: int) -> None:
-        self.call, self.block, self.version = call, block, version
-        self._outputs = require_not_none(call.outputs)
+    def __init__(self, call: CapturedCall, block: ModuleCall | None, outputs: Tensor) -> None:
+        self.call, self.block, self.outputs = call, block, outputs
+        self.version = version_counter(outputs)
+        self._whole_outputs = require_not_none(call.outputs)
         self.is_complete = False
         self.was_read = False  # True once a module received the unchanged head outputs
         # True for a consumer of the head outputs that is inside the attention module.
@@ -194,7 +199,7 @@ class PendingProjection:
     def note_module_start(self, module_call: ModuleCall, outer_modules: list[nn.Module]) -> None:
         """Note a module that is about to run inside ``outer_modules``."""
         if module_call.state is not None and _is_concatenated_heads(
-            module_call.state, self._outputs
+            module_call.state, self.outputs
         ):
             self._consumers[module_call] = self.call.module in outer_modules
             self.was_read = True
@@ -214,8 +219,9 @@ class PendingProjection:
         is_inside = self._consumers.pop(module_call, None)
         if is_inside is None or result is None:
             return
-        weight = split_by_head(module_call.module, self._outputs)
-        if weight is None or not _is_linear_output(module_call, result):
+        weight = split_by_head(module_call.module, self._whole_outputs)
+        inputs = self._whole_outputs[0, :, 0].flatten()  # of which the module received its part
+        if weight is None or not _is_linear_output(module_call.module, inputs, result):
             return
         if is_inside:
             self._inside.append((weight, result))
@@ -243,19 +249,17 @@ def _weight_matrix(module: nn.Module) -> Tensor | None:
     return weight if type(module).__name__.startswith("Conv1D") else weight.mT
 
 
-def _is_linear_output(module_call: ModuleCall, result: Tensor) -> bool:
-    """True if a module's first output is its first input times its weight, plus its bias.
+def _is_linear_output(module: nn.Module, inputs: Tensor, result: Tensor) -> bool:
+    """True if a module's first output is its first inputs times its weight, plus its bias.
 
     The error may be n u (|x| |W|) from the sum of n products in the dtype of accumulation, and two
     roundings of the result (docs/budget.md).
     """
-    matrix, state = (
-        require_not_none(_weight_matrix(module_call.module)),
-        require_not_none(module_call.state),
-    )
-    x, w = state.reshape(-1, matrix.shape[0])[0].double(), matrix.double()
-    bias = getattr(module_call.module, "bias", None)
-    exact = x @ w + (bias.double() if isinstance(bias, Tensor) else 0.0)
+    matrix = require_not_none(_weight_matrix(module))
+    x, w = inputs.double(), matrix.double()
+    stored = getattr(module, "bias", None)
+    bias = dequantize_weight(stored.detach()) if isinstance(stored, Tensor) else None
+    exact = x @ w + (0.0 if bias is None else bias.double())
     if result.shape[-1] != len(exact):
         return False
     unit = torch.finfo(accumulation_dtype(result.dtype)).eps

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -28,7 +29,15 @@ from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.band import Band
 from headwise.scanning.call_context import KeyTokens, PendingProjection, TokenStreams, split_by_head
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.module_calls import ModuleCall, ModuleCalls, tensors_equal, version_counter
+from headwise.scanning.divided_heads import find_divided_projection, join_divided_heads
+from headwise.scanning.module_calls import (
+    ModuleCall,
+    ModuleCalls,
+    class_name,
+    is_divided,
+    tensors_equal,
+    version_counter,
+)
 from headwise.scanning.torch_calls import TorchCalls
 from headwise.support.kernel_calls import mark_kernel_calls
 
@@ -65,6 +74,7 @@ class AttentionCapture:
         self._has_embedding = model is not None and any(
             isinstance(module, nn.Embedding) for module in model.modules()
         )
+        self._has_divided_weights = model is not None and any(map(is_divided, model.parameters()))
         self._tokens = TokenStreams()
         whole = nn.Module() if model is None else model
         self.modules = ModuleCalls(whole, before=self._before_module, after=self._after_module)
@@ -121,7 +131,8 @@ class AttentionCapture:
     def record_attention(self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
         """Record one attention call; a watcher of `headwise.layers.hooks`."""
         self.complete_call()
-        stack = self.modules.stack
+        stack, computed = self.modules.stack, outputs
+        matrix, v, outputs = self._join_heads(matrix, v, outputs)
         call = self._make_call_record(matrix, v, outputs)
         block = _find_block(stack, matrix)
         if stack:
@@ -129,15 +140,29 @@ class AttentionCapture:
         for module_call in stack:
             module_call.attended += 1
         self._forget_projected()
-        self.layers.setdefault(call.layer, type(call.module).__name__)
+        self.layers.setdefault(call.layer, class_name(call.module))
         changed = None if self._watch is None else self._watch(call)
         if self._on_complete is not None:
-            self._pending = PendingProjection(call, block, version=version_counter(outputs))
+            self._pending = PendingProjection(call, block, computed)
             if isinstance(call.module, nn.MultiheadAttention):
                 # Its projection is applied by a function.
                 call.out_proj = split_by_head(call.module.out_proj, outputs)
                 self.complete_call()
-        return outputs if changed is None else changed
+        return computed if changed is None else changed
+
+    def _join_heads(
+        self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor
+    ) -> tuple[AttentionMatrix, Tensor, Tensor]:
+        """Return the operands of all heads, if the call computes some of them that are divided."""
+        stack = self.modules.stack
+        if not self._has_divided_weights or not stack:
+            return matrix, v, outputs
+        around = list(takewhile(lambda inner: not inner.is_block, reversed(stack)))
+        modules = [module_call.module for module_call in around or stack[-1:]]
+        weight = find_divided_projection(modules, outputs.shape[1] * outputs.shape[3])
+        if weight is None:
+            return matrix, v, outputs
+        return join_divided_heads(matrix, v, outputs, weight, layer=stack[-1].name)
 
     def complete_call(self) -> None:
         """Hand the last call on, with all that was observed around it."""
@@ -148,7 +173,7 @@ class AttentionCapture:
             self._forget_projected()  # the input of the output projection is no query and no key
         call, block = pending.call, pending.block
         # A model may have changed its head outputs in place since the call.
-        if not version_counter(call.outputs) == pending.version >= 0:
+        if not version_counter(pending.outputs) == pending.version >= 0:
             call.outputs = None
         if block is not None and version_counter(block.state) == block.version >= 0:
             assert block.state is not None
@@ -240,7 +265,7 @@ class AttentionCapture:
             if looked_up and isinstance(module_call.module, nn.Embedding):
                 self.tables.add(tuple(module_call.module.weight.shape))
         if any(word in type(module_call.module).__name__.lower() for word in ATTENTION_WORDS):
-            self._ran[module_call.name.partition(" (")[0]] = type(module_call.module).__name__
+            self._ran[module_call.name.partition(" (")[0]] = class_name(module_call.module)
         if self._pending is not None:
             self._pending.note_module_start(
                 module_call, [outer.module for outer in self.modules.stack]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, OptionError, ShapeError
-from headwise.scanning.module_calls import plain_tensors, unwrap_compiled
+from headwise.scanning.module_calls import is_divided, plain_tensors, unwrap_compiled
 from headwise.support.message_text import describe_value
 
 # A scan needs no cache of keys and values. It does not need logits of each token either, which can
@@ -133,8 +133,19 @@ def require_finite(model: nn.Module) -> None:
                 needed="a model with weights",
                 do="model.to_empty(device=...), then load_state_dict",
             )
+        if is_divided(parameter):
+            _require_finite_whole(name, parameter.detach())
+            continue
         for part in plain_tensors(parameter.detach()):
             _require_finite(name, part)
+
+
+def _require_finite_whole(name: str, divided: Any) -> None:
+    """Raise the same error in every process that holds a part of a weight, or in none."""
+    if divided.is_floating_point() and not divided.is_meta:
+        total = divided.sum(dtype=torch.float64).full_tensor()
+        if not bool(torch.isfinite(total)):
+            _require_finite(name, divided.full_tensor())
 
 
 def _require_finite(name: str, part: Tensor) -> None:

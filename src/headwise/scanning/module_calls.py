@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ SOURCES = (
     "memory",
     "source",
 )
+DISTRIBUTED = "torch.distributed."  # begins the module of a class that FSDP2 puts in front
 # Integer arguments of these names are positions or segment ids, and no tokens.
 NO_TOKENS = ("position_ids", "token_type_ids", "cache_position")
 
@@ -231,13 +232,28 @@ def plain_tensors(weight: Tensor) -> Iterator[Tensor]:
             yield from plain_tensors(part)
 
 
+def is_divided(weight: Tensor) -> TypeGuard[Any]:
+    """True if a weight is divided over devices, and each process holds a part."""
+    return is_wrapper(weight) and hasattr(weight, "full_tensor")
+
+
+def class_name(module: nn.Module | None) -> str:
+    """Return the name of a module's class, without the class that FSDP2 puts in front of it."""
+    kind = type(module)
+    is_derived = len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith(DISTRIBUTED)
+    return kind.__bases__[1].__name__ if is_derived else kind.__name__
+
+
 def dequantize_weight(weight: Tensor) -> Tensor | None:
     """Return a weight as a plain floating-point tensor, dequantised if necessary; else None.
 
-    The dequantised numbers are those that the layer's products use.
+    The dequantised numbers are those that the layer's products use. A weight that is divided over
+    devices is gathered, which every process has to do at the same time.
     """
+    if is_divided(weight):
+        weight = weight.full_tensor()
     if is_wrapper(weight):
-        if type(weight).dequantize is Tensor.dequantize:  # spread over devices
+        if type(weight).dequantize is Tensor.dequantize:
             return None
         weight = weight.dequantize()
     return weight if weight.is_floating_point() else None

@@ -22,7 +22,7 @@ from headwise.scanning.model_inputs import (
     require_finite,
     run_model,
 )
-from headwise.scanning.module_calls import find_unembedding, unwrap_compiled
+from headwise.scanning.module_calls import class_name, find_unembedding, unwrap_compiled
 from headwise.scanning.scanned_text import TextRecorder
 from headwise.scanning.selection import (
     Layers,
@@ -84,7 +84,7 @@ def scan(
     collector = _Collector(
         separators=select_tokens("separators", separators),
         specials=select_tokens("specials", specials),
-        unembedding=find_unembedding(model),
+        model=model,
         statistics=select_statistics(statistics),
         layers=SelectedLayers(layers, heads),
         progress=progress or no_progress,
@@ -135,13 +135,15 @@ class _Collector:
         layers: SelectedLayers,
         separators: tuple[int, ...],
         specials: tuple[int, ...],
-        unembedding: Tensor | None,
+        model: Any,
         progress: Progress,
     ) -> None:
         self._statistics, self._named = statistics
         self._layers, self._progress = layers, progress
         self._separators, self._specials = separators, specials
-        self._unembedding = unembedding
+        # One that is divided over devices has to be gathered.
+        is_needed = any("unembedding" in statistic.needs for statistic in self._statistics)
+        self._unembedding = find_unembedding(model) if is_needed else None
         self._calls = self._sequences = self._tokens = 0
         self._first: str | None = None
         self._is_new = True
@@ -231,7 +233,7 @@ def _attend_with_hook(matrix: AttentionMatrix, v: Tensor) -> Tensor:
 
 def _model_name(model: Any) -> str:
     if isinstance(model, nn.Module):
-        return type(model).__name__
+        return class_name(model)
     return (
         "AttentionMatrix"
         if model is _attend_with_hook

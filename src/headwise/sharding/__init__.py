@@ -16,6 +16,7 @@ from headwise.sharding.heads.clipping import clip_gradients
 from headwise.sharding.heads.state import gather_state, load_state
 from headwise.sharding.heads.style import Heads, heads_plan
 from headwise.sharding.processes.document_scan import scan_documents
+from headwise.sharding.processes.sharded_scan import scan_sharded
 from headwise.sharding.sequence.attend import attend, explain_attend
 from headwise.sharding.sequence.head_statistics import head_statistics
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
@@ -44,4 +45,5 @@ __all__ = [
     "load_state",
     "plan_costs",
     "scan_documents",
+    "scan_sharded",
 ]

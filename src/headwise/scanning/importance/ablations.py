@@ -29,6 +29,7 @@ from headwise.scanning.model_inputs import (
     require_module,
     run_model,
 )
+from headwise.scanning.module_calls import class_name
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance_statistics import ABLATIONS, Importance
 from headwise.scanning.statistics.statistic import Summary
@@ -89,7 +90,7 @@ def ablations(
         for index, model_input in enumerate(model_inputs):
             report = partial(_report_progress, progress, before, len(model_inputs), index)
             ablation.measure(partial(_compute_losses, model, model_input, capture, loss), report)
-    return ablation.scan(type(model).__name__, capture.notes)
+    return ablation.scan(class_name(model), capture.notes)
 
 
 def mean_outputs(

@@ -23,6 +23,7 @@ from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.model_inputs import list_inputs, prepare_inputs, require_module, run_model
+from headwise.scanning.module_calls import class_name
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance_statistics import GRADIENTS
 from headwise.support.module_modes import evaluation_mode
@@ -73,7 +74,7 @@ def gradients(
             gates.backward(losses.sequence_losses(model, capture, output, original, loss))
     ignored = [f"{name}: the loss does not depend on its heads" for name in gates.ignored]
     return HeadScan(
-        model=type(model).__name__,
+        model=class_name(model),
         sequences=gates.sequences,
         tokens=gates.tokens,
         notes=(*capture.notes, *ignored),
