@@ -175,7 +175,8 @@ class _Ring(torch.autograd.Function):
         with without_autocast(q):
             bias = BoundBias(scores.sizes.queries, scores.sizes.keys, table, tuple(tensors))
             dout = upstream.to(exact)
-            rows = _RowGradients(dout, shift, log_sum, (dout * out).sum(-1))
+            means = torch.linalg.vecdot(dout, out.to(exact))
+            rows = _RowGradients(dout, shift, log_sum, means)
             sums = _Gradients(_Operands(scores, q.to(exact), bias), (table_needed, tensors_needed))
             dk, dv = _sum_part_gradients(sums, rows, k, v)
             dsink = None
@@ -277,8 +278,8 @@ def _sum_part_gradients(
             ):
                 gradient[at] += part
         if home is not None:
-            gradients_of_others = home.wait()
-            _add_each(total, gradients_of_others)
+            _add_each(total, home.wait())
+            home = None  # its memory, before the next one
         if owner == rank:
             _add_each(total, gradients)
             continue

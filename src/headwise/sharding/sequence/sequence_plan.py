@@ -11,6 +11,14 @@ one call, in elements (keys and values of different widths count with their mean
 
 The ring passes keys and values around once more in the backward pass, and sends each part of their
 gradient home directly.
+
+Memory of one forward and backward pass, beside q, k, v and the scratch of three tiles: for Q, K, V
+and O, the sizes of this rank's queries, keys, values and outputs, and A that of all keys and values
+in float32 or float64,
+
+    heads     2 (Q + K + V) + 4 O      exchanged operands, their outputs and all gradients
+    gather    Q + 2 O + 4 A            3 A where this rank's queries are one run
+    ring      2 Q + 2 O + 8 (K + V)    6 (K + V) with two ranks
 """
 
 from __future__ import annotations
@@ -44,6 +52,8 @@ class SequencePlan:
         sent_backward: bytes that it sends in the backward pass.
         held: bytes of what arrives, and is kept for the backward pass: heads of all tokens,
             gathered keys and values, or nothing.
+        peak: most bytes of a forward and a backward pass beside q, k and v: outputs, gradients and
+            transfers, without the kernel's scratch.
         work: for each rank the number of (query, key) pairs inside the mask's bands.
     """
 
@@ -52,6 +62,7 @@ class SequencePlan:
     sent_forward: int
     sent_backward: int
     held: int
+    peak: int
     work: tuple[int, ...]
 
     @property
@@ -65,7 +76,8 @@ class SequencePlan:
             f"by {self.by}: {self.why}\n"
             f"  sent    {human_bytes(self.sent_forward)} forward, "
             f"{human_bytes(self.sent_backward)} backward\n"
-            f"  held    {human_bytes(self.held)}\n"
+            f"  memory  {human_bytes(self.held)} held for the backward pass, "
+            f"{human_bytes(self.peak)} at its peak\n"
             f"  work    the busiest rank has {100 * self.imbalance:.1f} % more than the mean"
         )
 
@@ -120,15 +132,9 @@ def plan_sequence(
             do='by="gather", by="ring", or another number of ranks',
         )
     way, why = (by, "as asked") if by else _choose_way(scores, operands, refusal, limit)
-    forward, backward, held = _COSTS[way](scores, operands)
-    return SequencePlan(
-        way,
-        why,
-        forward * operands.itemsize,
-        backward * operands.itemsize,
-        held * operands.itemsize,
-        _count_work(scores, way),
-    )
+    counts = (*_COSTS[way](scores, operands), _count_peak(scores, operands, way))
+    forward, backward, held, peak = (count * operands.itemsize for count in counts)
+    return SequencePlan(way, why, forward, backward, held, peak, _count_work(scores, way))
 
 
 def refuse_heads(operands: Operands, ranks: int) -> str | None:
@@ -194,6 +200,20 @@ def _count_ring(scores: SequenceScores, operands: Operands) -> tuple[int, int, i
 
 
 _COSTS = {"heads": _count_heads, "gather": _count_gathered, "ring": _count_ring}
+
+
+def _count_peak(scores: SequenceScores, operands: Operands, way: Way) -> int:
+    queries, keys, batch = scores.queries, scores.keys, scores.sizes.batch
+    q = batch * queries.length * operands.heads * operands.head_dim
+    out = batch * queries.length * operands.heads * operands.value_dim
+    local = _count_per_key(scores, operands) * keys.length
+    if way == "heads":
+        exchanged = local * max(operands.kv_heads, queries.size) // operands.kv_heads
+        return 2 * (q + exchanged) + 4 * out
+    if way == "gather":
+        times = 3 if len(scores.query_runs) <= 1 else 4
+        return q + 2 * out + times * _count_per_key(scores, operands) * keys.tokens
+    return 2 * (q + out) + (6 if keys.size <= 2 else 8) * local
 
 
 # ---- work --------------------------------------------------------------------------------------

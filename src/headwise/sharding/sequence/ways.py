@@ -57,4 +57,4 @@ def attend_by_gather(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) ->
         first, stop = seen = scores.seen_keys(run)
         keys, values = (x[:, :, first:stop] for x in (k, v))
         outputs.append(scores.matrix(part, keys, queries=run, keys=seen) @ values)
-    return torch.cat(outputs, 2)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
