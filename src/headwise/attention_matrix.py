@@ -17,10 +17,10 @@ from torch import Tensor
 from headwise import reference
 from headwise.errors import OptionError
 from headwise.kernels import dense, pooled_weights, sdpa
-from headwise.kernels.bound_scores import BoundScores, accumulation_dtype
 from headwise.kernels.dispatch import run_kernel
 from headwise.kernels.explain import Explanation, explain_kernels
 from headwise.kernels.kernel import Task, row_logsumexp, row_maximum
+from headwise.kernels.kernel_input import KernelInput, accumulation_dtype
 from headwise.kernels.observe_tiles import ObservedTile, count_attending_queries, observe_tiles
 from headwise.kernels.tiled import Requested
 from headwise.kernels.weight_rows import diagonal_weights, largest_weights, weights_of_queries
@@ -334,11 +334,11 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         dtype = accumulation_dtype(self.q.dtype)
         return self.score_bias.bound(queries=queries, keys=keys, device=device, dtype=dtype)
 
-    def _bind_scores(self) -> BoundScores:
+    def _bind_scores(self) -> KernelInput:
         mask, bias = self.bound_mask, self._bound_bias
-        return BoundScores(self.q, self.k, mask, bias, self.scale, self.softcap, self.sink)
+        return KernelInput(self.q, self.k, mask, bias, self.scale, self.softcap, self.sink)
 
-    def _scores_and_values(self, v: Tensor) -> tuple[BoundScores, Tensor]:
+    def _scores_and_values(self, v: Tensor) -> tuple[KernelInput, Tensor]:
         """Return the problem with as many kv heads as ``v``, and ``v`` expanded to full size."""
         require_tensors(v=v)
         batch, heads, _, keys = self.shape

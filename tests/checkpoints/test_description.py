@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from headwise import detect, verify
 from headwise.checkpoints.config import ConfigFields
-from headwise.checkpoints.description import (
+from headwise.checkpoints.source import open_source
+from headwise.checkpoints.stored_description import (
     KEY,
     Description,
     describe_target,
     layout_of_description,
     read_description,
 )
-from headwise.checkpoints.source import open_source
 from headwise.checkpoints.stream_conversion import convert_checkpoint
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.layouts.attention_spec import AttentionSpec

@@ -376,6 +376,6 @@ def test_moving_bytes_are_those_of_the_system(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         os, "copy_file_range", lambda a, b, n, *at: called.append("copy_file_range") or n
     )
-    output_plan.write_all(0, memoryview(b"ab"), 0)
+    output_plan.write_all_bytes(0, memoryview(b"ab"), 0)
     output_plan.copy_bytes(0, 0, 0, 0, 2, path=Path("a"))
     assert called == ["pwrite", "copy_file_range"]

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwise.checkpoints.description import open_checkpoint
 from headwise.checkpoints.joined_source import JoinedSource
+from headwise.checkpoints.open_checkpoint import open_checkpoint
 from headwise.cli.convert import convert
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.layouts import shard_map

@@ -17,7 +17,7 @@ import transformers
 from headwise.bundled_models import minilm
 from headwise.cli.output import option_text
 from headwise.errors import HeadwiseError
-from headwise.reports.wording import RULE, clearest_statistic, standout_heads
+from headwise.reports.standout_heads import RULE, clearest_statistic, standout_heads
 from headwise.scanning import estimate
 from headwise.scanning.head_scan import HeadScan
 from tests.cli.scan_command import refused, run

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.huggingface import register_huggingface
 from headwise.huggingface.lazy_mask import LazyMask
-from headwise.huggingface.masks import is_made_for_eager
+from headwise.huggingface.masks import file_has_no_sdpa
 
 SIZES = {
     "hidden_size": 64,
@@ -107,6 +107,6 @@ def test_who_is_made_for_eager() -> None:
     from transformers.models.bert.modeling_bert import BertSelfAttention
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
-    assert is_made_for_eager(GptOssAttention)
-    assert not is_made_for_eager(BertSelfAttention)
-    assert not is_made_for_eager(nn.MultiheadAttention)
+    assert file_has_no_sdpa(GptOssAttention)
+    assert not file_has_no_sdpa(BertSelfAttention)
+    assert not file_has_no_sdpa(nn.MultiheadAttention)

@@ -15,8 +15,8 @@ from torch import Tensor
 from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.kernels import dense, tiled, tiled_op, tiles
-from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.kernel import Task
+from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import KernelResult, Requested, UpstreamGradients
 from headwise.masks.clause import MatrixPart, Span
 from headwise.masks.mask import Mask
@@ -27,7 +27,7 @@ from tests.memory import LargestTensor
 EVERYTHING = Requested(entropy=True, received=True, average=True, query_blocks=5, key_blocks=7)
 
 
-def bound(p: strategies.Problem) -> BoundScores:
+def bound(p: strategies.Problem) -> KernelInput:
     """A drawn problem as kernels are given it."""
     return AttentionMatrix(p.q, p.k, **p.kwargs)._bind_scores()
 
@@ -108,7 +108,7 @@ def test_parts_by_keys_have_the_gradient_of_the_whole(p: strategies.Problem, fir
     upstream = torch.randn(whole.out.shape, dtype=torch.float64)
     needs = (problem.bias.table is not None, [True] * len(problem.bias.tensors))
 
-    def backward(problem: BoundScores, v: Tensor, means: Tensor | None) -> tiled.Gradients:
+    def backward(problem: KernelInput, v: Tensor, means: Tensor | None) -> tiled.Gradients:
         gradients = UpstreamGradients(upstream, *[None] * 7, row_means=means)
         statistics = (whole.peak, whole.log_sum)
         return tiled.compute_gradients(problem, v, None, statistics, gradients, needs)
@@ -132,7 +132,7 @@ def test_parts_by_keys_have_the_gradient_of_the_whole(p: strategies.Problem, fir
 # ---- memory ----------------------------------------------------------------------------------
 
 
-def long_problem(length: int = 3000) -> BoundScores:
+def long_problem(length: int = 3000) -> KernelInput:
     q = torch.randn(1, 2, length, 8)
     slopes = torch.tensor([0.1, 0.2])
     return AttentionMatrix(

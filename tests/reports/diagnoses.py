@@ -19,7 +19,7 @@ from headwise.diagnosis.function_comparison import (
     StageGaps,
 )
 from headwise.diagnosis.model_comparison import LayerComparison, ModelComparison
-from headwise.diagnosis.module_moves import ModuleMoves
+from headwise.diagnosis.name_weight_moves import ModuleMoves
 from headwise.reports.diagnosis_page import DiagnosisReport
 
 HEADS, KV_HEADS = 6, 2

@@ -15,7 +15,7 @@ from matplotlib.testing.compare import compare_images
 from headwise import scan as scan_model
 from headwise.bundled_models import tiny
 from headwise.errors import MissingExtraError, OptionError
-from headwise.reports import wording
+from headwise.reports import drawn_statistics
 from headwise.reports.scan_changes import clearest_change, diverging_colour
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.view_statistics import Map
@@ -101,8 +101,8 @@ def test_a_small_change_is_pale(scan: HeadScan) -> None:
     other.layer_scans[1].summaries["induction"]["sum"][2] -= 1e-6
     other.layer_scans[0].summaries["entropy"]["sum"][2] += 1e-6
     diff = scan.diff(other)
-    assert image_of(diff.plot("induction")).norm.vmax == wording.LEAST_SHARE
-    middle = wording.drawn_statistic(scan, "entropy").middle
+    assert image_of(diff.plot("induction")).norm.vmax == drawn_statistics.LEAST_SHARE
+    middle = drawn_statistics.drawn_statistic(scan, "entropy").middle
     assert image_of(diff.plot("entropy")).norm.vmax == pytest.approx(0.1 * middle)
 
 

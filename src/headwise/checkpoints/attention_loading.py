@@ -12,13 +12,9 @@ from torch import Tensor
 
 from headwise.checkpoints import config_check
 from headwise.checkpoints.config import Config, attention_window, layout_name
-from headwise.checkpoints.description import (
-    COUNTS,
-    Checkpoint,
-    layout_of_description,
-    open_checkpoint,
-)
+from headwise.checkpoints.open_checkpoint import Checkpoint, open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
+from headwise.checkpoints.stored_description import COUNTS, layout_of_description
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 from headwise.layers.positions.distance_bias import T5Bias

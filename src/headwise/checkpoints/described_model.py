@@ -15,8 +15,9 @@ from torch import Tensor
 
 from headwise.checkpoints import safetensors_file
 from headwise.checkpoints.config import layout_name
-from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
+from headwise.checkpoints.open_checkpoint import Checkpoint, open_checkpoint
 from headwise.checkpoints.source import SAFETENSORS, TORCH
+from headwise.checkpoints.stored_description import COUNTS
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts.convert import convert
 from headwise.layouts.layout import Layout

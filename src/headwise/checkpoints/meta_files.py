@@ -14,8 +14,8 @@ from typing import Any
 
 from headwise.checkpoints import safetensors_file, torch_file
 from headwise.checkpoints.config import ConfigFields, attention_window, rotary_config, text_config
-from headwise.checkpoints.description import Description
 from headwise.checkpoints.model_args import PARAMS, SCALING, mlp_width
+from headwise.checkpoints.stored_description import Description
 from headwise.errors import OptionError
 from headwise.support.atomic_write import write_whole
 

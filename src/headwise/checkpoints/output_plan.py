@@ -233,11 +233,11 @@ def _copy_some(source: int, start: int, target: int, offset: int, count: int) ->
         if error.errno not in _NO_COPY_RANGE:
             raise
     read = os.pread(source, min(count, CHUNK), start)
-    write_all(target, memoryview(read), offset)
+    write_all_bytes(target, memoryview(read), offset)
     return len(read)
 
 
-def write_all(target: int, content: memoryview, offset: int) -> None:
+def write_all_bytes(target: int, content: memoryview, offset: int) -> None:
     """Write all bytes: one system call may write fewer than requested."""
     while content:
         written = os.pwrite(target, content, offset)

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
-from headwise.checkpoints.output_plan import OutputFile, OutputPlan, reserve_space, write_all
+from headwise.checkpoints.output_plan import OutputFile, OutputPlan, reserve_space, write_all_bytes
 from headwise.errors import CheckpointError
 from headwise.support.message_text import human_bytes
 
@@ -83,7 +83,7 @@ class StagingDir:
         for file in self._plan.files:
             handle = self.handles[file.name]
             reserve_space(handle, file.size)
-            write_all(handle, memoryview(file.head), 0)
+            write_all_bytes(handle, memoryview(file.head), 0)
             os.fsync(handle)
         _sync_to_disk(self.files_path)
         self._journal.append(identity)
@@ -285,7 +285,7 @@ class Journal:
     def append(self, line: str) -> None:
         """Write a line to the disk; the first line is the identity."""
         raw = f"{line}\n".encode("ascii")
-        write_all(self._handle, memoryview(raw), self._end)
+        write_all_bytes(self._handle, memoryview(raw), self._end)
         os.fsync(self._handle)
         self._end += len(raw)
 

@@ -14,22 +14,22 @@ from typing import Any, Literal, get_args
 
 from headwise.checkpoints import output_plan
 from headwise.checkpoints.config import layout_name
-from headwise.checkpoints.description import (
-    Description,
-    describe_target,
-    layout_of_description,
-    read_description,
-    read_stored_config,
-)
 from headwise.checkpoints.megatron_files import require_megatron, write_megatron_files
 from headwise.checkpoints.meta_files import divides_columns, make_meta_params, write_meta_files
 from headwise.checkpoints.output_plan import OutputPlan
 from headwise.checkpoints.safetensors_file import KEY
 from headwise.checkpoints.source import SAFETENSORS, CheckpointSource
 from headwise.checkpoints.staging import StagingDir, require_unused_name
+from headwise.checkpoints.stored_description import (
+    Description,
+    describe_target,
+    layout_of_description,
+    read_description,
+    read_stored_config,
+)
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts import convert
-from headwise.layouts.conversion_plan import find_function_conflicts, plan_conversion
+from headwise.layouts.conversion_plan import find_spec_conflicts, plan_conversion
 from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import NameForm, find_modules, locate_other_weight
@@ -117,7 +117,7 @@ def convert_checkpoint(
         earlier_run=_write_target(source, target, steps, output, options, progress),
         **_report_tensors(source, steps, output, after),
         **_report_files(source, target),
-        accepted=find_function_conflicts(source.headers, before, after, known),
+        accepted=find_spec_conflicts(source.headers, before, after, known),
     )
 
 
@@ -337,7 +337,7 @@ class ConversionStream:
             parts = self._output.split_checked(name, tensor)
             for (file, offset), part in zip(self._output.file_offsets(name), parts, strict=True):
                 handle = self._staging.handles[file]
-                output_plan.write_all(handle, output_plan.tensor_bytes(part), offset)
+                output_plan.write_all_bytes(handle, output_plan.tensor_bytes(part), offset)
 
     def _prefetch_inputs(self, step: ConversionStep, stack: ExitStack) -> None:
         """Start reading the inputs of a step from the disk while the step before it runs."""

@@ -130,9 +130,9 @@ def _show(costs: CostPlan, model: Path, console: Console, *, checkpointing: bool
         console.print(line, markup=False)
     for line in _answers(costs, checkpointing=checkpointing):
         console.print(line, style="bold", markup=False)
-    console.print(_attention_table(costs))
+    console.print(_attention_cost_table(costs))
     console.print(_operations(costs), markup=False)
-    console.print(_model_table(costs))
+    console.print(_model_cost_table(costs))
     for line in _notes(costs):
         console.print(line, style="dim", markup=False)
 
@@ -169,7 +169,7 @@ def _answers(costs: CostPlan, *, checkpointing: bool) -> Iterator[str]:
         yield f"Fastest that headwise runs: {here.way if here else 'none'}."
 
 
-def _attention_table(costs: CostPlan) -> Table:
+def _attention_cost_table(costs: CostPlan) -> Table:
     """Return the table of one layer's attention, for each GPU."""
 
     def numbers(step: StepCosts) -> list[float]:
@@ -187,7 +187,7 @@ def _attention_table(costs: CostPlan) -> Table:
     return _table(title, titles, rows, best=None)
 
 
-def _model_table(costs: CostPlan) -> Table:
+def _model_cost_table(costs: CostPlan) -> Table:
     """Return the table of the whole model, for each GPU."""
 
     def cell(value: float, fits: bool) -> str:

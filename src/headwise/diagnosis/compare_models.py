@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headwise.diagnosis.causes.cause import Cause
-from headwise.diagnosis.compare_layers import LayerPair
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
+from headwise.diagnosis.layer_pair import LayerPair
 from headwise.diagnosis.model_comparison import LayerComparison, ModelComparison
 from headwise.diagnosis.probes import SEED
 from headwise.diagnosis.subjects.model_run import (

@@ -18,7 +18,11 @@ from headwise.diagnosis.diagnosis_result import OutputComparison, TensorComparis
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layers.native.attention import Attention
 from headwise.layouts.canonical import BIASES
-from headwise.layouts.conversion_plan import find_function_conflicts, plan_conversion, plan_renaming
+from headwise.layouts.conversion_plan import (
+    find_spec_conflicts,
+    plan_conversion,
+    plan_renaming_within_layout,
+)
 from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.equality import (
     describe_differing_part,
@@ -171,10 +175,10 @@ def _compare_converted(
     is_single = len(mine) == len(theirs) == 1 and len(are_listed) == 1
     form = NameForm.of(theirs) if are_listed == {True} or is_single else AS_STORED
     if is_damaged and source == target:  # stored tensors are compared without conversion
-        steps = plan_renaming(first, source, form=form)
+        steps = plan_renaming_within_layout(first, source, form=form)
     else:
         try:
-            conflicts |= find_function_conflicts(first, source, target, counts)
+            conflicts |= find_spec_conflicts(first, source, target, counts)
             steps = plan_conversion(first, source, target, accept=conflicts, form=form, **counts)
         except UNREADABLE as error:
             # Unreadable weights are an error; weights of other shapes are a difference.
@@ -213,7 +217,7 @@ class _Evidence:
             nonzero = [name for name, tensor in stored.items() if not is_positive_zero(tensor)]
             self.only_first |= dict.fromkeys(nonzero, ())
             return
-        converted = stored if self._has_stored_names(step) else step.run(stored)
+        converted = stored if self._has_stored_names(step) else step.convert(stored)
         missing = []
         for name, tensor in converted.items():
             if name in self.second:

@@ -14,13 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from headwise.checkpoints.config import Config, ConfigFields, merge_counts
-from headwise.checkpoints.description import (
-    COUNTS,
-    Description,
-    layout_of_description,
-    open_checkpoint,
-)
+from headwise.checkpoints.open_checkpoint import open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
+from headwise.checkpoints.stored_description import COUNTS, Description, layout_of_description
 from headwise.diagnosis.candidate_layouts import CandidateLayout, LayoutGroup, head_counts
 from headwise.diagnosis.detection_result import Detection, narrow_detection
 from headwise.diagnosis.detection_result import detect as detect_by_names
@@ -239,7 +235,7 @@ def _find_first_match(
     for mine in candidates:
         for theirs in references:
             if head_counts(mine.fits[0]) == head_counts(theirs.fits[0]):
-                reason = _first_difference(mine, state, theirs, other, called)
+                reason = _describe_first_difference(mine, state, theirs, other, called)
                 if reason is None:
                     return mine
                 reasons.append(reason)
@@ -262,7 +258,7 @@ def _expand_sizes(candidate: CandidateLayout) -> list[CandidateLayout]:
     return candidates
 
 
-def _first_difference(
+def _describe_first_difference(
     mine: CandidateLayout,
     state: Mapping[str, Tensor],
     theirs: CandidateLayout,

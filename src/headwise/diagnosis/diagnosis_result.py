@@ -9,7 +9,7 @@ from typing import Any
 
 from headwise.diagnosis.function_comparison import FunctionComparison
 from headwise.diagnosis.model_comparison import ModelComparison
-from headwise.diagnosis.module_moves import ModuleMoves
+from headwise.diagnosis.name_weight_moves import ModuleMoves
 from headwise.layouts.layout import Layout
 from headwise.support.display import Displayed
 

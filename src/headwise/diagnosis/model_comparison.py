@@ -109,7 +109,7 @@ class ModelComparison:
         """The layers that differ by their own doing; those with the same causes together."""
         groups: dict[tuple[str, ...], list[LayerComparison]] = {}
         for layer in self.parted:
-            groups.setdefault(_key_of_equal_causes(layer), []).append(layer)
+            groups.setdefault(_group_key_of_layer(layer), []).append(layer)
         return [*groups.values()]
 
     @property
@@ -198,7 +198,7 @@ class ModelComparison:
         return lines
 
 
-def _key_of_equal_causes(layer: LayerComparison) -> tuple[str, ...]:
+def _group_key_of_layer(layer: LayerComparison) -> tuple[str, ...]:
     """Return a key that is equal for layers with the same causes in the same stages."""
     if layer.exchanged_with:
         return (layer.name,)

@@ -32,7 +32,7 @@ def find_blind_spot(model: AttentionModel, calls: Sequence[RecordedCall], unit: 
     keys = max(call.inputs.key_source.shape[1] for call in calls)
     if keys == 1:
         return "one key: its weight is 1 whatever the scores are"
-    runs = [model.run(call) for call in bare]
+    runs = [model.predict_stages(call) for call in bare]
     if all(not bool(run["v"].any()) for run in runs):
         return "zero values: no weight changes the output"
     if all(bool((run["weights"].amax(-1) > ONE).all()) for run in runs):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from headwise.checkpoints.config import Config
-from headwise.checkpoints.description import COUNTS
+from headwise.checkpoints.stored_description import COUNTS
 from headwise.diagnosis.candidate_layouts import CandidateLayout
 from headwise.diagnosis.compare_tensors import (
     UNREADABLE,
@@ -21,7 +21,7 @@ from headwise.diagnosis.config_differences import find_config_differences
 from headwise.diagnosis.detect import Given, GivenWeights, narrow_by_values, open_weights
 from headwise.diagnosis.detection_result import Detection
 from headwise.diagnosis.diagnosis_result import Diagnosis, OutputComparison, Verdict
-from headwise.diagnosis.module_moves import ModuleMoves, find_module_moves
+from headwise.diagnosis.name_weight_moves import ModuleMoves, find_module_moves
 from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import find_modules

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
 from headwise.huggingface.lazy_mask import MEANING, LazyMask
-from headwise.huggingface.masks import is_made_for_eager
+from headwise.huggingface.masks import file_has_no_sdpa
 from headwise.layers.hooks import call_hook
 from headwise.masks.additive_mask import split_additive_mask
 from headwise.masks.bias_dtype import cast_bias
@@ -155,7 +155,7 @@ def _default_mask(module: nn.Module, query: Tensor, options: dict[str, Any]) -> 
     causal = options.get("is_causal")
     if causal is None:
         # In a model with float masks only, None means that every key may be attended.
-        causal = getattr(module, "is_causal", True) and not is_made_for_eager(type(module))
+        causal = getattr(module, "is_causal", True) and not file_has_no_sdpa(type(module))
     window = options.get("sliding_window")
     reach = None if window is None else window - 1
     if causal and query.shape[2] > 1:

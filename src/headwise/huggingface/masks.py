@@ -68,7 +68,7 @@ def make_transformers_mask(**call: Any) -> Tensor | None:
 
 # Without functools.cache, because a compiler would trace into a cached function.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def is_made_for_eager(layer: type) -> bool:
+def file_has_no_sdpa(layer: type) -> bool:
     """Check that no model in this layer's file has an sdpa form."""
     return _file_has_no_sdpa(layer)
 

@@ -11,9 +11,9 @@ from torch.nn.functional import dropout
 
 from headwise import reference
 from headwise.kernels import pooled_weights
-from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
-from headwise.kernels.tiled import KernelResult, Requested, empty_result, log_floor, softmax_shift
+from headwise.kernels.kernel_input import KernelInput
+from headwise.kernels.tiled import KernelResult, Requested, initial_result, log_floor, softmax_shift
 from headwise.support.tracing import is_autocast_enabled, is_recorded
 
 
@@ -59,11 +59,11 @@ def attend_one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Ten
 
 
 def dense_result(
-    problem: BoundScores, v: Tensor | None, y: Tensor | None, requested: Requested
+    problem: KernelInput, v: Tensor | None, y: Tensor | None, requested: Requested
 ) -> KernelResult:
     """Return the requested results from dense weights."""
     exact, (queries, keys) = problem.accumulate, (problem.q.shape[2], problem.k.shape[2])
-    result = empty_result(problem.q, problem.k, v, y, requested)
+    result = initial_result(problem.q, problem.k, v, y, requested)
     if 0 in (queries, keys):
         return result
     s = _dense_scores(problem)
@@ -95,12 +95,12 @@ def _pool_weights(p: Tensor, requested: Requested) -> Tensor:
     )
 
 
-def dense_weights(problem: BoundScores) -> Tensor:
+def dense_weights(problem: KernelInput) -> Tensor:
     """Return the attention matrix in the dtype of accumulation."""
     return reference.weights_of(_dense_scores(problem), problem.sink)
 
 
-def _dense_scores(problem: BoundScores) -> Tensor:
+def _dense_scores(problem: KernelInput) -> Tensor:
     return reference.scores_at(
         problem.q.to(problem.accumulate),
         problem.k.to(problem.accumulate),

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.dense import DenseKernel
 from headwise.kernels.dispatch import choose_kernel
 from headwise.kernels.kernel import Task
+from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import Requested
 from headwise.support.message_text import human_bytes
 
@@ -42,7 +42,7 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain_kernels(problem: BoundScores, v: Tensor) -> Explanation:
+def explain_kernels(problem: KernelInput, v: Tensor) -> Explanation:
     """Return the kernels of all results of this matrix, for values shaped like ``v``."""
     y = v.new_zeros(()).expand(*problem.q.shape[:3], v.shape[3])
     tasks = {

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.kernels.bound_scores import BoundScores
+from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import KernelResult, Requested, softmax_shift
 from headwise.kernels.tiles import plan_tiles
 
@@ -31,7 +31,7 @@ class Task:
         cache: intermediate results of a kernel for this task.
     """
 
-    problem: BoundScores
+    problem: KernelInput
     v: Tensor | None = None
     y: Tensor | None = None
     statistics: Requested | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels import tiled
-from headwise.kernels.bound_scores import BoundScores
+from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiles import (
     TILE_ELEMENTS,
     KeysByColumn,
@@ -62,7 +62,7 @@ class ObservedTile:
 
 
 def observe_tiles(
-    problem: BoundScores, *, with_scores: bool = False, with_lowest: bool = False
+    problem: KernelInput, *, with_scores: bool = False, with_lowest: bool = False
 ) -> Iterator[ObservedTile]:
     """Yield every tile with an allowed key, in one pass over the matrix."""
     scratch, second, third = Scratch(problem), Scratch(problem), Scratch(problem)
@@ -96,7 +96,7 @@ def observe_tiles(
         )
 
 
-def count_attending_queries(problem: BoundScores, queries: Tensor) -> Tensor:
+def count_attending_queries(problem: KernelInput, queries: Tensor) -> Tensor:
     """Count the queries of (batch, queries), bool, that may attend to each key.
 
     Returns (batch, heads, keys), or (batch, 1, keys) where the counts of all heads are equal.
@@ -114,7 +114,7 @@ def count_attending_queries(problem: BoundScores, queries: Tensor) -> Tensor:
     return changes.cumsum(1)[:, None, :keys]
 
 
-def _count_attending_by_dense_mask(problem: BoundScores, queries: Tensor) -> Tensor:
+def _count_attending_by_dense_mask(problem: KernelInput, queries: Tensor) -> Tensor:
     """Count for any mask, from dense rows of the mask, some rows at a time."""
     batch, heads, length, _ = problem.q.shape
     keys = problem.k.shape[2]
@@ -128,7 +128,7 @@ def _count_attending_by_dense_mask(problem: BoundScores, queries: Tensor) -> Ten
     return counts
 
 
-def _mask_without_bias(problem: BoundScores) -> BoundMask | None:
+def _mask_without_bias(problem: KernelInput) -> BoundMask | None:
     """Return the mask, or None if the score bias may hide keys too."""
     return None if problem.bias.may_hide else problem.mask
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from headwise.kernels.bound_scores import BoundScores
+from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiles import Tile
 
 # Blocks of at least this many columns are summed by `sum`: index_add_ adds the numbers in sequence,
@@ -54,7 +54,7 @@ class BlockMap:
         return (position * self.blocks // self.length).sub_(self.touched.start)
 
 
-def add_tile(cells: Tensor, problem: BoundScores, tile: Tile, p: Tensor) -> None:
+def add_tile(cells: Tensor, problem: KernelInput, tile: Tile, p: Tensor) -> None:
     """Add the weights of one tile to their cells, (batch, heads, query blocks, key blocks)."""
     rows, columns = _blocks_of_tile(cells, problem, tile)
     if rows.count != p.shape[2]:
@@ -68,7 +68,7 @@ def add_tile(cells: Tensor, problem: BoundScores, tile: Tile, p: Tensor) -> None
     cells[tile.batches, tile.heads, rows.touched, columns.touched] += p
 
 
-def expand_to_tile(cells: Tensor, problem: BoundScores, tile: Tile) -> Tensor:
+def expand_to_tile(cells: Tensor, problem: KernelInput, tile: Tile) -> Tensor:
     """Return for each entry of a tile the value of its cell: the gradient of `add_tile`."""
     rows, columns = _blocks_of_tile(cells, problem, tile)
     cut = cells[tile.batches, tile.heads, rows.touched, columns.touched]
@@ -88,6 +88,6 @@ def block_sizes(length: int, blocks: int, like: Tensor) -> Tensor:
     return (edges[1:] - edges[:-1]).clamp(min=1).to(like.dtype)
 
 
-def _blocks_of_tile(cells: Tensor, problem: BoundScores, tile: Tile) -> tuple[BlockMap, BlockMap]:
+def _blocks_of_tile(cells: Tensor, problem: KernelInput, tile: Tile) -> tuple[BlockMap, BlockMap]:
     rows = BlockMap(tile.rows, problem.q.shape[2], cells.shape[2])
     return rows, BlockMap(tile.columns, problem.k.shape[2], cells.shape[3])

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwise.kernels import tiles
-from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
+from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import KernelResult
 from headwise.masks.bias_dtype import cast_bias, cast_biases
 from headwise.masks.clause import WHOLE
@@ -71,7 +71,7 @@ def _yield_refusal_reasons(task: Task) -> Iterator[tuple[bool, str]]:
         yield from _yield_unprofitable_conditions(task.problem, task.values)
 
 
-def _yield_unsupported_conditions(problem: BoundScores) -> Iterator[tuple[bool, str]]:
+def _yield_unsupported_conditions(problem: KernelInput) -> Iterator[tuple[bool, str]]:
     """Yield conditions under which the fused kernel computes another function."""
     bias, dtype = problem.bias, problem.q.dtype
     yield problem.softcap is not None, "softcap: the fused kernel has none"
@@ -87,7 +87,7 @@ def _yield_unsupported_conditions(problem: BoundScores) -> Iterator[tuple[bool, 
     yield sum_overflows(problem), "float16 cannot hold the sum of these score biases"
 
 
-def _yield_unprofitable_conditions(problem: BoundScores, v: Tensor) -> Iterator[tuple[bool, str]]:
+def _yield_unprofitable_conditions(problem: KernelInput, v: Tensor) -> Iterator[tuple[bool, str]]:
     """Yield conditions under which it allocates queries x keys, or cannot run in this mode."""
     # Exported, a query that may attend to nothing gets the mean of v.
     yield torch.onnx.is_in_onnx_export(), "exported, torch's operator has no rows without keys"
@@ -106,7 +106,7 @@ def _yield_unprofitable_conditions(problem: BoundScores, v: Tensor) -> Iterator[
     yield double, "the fused kernel takes no float64 on this device"
 
 
-def sum_overflows(problem: BoundScores) -> bool:
+def sum_overflows(problem: KernelInput) -> bool:
     """True if the sum of the score biases overflows float16; tiles add them in float32.
 
     Values are read on the CPU only; elsewhere such a sum becomes the largest or lowest number.
@@ -118,7 +118,7 @@ def sum_overflows(problem: BoundScores) -> bool:
     return sum(float(part.abs().amax()) for part in finite) > torch.finfo(torch.float16).max
 
 
-def _needs_large_mask(problem: BoundScores) -> bool:
+def _needs_large_mask(problem: KernelInput) -> bool:
     """True if the fused kernel needs a dense mask that is larger than a tile.
 
     A causal mask alone, one dense tensor alone, and clauses over keys alone need no new mask.
@@ -136,7 +136,7 @@ def _needs_large_mask(problem: BoundScores) -> bool:
     return prod(max(shape[axis] for shape in shapes) for axis in range(4)) > tiles.TILE_ELEMENTS
 
 
-def _costs_more_to_copy(problem: BoundScores, v: Tensor) -> bool:
+def _costs_more_to_copy(problem: KernelInput, v: Tensor) -> bool:
     """True if k or v must be copied for the fused kernel, and is larger than the weights."""
     if not (is_strided(problem.k) or is_strided(v)):
         return False
@@ -146,7 +146,7 @@ def _costs_more_to_copy(problem: BoundScores, v: Tensor) -> bool:
     return queries * problem.group <= problem.q.shape[3]
 
 
-def _shapes_written(problem: BoundScores) -> Iterator[tuple[int, ...]]:
+def _shapes_written(problem: KernelInput) -> Iterator[tuple[int, ...]]:
     """Yield the 4-D shape of each clause that hides keys, and of each part of the bias."""
     mask, bias = problem.mask, problem.bias
     for clause in mask.hiding:
@@ -160,7 +160,7 @@ def _shapes_written(problem: BoundScores) -> Iterator[tuple[int, ...]]:
 # ---- the call --------------------------------------------------------------------------------
 
 
-def head_outputs(problem: BoundScores, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
+def head_outputs(problem: KernelInput, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
     """Return (batch, heads, queries, value_dim) for values (batch, kv_heads, keys, value_dim).
 
     With dropout torch leaves its fused path, and allocates queries x keys.
@@ -216,7 +216,7 @@ def with_unit_stride(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if is_strided(tensor) else tensor
 
 
-def copied_bytes(problem: BoundScores, v: Tensor) -> int:
+def copied_bytes(problem: KernelInput, v: Tensor) -> int:
     """Return the bytes of the operands that `head_outputs` copies, and of the outputs' padding."""
     width, itemsize = max(problem.q.shape[-1], v.shape[-1]), v.element_size()
     entries = problem.q.shape[:-1].numel() * (width - v.shape[-1])
@@ -226,7 +226,7 @@ def copied_bytes(problem: BoundScores, v: Tensor) -> int:
     return entries * itemsize
 
 
-def combine_mask_and_bias(problem: BoundScores) -> Tensor | None:
+def combine_mask_and_bias(problem: KernelInput) -> Tensor | None:
     """Return mask and bias as torch's single ``attn_mask``; None for a causal mask alone."""
     mask = problem.mask
     rows = torch.arange(mask.sizes.queries, device=problem.q.device)
@@ -241,6 +241,6 @@ def combine_mask_and_bias(problem: BoundScores) -> Tensor | None:
     return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
 
 
-def is_causal_alone(problem: BoundScores) -> bool:
+def is_causal_alone(problem: KernelInput) -> bool:
     """True if the mask is causal and there is no bias, so that torch's flag is enough."""
     return problem.mask.is_causal and problem.bias.is_zero

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels import pooled_weights, tiles
-from headwise.kernels.bound_scores import BoundScores, accumulation_dtype
+from headwise.kernels.kernel_input import KernelInput, accumulation_dtype
 from headwise.kernels.tiles import KeysByColumn, Scratch, Tile, cut_tile, join_group, tile_scores
 
 
@@ -80,10 +80,10 @@ def softmax_shift(peak: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def compute_results(
-    problem: BoundScores, v: Tensor | None, y: Tensor | None, requested: Requested
+    problem: KernelInput, v: Tensor | None, y: Tensor | None, requested: Requested
 ) -> KernelResult:
     """Compute the requested results in one pass over the matrix."""
-    result = empty_result(problem.q, problem.k, v, y, requested)
+    result = initial_result(problem.q, problem.k, v, y, requested)
     # Sums over queries stay in the accumulation dtype and are cast once at the end.
     transposed = result.transposed.to(problem.accumulate)
     scratch, second = Scratch(problem), Scratch(problem)
@@ -112,7 +112,7 @@ def compute_results(
     return result._replace(transposed=transposed.to(problem.q.dtype))
 
 
-def empty_result(
+def initial_result(
     q: Tensor, k: Tensor, v: Tensor | None, y: Tensor | None, requested: Requested
 ) -> KernelResult:
     """Return the result before the first tile: that of queries that may attend to nothing."""
@@ -137,12 +137,12 @@ def empty_result(
     )
 
 
-def _cut_sink(problem: BoundScores, tile: Tile) -> Tensor | None:
+def _cut_sink(problem: KernelInput, tile: Tile) -> Tensor | None:
     return None if problem.sink is None else problem.sink[tile.heads]
 
 
 def compute_exponentials(
-    problem: BoundScores, tile: Tile, s: Tensor, shift: Tensor, second: Scratch, with_entropy: bool
+    problem: KernelInput, tile: Tile, s: Tensor, shift: Tensor, second: Scratch, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return e (in scratch memory), Z (1 in rows without keys and sink), and entropy or None."""
     s.sub_(shift[..., None])
@@ -163,7 +163,7 @@ def compute_exponentials(
     return e, total, None if entropy is None else entropy / total + total.log()
 
 
-def _multiply_by_values(problem: BoundScores, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
+def _multiply_by_values(problem: KernelInput, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
     batches, kv_heads, group, rows, columns = tile.size(problem.group)
     values = cut_tile(v, tile, tile.columns, tile.kv_heads, e.dtype)
     out = torch.bmm(e.view(batches * kv_heads, group * rows, columns), values)
@@ -218,7 +218,7 @@ class Gradients:
 
 
 def compute_gradients(
-    problem: BoundScores,
+    problem: KernelInput,
     v: Tensor | None,
     y: Tensor | None,
     row_statistics: tuple[Tensor, Tensor],
@@ -255,7 +255,7 @@ def compute_gradients(
 
 
 def _zero_gradients(
-    problem: BoundScores, v: Tensor | None, y: Tensor | None, bias_needs: tuple[bool, list[bool]]
+    problem: KernelInput, v: Tensor | None, y: Tensor | None, bias_needs: tuple[bool, list[bool]]
 ) -> Gradients:
     def zeros(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -278,7 +278,7 @@ def _zero_gradients(
 
 
 def _gradient_of_weights(
-    problem: BoundScores,
+    problem: KernelInput,
     tile: Tile,
     log_p: Tensor,
     dp: Tensor,
@@ -313,7 +313,7 @@ def _gradient_of_weights(
 
 
 def _gradient_of_factors(
-    problem: BoundScores,
+    problem: KernelInput,
     tile: Tile,
     p: Tensor,
     upstream: UpstreamGradients,
@@ -334,7 +334,7 @@ def _gradient_of_factors(
 
 
 def _gradient_of_scores(
-    problem: BoundScores,
+    problem: KernelInput,
     tile: Tile,
     p: Tensor,
     dp: Tensor,
@@ -367,7 +367,7 @@ def _gradient_at_peak(tile: Tile, at_peak: Tensor, dpeak: Tensor) -> Tensor:
 
 
 def _add_query_key_gradients(
-    problem: BoundScores, tile: Tile, ds: Tensor, q: Tensor, k: Tensor, gradients: Gradients
+    problem: KernelInput, tile: Tile, ds: Tensor, q: Tensor, k: Tensor, gradients: Gradients
 ) -> None:
     """Write dq = scale ds k and add dk = ds^T (scale q); ``q`` is already scaled."""
     batches, heads, rows, columns = ds.shape
@@ -380,7 +380,7 @@ def _add_query_key_gradients(
     gradients.k[tile.batches, tile.kv_heads, tile.columns] += dk
 
 
-def _add_bias_gradients(problem: BoundScores, tile: Tile, ds: Tensor, gradients: Gradients) -> None:
+def _add_bias_gradients(problem: KernelInput, tile: Tile, ds: Tensor, gradients: Gradients) -> None:
     for gradient in gradients.tensors:
         if gradient is not None:
             index = (tile.batches, tile.heads, tile.rows, tile.columns)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from headwise.kernels import dense, tiled
-from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.kernel import Cost, Kernel, Task
+from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import Gradients, KernelResult, Requested, UpstreamGradients
 from headwise.kernels.tiles import TILE_ELEMENTS
 from headwise.masks import clauses
@@ -25,7 +25,7 @@ from headwise.masks.score_bias import BoundBias
 from headwise.support.tensor_containers import iterate_leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch
 
-# The fields of BoundScores as operator arguments, in the order of pack and unpack.
+# The fields of KernelInput as operator arguments, in the order of pack and unpack.
 _PROBLEM = (
     "Tensor q, Tensor k, Tensor? sink, Tensor? table, Tensor[] biases, str mask, "
     "Tensor[] mask_tensors, SymInt[] mask_integers, float scale, float? softcap"
@@ -36,7 +36,7 @@ _UPSTREAM = ", ".join(f"Tensor? d_{name}" for name in KernelResult._fields)
 Packed = tuple[Any, ...]
 
 
-def pack_arguments(problem: BoundScores) -> Packed:
+def pack_arguments(problem: KernelInput) -> Packed:
     """Return the problem as the operator's leading arguments."""
     bias = problem.bias
     return (
@@ -46,13 +46,13 @@ def pack_arguments(problem: BoundScores) -> Packed:
     )
 
 
-def unpack_arguments(packed: Packed) -> BoundScores:
+def unpack_arguments(packed: Packed) -> KernelInput:
     """Return the problem of packed arguments: the inverse of `pack_arguments`."""
     q, k, sink, table, biases, kinds, tensors, integers, scale, softcap = packed
     sizes = MatrixSizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     mask = BoundMask(sizes, q.device, clauses.rebuild_clauses(kinds, tensors, integers))
     bias = BoundBias(queries=sizes.queries, keys=sizes.keys, table=table, tensors=tuple(biases))
-    return BoundScores(q=q, k=k, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink)
+    return KernelInput(q=q, k=k, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink)
 
 
 COUNT = 10  # arguments that describe the problem
@@ -83,7 +83,7 @@ def sweep(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _fake_sweep(*arguments: Any) -> tuple[Tensor, ...]:
     v, y, *statistics = arguments[COUNT:]
-    return tuple(tiled.empty_result(arguments[0], arguments[1], v, y, Requested(*statistics)))
+    return tuple(tiled.initial_result(arguments[0], arguments[1], v, y, Requested(*statistics)))
 
 
 def sweep_backward(*arguments: Any) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ def sweep_backward(*arguments: Any) -> tuple[Any, ...]:
 
 
 def _cast_gradients(
-    gradients: Gradients, problem: BoundScores, v: Tensor | None, y: Tensor | None
+    gradients: Gradients, problem: KernelInput, v: Tensor | None, y: Tensor | None
 ) -> Packed:
     """Return gradients in the dtypes of their inputs; an empty tensor means not needed."""
 

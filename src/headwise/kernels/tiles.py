@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from headwise.kernels.bound_scores import BoundScores
+from headwise.kernels.kernel_input import KernelInput
 from headwise.masks.bias_dtype import cast_biases
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import Clause, Span
@@ -40,7 +40,7 @@ class Tile:
         return batches, kv_heads, group, rows, columns
 
 
-def plan_tiles(problem: BoundScores, *, all_heads: bool = False) -> Iterator[Tile]:
+def plan_tiles(problem: KernelInput, *, all_heads: bool = False) -> Iterator[Tile]:
     """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile."""
     batch, heads, queries, _ = problem.q.shape
     kv_heads = problem.k.shape[1]
@@ -66,7 +66,7 @@ def plan_tiles(problem: BoundScores, *, all_heads: bool = False) -> Iterator[Til
                 )
 
 
-def _rows_per_tile(problem: BoundScores, heads: int) -> int:
+def _rows_per_tile(problem: KernelInput, heads: int) -> int:
     """Return the number of queries in a tile of this many heads; fewer under a narrow window."""
     queries, span = problem.q.shape[2], _widest_key_span(problem)
     rows = min(queries, max(128, span))
@@ -75,11 +75,11 @@ def _rows_per_tile(problem: BoundScores, heads: int) -> int:
     )
 
 
-def _tile_width(problem: BoundScores, rows: int) -> int:
+def _tile_width(problem: KernelInput, rows: int) -> int:
     return min(problem.k.shape[2], _widest_key_span(problem) + rows)
 
 
-def _widest_key_span(problem: BoundScores) -> int:
+def _widest_key_span(problem: KernelInput) -> int:
     """Return the most keys that bands allow to one query."""
     return problem.mask.longest_run
 
@@ -87,7 +87,7 @@ def _widest_key_span(problem: BoundScores) -> int:
 class Scratch:
     """Buffer that all tiles reuse, since fresh memory costs more time than the arithmetic on it."""
 
-    def __init__(self, problem: BoundScores) -> None:
+    def __init__(self, problem: KernelInput) -> None:
         self._memory = problem.q.new_empty(0, dtype=problem.accumulate)
 
     def view(self, *shape: int) -> Tensor:
@@ -104,7 +104,7 @@ class KeysByColumn:
     Tiles of the same heads come in succession, so one copy is enough.
     """
 
-    def __init__(self, problem: BoundScores) -> None:
+    def __init__(self, problem: KernelInput) -> None:
         self._problem = problem
         self._heads: tuple[slice, slice] | None = None
         self._columns = problem.k
@@ -132,7 +132,7 @@ def join_group(tensor: Tensor, tile: Tile, group: int, dtype: torch.dtype) -> Te
 
 
 def tile_scores(
-    problem: BoundScores,
+    problem: KernelInput,
     tile: Tile,
     keys: KeysByColumn,
     scratch: Scratch,
@@ -171,7 +171,7 @@ def sum_diagonals(block: Tensor) -> Tensor:
     return padded[:, : rows * (rows + columns - 1)].view(heads, rows, -1).sum(1)
 
 
-def _apply_mask(problem: BoundScores, tile: Tile, s: Tensor) -> None:
+def _apply_mask(problem: KernelInput, tile: Tile, s: Tensor) -> None:
     """Write -inf where the mask hides; for a band, only in the columns at its edges."""
     mask, whole = problem.mask, tile.columns
     without_range = []

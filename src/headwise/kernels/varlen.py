@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
+from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import KernelResult
 from headwise.masks.bound_mask import BlockDiagonal
 from headwise.masks.clause import Rectangle, Span
@@ -24,7 +24,7 @@ from headwise.masks.clause import Rectangle, Span
 CALL, CALL_OF_ACCELERATOR = 2**21, 2**31
 
 
-def split_into_rectangles(problem: BoundScores) -> BlockDiagonal | None:
+def split_into_rectangles(problem: KernelInput) -> BlockDiagonal | None:
     """Return the rectangles of a matrix, if computing them one by one is less work; else None."""
     mask, (batch, heads, queries, head_dim) = problem.mask, problem.q.shape
     if not mask.clauses or torch.compiler.is_compiling():
@@ -122,8 +122,8 @@ def tasks_by_sequence(task: Task) -> Iterator[list[Task]]:
 
 
 def _restrict_to_rectangle(
-    problem: BoundScores, piece: Rectangle, q: Tensor, k: Tensor
-) -> BoundScores:
+    problem: KernelInput, piece: Rectangle, q: Tensor, k: Tensor
+) -> KernelInput:
     mask, bias = problem.mask.within(piece.part), problem.bias.within(piece.part)
     return replace(problem, q=q, k=k, mask=mask, bias=bias)
 

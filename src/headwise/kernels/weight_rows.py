@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise import reference
 from headwise.kernels import tiles
-from headwise.kernels.bound_scores import BoundScores
 from headwise.kernels.dispatch import run_kernel
 from headwise.kernels.kernel import Task
+from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import softmax_shift
 from headwise.kernels.tiled_op import pack_arguments, unpack_arguments
 from headwise.masks.bias_dtype import cast_biases
@@ -20,7 +20,7 @@ from headwise.support.tensor_containers import iterate_leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch, without_autocast
 
 
-def weights_of_queries(problem: BoundScores, index: Tensor) -> Tensor:
+def weights_of_queries(problem: KernelInput, index: Tensor) -> Tensor:
     """Return the weights of the queries in ``index``, (batch, heads, rows, keys)."""
     exact = problem.accumulate
     with without_autocast(problem.q):
@@ -36,7 +36,7 @@ def weights_of_queries(problem: BoundScores, index: Tensor) -> Tensor:
         return reference.weights_of(s, problem.sink).to(problem.q.dtype)
 
 
-def diagonal_weights(problem: BoundScores, offset: int) -> Tensor:
+def diagonal_weights(problem: KernelInput, offset: int) -> Tensor:
     """Return the weights of the pairs (query i, key i + offset), (batch, heads, pairs)."""
     (_, heads, queries, _), keys = problem.q.shape, problem.k.shape[2]
     first, stop = max(0, -offset), max(max(0, -offset), min(queries, keys - offset))
@@ -56,7 +56,7 @@ def diagonal_weights(problem: BoundScores, offset: int) -> Tensor:
     return torch.exp(s - shift - result.log_sum[..., first:stop]).to(problem.q.dtype)
 
 
-def largest_weights(problem: BoundScores, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
+def largest_weights(problem: KernelInput, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
     """Return the ``count`` largest weights of the queries in ``index``, and their keys.
 
     Rows are computed in blocks of about one tile, so memory does not grow with queries x keys.
@@ -70,7 +70,7 @@ def largest_weights(problem: BoundScores, count: int, index: Tensor) -> tuple[Te
     return torch.cat(values, 2), torch.cat(indices, 2)
 
 
-def _largest_of_block(problem: BoundScores, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
+def _largest_of_block(problem: KernelInput, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
     # torch.func does not support checkpoint.
     if not torch.is_grad_enabled() or needs_plain_torch():
         values, indices = weights_of_queries(problem, index).topk(count, dim=-1)

@@ -83,7 +83,7 @@ def plan_conversion(
     return _all_conversion_steps(steps, modules, source, target, headers, form)
 
 
-def plan_renaming(
+def plan_renaming_within_layout(
     headers: Mapping[str, TensorHeader], layout: Layout, *, form: NameForm
 ) -> list[ConversionStep]:
     """Return the steps that only rename tensors; modules may lack some of their tensors."""
@@ -123,7 +123,7 @@ def _all_conversion_steps(
     return sorted(steps, key=lambda step: bool(step.outputs))
 
 
-def find_function_conflicts(
+def find_spec_conflicts(
     headers: Mapping[str, TensorHeader], source: Layout, target: Layout, known: Mapping[str, int]
 ) -> dict[str, tuple[str, str]]:
     """Return the fields of `AttentionSpec` in which these modules differ from the target.

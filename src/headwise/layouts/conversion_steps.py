@@ -60,7 +60,7 @@ class ConversionStep:
         """True if the step copies one tensor byte for byte."""
         return self.sides is None
 
-    def run(self, stored: Mapping[str, Tensor]) -> State:
+    def convert(self, stored: Mapping[str, Tensor]) -> State:
         """Compute the tensors of the target."""
         if self.sides is None:
             return dict(zip(self.outputs, (stored[name] for name in self.inputs), strict=True))

@@ -64,7 +64,7 @@ def run_checked_step(step: ConversionStep, stored: Mapping[str, Tensor]) -> dict
     Raises:
         RoundTripError: they differ.
     """
-    made = step.run(stored)
+    made = step.convert(stored)
     if step.sides is None or not step.outputs:
         return made
     reader, writer = step.sides

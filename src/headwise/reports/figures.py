@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headwise.errors import OptionError
-from headwise.reports import viewer_blobs, wording
+from headwise.reports import drawn_statistics, standout_heads, viewer_blobs
 from headwise.reports.scan_changes import change_scale_end, clearest_change, diverging_colour
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.scan_diff import ScanDiff
-from headwise.support.message_text import describe_value
+from headwise.support.message_text import describe_value, escape_unprintable
 from headwise.support.optional_imports import require_package
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def plot_scan(
 
 
 def _choose_head(scan: HeadScan, layer: int | None, head: int | None) -> tuple[int, int]:
-    standouts = wording.standout_heads(scan)
+    standouts = standout_heads.standout_heads(scan)
     first = standouts[0].head if standouts else None
     heads = [(index, number) for _, index, number in scan.heads]
     if layer is None:
@@ -100,7 +100,7 @@ def _choose_head(scan: HeadScan, layer: int | None, head: int | None) -> tuple[i
 
 def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> Figure:
     if statistic is None:
-        clearest = wording.clearest_statistic(scan)
+        clearest = standout_heads.clearest_statistic(scan)
         statistic = clearest.name if clearest else next(iter(scan.scalars), None)
     if statistic not in scan.scalars:
         raise OptionError(
@@ -108,7 +108,7 @@ def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> 
             needed=f"one number for each head: {', '.join(scan.scalars)}",
             do="choose from these",
         )
-    drawn = wording.drawn_statistic(scan, statistic)
+    drawn = drawn_statistics.drawn_statistic(scan, statistic)
     low, high = drawn.scale.low, drawn.scale.high
     norm = _make_colour_norm(
         low, max(high, low + 1e-9), power=0.5 if drawn.scale.kind == "weight" else 1.0
@@ -181,7 +181,7 @@ def _name_tokens(axes: Axes, scan: HeadScan, record: LayerScan, name_of: Names) 
     for axis, text in ((axes.xaxis, record.key_text), (axes.yaxis, record.query_text)):
         ids = [] if text is None else scan.texts[text].ids.tolist()
         if 0 < len(ids) <= MOST_TOKENS and min(ids) >= 0:
-            words = [wording.escape_unprintable(name_of(token))[:MOST_LETTERS] for token in ids]
+            words = [escape_unprintable(name_of(token))[:MOST_LETTERS] for token in ids]
             # A dollar sign would begin mathematics.
             axis.set_ticks(range(len(ids)), [word.replace("$", r"\$") for word in words])
     axes.tick_params("x", rotation=90)

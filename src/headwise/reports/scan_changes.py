@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.reports import wording
+from headwise.reports import drawn_statistics
 from headwise.reports.png_images import RGB
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import HeadValue
@@ -31,7 +31,7 @@ def clearest_change(diff: ScanDiff) -> str | None:
     best, most = None, 0.0
     for name in diff.scalars:
         assert isinstance(diff.before, HeadScan)
-        scale = wording.drawn_statistic(diff.before, name).scale
+        scale = drawn_statistics.drawn_statistic(diff.before, name).scale
         change = float(diff[name].abs().nan_to_num().max()) / max(scale.high - scale.low, 1e-12)
         if change > most:
             best, most = name, change
@@ -41,5 +41,5 @@ def clearest_change(diff: ScanDiff) -> str | None:
 def change_scale_end(diff: ScanDiff, name: str) -> float:
     """Return the end of the scale of a change: the largest, and at least the statistic's own."""
     assert isinstance(diff.before, HeadScan)
-    least = wording.drawn_statistic(diff.before, name).least_change
+    least = drawn_statistics.drawn_statistic(diff.before, name).least_change
     return max([float(change) for change in diff[name].abs().nan_to_num().flatten()] + [least])

@@ -11,12 +11,12 @@ import numpy as np
 from markupsafe import Markup, escape
 from torch import Tensor
 
-from headwise.reports import png_images, viewer_blobs, wording
+from headwise.reports import drawn_statistics, png_images, standout_heads, viewer_blobs
 from headwise.reports.page_templates import secure_page, template_environment
 from headwise.reports.scan_report import ScanReport
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan, StandoutHead
-from headwise.support.message_text import describe_count
+from headwise.support.message_text import describe_count, escape_unprintable
 
 MOST_NUMBERS = 16  # heads of a layer up to which the grid has numbers
 MOST_CARDS = 8
@@ -75,10 +75,10 @@ def _template_context(report: ScanReport) -> dict[str, Any]:
         "report": report,
         "version": report.versions["headwise"],
         "scan": scan,
-        "columns": wording.drawn_statistics(scan),
-        "grid": wording.clearest_statistic(scan),
-        "rule": wording.RULE,
-        "weights": wording.WEIGHTS,
+        "columns": drawn_statistics.drawn_statistics(scan),
+        "grid": standout_heads.clearest_statistic(scan),
+        "rule": standout_heads.RULE,
+        "weights": drawn_statistics.WEIGHTS,
         "cards": cards,
         "maps": maps,
         "shown_heads": [
@@ -97,7 +97,7 @@ def _template_context(report: ScanReport) -> dict[str, Any]:
 def standout_cards(report: ScanReport) -> list[HeadCard]:
     """Return a card for each head that stands out, with all of its reasons."""
     scan, by_head = report.scan, dict[tuple[int, int], list[StandoutHead]]()
-    for standout in wording.standout_heads(scan):
+    for standout in standout_heads.standout_heads(scan):
         position = (standout.head.layer_index, standout.head.head)
         by_head.setdefault(position, []).append(standout)
     received = scan[viewer_blobs.RECEIVED] if viewer_blobs.RECEIVED in scan.measured else None
@@ -147,6 +147,6 @@ def _most_received(
 ) -> list[tuple[str, int, float]]:
     """Return (text, position, received weight) of the keys that receive most."""
     return [
-        (wording.escape_unprintable(text), key, weight)
+        (escape_unprintable(text), key, weight)
         for key, text, weight in viewer_blobs.most_received_tokens(rows, name_of)
     ]

@@ -13,16 +13,11 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from headwise.reports.drawn_statistics import DrawnStatistic, Scale
 from headwise.reports.png_images import css_colour, text_colour_on
 from headwise.reports.scan_changes import clearest_change, most_changed_heads
 from headwise.reports.scan_report import ScanReport
-from headwise.reports.wording import (
-    RULE,
-    DrawnStatistic,
-    Scale,
-    clearest_statistic,
-    standout_heads,
-)
+from headwise.reports.standout_heads import RULE, clearest_statistic, standout_heads
 from headwise.support.message_text import describe_count
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headwise.errors import MissingExtraError
-from headwise.reports import viewer_blobs, wording
+from headwise.reports import drawn_statistics, standout_heads, viewer_blobs
 from headwise.reports.scan_report import ScanReport
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
@@ -34,7 +34,7 @@ def report_meta(report: ScanReport, maps: Sequence[Maps]) -> dict[str, Any]:
         "same": report.same_function.summary if report.same_function else "",
         "notes": list(report.all_notes),
         "missing": report.not_measured,
-        "rule": f"{wording.RULE} {wording.WEIGHTS}",
+        "rule": f"{standout_heads.RULE} {drawn_statistics.WEIGHTS}",
         "command": report.command,
         "scans": [_scan_meta(scan, name, its_maps) for scan, name, its_maps in each],
         "matched": None if second is None else _matched_heads(report.scan, second),
@@ -42,7 +42,7 @@ def report_meta(report: ScanReport, maps: Sequence[Maps]) -> dict[str, Any]:
 
 
 def _scan_meta(scan: HeadScan, name: str, maps: Maps) -> dict[str, Any]:
-    drawn = wording.drawn_statistics(scan)
+    drawn = drawn_statistics.drawn_statistics(scan)
     return {
         "name": name,
         "model": scan.model,
@@ -72,7 +72,7 @@ def _scan_meta(scan: HeadScan, name: str, maps: Maps) -> dict[str, Any]:
                 "sentence": standout.sentence,
                 "middle": standout.middle,
             }
-            for standout in wording.standout_heads(scan)
+            for standout in standout_heads.standout_heads(scan)
         ],
     }
 
@@ -101,7 +101,7 @@ def _top_key_ranks(scan: HeadScan) -> int:
     return RANKS
 
 
-def _statistic_meta(scan: HeadScan, statistic: wording.DrawnStatistic) -> dict[str, Any]:
+def _statistic_meta(scan: HeadScan, statistic: drawn_statistics.DrawnStatistic) -> dict[str, Any]:
     definition = statistic.definition
     rows = [
         [_round_number(statistic.rows[index][head]) for head in layer.heads]

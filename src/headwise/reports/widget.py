@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from headwise.errors import OptionError
-from headwise.reports import wording
+from headwise.reports import standout_heads
 from headwise.reports.scan_page import viewer_data, viewer_file
 from headwise.reports.scan_report import ScanReport
 from headwise.scanning.exact_rows import ExactRows
@@ -53,7 +53,7 @@ def view_scan(
 
 def _first_head(scan: HeadScan) -> list[int] | None:
     """Return the head that the page shows first: one that stands out, else the first of all."""
-    standouts = wording.standout_heads(scan)
+    standouts = standout_heads.standout_heads(scan)
     if standouts:
         return [standouts[0].head.layer_index, standouts[0].head.head]
     return next(([index, head] for _, index, head in scan.heads), None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from headwise.kernels.bound_scores import accumulation_dtype
+from headwise.kernels.kernel_input import accumulation_dtype
 from headwise.scanning.captured_call import CapturedCall, require_not_none
 from headwise.scanning.module_calls import ModuleCall, dequantize_weight, version_counter
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import ShapeError
-from headwise.kernels.bound_scores import accumulation_dtype
+from headwise.kernels.kernel_input import accumulation_dtype
 from headwise.support.integers import convert_to_int64
 from headwise.support.message_text import describe_sizes
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headwise.kernels.bound_scores import accumulation_dtype
+from headwise.kernels.kernel_input import accumulation_dtype
 
 
 @dataclass(frozen=True)

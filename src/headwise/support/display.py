@@ -17,7 +17,7 @@ DRAWN_BY: dict[tuple[str, Form], str] = {
     ("HeadScan", "page"): "headwise.reports.scan_page.render_scan",
     ("HeadScan", "figure"): "headwise.reports.figures.plot_scan",
     ("HeadScan", "widget"): "headwise.reports.widget.view_scan",
-    ("HeadScan", "standouts"): "headwise.reports.wording.standout_heads",
+    ("HeadScan", "standouts"): "headwise.reports.standout_heads.standout_heads",
     ("ScanDiff", "text"): "headwise.reports.terminal.diff_text",
     ("ScanDiff", "html"): "headwise.reports.notebook_forms.diff_html",
     ("ScanDiff", "page"): "headwise.reports.scan_page.render_diff",

@@ -90,3 +90,15 @@ def _describe_container(value: Collection[Any]) -> str:
     plain = all(value is None or isinstance(value, str | int | float) for value in items)
     short = len(items) <= 8 and plain and all(len(describe_value(value)) <= 20 for value in items)
     return repr(value) if short else f"a {type(value).__name__} of length {len(value)}"
+
+
+def escape_unprintable(text: str) -> str:
+    """Escape characters that cannot be printed, and show a text of spaces as ``␣``.
+
+    A control character from a file would otherwise act on the terminal.
+    """
+    if text and not text.strip(" "):
+        return "␣" * len(text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )

@@ -52,7 +52,7 @@ def recorded(model: AttentionModel, inputs: Inputs) -> list[RecordedCall]:
     calls: list[RecordedCall] = []
     for chunk in inputs.chunks:
         call = RecordedCall(chunk, {}, earlier=tuple(calls) if inputs.steps else ())
-        calls.append(call.with_stages(model.run(call)))
+        calls.append(call.with_stages(model.predict_stages(call)))
     return calls
 
 

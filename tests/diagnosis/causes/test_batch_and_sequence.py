@@ -26,7 +26,7 @@ FAMILY = (NAME, "rotary axis", "softmax axis", "scale", "causal alignment", "rot
 
 def read_wrongly(model: AttentionModel, inputs: Inputs) -> RecordedCall:
     """Return what is recorded of a layer that reads the tokens as a batch."""
-    stages = model.run(RecordedCall(Inputs(inputs.x.transpose(0, 1)), {}))
+    stages = model.predict_stages(RecordedCall(Inputs(inputs.x.transpose(0, 1)), {}))
     by_token = {
         name: x if name in ("scores", "weights") else x.transpose(0, 1 if x.dim() == 3 else 2)
         for name, x in stages.items()

@@ -42,7 +42,7 @@ def decoded(
     for chunk in inputs.chunks:
         past = sum(each.inputs.x.shape[1] for each in calls)
         call = RecordedCall(change(past, chunk), {}, earlier=tuple(believed))
-        stages = model.run(call)
+        stages = model.predict_stages(call)
         believed.append(call.with_stages(stages))
         calls.append(RecordedCall(chunk, stages, earlier=tuple(calls)))
     return calls

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from headwise.error_budget.budget import FORWARD, Budget, _number_axes, _run_input_family
 from headwise.kernels import observe_tiles, tiles
-from headwise.kernels.bound_scores import accumulation_dtype
+from headwise.kernels.kernel_input import accumulation_dtype
 from headwise.scanning import captured_call
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Summary, compute_summaries

@@ -10,8 +10,8 @@ from headwise import reference
 from headwise.masks.mask import Mask
 from headwise.study.experiments.gradient_formulas import (
     ForwardPass,
+    projection_gradients,
     rounding_bounds,
-    weight_gradients,
 )
 
 BATCH, HEADS, QUERIES, KEYS = 3, 5, 11, 13
@@ -70,7 +70,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_formulas_are_autograd(options: dict[str, object]) -> None:
     found, forward = by_autograd(**options)
-    formulas, bounds = weight_gradients(forward), rounding_bounds(forward)
+    formulas, bounds = projection_gradients(forward), rounding_bounds(forward)
     for name, ours, theirs, bound in zip(NAMES, formulas, found, bounds, strict=True):
         assert ours.shape == SHAPES[name]
         assert torch.all((ours - theirs).abs() <= bound), name
@@ -84,14 +84,14 @@ def test_the_bounds_see_a_small_mistake(name: str) -> None:
     place = NAMES.index(name)
     part = {"wq": "k", "wk": "q", "wv": "upstream", "wo": "v"}[name]
     wrong = forward._replace(**{part: getattr(forward, part) * (1 + 1e-6)})
-    ours = weight_gradients(wrong)[place]
+    ours = projection_gradients(wrong)[place]
     assert torch.all((ours - found[place]).abs().max() > rounding_bounds(forward)[place].max())
 
 
 def test_bounds_hold_in_float32() -> None:
     narrow = made(weights(torch.float32), mask=Mask.window(left=3, right=1, align="top-left"))
     wide = ForwardPass(*(p.double() if isinstance(p, Tensor) else p for p in narrow))  # type: ignore[arg-type]
-    exact, plain = weight_gradients(wide), weight_gradients(narrow)
+    exact, plain = projection_gradients(wide), projection_gradients(narrow)
     for ours, theirs, bound in zip(plain, exact, rounding_bounds(narrow), strict=True):
         assert torch.all((ours - theirs).abs() <= bound)
         assert bound.max() < 1e-3 * theirs.abs().max()
@@ -101,7 +101,7 @@ def test_one_key_leaves_nothing_to_choose() -> None:
     """The weight is 1 whatever the score: queries and keys have no gradient."""
     mask = Mask.lengths(keys=torch.ones(BATCH, dtype=torch.long))
     forward = made(weights(), mask=mask)
-    wq, wk, wv, wo = weight_gradients(forward)
+    wq, wk, wv, wo = projection_gradients(forward)
     assert torch.equal(wq, torch.zeros_like(wq))
     assert torch.equal(wk, torch.zeros_like(wk))
     total = forward.upstream.sum(1)
@@ -119,7 +119,7 @@ def test_two_keys_by_hand() -> None:
     )
     p = 1 / (1 + torch.exp(torch.tensor(-0.7).double()))
     ds = p * (1 - p) * 5 * 1.5
-    wq, wk, wv, wo = (float(part) for part in weight_gradients(forward))
+    wq, wk, wv, wo = (float(part) for part in projection_gradients(forward))
     assert wq == pytest.approx(float(ds * (0.3 + 0.4) * 3))
     assert wk == pytest.approx(float(ds * (0.3 + 0.4)))
     assert wv == pytest.approx(float(5 * (p * 0.3 - (1 - p) * 0.4)))
@@ -128,10 +128,10 @@ def test_two_keys_by_hand() -> None:
 
 def test_no_other_head_is_in_a_heads_gradients() -> None:
     forward = made(weights())
-    alone = weight_gradients(
+    alone = projection_gradients(
         forward._replace(
             **{name: getattr(forward, name)[:, 2:3] for name in "qkv"}, wo=forward.wo[2:3]
         )
     )
-    for ours, whole in zip(alone, weight_gradients(forward), strict=True):
+    for ours, whole in zip(alone, projection_gradients(forward), strict=True):
         torch.testing.assert_close(ours, whole[2:3])

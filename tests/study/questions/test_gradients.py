@@ -129,7 +129,7 @@ def test_the_heads_gradients_in_the_shapes_of_the_layer() -> None:
         *(gradients.random_tokens(),) * 2,
     )
     by_hand = gradients.join_heads(
-        gradients.weight_gradients(gradients.forward_pass(layer, x, upstream))
+        gradients.projection_gradients(gradients.forward_pass(layer, x, upstream))
     )
     for name, weight in gradients.projection_weights(layer).items():
         assert by_hand[name].shape == weight.shape

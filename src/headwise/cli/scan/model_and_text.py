@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from headwise.cli.scan.scan_options import ScanOptions
 from headwise.errors import OptionError
-from headwise.reports.wording import escape_unprintable
 from headwise.scanning.estimate import require_memory
 from headwise.scanning.model_inputs import CHECK_TOKENIZER
-from headwise.support.message_text import describe_count
+from headwise.support.message_text import describe_count, escape_unprintable
 
 MOST_NAMES = 6  # special tokens that are named; some models have hundreds
 TEXT_LENGTH = 4096  # default number of tokens of a text

@@ -25,7 +25,6 @@ from headwise.cli.scan.model_and_text import (
 )
 from headwise.cli.scan.scan_options import ScanOptions
 from headwise.reports.scan_report import ScanReport
-from headwise.reports.wording import escape_unprintable
 from headwise.scanning.corpus_scan import PARTS, SCAN, list_parts, scan_corpus
 from headwise.scanning.estimate import (
     Estimate,
@@ -40,7 +39,7 @@ from headwise.scanning.scan import scan
 from headwise.scanning.selection import Statistics
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.atomic_write import require_writable, write_whole
-from headwise.support.message_text import describe_count
+from headwise.support.message_text import describe_count, escape_unprintable
 from headwise.support.progress import Progress, no_progress
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from headwise.diagnosis.causes.caller_masks import MaskChange, change_mask, has_masks
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.causes.change_caller_mask import MaskChange, change_mask, has_masks
 from headwise.diagnosis.causes.later_calls import (
     change_model_in_later_calls,
     change_positions,

@@ -44,12 +44,12 @@ class MaskAddedAsNumbersCause(Cause):
         if any(call.inputs.mask is not None for call in evidence.calls):
             for is_inverted in (False, True):
                 model = evidence.model.with_stage(
-                    "scores", partial(_add_mask_to_scores, is_inverted)
+                    "scores", partial(_add_mask_as_numbers, is_inverted)
                 )
                 yield Variant(model, {}, "hide keys: scores.masked_fill(~mask, -inf)")
 
 
-def _add_mask_to_scores(is_inverted: bool, forced: ForcedStage) -> Tensor:
+def _add_mask_as_numbers(is_inverted: bool, forced: ForcedStage) -> Tensor:
     inputs = forced.call.inputs
     mask = inputs.mask
     bare = replace(forced, call=replace(forced.call, inputs=replace(inputs, mask=None)))

@@ -9,8 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.caller_masks import change_mask, change_mask_of_model, has_masks
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.causes.change_caller_mask import (
+    change_mask,
+    change_mask_of_model,
+    has_masks,
+)
 from headwise.diagnosis.simulation.attention_model import ForcedStage
 
 # Numbers that hide a key when they are added to its score.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from headwise.diagnosis.causes.caller_masks import change_mask_of_model, has_masks
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.causes.change_caller_mask import change_mask_of_model, has_masks
 
 
 class PaddingIgnoredCause(Cause):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.moves.labelled_rows import Labelled
-from headwise.diagnosis.moves.map_catalogue import make_map_catalogue
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, Taken
 from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
@@ -22,6 +21,7 @@ from headwise.diagnosis.moves.row_changes import (
 )
 from headwise.diagnosis.moves.row_labels import hash_rows
 from headwise.diagnosis.moves.row_map import MapName
+from headwise.diagnosis.moves.row_map_catalogue import make_row_map_catalogue
 from headwise.diagnosis.moves.search_moves import search_steps
 from headwise.diagnosis.moves.zero_rows import Zeroed
 
@@ -140,7 +140,9 @@ def _move_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, 
         return ()
     sizes = replace(b.sizes(), roles=roles)
     ours, theirs = (_label_biases(rows, sizes) for rows in (a, b))
-    sequences = search_steps(ours, theirs, make_map_catalogue(sizes, (1,) * len(roles)), (), roles)
+    sequences = search_steps(
+        ours, theirs, make_row_map_catalogue(sizes, (1,) * len(roles)), (), roles
+    )
     if not sequences or not sequences[0]:
         return ()
     moves = []

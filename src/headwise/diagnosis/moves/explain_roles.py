@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.moves.labelled_rows import Labelled
-from headwise.diagnosis.moves.map_catalogue import MapCatalogue
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.projection_rows import RowSizes
 from headwise.diagnosis.moves.row_map import MapName, RowMap
+from headwise.diagnosis.moves.row_map_catalogue import RowMapCatalogue
 from headwise.diagnosis.moves.search_moves import Step, Steps, search_steps
 
 
@@ -30,7 +30,7 @@ class RoleSteps:
 
 
 def explain_roles(
-    a: Labelled, b: Labelled, catalogue: MapCatalogue, matrix_maps: Sequence[MatrixMap]
+    a: Labelled, b: Labelled, catalogue: RowMapCatalogue, matrix_maps: Sequence[MatrixMap]
 ) -> RoleSteps:
     """Return the steps that make a's labels of b's, for all roles whose labels b has."""
     spans, known = a.sizes.spans(), _match_labels_by_role(a, b)

@@ -10,7 +10,6 @@ import torch
 from headwise.diagnosis.moves.bias_moves import apply_moves, explain_biases, list_wrong_biases
 from headwise.diagnosis.moves.explain_roles import RoleSteps, explain_roles
 from headwise.diagnosis.moves.labelled_rows import label_exact_rows, list_matrix_maps
-from headwise.diagnosis.moves.map_catalogue import make_map_catalogue
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, MoveReport, Taken
 from headwise.diagnosis.moves.near_labels import label_near_rows
@@ -23,6 +22,7 @@ from headwise.diagnosis.moves.row_changes import (
     find_row_change,
     have_same_bits,
 )
+from headwise.diagnosis.moves.row_map_catalogue import make_row_map_catalogue
 from headwise.diagnosis.moves.search_moves import Steps
 from headwise.diagnosis.moves.zero_rows import find_zeroed_rows
 from headwise.errors import ShapeError
@@ -98,7 +98,7 @@ def _yield_explanations(
 ) -> Iterator[RoleSteps]:
     """Yield explanations: nothing moved, by bits, by bits after a rounding, by directions."""
     yield RoleSteps(((),), sizes.roles)
-    catalogue = make_map_catalogue(sizes, b.columns())
+    catalogue = make_row_map_catalogue(sizes, b.columns())
     maps: list[MatrixMap] = []
     for dtype in (None, *_list_rounding_dtypes(a, b)):
         ours, theirs = (_cast_rows(rows, dtype) for rows in (a, b))

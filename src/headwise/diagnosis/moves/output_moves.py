@@ -15,7 +15,6 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.block_orders import list_block_counts, make_block_map
 from headwise.diagnosis.moves.labelled_rows import list_matrix_maps
-from headwise.diagnosis.moves.map_catalogue import make_map_catalogue
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, Taken
 from headwise.diagnosis.moves.projection_rows import Rows
@@ -27,6 +26,7 @@ from headwise.diagnosis.moves.row_changes import (
     snap_to_power_of_two,
 )
 from headwise.diagnosis.moves.row_map import MapName, RowMap
+from headwise.diagnosis.moves.row_map_catalogue import make_row_map_catalogue
 
 FIRST_TOKENS = 4  # a map that fails on them is not tried on all
 MOST_BLOCKS = 64
@@ -73,7 +73,7 @@ def _yield_row_maps(pair: OutputPair, rotary_width: int | None) -> Iterator[Move
     sizes = pair.rows.sizes(rotary_width)
     steps: list[RowMap | MatrixMap] = [
         row_map
-        for row_map in make_map_catalogue(sizes, pair.rows.columns()).maps
+        for row_map in make_row_map_catalogue(sizes, pair.rows.columns()).maps
         if row_map.names[0].roles == ("o",)
     ]
     steps += [step for step in list_matrix_maps(pair.rows, sizes) if step.roles == ("o",)]

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.block_orders import filter_block_permutations, find_block_maps
 from headwise.diagnosis.moves.labelled_rows import Labelled
-from headwise.diagnosis.moves.map_catalogue import MapCatalogue
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.projection_rows import RowSizes
 from headwise.diagnosis.moves.row_labels import hash_label_sequences, make_hash_multipliers
 from headwise.diagnosis.moves.row_map import RowMap
+from headwise.diagnosis.moves.row_map_catalogue import RowMapCatalogue
 
 Step: TypeAlias = RowMap | MatrixMap
 Steps: TypeAlias = tuple[Step, ...]  # applied to b in this order
@@ -41,7 +41,7 @@ class Side:
 def search_steps(
     a: Labelled,
     b: Labelled,
-    catalogue: MapCatalogue,
+    catalogue: RowMapCatalogue,
     matrix_maps: Sequence[MatrixMap],
     roles: tuple[str, ...],
 ) -> list[Steps]:
@@ -97,7 +97,7 @@ def _random_row_weights(sizes: RowSizes, roles: tuple[str, ...]) -> Tensor:
 
 def _backward_labels(
     a: Labelled,
-    catalogue: MapCatalogue,
+    catalogue: RowMapCatalogue,
     matrix_maps: Sequence[MatrixMap],
     roles: tuple[str, ...],
 ) -> Side:

@@ -91,7 +91,7 @@ class AttentionModel:
         recorded = {name: x for name, x in call.stages.items() if name != stage}
         return ForcedStage(self, call.with_stages(recorded), stage)
 
-    def run(self, call: RecordedCall) -> dict[str, Tensor]:
+    def predict_stages(self, call: RecordedCall) -> dict[str, Tensor]:
         """Return every stage of the call, computed from its inputs alone."""
         for stage in STAGES:
             call = call.with_stages({**call.stages, stage: self.predict(stage, call)})

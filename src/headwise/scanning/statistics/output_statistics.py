@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.error_budget.rounding import LAMBDA, Roundoff
-from headwise.kernels.bound_scores import accumulation_dtype
+from headwise.kernels.kernel_input import accumulation_dtype
 from headwise.scanning.captured_call import CapturedCall, require_not_none
 from headwise.scanning.statistics.row_statistics import EXCLUDED, RowStatistic
 from headwise.scanning.statistics.statistic import (

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from headwise import reference
 from headwise.kernels import tiled
-from headwise.kernels.bound_scores import BoundScores, accumulation_dtype
+from headwise.kernels.kernel_input import KernelInput, accumulation_dtype
 from headwise.kernels.tiled import KernelResult, Requested, UpstreamGradients, softmax_shift
 from headwise.masks.clause import MatrixPart
 from headwise.masks.score_bias import BoundBias
@@ -88,11 +88,11 @@ class _Operands:
     q: Tensor  # in the accumulation dtype
     bias: BoundBias
 
-    def cut_block(self, block: _Block, k: Tensor) -> BoundScores:
+    def cut_block(self, block: _Block, k: Tensor) -> KernelInput:
         """Return the scores of one block with its keys; without the sink, which is added once."""
         options = self.scores.options
         scale = options.scale
-        return BoundScores(
+        return KernelInput(
             q=self.q[:, :, block.rows],
             k=k,
             mask=self.scores.mask.within(block.place),

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.attention_matrix import AttentionMatrix, Statistics
 from headwise.errors import ShapeError
-from headwise.kernels.bound_scores import accumulation_dtype
 from headwise.kernels.explain import Explanation
+from headwise.kernels.kernel_input import accumulation_dtype
 from headwise.masks import operand_checks as checks
 from headwise.masks.clause import Span
 from headwise.masks.mask import Mask

@@ -64,7 +64,7 @@ class ForwardPass(NamedTuple):
     scale: float | None = None
 
 
-def weight_gradients(forward: ForwardPass) -> WeightGradients:
+def projection_gradients(forward: ForwardPass) -> WeightGradients:
     """Compute dL/dWq, dL/dWk, dL/dWv and dL/dWo of each head, by the formulas of this module."""
     x, source, q, k, v, wo, upstream, mask, scale = forward
     scale = reference.default_scale(q) if scale is None else scale

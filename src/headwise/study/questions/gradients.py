@@ -15,8 +15,8 @@ from headwise.study.charts import INK, SERIES, SOFT, Axes, Figure, style_axes
 from headwise.study.experiments.gradient_formulas import (
     ForwardPass,
     WeightGradients,
+    projection_gradients,
     rounding_bounds,
-    weight_gradients,
 )
 from headwise.study.question import Fact, FactTable, Numbers, Question
 from headwise.support.progress import Progress
@@ -39,7 +39,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         gradients = torch.autograd.grad(layer(x), list(weights.values()), upstream)
         gradients_of[heads] = dict(zip(weights, gradients, strict=True))
         bounds[heads] = join_heads(rounding_bounds(forward))
-        formulas[heads] = join_heads(weight_gradients(forward))
+        formulas[heads] = join_heads(projection_gradients(forward))
     pairs = {n: (gradients_of[1][n], gradients_of[many][n]) for n in WEIGHTS}
     return {
         "length": LENGTH,

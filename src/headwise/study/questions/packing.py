@@ -73,7 +73,7 @@ class PackingForm:
         parts: tuple[Tensor, ...] = bias.split([size * head_dim for size in self.sizes])
         return parts
 
-    def products(
+    def project(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
         source: Float[Tensor, "batch keys embed_dim"],
@@ -211,7 +211,7 @@ def largest_budget_share(layers: PackedLayers, x: Tensor, source: Tensor) -> flo
     for form in packing_forms(HEADS).values():
         if source is x or len(form.sizes) > 1:  # a single matrix has a single input
             matrices, biases = form.pack(layers.small), form.split(layers.biases)
-            products = form.products(x, source, matrices, biases)
+            products = form.project(x, source, matrices, biases)
             outputs.append(attend_and_project(layers, *form.heads(products)))
     return max(budget.check(output).ratio for output in outputs)
 
@@ -219,7 +219,7 @@ def largest_budget_share(layers: PackedLayers, x: Tensor, source: Tensor) -> flo
 def misread_packed_weights(layers: PackedLayers, x: Tensor) -> dict[str, bool | float]:
     """Misread the packed matrix as q, k, v of the first head, then of the second head."""
     form = packing_forms(HEADS)["packed"]
-    products = form.products(x, x, form.pack(layers.small), (layers.biases,))
+    products = form.project(x, x, form.pack(layers.small), (layers.biases,))
     by_head = products[0].unflatten(-1, (HEADS, PARTS, -1)).movedim(1, 3)
     output = attend_and_project(layers, *by_head.unbind(2))
     budget = layer_budget(x, x, x, layers.weights, num_heads=HEADS)
@@ -256,7 +256,7 @@ def projection_times(layers: PackedLayers) -> dict[str, float]:
     """Return the time of each form's projections relative to the packed form."""
     x, small = torch.randn(1, TOKENS, EMBED_DIM), layers.small
     functions = {
-        name: partial(form.products, x, x, form.pack(small), form.split(layers.biases))
+        name: partial(form.project, x, x, form.pack(small), form.split(layers.biases))
         for name, form in packing_forms(HEADS).items()
     }
     return relative_times(functions, against="packed", rounds=ROUNDS)

@@ -12,7 +12,7 @@ from headwise.masks.score_bias import BoundBias
 
 
 @dataclass(frozen=True, eq=False)
-class BoundScores:
+class KernelInput:
     """One attention matrix at known sizes; shapes as in `headwise.AttentionMatrix`."""
 
     q: Tensor

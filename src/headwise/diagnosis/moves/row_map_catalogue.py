@@ -14,7 +14,7 @@ from headwise.diagnosis.moves.fused_maps import (
     draft_fused_orders,
     draft_fused_pairs,
 )
-from headwise.diagnosis.moves.head_maps import (
+from headwise.diagnosis.moves.head_row_maps import (
     draft_head_orders,
     draft_interleaved_heads,
     draft_repeated_first_shards,
@@ -35,7 +35,7 @@ FAMILIES = (
 
 
 @dataclass(frozen=True, eq=False)
-class MapCatalogue:
+class RowMapCatalogue:
     """The maps for some sizes.
 
     Attributes:
@@ -52,7 +52,7 @@ class MapCatalogue:
 
 
 @lru_cache(maxsize=8)
-def make_map_catalogue(sizes: RowSizes, columns: tuple[int, ...]) -> MapCatalogue:
+def make_row_map_catalogue(sizes: RowSizes, columns: tuple[int, ...]) -> RowMapCatalogue:
     """Return the maps for these sizes.
 
     Args:
@@ -63,7 +63,7 @@ def make_map_catalogue(sizes: RowSizes, columns: tuple[int, ...]) -> MapCatalogu
     maps = make_distinct_maps(drafts, sizes, columns)
     permutations = tuple(row_map for row_map in maps if row_map.is_permutation)
     none = torch.empty(0, sizes.rows, dtype=torch.int64)
-    return MapCatalogue(
+    return RowMapCatalogue(
         maps,
         torch.stack([x.index for x in maps]) if maps else none,
         permutations,

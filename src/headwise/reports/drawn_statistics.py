@@ -1,29 +1,21 @@
-"""Display names and sentences for the statistics of a scan, on pages and in terminals."""
+"""Statistics of a scan as pages and terminals draw them: a scale, and values as text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from headwise.reports import png_images
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.layer_scan import HeadValue, StandoutHead
 from headwise.scanning.statistics.catalogue import PICTURED
 from headwise.scanning.statistics.statistic import Definition
 
-WIDTH = "effective_keys"
 LEAST_SHARE = 0.05  # a head with a smaller share of its weight does not stand out by this share
 # A head stands out if its value is so many times that of the middle head, or so many times less.
 # Without this factor some head would stand out even if all heads were alike.
 FACTOR_APART = 2
-RULE = (
-    "A head stands out by a statistic if its value is the highest and at least twice that of the "
-    "middle head, and for shares 5 percentage points more. It also stands out if it attends to the "
-    "fewest tokens, and to at most half as many as the middle head."
-)
 WEIGHTS = (
     "Weights show where a head attends, and not how the model uses it. A row of weights sums to 1, "
     "less the share of a learned sink."
@@ -112,13 +104,13 @@ class DrawnStatistic:
         )
 
     def is_far_above(self, value: float) -> bool:
-        """True if a value is clearly above the middle head; see `RULE`."""
+        """True if a value is clearly above the middle head; see `standout_heads.RULE`."""
         more = value - self.middle
         least = 0.0 if self.scale.kind == "range" else LEAST_SHARE
         return more >= max(least, (FACTOR_APART - 1) * abs(self.middle)) and more > 0
 
     def is_far_below(self, value: float) -> bool:
-        """True if a value is clearly below the middle head; see `RULE`."""
+        """True if a value is clearly below the middle head; see `standout_heads.RULE`."""
         return 0 < FACTOR_APART * value <= self.middle
 
     def format_long(self, value: float) -> str:
@@ -188,73 +180,5 @@ def _has_picture(scan: HeadScan, statistic: DrawnStatistic) -> bool:
     return not is_everything and not statistic.is_constant
 
 
-def clearest_statistic(scan: HeadScan) -> DrawnStatistic | None:
-    """Return the statistic of the first head that stands out, else the first in which heads differ.
-
-    None if heads differ in none.
-    """
-    if standouts := standout_heads(scan):
-        return drawn_statistic(scan, standouts[0].statistic)
-    return next((each for each in statistics_with_picture(scan) if each.varies_enough), None)
-
-
-def standout_heads(scan: HeadScan) -> list[StandoutHead]:
-    """Return the heads that stand out by the `RULE`."""
-    candidates = [drawn_statistic(scan, name) for name in scan.known_for or scan.scalars]
-    heads = []
-    for statistic in _drop_duplicate_pictures(s for s in candidates if s.varies_enough):
-        definition = statistic.definition
-        top = scan.top(statistic.name, 1)[0]
-        if statistic.is_far_above(top.value):
-            heads.append(_make_standout_head(scan, statistic, top, definition.says))
-        if definition.least:
-            low = scan.top(statistic.name, 1, lowest=True)[0]
-            if statistic.is_far_below(low.value):
-                heads.append(_make_standout_head(scan, statistic, low, definition.least))
-    return heads
-
-
-def _drop_duplicate_pictures(statistics: Iterable[DrawnStatistic]) -> list[DrawnStatistic]:
-    """Drop statistics with the same picture, as where the first token is the only special one."""
-    distinct: dict[str, DrawnStatistic] = {}
-    for statistic in statistics:
-        distinct.setdefault(str(_format_rows(statistic)), statistic)
-    return list(distinct.values())
-
-
-def _format_rows(statistic: DrawnStatistic) -> list[list[str]]:
-    short = statistic.scale.format_short
-    return [["" if value != value else short(value) for value in row] for row in statistic.rows]
-
-
-def _make_standout_head(
-    scan: HeadScan, statistic: DrawnStatistic, head: HeadValue, phrase: str
-) -> StandoutHead:
-    value, middle = statistic.format_long(head.value), statistic.format_long(statistic.middle)
-    if statistic.name == WIDTH:
-        value, middle = (
-            f"about {_format_token_count(count)} tokens" for count in (head.value, statistic.middle)
-        )
-        if scan.sequences == 1:
-            value = f"about {_format_token_count(head.value)} of {scan.tokens:,} tokens"
-    return StandoutHead(head, phrase.format(value), middle, statistic.name)
-
-
-def _format_token_count(count: float) -> str:
-    return f"{count:.1f}" if count < 9.95 else f"{count:,.0f}"
-
-
 def _use_minus_sign(text: str) -> str:
     return text.replace("-", "−")
-
-
-def escape_unprintable(text: str) -> str:
-    """Escape characters that cannot be printed, and show a text of spaces as ``␣``.
-
-    A control character from a file would otherwise act on the terminal.
-    """
-    if text and not text.strip(" "):
-        return "␣" * len(text)
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
