@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from headwise.checkpoints import output_plan, stream_conversion
-from headwise.checkpoints.staging import Journal
+from headwise.checkpoints.journal import Journal
 from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.errors import CheckpointError
 from tests.checkpoints import llamas

@@ -1,24 +1,26 @@
 """Hidden folder for an unfinished target, which one rename turns into the target.
 
 .NAME.headwise-part/journal     the finished steps, see `Journal`
+.NAME.headwise-part/journal-0   those of another process that writes a share of the files
 .NAME.headwise-part/made/       the files of the target
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from headwise.checkpoints.journal import Journal, finished_steps, parse_journal
 from headwise.checkpoints.output_plan import OutputFile, OutputPlan, reserve_space, write_all_bytes
 from headwise.errors import CheckpointError
 from headwise.support.message_text import human_bytes
 
+SHARE = "journal-"  # followed by the number of a process
 # Errors of file systems without hard links.
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -49,7 +51,7 @@ class StagingDir:
         self.done: frozenset[int] = frozenset()
         self.earlier_run = "nothing"
         self.handles: dict[str, int] = {}
-        self._is_renamed = False
+        self._is_renamed = self._is_kept = False
         earlier = self.files_path.iterdir() if self.files_path.is_dir() else ()
         allocated = sum(file.stat().st_blocks * 512 for file in earlier)
         require_disk_space(target.parent, plan.peak_size - allocated)
@@ -70,11 +72,15 @@ class StagingDir:
         is_usable = all(_is_begun(self.files_path / file.name, file) for file in self._plan.files)
         done = self._journal.finished_steps(identity) if is_usable else None
         if done is not None:
-            self.earlier_run, self.done = "its beginning", done
+            self.earlier_run = "its beginning"
+            self.done = done | read_finished_steps(self.path, identity)
             self._open_files(os.O_RDWR)
             return
         if self._journal.identity not in ("", identity):
             self.earlier_run = "other work"
+        for journal in _share_journals(self.path):
+            journal.unlink()
+        _sync_to_disk(self.path)
         self._journal.clear()  # first: new files have the right size before they have any tensor
         if self.files_path.exists():
             shutil.rmtree(self.files_path)
@@ -94,11 +100,12 @@ class StagingDir:
 
     def flush(self, steps: Iterable[int]) -> None:
         """Force all writes to the disk, then record the steps as finished."""
-        for handle in self.handles.values():
-            os.fsync(handle)
-            if hasattr(os, "posix_fadvise"):  # frees page cache
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        _write_back(self.handles.values())
         self._journal.add(steps)
+
+    def keep(self) -> None:
+        """Leave the folder for a later run, also if the block raises."""
+        self._is_kept = True
 
     def finish(self, *, is_folder: bool) -> None:
         """Rename the files to the target, which must not exist yet.
@@ -143,7 +150,8 @@ class StagingDir:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if kind is not None and issubclass(kind, Exception) and not self._is_renamed:
+            is_final = self._is_renamed or self._is_kept
+            if kind is not None and issubclass(kind, Exception) and not is_final:
                 self._discard_files()
         finally:
             for handle in self.handles.values():
@@ -155,6 +163,8 @@ class StagingDir:
         """Remove everything; the journal last, because it locks the folder against other runs."""
         if self.files_path.exists():
             shutil.rmtree(self.files_path)
+        for journal in _share_journals(self.path):
+            journal.unlink(missing_ok=True)
         (self.path / "journal").unlink(missing_ok=True)
         self._remove_folders()
 
@@ -163,6 +173,77 @@ class StagingDir:
         for folder in self._new:
             with suppress(OSError):
                 folder.rmdir()
+
+
+class StagingShare:
+    """Some files of the `StagingDir` of another process, with a journal of their own.
+
+    Attributes:
+        done: steps that earlier runs have finished.
+        handles: file name -> open file.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        files: Iterable[str],
+        *,
+        identity: str,
+        number: int,
+        done: frozenset[int],
+    ) -> None:
+        """Open files that `StagingDir.begin` has created.
+
+        Args:
+            target: the path of the target.
+            files: the names of the files.
+            identity: the identity of the run.
+            number: the number of this process.
+            done: what `read_finished_steps` returned before any process wrote.
+
+        Raises:
+            CheckpointError: another run uses the journal.
+            OSError: the files cannot be written.
+        """
+        path = staging_path(target)
+        self.done = done
+        self._journal = Journal(path / f"{SHARE}{number}")
+        if self._journal.finished_steps(identity) is None:
+            self._journal.clear()
+            self._journal.append(identity)
+        self.handles = {name: os.open(path / "made" / name, os.O_RDWR) for name in files}
+
+    def flush(self, steps: Iterable[int]) -> None:
+        """Force all writes to the disk, then record the steps as finished."""
+        _write_back(self.handles.values())
+        self._journal.add(steps)
+
+    def __enter__(self) -> StagingShare:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles.values():
+            os.close(handle)
+        self._journal.close()
+
+
+def read_finished_steps(path: Path, identity: str) -> frozenset[int]:
+    """Return the steps that journals in a staging folder record for runs of this identity."""
+    journals = [path / "journal", *_share_journals(path)]
+    finished = (finished_steps(*parse_journal(x.read_bytes()), identity) for x in journals)
+    return frozenset().union(*(steps for steps in finished if steps is not None))
+
+
+def _share_journals(path: Path) -> list[Path]:
+    return sorted(path.glob(f"{SHARE}[0-9]*"))
+
+
+def _write_back(handles: Iterable[int]) -> None:
+    """Force all writes to the disk."""
+    for handle in handles:
+        os.fsync(handle)
+        if hasattr(os, "posix_fadvise"):  # frees page cache
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _is_begun(path: Path, file: OutputFile) -> bool:
@@ -228,82 +309,3 @@ def _sync_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-class Journal:
-    """Locked file of the finished steps, from which a later run resumes.
-
-    <identity>      hash of source and options; a run with another hash starts anew
-    0 1 2 3         steps whose bytes are on the disk, one line for each flush
-    4 5
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Open or create the journal.
-
-        Raises:
-            CheckpointError: another run holds the lock.
-        """
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        with ExitStack() as stack:
-            stack.callback(os.close, handle)
-            _lock_journal(handle, path)
-            with open(handle, "rb", closefd=False) as file:
-                raw = file.read()
-            # Drop a last line that was cut off; the next line would continue it.
-            self._end = raw.rfind(b"\n") + 1
-            os.ftruncate(handle, self._end)
-            stack.pop_all()
-        self._handle = handle
-        lines = raw[: self._end].splitlines()
-        self.identity = lines[0].decode("ascii", "replace") if lines else ""
-        self._lines = lines[1:]
-
-    def finished_steps(self, identity: str) -> frozenset[int] | None:
-        """Return the finished steps; None for a journal with another identity."""
-        if self.identity != identity:
-            return None
-        try:
-            return frozenset(int(number) for line in self._lines for number in line.split())
-        except ValueError:  # a power failure can leave any bytes
-            return None
-
-    def clear(self) -> None:
-        """Empty the journal on the disk, before the files change."""
-        os.ftruncate(self._handle, 0)
-        os.fsync(self._handle)
-        self._end = 0
-
-    def add(self, steps: Iterable[int]) -> None:
-        """Record finished steps on the disk."""
-        self.append(" ".join(map(str, steps)))
-
-    def close(self) -> None:
-        """Close the journal, which releases its lock."""
-        os.close(self._handle)
-
-    def append(self, line: str) -> None:
-        """Write a line to the disk; the first line is the identity."""
-        raw = f"{line}\n".encode("ascii")
-        write_all_bytes(self._handle, memoryview(raw), self._end)
-        os.fsync(self._handle)
-        self._end += len(raw)
-
-
-def _lock_journal(handle: int, path: Path) -> None:
-    """Lock the journal, if its path still leads to it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_current = os.path.samestat(os.fstat(handle), path.stat())
-    except (BlockingIOError, FileNotFoundError) as error:
-        raise _target_in_use_error(path) from error
-    if not is_current:  # its run has removed the journal, and another run has created a new one
-        raise _target_in_use_error(path)
-
-
-def _target_in_use_error(path: Path) -> CheckpointError:
-    return CheckpointError(
-        saw=f"another run is writing into {path.parent}",
-        needed="one run for each target",
-        do="wait for the other run, or name another target",
-    )

@@ -12,17 +12,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import missing_folder_note, stderr_console
+from headwise.cli.output import LOST, missing_folder_note, stderr_console
+from headwise.cli.processes import (
+    TIMEOUT,
+    Processes,
+    Timeout,
+    headwise_command,
+    launch_command,
+    option_arguments,
+    rank_count,
+    require_one_launcher,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import Console
 
-    from headwise.checkpoints.stream_conversion import ConversionReport
+    from headwise.checkpoints.planned_conversion import ConversionReport
     from headwise.diagnosis.detect import GivenWeights
+    from headwise.sharding.processes.job import Job
 
 SHOWN = 4  # unchanged names
+PARTIAL = "Partial output is in {}. Repeat the command to resume."
 From = Annotated[
     str | None,
     typer.Option(
@@ -80,15 +92,41 @@ def convert(
     accept: Accept = None,
     as_: As = "safetensors",
     shards: Shards = 1,
+    processes: Processes = None,
+    timeout: Timeout = TIMEOUT,
 ) -> None:
     """Store the weights of a model in another layout, without loss.
 
     Every tensor that is rewritten is moved back and compared byte for byte.
-    To resume an interrupted run, repeat the command.
+    To resume an interrupted run, repeat the command. --processes N shares the
+    files of a checkpoint among N processes.
     """
+    given = locals()
+    require_one_launcher(processes)
     counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
     options = {"root": root, "accept": tuple(accept or ()), "files": as_, "shards": shards}
-    _run_conversion(source, target, (from_, to), counts, options)
+    settings = (source, target, (from_, to), counts, options)
+    if rank_count() > 1:
+        from headwise.cli.processes import CommandJob
+
+        with CommandJob(timeout, ends_at_once=False) as job:
+            _run_conversion(*settings, job=job)
+    elif (processes or 1) > 1 and source.is_dir():  # a single file has one writer
+        raise typer.Exit(_launch_conversion(given))
+    else:
+        _run_conversion(*settings)
+
+
+def _launch_conversion(given: dict[str, Any]) -> int:
+    """Run the conversion in several processes, and return the exit status."""
+    from headwise.checkpoints.staging import staging_path
+
+    source, target, count = (given.pop(name) for name in ("source", "target", "processes"))
+    return launch_command(
+        headwise_command("convert", str(source), str(target), *option_arguments(given)),
+        count=count,
+        interrupted=lambda: PARTIAL.format(staging_path(target)),
+    )
 
 
 def _run_conversion(
@@ -97,16 +135,17 @@ def _run_conversion(
     layouts: tuple[str | None, str],
     counts: Counts,
     options: dict[str, Any],
+    job: Job | None = None,
 ) -> None:
     from headwise.cli.progress_bar import progress_bar
 
-    start = time.perf_counter()
-    with progress_bar(stderr_console(), "loading torch"):
+    start, console = time.perf_counter(), stderr_console()
+    console.quiet = job is not None and job.rank != 0
+    with progress_bar(console, "loading torch"):
         from rich.console import Console
 
         from headwise.checkpoints.source import CheckpointSource
         from headwise.checkpoints.staging import staging_path
-        from headwise.checkpoints.stream_conversion import convert_checkpoint
         from headwise.diagnosis.detect import open_weights
         from headwise.layouts.registry import layout
         from headwise.support.message_text import human_bytes
@@ -116,21 +155,38 @@ def _run_conversion(
         weights = open_weights(source, counts, stored=layouts[0])
         stored = weights.layout(layouts[0], "from")
         assert isinstance(weights.tensors, CheckpointSource)  # since ``source`` is a path
-    console, made_folder = stderr_console(), missing_folder_note(target)
+    made_folder = missing_folder_note(target)
     console.print(f"{source}: {stored.name} -> {written.name}", markup=False)
     try:  # memory and the disk limit the speed: a second thread takes twice the time
         with one_thread(), _byte_progress_bar(console) as progress:
             settings = {**options, **weights.known, "progress": progress}
-            report = convert_checkpoint(weights.tensors, target, stored, written, **settings)
+            report = _convert_files(job, (weights.tensors, target, stored, written), settings)
     except KeyboardInterrupt:
-        partial = f"Partial output is in {staging_path(target)}. Repeat the command to resume."
-        console.print(partial, markup=False)
+        console.print(PARTIAL.format(staging_path(target)), markup=False)
         raise
+    if report is None:
+        return
     time_and_size = f"{time.perf_counter() - start:.1f} s, {human_bytes(report.nbytes)}."
     lines = _describe_conversion(report, weights, counts, (stored.name, written.name))
     end = (made_folder, f"{time_and_size} The weights:", str(report.target))
     for line in filter(None, [*lines, *end]):
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
+
+
+def _convert_files(
+    job: Job | None, positional: tuple[Any, ...], settings: dict[str, Any]
+) -> ConversionReport | None:
+    """Convert in this process, or over the ranks of a job, whose report is that of rank 0."""
+    from headwise.checkpoints.planned_conversion import plan_checkpoint
+    from headwise.checkpoints.stream_conversion import convert_checkpoint
+
+    if job is None:
+        return convert_checkpoint(*positional, **settings)
+    from headwise.sharding.processes.file_conversion import convert_in_job
+
+    progress = settings.pop("progress")
+    plan = plan_checkpoint(*positional, **settings)
+    return convert_in_job(job, plan, progress, lost_status=LOST)
 
 
 @contextmanager

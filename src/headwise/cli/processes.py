@@ -7,9 +7,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headwise.sharding.processes.job import Failure, Job
 
 TIMEOUT = 60.0  # seconds
+TIDY_UP = 10.0  # seconds for other ranks to tidy up after an error
 NO_LAUNCHER = join_error_lines(
     "the launcher of these processes ended",
     "the launcher until the work is done",
@@ -62,6 +63,26 @@ def require_one_launcher(processes: int | None) -> None:
         )
 
 
+def option_arguments(options: Mapping[str, Any], *, joined: Collection[str] = ()) -> list[str]:
+    """Return options as arguments of a command; a name ends with "_" if Python has the word.
+
+    Args:
+        options: the value of each option; None and False leave it out.
+        joined: options with one argument, in which commas separate several values.
+    """
+    words: list[str] = []
+    for name, value in options.items():
+        option = f"--{name.strip('_').replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif name in joined and value is not None:
+            words += [option, ",".join(value)]
+        elif value is not None and value is not False:
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [word for each in values for word in (option, str(each))]
+    return words
+
+
 def headwise_command(*arguments: str) -> list[str]:
     """Return ``headwise ARGUMENTS`` as a program with its arguments."""
     return [sys.executable, "-m", "headwise", *arguments]
@@ -96,14 +117,20 @@ class CommandJob:
 
     The launcher of ``--processes`` prints the message after all processes have ended; under
     torchrun the rank that fails first does.
+
+    Args:
+        timeout: seconds without a sign of life after which a rank counts as lost.
+        ends_at_once: True if a rank ends in the middle of its work as soon as another has failed.
+            False if an error of another rank lets it tidy up first; a lost rank never does.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, *, ends_at_once: bool) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
         from headwise.sharding.processes.job import open_torchrun_job
         from headwise.sharding.processes.launch import LAUNCHED
 
         self._job: Job = open_torchrun_job(timeout=timeout, on_lost=self._end_now)
+        self._ends_at_once = ends_at_once
         self._has_launcher = LAUNCHED in os.environ
         self._parent = os.getppid()
 
@@ -118,15 +145,27 @@ class CommandJob:
         trace: TracebackType | None,
     ) -> None:
         status = self._failed(error) if isinstance(error, Exception) else 0
+        if status not in (0, LOST) and not self._ends_at_once:
+            self._job.meet("ended", seconds=TIDY_UP)
         self._job.__exit__(kind, error, trace)
         if status:
             raise SystemExit(status) from None
 
     def _end_now(self, error: LostProcessError) -> None:
         """End this process in the middle of its work; no file is half-written by that."""
+        if not self._ends_at_once and self._is_tidied_up():
+            return  # the error is raised in the main thread
         status = self._failed(error)
         sys.stderr.flush()
         os._exit(status)
+
+    def _is_tidied_up(self) -> bool:
+        """True after an error that a rank has recorded, False after the loss of a rank."""
+        try:
+            failure = self._job.failure()
+        except LostProcessError:
+            return False
+        return failure is not None and failure.status != LOST
 
     def _failed(self, error: Exception) -> int:
         """Record, leave or print the message of the first failure, and return its status."""

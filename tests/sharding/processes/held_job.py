@@ -20,7 +20,7 @@ TIMEOUT = 1.0
 
 
 def wait_for_a_fault(folder: Path, fault: str) -> None:
-    with CommandJob(TIMEOUT) as job:
+    with CommandJob(TIMEOUT, ends_at_once=True) as job:
         job.barrier("begun")
         if fault == "error":
             raise OptionError(saw="--heads 5", needed="6", do="--heads 6")

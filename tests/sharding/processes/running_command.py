@@ -61,8 +61,10 @@ class RunningCommand:
 
 
 def is_running(process: psutil.Process) -> bool:
+    """True while a thread of the process runs, and may hold locks: also if the first has ended."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+        return process.is_running() and not is_zombie
     except psutil.NoSuchProcess:
         return False
 

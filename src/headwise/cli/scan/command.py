@@ -124,7 +124,7 @@ def _run_scan_command(options: ScanOptions, *, as_json: bool) -> None:
     if rank_count() > 1:
         from headwise.cli.processes import CommandJob
 
-        with CommandJob(options.timeout) as job:
+        with CommandJob(options.timeout, ends_at_once=True) as job:
             options.require_sense()
             _scan_and_print(options, as_json=as_json, job=job)
         return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from headwise.cli.processes import rank_count, require_one_launcher
+from headwise.cli.processes import option_arguments, rank_count, require_one_launcher
 from headwise.errors import OptionError
 
 
@@ -35,19 +35,11 @@ class ScanOptions:
     @property
     def arguments(self) -> list[str]:
         """The options of the same scan as one of its processes gets them."""
-        words: list[str] = [] if self.model_dir is None else [str(self.model_dir)]
-        for field in fields(self):
-            value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
-            if field.name in ("model_dir", "processes") or value is None or value is False:
-                continue
-            if value is True:
-                words.append(option)
-            elif field.name in ("stats", "layers", "top_keys"):
-                words += [option, ",".join(value)]
-            else:
-                values = value if isinstance(value, list | tuple) else [value]
-                words += [word for each in values for word in (option, str(each))]
-        return words
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        place = options.pop("model_dir")
+        del options["processes"]
+        words = option_arguments(options, joined=("stats", "layers", "top_keys"))
+        return [str(place), *words] if place is not None else words
 
     @property
     def command_with_top_keys(self) -> str:

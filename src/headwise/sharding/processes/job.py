@@ -141,6 +141,16 @@ class Job:
         else:
             self.wait(name)
 
+    def meet(self, name: str, *, seconds: float) -> None:
+        """Wait until every rank has come to a place, at most so many seconds."""
+        end = time.monotonic() + seconds
+        try:
+            self.arrive(name)
+            while self.add(f"arrived/{name}", 0) < self.count and time.monotonic() < end:
+                time.sleep(POLL)
+        except LostProcessError:  # nobody is left to wait for
+            return
+
     def require_same(self, values: Mapping[str, str]) -> None:
         """Compare short texts, such as digests, over all ranks.
 
@@ -173,6 +183,16 @@ class Job:
             return Failure(*json.loads(self._call("compare_set", "failure", "", failure)))
         except LostProcessError:
             return None
+
+    def failure(self) -> Failure | None:
+        """Return the first failure that a rank has recorded, if there is one.
+
+        Raises:
+            LostProcessError: the store is gone.
+        """
+        if not self._call("check", ["failure"]):
+            return None
+        return Failure(*json.loads(self._call("get", "failure")))
 
     def require_all(self) -> None:
         """Raise LostProcessError if another rank is lost or has failed."""
