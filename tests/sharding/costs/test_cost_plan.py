@@ -90,7 +90,9 @@ def test_memory_of_a_step_by_hand() -> None:
     kept = ring.layer.attention_bytes() + ring.layer.mlp_bytes()
     gathered = 3 * ring.layer.weight_bytes + vocabulary * 2
     states = (weights + vocabulary) / 4 * (2 + 2 + 8)
-    buffers = 2 * ring.layer.buffer_bytes()
+    # Gradients of queries twice, and eight times keys and values, 18 tokens and 2 bytes a number.
+    buffers = 18 * (2 * 60 + 8 * 2 * 20) * 2
+    assert ring.layer.gradient_buffer_bytes() == buffers
     assert ring.step_bytes == pytest.approx(states + gathered + 3 * kept + buffers)
     again = step(SENDING, checkpointing=True, ring=4)
     inputs = 18 * 40 * 2

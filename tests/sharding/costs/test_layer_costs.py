@@ -49,9 +49,9 @@ def test_bytes_of_each_group_by_hand() -> None:
     assert costs(heads=2).sent_forward() == {"heads": 2 * 1 / 2 * tokens * 40 * 2}
     ring = costs(ring=4)
     assert ring.sent_forward() == {"ring": 3 / 4 * tokens * 2 * 20 * 2}
-    # keys and values in three hops, their gradients in four
+    # keys and values in three hops; the gradients of three parts to their owners
     hop = tokens / 4 * 2 * 20 * 2
-    assert ring.sent_backward()["ring"] == pytest.approx(3 * hop + 4 * hop)
+    assert ring.sent_backward()["ring"] == pytest.approx(3 * hop + 3 * hop)
     exchanged = tokens / 2 * (2 * 60 + 2 * 20)
     assert costs(all_to_all=2).sent_forward() == {"all-to-all": exchanged / 2 * 2}
 
@@ -85,7 +85,7 @@ def test_one_rank_sends_nothing() -> None:
     layer = costs()
     assert layer.sent_forward() == layer.sent_backward() == layer.sent_for_mlp() == {}
     assert layer.sent_for_weights() == (0, 0)
-    assert layer.buffer_bytes() == 0
+    assert layer.buffer_bytes() == layer.gradient_buffer_bytes() == 0
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 24, 99])
@@ -126,7 +126,8 @@ def test_operations_are_divided_over_all_ranks() -> None:
 def test_memory_by_hand() -> None:
     layer = costs(heads=2, gather=4)
     tokens = 3 * 24 / 4
-    kept = 40 + 40 + 30 + 30 + 2 * 10 * 4  # input twice, queries, outputs, gathered keys and values
+    # input twice, queries, outputs twice, gathered keys and values whole and in parts
+    kept = 40 + 40 + 30 + 2 * 30 + 2 * (2 * 10 * 4)
     assert layer.attention_bytes() == tokens * (kept * 2 + 3 * 4)
     assert layer.keys_and_values_bytes() == tokens * 2 * 10 * 2
     assert layer.mlp_bytes() == tokens * (40 + 40 + 4 * 56 / 2) * 2

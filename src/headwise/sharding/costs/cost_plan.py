@@ -169,6 +169,7 @@ def _step_json(step: StepCosts) -> dict[str, Any]:
             "mlp_bytes": layer.mlp_bytes(),
             "keys_and_values_bytes": layer.keys_and_values_bytes(),
             "buffer_bytes": layer.buffer_bytes(),
+            "gradient_buffer_bytes": layer.gradient_buffer_bytes(),
         },
         "forward": {
             "seconds": step.forward_seconds,

@@ -70,13 +70,9 @@ class LayerCosts:
 
         The gradient of the input is summed over heads; queries, keys, values and outputs are
         exchanged back. Gathered keys send their gradients home. A ring passes keys and values
-        around again, and their gradients once more, which end at home.
+        around again, and sends the gradient of each part directly to its owner.
         """
-        ring = self.way.ring
-        factor = 1 + ring / (ring - 1) if ring > 1 else 0
-        return self._sent(
-            self._heads_sum, self._exchanged, self._keys_and_values, ring_factor=factor
-        )
+        return self._sent(self._heads_sum, self._exchanged, self._keys_and_values, ring_factor=2)
 
     def _sent(
         self, heads: float, exchanged: float, keys_and_values: float, *, ring_factor: float
@@ -162,12 +158,20 @@ class LayerCosts:
         """Return the bytes that attention keeps for its backward pass.
 
         Kept are the input, its normalised form, the queries, keys, values and head outputs, and a
-        float32 log sum for each query and head. Gathered keys and values are kept too.
+        float32 log sum for each query and head. Where ranks share the tokens, the outputs are kept
+        twice: by the kernel, and in the order of the output projection. Gathered keys and values
+        are kept whole, and once more as the parts that the queries see. A ring keeps the largest
+        score of each query and head too.
         """
+        way = self.way
+        keys = 2 * self.exchanged_key_channels
         numbers = 2 * self.sizes.embed_dim + 2 * self.query_channels
-        numbers += 2 * self.exchanged_key_channels * self.way.gather
-        log_sums = self.query_channels / self.sizes.head_dim * FLOAT32
-        return self.local_tokens * (numbers * self.itemsize + log_sums)
+        numbers += keys * (2 * way.gather if way.gather > 1 else 1)
+        if way.token_ranks > 1:
+            numbers += self.query_channels
+        row_statistics = self.query_channels / self.sizes.head_dim * FLOAT32
+        row_statistics *= 2 if way.ring > 1 else 1
+        return self.local_tokens * (numbers * self.itemsize + row_statistics)
 
     def mlp_bytes(self) -> float:
         """Return the bytes that the MLP keeps: input, normalised input, and its hidden widths.
@@ -188,6 +192,21 @@ class LayerCosts:
             "all-to-all": self._exchanged,
             "gather": keys * way.gather,
             "ring": 2 * keys,
+        }
+        return max((numbers[name] for name in way.groups), default=0) * self.itemsize
+
+    def gradient_buffer_bytes(self) -> float:
+        """Return the largest bytes in a backward pass beside what is kept: gradients, transfers.
+
+        The formulas are those of `SequencePlan.peak`, less what the forward pass keeps.
+        """
+        way, keys = self.way, self.local_tokens * 2 * self.exchanged_key_channels
+        queries = self.local_tokens * self.query_channels
+        numbers = {
+            "heads": 2 * self._heads_sum,
+            "all-to-all": 2 * self._exchanged,
+            "gather": queries + keys + 2 * keys * way.gather,
+            "ring": 2 * queries + (8 if way.ring > 2 else 6) * keys,
         }
         return max((numbers[name] for name in way.groups), default=0) * self.itemsize
 

@@ -152,7 +152,7 @@ class StepCosts:
             self._weights_here * (2 * layer.itemsize + _ADAM)
             + self._gathered_bytes(_GATHERED_LAYERS + 1)  # the gradient of one layer
             + (layers * inputs + kept if self.checkpointing else layers * kept)
-            + 2 * layer.buffer_bytes()  # and its gradient
+            + layer.gradient_buffer_bytes()
         )
 
     @property
