@@ -365,7 +365,8 @@ def top_heads(layers: tuple[str, ...], values: Tensor, n: int, *, lowest: bool) 
         )
     flat = values.flatten()
     order = flat.argsort(descending=not lowest, stable=True).tolist()
-    ranked = [position for position in order if not flat[position].isnan()][:count]
+    has_value = (~flat.isnan()).tolist()
+    ranked = [position for position in order if has_value[position]][:count]
     heads = []
     for position in ranked:
         index, head = divmod(position, values.shape[1])
