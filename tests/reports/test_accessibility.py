@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from headwise.reports import diagnosis_page, scan_page, static_scan
-from headwise.reports.png_images import viridis_colour
+from headwise.reports.png_images import css_colour, viridis_colour
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.diagnoses import report_of_model
+from tests.reports.studies import recorded_study
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 
 pytestmark = needs_a_browser
@@ -24,6 +25,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "two": lambda: scan_page.render_scan_pages(viewer_report(viewer_scan(), second=viewer_scan())),
     "static": lambda: static_scan.render_static(viewer_report(viewer_scan())),
     "diagnosis": lambda: diagnosis_page.render_diagnosis_page(report_of_model()),
+    "study": recorded_study,
 }
 
 
@@ -81,28 +83,50 @@ def test_targets_are_large_enough(browser: Chromium, viewer: Path, touch: bool, 
             assert small == []
 
 
-@pytest.mark.parametrize("kind", ["protanopia", "deuteranopia", "tritanopia"])
+EYES = ["protanopia", "deuteranopia", "tritanopia"]
+PAINT = """(colours) => document.body.replaceChildren(...colours.map((colour) => {
+  const cell = document.createElement("div");
+  cell.style.cssText = `float:left;width:20px;height:20px;background:${colour}`;
+  return cell;
+}))"""
+
+
+def seen(opened: Opened, colours: list[str], kind: str) -> list[tuple[int, ...]]:
+    """Colours as an eye with a deficiency sees them."""
+    session = opened.page.context.new_cdp_session(opened.page)
+    session.send("Emulation.setEmulatedVisionDeficiency", {"type": kind})
+    opened.page.evaluate(PAINT, colours)
+    clip = {"x": 8, "y": 8, "width": 20 * len(colours), "height": 12}
+    shown = _pixels(opened.page.screenshot(clip=clip))
+    return [shown[n * 20 + 2] for n in range(len(colours))]
+
+
+@pytest.mark.parametrize("kind", EYES)
 def test_the_scale_is_ordered_for_every_eye(browser: Chromium, viewer: Path, kind: str) -> None:
     with browser.open(viewer) as opened:
-        session = opened.page.context.new_cdp_session(opened.page)
-        session.send("Emulation.setEmulatedVisionDeficiency", {"type": kind})
-        steps = [viridis_colour(n / 8) for n in range(9)]
-        opened.page.evaluate(
-            """(steps) => {
-              document.body.replaceChildren(...steps.map(([r, g, b]) => {
-                const cell = document.createElement("div");
-                cell.style.cssText =
-                  `float:left;width:20px;height:20px;background:rgb(${r},${g},${b})`;
-                return cell;
-              }));
-            }""",
-            steps,
-        )
-        clip = {"x": 8, "y": 8, "width": 180, "height": 12}
-        shown = _pixels(opened.page.screenshot(clip=clip))
-        luminance = [_luminance(shown[n * 20 + 2]) for n in range(9)]
+        steps = [css_colour(viridis_colour(n / 8)) for n in range(9)]
+        luminance = [_luminance(colour) for colour in seen(opened, steps, kind)]
         assert luminance == sorted(luminance)
         assert min(b - a for a, b in pairwise(luminance)) > 0.004
+
+
+@pytest.mark.parametrize("kind", EYES)
+def test_more_and_less_differ_for_every_eye(browser: Chromium, viewer: Path, kind: str) -> None:
+    """The scale of A − B: palest at 0, darker to both ends, and one end is not the other."""
+    with browser.open(viewer) as opened:
+        opened.do("headwise.app.compareWith({ scan: 0, layer: 2, head: 3 })", "s.mode === 'diff'")
+        opened.poll("document.querySelectorAll('.legend .swatch').length > 4")
+        stops = opened.page.evaluate(
+            "[...document.querySelectorAll('.legend .swatch')]"
+            ".map((swatch) => getComputedStyle(swatch).backgroundColor)"
+        )
+        colours = seen(opened, stops, kind)
+        luminance, middle = [_luminance(colour) for colour in colours], len(stops) // 2
+        assert luminance[: middle + 1] == sorted(luminance[: middle + 1])
+        assert luminance[middle:] == sorted(luminance[middle:], reverse=True)
+        for n in range(middle - 1):
+            less, more = colours[n], colours[-1 - n]
+            assert max(abs(a - b) for a, b in zip(less, more, strict=True)) > 40
 
 
 def _pixels(png: bytes) -> list[tuple[int, ...]]:

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from headwise.reports import diagnosis_page, scan_page, static_scan, study_page
+from headwise.reports import diagnosis_page, scan_page, static_scan
 from headwise.study.experiments.same_weights import SameFunction
-from headwise.study.run import Study
 from tests.reports.browser import FAULTS, NO_FAULTS, Chromium, needs_a_browser
 from tests.reports.diagnoses import report_of_many_heads, report_of_model, report_of_weights
 from tests.reports.scans import made_up, report
-from tools import study as documentation
+from tests.reports.studies import recorded_study
 
 pytestmark = needs_a_browser
 
@@ -25,18 +24,11 @@ def report_of(heads: int) -> scan_page.ScanReport:
     return report(scan, title=NAME, same_function=same)
 
 
-def studys_page() -> str:
-    record = documentation.read_record()
-    return study_page.render_study_page(
-        Study(tuple(documentation.answers_of(record)), (), record["setting"])
-    )
-
-
 PAGES = {
     "scan-numbers": lambda: static_scan.render_static(report_of(5)),
     "scan-pictures": lambda: static_scan.render_static(report_of(17)),
     "viewer": lambda: scan_page.render_scan_pages(report_of(5)),
-    "study": studys_page,
+    "study": recorded_study,
     "diagnosis": lambda: diagnosis_page.render_diagnosis_page(report_of_many_heads(NAME)),
     "model": lambda: diagnosis_page.render_diagnosis_page(report_of_model()),
     "weights": lambda: diagnosis_page.render_diagnosis_page(report_of_weights()),

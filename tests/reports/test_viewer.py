@@ -67,6 +67,33 @@ def test_one_screen_without_scrolling(opened: Opened) -> None:
         " innerWidth]"
     )
     assert sizes == [900, 900, 1400, 1400]
+    definition = opened.page.locator("[data-part=definition]").bounding_box()
+    assert definition is not None
+    assert definition["y"] + definition["height"] <= 900
+    names = opened.page.locator("[data-part=map] .axis-name").all_text_contents()
+    assert sorted(names) == ["keys →", "queries ↓"]
+
+
+@pytest.mark.parametrize("head", [0, 3])
+def test_offsets_share_one_axis_until_it_is_zoomed(
+    opened: Opened, scan: HeadScan, head: int
+) -> None:
+    choose(opened, 1, head)
+    opened.poll("headwise.app.loaded !== null")
+    page, most = opened.page, float(scan["offset_profile"][1, head].nan_to_num().max())
+    heights = (
+        "[...document.querySelectorAll('[data-part=profile] rect')]"
+        ".map((bar) => Number(bar.getAttribute('height')))"
+    )
+    axis = page.locator("[data-part=profile] text").last
+    assert axis.text_content() == "100 %"
+    drawn = max(page.evaluate(heights))
+    page.check(".facts input[type=checkbox]")
+    assert max(page.evaluate(heights)) == pytest.approx(drawn / most, rel=1e-3)
+    assert float((axis.text_content() or "").removesuffix(" %")) == pytest.approx(
+        100 * most, abs=0.5
+    )
+    assert "Outside these offsets: " in page.inner_text("[data-part=profile]")
 
 
 def test_statistics_orders_and_filters(opened: Opened, scan: HeadScan) -> None:
@@ -108,6 +135,8 @@ def test_a_pinned_token_lights_its_top_keys(opened: Opened, scan: HeadScan) -> N
     opened.wait("s.token === 7")
     lit = opened.state()["lit"]
     assert lit["exact"] == "top"
+    answer = opened.page.locator(".summary")
+    assert answer.evaluate("(p) => p.scrollWidth <= p.clientWidth")
     seen = [(entry["first"], entry["weight"]) for entry in lit["entries"]]
     for (key, weight), (expected, share) in zip(seen, lit_keys(scan, 7), strict=True):
         assert key == expected
@@ -222,7 +251,10 @@ def test_search(opened: Opened, scan: HeadScan) -> None:
     opened.wait("s.parts.results === 1")
     page.keyboard.press("Enter")
     opened.wait("s.token === 321")
-    assert page.locator('[data-t="321"]').is_visible()
+    page.click('[data-t="321"]')  # a click on what was found keeps it
+    assert opened.state()["token"] == 321
+    page.click('[data-t="321"]')
+    opened.wait("s.token === null")
     page.fill("[data-part=search] input", "white whale")
     opened.page.wait_for_selector("text=not in the text")
 

@@ -60,7 +60,7 @@ export class Compare implements Part {
       }
     }
     for (const each of loaded?.thumbnails.mostSimilar(state.layer, state.head) ?? []) {
-      options.push([`0.${nameOf(each)}`, `the similar head ${nameOf(each)}`]);
+      options.push([`0.${nameOf(each)}`, `head ${nameOf(each)}, similar`]);
     }
     return options;
   }

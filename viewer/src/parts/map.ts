@@ -284,7 +284,7 @@ export class MapPart implements Part {
     this.axes.setAttribute("width", String(this.size[0] + MARGIN.left + MARGIN.right));
     this.axes.setAttribute("height", String(this.size[1] + MARGIN.top + MARGIN.bottom));
     const root = pick(this.axes);
-    root.selectAll("g").remove();
+    root.selectAll("*").remove();
     if (!map) return;
     const tokens = (scale: ScaleLinear<number, number>, blocks: number, n: number): ScaleLinear<number, number> =>
       scale.copy().domain(scale.domain().map((block) => (block * n) / blocks));

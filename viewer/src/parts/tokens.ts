@@ -49,8 +49,12 @@ export class Tokens {
     this.scroller.addEventListener("click", (event) => {
       const token = tokenOf(event.target);
       if (token === null) return;
+      // The first click on a token that a search or an address pinned keeps it.
+      const isPinned = app.state.token === token && app.state.direction === this.direction;
+      const isFirst = this.cursor !== token;
       this.cursor = token;
-      app.pin(token, this.direction);
+      if (isPinned && isFirst) this.drawLines();
+      else app.pin(token, this.direction);
     });
     this.scroller.addEventListener("keydown", (event) => this.keyed(event));
     this.minimap.addEventListener("pointerdown", (event) => this.jump(event));

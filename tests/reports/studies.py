@@ -1,0 +1,12 @@
+"""The page of the study, from the numbers that are recorded in the documentation."""
+
+from __future__ import annotations
+
+from headwise.reports.study_page import render_study_page
+from headwise.study.run import Study
+from tools.study import answers_of, read_record
+
+
+def recorded_study() -> str:
+    record = read_record()
+    return render_study_page(Study(tuple(answers_of(record)), (), record["setting"]))
