@@ -17,6 +17,7 @@ from headwise.sharding.heads.state import gather_state, load_state
 from headwise.sharding.heads.style import Heads, heads_plan
 from headwise.sharding.processes.document_scan import scan_documents
 from headwise.sharding.processes.sharded_scan import scan_sharded
+from headwise.sharding.processes.watched_ranks import watch_ranks
 from headwise.sharding.sequence.attend import attend, explain_attend
 from headwise.sharding.sequence.head_statistics import head_statistics
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
@@ -46,4 +47,5 @@ __all__ = [
     "plan_costs",
     "scan_documents",
     "scan_sharded",
+    "watch_ranks",
 ]

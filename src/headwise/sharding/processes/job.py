@@ -200,13 +200,14 @@ class Job:
             raise self._peers.error
 
 
-def open_group_job(call: str, *, timeout: float = TIMEOUT) -> Job:
+def open_group_job(call: str, *, timeout: float = TIMEOUT, on_lost: OnLost | None = None) -> Job:
     """Return a job of the ranks of the default process group.
 
     Args:
         call: the call that needs the group, as the caller wrote it. Every rank makes the same
             calls in the same order.
         timeout: as for `Job`.
+        on_lost: as for `Job`.
 
     Raises:
         OptionError: there is no process group.
@@ -214,7 +215,8 @@ def open_group_job(call: str, *, timeout: float = TIMEOUT) -> Job:
     require_process_group(call)
     group: Any = dist.group.WORLD
     store = PrefixStore(f"headwise/{next(_numbers)}", group.get_group_store())
-    return Job(store, rank=dist.get_rank(), count=dist.get_world_size(), timeout=timeout)
+    rank, count = dist.get_rank(), dist.get_world_size()
+    return Job(store, rank=rank, count=count, timeout=timeout, on_lost=on_lost)
 
 
 def open_torchrun_job(*, timeout: float = TIMEOUT, on_lost: OnLost | None = None) -> Job:
