@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.reports import study_page as charts
-from headwise.study.question import Answer
+from headwise.study.research_question import Answer
 from headwise.study.run import load_question, run_study
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -29,8 +29,8 @@ from headwise.masks.bound_mask import BoundMask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
 from headwise.support.arguments import explain_arguments, require_tensors
+from headwise.support.cast_to_int64 import convert_to_count
 from headwise.support.display import ShownInNotebook
-from headwise.support.integers import convert_to_count
 from headwise.support.matmul import LeftOperand
 from headwise.support.message_text import MATRIX_AXES, broadcasts_to, describe_value, human_bytes
 from headwise.support.tracing import is_traced, without_autocast
@@ -120,7 +120,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             options.append(f"softcap {self.softcap:g}")
         if self.sink is not None:
             options.append("sink")
-        return f"AttentionMatrix({', '.join(options)}; dense would be {human_bytes(self._bytes())})"
+        return f"AttentionMatrix({', '.join(options)}; dense would be {self._dense_size()})"
 
     def explain(self, v: Float[Tensor, "..."] | None = None) -> Explanation:
         """Return a printable report: kernel, reason and cost of each operation, for values ``v``.
@@ -192,7 +192,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             LimitError: the result would take more than ``limit`` bytes (2 GiB; None: no limit).
             OptionError: a limit that is no number.
         """
-        checks.check_limit(limit, self._bytes(), self)
+        checks.check_limit(limit, math.prod(self.shape) * self.q.element_size(), self)
         return self.rows(torch.arange(self.q.shape[2], device=self.q.device))
 
     def diagonal(self, offset: SupportsIndex = 0) -> Float[Tensor, "batch heads diagonal"]:
@@ -362,8 +362,8 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         needs = self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
         return needs and torch.is_grad_enabled()
 
-    def _bytes(self) -> int:
-        return math.prod(self.shape) * self.q.element_size()
+    def _dense_size(self) -> str:
+        return human_bytes(math.prod(self.shape) * self.q.element_size())
 
 
 class TransposedMatrix(LeftOperand):

@@ -42,7 +42,7 @@ def test_a_model_its_tokenizer_and_what_is_known_of_its_tokens(tmp_path: Path) -
     assert sorted(found.tokenizer.specials) == [0, 1, 2, 3, 4]
     assert found.tokenizer.ids("the cat .") == [2, 5, 6, 10, 3]
     assert found.tokenizer.cut(TEXT, 5) == [2, 5, 6, 7, 3]
-    assert found.tokenizer.name(6) == "cat"
+    assert found.tokenizer.token_text(6) == "cat"
 
 
 def test_the_outputs_are_those_of_the_model_that_was_stored(tmp_path: Path) -> None:

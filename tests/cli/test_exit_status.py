@@ -22,7 +22,7 @@ from headwise.cli.output import CRASHED, INTERRUPTED, LOST, NO, UNDECIDED, USAGE
 from headwise.errors import LostProcessError, ShapeError, UndecidedError
 from headwise.layouts.canonical import State
 from headwise.study import run as studies
-from headwise.study.question import Answer
+from headwise.study.research_question import Answer
 from tests.checkpoints import llamas
 from tests.root import ROOT
 from tests.study.answers import answer, made_up

@@ -44,7 +44,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> LargestTensor:
     """Sees into the tiled kernel too, which is one operator."""
 
     def opened(_: tiled_op.TiledKernel, task: Task) -> KernelResult:
-        operands = (*tiled_op.pack_arguments(task.problem), task.v, task.y, *task.requested)
+        operands = (
+            *tiled_op.pack_arguments(task.problem),
+            task.v,
+            task.y,
+            *task.requested_statistics,
+        )
         return KernelResult(*tiled_op.sweep(*operands))
 
     monkeypatch.setattr(tiled_op.TiledKernel, "run", opened)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headwise.errors import OptionError
-from headwise.scanning.module_calls import dequantize_weight, plain_tensors
+from headwise.scanning.running_modules import dequantize_weight, plain_tensors
 from headwise.scanning.scan import scan
 from headwise.scanning.scan_file import hash_content
 from tests.scanning.models import BATCH, CASES, LENGTH, llama, tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headwise.study.question import Answer, Fact, FactTable, Numbers, Question
+from headwise.study.research_question import Answer, Fact, FactTable, Numbers, Question
 from headwise.study.run import LeftOut, Study
 from headwise.study.trained_encoder import Fallback
 

@@ -76,9 +76,9 @@ def write_meta_files(folder: Path, files: Iterable[str], params: Mapping[str, An
 
 def _require_model(description: Description, shapes: Shapes, config: ConfigFields) -> None:
     if (name := description.layout.name) != LAYOUT:
-        raise _unsupported_error(f"weights in the layout {name}", f"the layout {LAYOUT}")
+        raise _not_loadable_by_meta_error(f"weights in the layout {name}", f"the layout {LAYOUT}")
     if not config:
-        raise _unsupported_error(
+        raise _not_loadable_by_meta_error(
             "weights without a config.json and without metadata",
             "rope_theta and rms_norm_eps, which no tensor holds",
         )
@@ -89,17 +89,19 @@ def _require_model(description: Description, shapes: Shapes, config: ConfigField
         missing = []
     if missing:
         names = ", ".join(missing[:3])
-        raise _unsupported_error(f"weights without {names}", f"the {len(needed)} of a Llama")
+        raise _not_loadable_by_meta_error(
+            f"weights without {names}", f"the {len(needed)} of a Llama"
+        )
     counts, width = description.counts, shapes[TOKENS][1]
     if counts["heads"] * counts["head_dim"] != width:
         saw = f"{counts['heads']} heads of {counts['head_dim']} in an embed_dim of {width}"
-        raise _unsupported_error(saw, "heads * head_dim equal to embed_dim")
+        raise _not_loadable_by_meta_error(saw, "heads * head_dim equal to embed_dim")
     activation = config.text("hidden_act") or "silu"
     if activation != "silu":
-        raise _unsupported_error(f"an MLP with {activation}", "silu")
+        raise _not_loadable_by_meta_error(f"an MLP with {activation}", "silu")
     for layer in layers:
         if (window := attention_window(config, layer)) is not None:
-            raise _unsupported_error(
+            raise _not_loadable_by_meta_error(
                 f"a window of {window} keys in layer {layer}", "full attention"
             )
 
@@ -114,7 +116,7 @@ def _meta_rotary_params(config: ConfigFields) -> dict[str, Any]:
     scaling = {name: rotation.get(name) for name in SCALING if name != "rope_type"}
     if {"rope_type": kind, **scaling} != SCALING:
         supported = ", ".join(f"{name} {value}" for name, value in SCALING.items())
-        raise _unsupported_error(
+        raise _not_loadable_by_meta_error(
             f"the rotary scaling {kind} with {scaling}", f"none, or {supported}"
         )
     return {"rope_theta": theta, "use_scaled_rope": True}
@@ -127,12 +129,12 @@ def _meta_mlp_params(width: int, inner: int) -> dict[str, Any]:
         if mlp_width(width, multiple_of, factor) == inner:
             multiplier = {} if factor is None else {"ffn_dim_multiplier": factor}
             return {"multiple_of": multiple_of, **multiplier}
-    raise _unsupported_error(
+    raise _not_loadable_by_meta_error(
         f"an MLP of {inner} in an embed_dim of {width}", "a width by its formula"
     )
 
 
-def _unsupported_error(saw: str, needed: str) -> OptionError:
+def _not_loadable_by_meta_error(saw: str, needed: str) -> OptionError:
     return OptionError(
         saw=f"{saw}, for {WEIGHTS}.00.pth and {PARAMS}",
         needed=f"{needed}: Meta's code loads no other",

@@ -74,7 +74,7 @@ class StoredTokenizer:
         options = {"truncation": True, "max_length": length, "verbose": False}
         return list(self._tokenizer(text, **options)["input_ids"])
 
-    def name(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """Return the text of a token."""
         return str(self._tokenizer.decode([token]))
 

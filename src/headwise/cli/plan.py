@@ -80,10 +80,10 @@ def plan(
         "checkpointing": checkpointing,
     }
     machine = {"node": node, "memory": memory, "teraflops": teraflops}
-    raise typer.Exit(_plan(model, options, bandwidth, machine, as_json=as_json))
+    raise typer.Exit(_plan_and_print(model, options, bandwidth, machine, as_json=as_json))
 
 
-def _plan(
+def _plan_and_print(
     model: Path,
     options: dict[str, Any],
     bandwidth: str,
@@ -99,17 +99,19 @@ def _plan(
     with progress_bar(stderr_console(), "loading torch"):
         from headwise.sharding.costs.cost_plan import plan_costs
 
-        gpus = _machine(bandwidth, machine)
+        gpus = _make_machine(bandwidth, machine)
         costs = plan_costs(model, machine=gpus, **options)
     print_result(
         start=start,
-        show=lambda console: _show(costs, model, console, checkpointing=options["checkpointing"]),
+        show=lambda console: _print_plan(
+            costs, model, console, checkpointing=options["checkpointing"]
+        ),
         as_json=costs.to_json if as_json else None,
     )
     return YES if costs.fastest_forward else NO
 
 
-def _machine(bandwidth: str, others: dict[str, Any]) -> Machine:
+def _make_machine(bandwidth: str, others: dict[str, Any]) -> Machine:
     from headwise.errors import OptionError
     from headwise.sharding.costs.step_costs import Machine
 
@@ -125,19 +127,19 @@ def _machine(bandwidth: str, others: dict[str, Any]) -> Machine:
     return Machine(within=within, across=across, **others)
 
 
-def _show(costs: CostPlan, model: Path, console: Console, *, checkpointing: bool) -> None:
-    for line in _heading(costs, model):
+def _print_plan(costs: CostPlan, model: Path, console: Console, *, checkpointing: bool) -> None:
+    for line in _format_heading(costs, model):
         console.print(line, markup=False)
-    for line in _answers(costs, checkpointing=checkpointing):
+    for line in _yield_fastest_ways(costs, checkpointing=checkpointing):
         console.print(line, style="bold", markup=False)
     console.print(_attention_cost_table(costs))
-    console.print(_operations(costs), markup=False)
+    console.print(_format_operations(costs), markup=False)
     console.print(_model_cost_table(costs))
-    for line in _notes(costs):
+    for line in _list_notes(costs):
         console.print(line, style="dim", markup=False)
 
 
-def _heading(costs: CostPlan, model: Path) -> list[str]:
+def _format_heading(costs: CostPlan, model: Path) -> list[str]:
     sizes = costs.sizes
     sequences = "1 sequence" if costs.batch == 1 else f"{costs.batch:,} sequences"
     gpus = "1 GPU" if costs.gpus == 1 else f"{costs.gpus:,} GPUs"
@@ -149,7 +151,7 @@ def _heading(costs: CostPlan, model: Path) -> list[str]:
     ]
 
 
-def _answers(costs: CostPlan, *, checkpointing: bool) -> Iterator[str]:
+def _yield_fastest_ways(costs: CostPlan, *, checkpointing: bool) -> Iterator[str]:
     memory = f"{costs.machine.memory:g} GB"
     forward, step, smallest = costs.fastest_forward, costs.fastest_step, costs.smallest_step
     if forward is None:
@@ -184,7 +186,7 @@ def _attention_cost_table(costs: CostPlan) -> Table:
     titles = ("sent\nforward", "sent\nbackward", "kept for\nbackward", "keys,\nvalues")
     title = "Attention of one layer on each GPU, MB"
     rows = {step: [f"{n / MB:,.0f}" for n in numbers(step)] for step in costs.steps}
-    return _table(title, titles, rows, best=None)
+    return _make_cost_table(title, titles, rows, best=None)
 
 
 def _model_cost_table(costs: CostPlan) -> Table:
@@ -197,16 +199,16 @@ def _model_cost_table(costs: CostPlan) -> Table:
         step: [
             cell(step.forward_bytes, step.fits_forward),
             cell(step.step_bytes, step.fits_step),
-            _seconds(step.forward_seconds),
-            _seconds(step.step_seconds),
+            _format_seconds(step.forward_seconds),
+            _format_seconds(step.step_seconds),
         ]
         for step in costs.steps
     }
     titles = ("forward\nGB", "training\nGB", "forward\ns", "training\ns")
-    return _table("The model on each GPU", titles, rows, best=costs.fastest_step)
+    return _make_cost_table("The model on each GPU", titles, rows, best=costs.fastest_step)
 
 
-def _table(
+def _make_cost_table(
     title: str,
     titles: tuple[str, ...],
     rows: dict[StepCosts, list[str]],
@@ -236,7 +238,7 @@ def _table(
     return table
 
 
-def _operations(costs: CostPlan) -> str:
+def _format_operations(costs: CostPlan) -> str:
     def text(values: Callable[[StepCosts], float]) -> str:
         low, high = min(map(values, costs.steps)), max(map(values, costs.steps))
         numbers = f"{low / 1e12:,.3g}"
@@ -256,11 +258,11 @@ def _operations(costs: CostPlan) -> str:
     )
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _notes(costs: CostPlan) -> list[str]:
+def _list_notes(costs: CostPlan) -> list[str]:
     machine = costs.machine
     lines = [f"Not possible: {reason}." for reason in costs.refused.values()]
     if any(not step.way.is_in_headwise for step in costs.steps):

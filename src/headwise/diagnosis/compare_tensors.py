@@ -33,7 +33,7 @@ from headwise.layouts.equality import (
 from headwise.layouts.layout import Layout, is_positive_zero
 from headwise.layouts.module_names import AS_STORED, NamedModule, NameForm, find_modules
 from headwise.layouts.registry import layout
-from headwise.support.progress import Progress, no_progress
+from headwise.support.progress_callback import Progress, no_progress
 
 KINDS = ("apart", "infinite", "nan", "nan_bits", "zero_signs")  # of entries that differ
 PART = 1 << 20  # entries that are compared at a time

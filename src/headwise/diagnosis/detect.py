@@ -26,7 +26,7 @@ from headwise.layouts.canonical import State
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.equality import describe_differing_part, list_differing_tensors
 from headwise.layouts.layout import Layout
-from headwise.support.integers import convert_to_count
+from headwise.support.cast_to_int64 import convert_to_count
 
 Given = str | Path | Mapping[str, Tensor]
 Counts = Mapping[str, int | None]

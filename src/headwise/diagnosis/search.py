@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Variant
-from headwise.diagnosis.causes.fit import fit_variant
+from headwise.diagnosis.causes.fit_parameter import fit_variant
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import (
     WHOLE,

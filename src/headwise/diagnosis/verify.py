@@ -25,7 +25,7 @@ from headwise.diagnosis.name_weight_moves import ModuleMoves, find_module_moves
 from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import find_modules
-from headwise.support.progress import Progress, no_progress
+from headwise.support.progress_callback import Progress, no_progress
 
 SIDES = ("first", "second")
 INFERRED_COUNTS = ("heads", "kv_heads", "rotary_width")  # by values, where no config has them

@@ -29,7 +29,7 @@ class DenseKernel(Kernel):
     def run(self, task: Task) -> KernelResult:
         """See `Kernel.run`."""
         if task.dropout_p == 0 or task.v is None:
-            return dense_result(task.problem, task.v, task.y, task.requested)
+            return dense_result(task.problem, task.v, task.y, task.requested_statistics)
         p = dropout(dense_weights(task.problem), task.dropout_p)
         values = reference.share_heads(task.v.to(p.dtype), heads=p.shape[1])
         return outputs_only((p @ values).to(task.v.dtype))

@@ -44,7 +44,7 @@ class Task:
         return self.v if self.y is None and self.statistics is None else None
 
     @property
-    def requested(self) -> Requested:
+    def requested_statistics(self) -> Requested:
         """``statistics``, or an empty `Requested`."""
         return self.statistics or Requested()  # no field default: a compiler cannot make one
 

@@ -64,7 +64,7 @@ class FusedKernel(Kernel):
 def _yield_refusal_reasons(task: Task) -> Iterator[tuple[bool, str]]:
     """Yield conditions for a refusal with their reasons; with dropout, only unsupported ones."""
     yield task.y is not None, "fused kernels do not sum over queries"
-    yield task.requested.average, "heads of one row share a tile"
+    yield task.requested_statistics.average, "heads of one row share a tile"
     yield task.values is None, "row sums and columns come from tiles; fused kernels return none"
     yield from _yield_unsupported_conditions(task.problem)
     if task.values is not None and task.dropout_p == 0:

@@ -230,7 +230,7 @@ class TiledKernel(Kernel):
 
     def run(self, task: Task) -> KernelResult:
         """See `Kernel.run`."""
-        operands = (*pack_arguments(task.problem), task.v, task.y, *task.requested)
+        operands = (*pack_arguments(task.problem), task.v, task.y, *task.requested_statistics)
         return KernelResult(*torch.ops.headwise.sweep(*operands))
 
     def cost(self, task: Task) -> Cost:

@@ -91,15 +91,15 @@ class ShardMap:
 
     def whole_shape(self, name: str, share: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole tensor."""
-        dim, distinct = self._divided(name)
+        dim, distinct = self._divided_axis(name)
         return tuple(n * distinct if axis == dim else n for axis, n in enumerate(share))
 
     def share_shape(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of each share."""
-        dim, distinct = self._divided(name)
+        dim, distinct = self._divided_axis(name)
         return tuple(n // distinct if axis == dim else n for axis, n in enumerate(whole))
 
-    def _divided(self, name: str) -> tuple[int | None, int]:
+    def _divided_axis(self, name: str) -> tuple[int | None, int]:
         """Return the divided axis of a tensor, and the number of its different slices."""
         axis = self.axes.get(name)
         return (None, 1) if axis is None else (axis.dim, self.count // axis.copies)

@@ -34,8 +34,8 @@ from headwise.masks.clauses.segments import (
 )
 from headwise.masks.clauses.where import Predicate, Where
 from headwise.masks.conventions import read_allowed_entries, read_allowed_matrix, require_bool
+from headwise.support.cast_to_int64 import convert_to_count, convert_to_int64
 from headwise.support.display import ShownInNotebook
-from headwise.support.integers import convert_to_count, convert_to_int64
 from headwise.support.message_text import describe_value
 
 OneKind = TypeVar("OneKind", bound=Clause)

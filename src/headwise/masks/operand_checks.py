@@ -11,7 +11,7 @@ from headwise.errors import DeviceError, DTypeError, LimitError, OptionError, Sh
 from headwise.masks.mask import Mask, require_mask_type
 from headwise.masks.score_bias import ScoreBias, require_score_bias_type
 from headwise.support.arguments import ArgumentAdvice, is_number, require_tensors
-from headwise.support.integers import convert_to_count, convert_to_int64, is_integer
+from headwise.support.cast_to_int64 import convert_to_count, convert_to_int64, is_integer
 from headwise.support.message_text import describe_sizes, describe_value, human_bytes
 from headwise.support.tracing import may_check_values
 

@@ -29,7 +29,7 @@ from headwise.masks.distance_table import (
     TableOfHeads,
 )
 from headwise.support.arguments import require_tensors
-from headwise.support.integers import convert_to_int64
+from headwise.support.cast_to_int64 import convert_to_int64
 from headwise.support.message_text import broadcasts_to, describe_value
 from headwise.support.tracing import may_check_values
 

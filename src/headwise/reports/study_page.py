@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from headwise.reports.page_templates import secure_page, template_environment
 from headwise.study import charts
 from headwise.study.charts import Figure
-from headwise.study.question import Answer
+from headwise.study.research_question import Answer
 from headwise.study.run import Study
 from headwise.support import optional_imports
 from headwise.support.atomic_write import write_whole

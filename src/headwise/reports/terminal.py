@@ -23,7 +23,7 @@ from headwise.support.message_text import describe_count
 if TYPE_CHECKING:
     from headwise.scanning.head_scan import HeadScan
     from headwise.scanning.scan_diff import ScanDiff
-    from headwise.study.question import Answer
+    from headwise.study.research_question import Answer
     from headwise.study.run import Study
 
 WIDTH = 80  # columns of `print`

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from headwise.kernels.kernel_input import accumulation_dtype
 from headwise.scanning.captured_call import CapturedCall, require_not_none
-from headwise.scanning.module_calls import ModuleCall, dequantize_weight, version_counter
+from headwise.scanning.running_modules import ModuleCall, dequantize_weight, version_counter
 
 # ---- tokens -------------------------------------------------------------------------------------
 

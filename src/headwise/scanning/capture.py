@@ -30,7 +30,7 @@ from headwise.masks.clauses.band import Band
 from headwise.scanning.call_context import KeyTokens, PendingProjection, TokenStreams, split_by_head
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.divided_heads import find_divided_projection, join_divided_heads
-from headwise.scanning.module_calls import (
+from headwise.scanning.running_modules import (
     ModuleCall,
     ModuleCalls,
     class_name,

@@ -14,7 +14,7 @@ from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import ShapeError
 from headwise.kernels.kernel_input import accumulation_dtype
-from headwise.support.integers import convert_to_int64
+from headwise.support.cast_to_int64 import convert_to_int64
 from headwise.support.message_text import describe_sizes
 
 CELLS = 64  # blocks of queries, and of keys, in a map, unless others are chosen

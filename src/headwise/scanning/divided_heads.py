@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
-from headwise.scanning.module_calls import is_divided
+from headwise.scanning.running_modules import is_divided
 
 # (tensor with some heads on axis 1, divided weight of the output projection) -> all heads
 JoinHeads = Callable[[Tensor, Any], Tensor]
@@ -24,7 +24,7 @@ _join: ContextVar[JoinHeads | None] = ContextVar("join", default=None)
 
 
 @contextmanager
-def heads_joined_by(join: JoinHeads) -> Iterator[None]:
+def use_head_joiner(join: JoinHeads) -> Iterator[None]:
     """Join divided heads in the block, so that each captured call has all heads of its layer."""
     token = _join.set(join)
     try:

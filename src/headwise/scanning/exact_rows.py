@@ -11,7 +11,7 @@ from headwise.errors import OptionError
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.model_inputs import list_inputs, prepare_inputs, run_model
-from headwise.scanning.module_calls import unwrap_compiled
+from headwise.scanning.running_modules import unwrap_compiled
 from headwise.support.module_modes import evaluation_mode
 
 

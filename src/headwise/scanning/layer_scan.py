@@ -14,7 +14,7 @@ from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.scanned_text import ScannedText
 from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic_error
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
-from headwise.support.integers import convert_to_count
+from headwise.support.cast_to_int64 import convert_to_count
 from headwise.support.message_text import describe_value
 from headwise.support.optional_imports import require_package
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, OptionError, ShapeError
-from headwise.scanning.module_calls import is_divided, plain_tensors, unwrap_compiled
+from headwise.scanning.running_modules import is_divided, plain_tensors, unwrap_compiled
 from headwise.support.message_text import describe_value
 
 # A scan needs no cache of keys and values. It does not need logits of each token either, which can

@@ -22,7 +22,7 @@ from headwise.scanning.model_inputs import (
     require_finite,
     run_model,
 )
-from headwise.scanning.module_calls import class_name, find_unembedding, unwrap_compiled
+from headwise.scanning.running_modules import class_name, find_unembedding, unwrap_compiled
 from headwise.scanning.scanned_text import TextRecorder
 from headwise.scanning.selection import (
     Layers,
@@ -35,7 +35,7 @@ from headwise.scanning.selection import (
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.message_text import describe_value
 from headwise.support.module_modes import evaluation_mode
-from headwise.support.progress import Progress, no_progress
+from headwise.support.progress_callback import Progress, no_progress
 
 Model = nn.Module | Callable[..., Any] | AttentionMatrix
 

@@ -16,7 +16,7 @@ from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.importance_statistics import Importance
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.support.integers import is_integer
+from headwise.support.cast_to_int64 import is_integer
 from headwise.support.message_text import describe_value
 
 STANDARD_SET = "standard"  # the name of all statistics of the standard set

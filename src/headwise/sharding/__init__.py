@@ -13,8 +13,8 @@ from headwise.sharding.costs.sharding_way import ShardingWay
 from headwise.sharding.costs.step_costs import Machine, StepCosts
 from headwise.sharding.counted_bytes import SentBytes, counted_bytes
 from headwise.sharding.heads.clipping import clip_gradients
-from headwise.sharding.heads.state import gather_state, load_state
-from headwise.sharding.heads.style import Heads, heads_plan
+from headwise.sharding.heads.parallel_style import Heads, heads_plan
+from headwise.sharding.heads.state_dicts import gather_state, load_state
 from headwise.sharding.processes.document_scan import scan_documents
 from headwise.sharding.processes.sharded_scan import scan_sharded
 from headwise.sharding.processes.watched_ranks import watch_ranks

@@ -88,10 +88,10 @@ class _Counting(private_torch.DispatchMode):  # type: ignore[misc]
         operator = name.split(".")[0].rstrip("_")
         if namespace in NAMESPACES and operator not in SILENT:
             names = private_torch.argument_names(func)
-            self._count(operator, {**dict(zip(names, args, strict=False)), **(kwargs or {})})
+            self._count_call(operator, {**dict(zip(names, args, strict=False)), **(kwargs or {})})
         return func(*args, **(kwargs or {}))
 
-    def _count(self, operator: str, arguments: dict[str, Any]) -> None:
+    def _count_call(self, operator: str, arguments: dict[str, Any]) -> None:
         if operator not in KINDS:
             raise OptionError(
                 saw=f"the collective {operator} inside counted_bytes()",

@@ -61,7 +61,7 @@ def require_same_on_every_rank(name: str, tensor: Tensor, mesh: DeviceMesh) -> N
     on one core, and depends on no order of additions. Two tensors that differ have the same sums
     with a probability of 2**-64, or where 8-byte words change places within 2,048 bytes.
     """
-    numbers = _fingerprint(tensor)
+    numbers = _compute_fingerprint(tensor)
     gathered = [torch.empty_like(numbers) for _ in range(mesh.size())]
     dist.all_gather(gathered, numbers, group=mesh.get_group())
     differing = [rank for rank, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
@@ -74,7 +74,7 @@ def require_same_on_every_rank(name: str, tensor: Tensor, mesh: DeviceMesh) -> N
         )
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
+def _compute_fingerprint(tensor: Tensor) -> Tensor:
     """Return the axes, up to 8 lengths, and two sums of the bits, weighted by their places."""
     x = tensor.detach().contiguous()
     if x.storage_offset() * x.element_size() % WORD:
@@ -83,12 +83,12 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     blocks = len(bits) // BLOCK
     whole, rest = bits.split([blocks * BLOCK, len(bits) - blocks * BLOCK])
     words = whole.view(torch.int64).view(blocks, BLOCK // WORD)
-    sums = [_weighted(words.sum(1)), _weighted(rest.long())]
+    sums = [_sum_weighted_by_place(words.sum(1)), _sum_weighted_by_place(rest.long())]
     shape = [tensor.dim(), *tensor.shape[:8]]
     lengths = torch.tensor(shape + [0] * (9 - len(shape)), device=x.device)
     return torch.cat([lengths, torch.stack(sums)])
 
 
-def _weighted(numbers: Tensor) -> Tensor:
+def _sum_weighted_by_place(numbers: Tensor) -> Tensor:
     """Return the sum of integers times their places, modulo 2**64."""
     return (numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum()

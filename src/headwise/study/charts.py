@@ -106,7 +106,7 @@ def draw_arrow(axes: Axes, x: float, top: float, bottom: float, label: str = "")
     axes.text(x + 0.1, (top + bottom) / 2, label, color=SOFT, fontsize=9, va="center")
 
 
-def draw_rule(axes: Axes, y: float, left: float, right: float, *, colour: str = LINE) -> None:
+def draw_separator(axes: Axes, y: float, left: float, right: float, *, colour: str = LINE) -> None:
     """Draw a thin horizontal line."""
     axes.plot([left, right], [y, y], color=colour, linewidth=0.8)
 

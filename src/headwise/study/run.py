@@ -13,9 +13,9 @@ import torch
 
 from headwise.errors import MissingExtraError, OptionError
 from headwise.study import trained_encoder
-from headwise.study.question import Answer, Question, round_numbers_for_json
+from headwise.study.research_question import Answer, Question, round_numbers_for_json
 from headwise.study.trained_encoder import Fallback
-from headwise.support.progress import Progress, no_progress
+from headwise.support.progress_callback import Progress, no_progress
 
 # In the order in which they build on each other.
 IDS = (

@@ -8,7 +8,7 @@ from headwise.bundled_models import demo_text, minilm, small_encoder
 from headwise.bundled_models.recorded_run import RecordedRun
 from headwise.errors import MissingExtraError
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.support.progress import Progress, no_progress
+from headwise.support.progress_callback import Progress, no_progress
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 
 from headwise.sharding.costs.layer_costs import LayerCosts
 from headwise.sharding.costs.model_sizes import ModelSizes
-from headwise.sharding.costs.sharding_way import ShardingWay, refusal, ways_over
+from headwise.sharding.costs.sharding_way import ShardingWay, find_refusal, ways_over
 
 SIZES = ModelSizes(layers=3, embed_dim=40, heads=6, kv_heads=2, head_dim=10, hidden_dim=56)
 LLAMA_8B = ModelSizes(layers=32, embed_dim=4096, heads=32, kv_heads=8, head_dim=128)
@@ -144,15 +144,15 @@ def test_every_way_is_listed_once() -> None:
 
 
 def test_ways_that_heads_do_not_divide_are_refused() -> None:
-    assert refusal(ShardingWay(heads=4), SIZES, 24) == "heads 4 does not divide 6 query heads"
-    assert refusal(ShardingWay(heads=3), SIZES, 24) == (
+    assert find_refusal(ShardingWay(heads=4), SIZES, 24) == "heads 4 does not divide 6 query heads"
+    assert find_refusal(ShardingWay(heads=3), SIZES, 24) == (
         "heads 3 neither divides 2 kv heads nor is a multiple of them"
     )
-    assert refusal(ShardingWay(heads=6), SIZES, 24) is None
-    assert refusal(ShardingWay(heads=2, all_to_all=2), SIZES, 24) == (
+    assert find_refusal(ShardingWay(heads=6), SIZES, 24) is None
+    assert find_refusal(ShardingWay(heads=2, all_to_all=2), SIZES, 24) == (
         "all-to-all 2 does not divide 3 query heads"
     )
-    assert refusal(ShardingWay(ring=25), SIZES, 24) == "24 tokens are fewer than 25 ranks"
+    assert find_refusal(ShardingWay(ring=25), SIZES, 24) == "24 tokens are fewer than 25 ranks"
 
 
 def test_groups_across_nodes() -> None:

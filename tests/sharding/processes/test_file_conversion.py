@@ -19,7 +19,7 @@ from headwise.cli.output import LOST, USAGE
 from headwise.errors import HeadwiseError
 from headwise.sharding.processes.file_conversion import convert_in_job, divide_steps
 from headwise.sharding.processes.job import open_group_job
-from headwise.support.progress import no_progress
+from headwise.support.progress_callback import no_progress
 from tests.checkpoints import llamas
 from tests.cli.test_convert import run
 from tests.sharding.processes.running_command import RunningCommand

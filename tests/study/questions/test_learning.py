@@ -120,7 +120,7 @@ def test_telling_nothing_is_an_error_of_the_values() -> None:
     nn.init.zeros_(model.out_proj.weight)
     with torch.no_grad():
         torch.testing.assert_close(
-            learning.lookup_errors(model, given), (given.values**2).mean((1, 3))
+            learning.squared_errors_by_lookup(model, given), (given.values**2).mean((1, 3))
         )
 
 

@@ -15,8 +15,8 @@ from headwise.error_budget.budget import Budget
 from headwise.study import trained_encoder
 from headwise.study.experiments import measures
 from headwise.study.experiments.measures import Projected
-from headwise.study.question import Answer
 from headwise.study.questions import same_function
+from headwise.study.research_question import Answer
 from headwise.study.run import answer_question
 from tests.study.readings import random_reading
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from headwise import reference
 from headwise.study.implementations import TorchLayer
-from headwise.study.question import Answer
 from headwise.study.questions import weights_of_one
+from headwise.study.research_question import Answer
 from headwise.study.run import answer_question
 
 pytestmark = pytest.mark.slow  # each measures the study's question again

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from headwise.bundled_models.planted.network import SEPARATOR, binary_code
 from headwise.bundled_models.planted.plan import EMBED_DIM, LAYERS, SECTIONS, TOKEN_BITS
-from headwise.support.integers import convert_to_int64
+from headwise.support.cast_to_int64 import convert_to_int64
 
 # ids (batch, length), rows (rows,) -> the keys of each row, (batch, rows, length) or
 # (rows, length); the caller removes keys after the row

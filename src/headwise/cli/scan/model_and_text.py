@@ -136,7 +136,7 @@ def load_model(options: ScanOptions) -> ModelToScan:
         separators={} if tokenizer is None else tokenizer.separators,
         specials=() if tokenizer is None else tokenizer.specials,
         encode=None if tokenizer is None else encode,
-        name_of=None if tokenizer is None else tokenizer.name,
+        name_of=None if tokenizer is None else tokenizer.token_text,
         notes=stored.notes,
     )
 

@@ -40,7 +40,7 @@ from headwise.scanning.selection import Statistics
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.atomic_write import require_writable, write_whole
 from headwise.support.message_text import describe_count, escape_unprintable
-from headwise.support.progress import Progress, no_progress
+from headwise.support.progress_callback import Progress, no_progress
 
 if TYPE_CHECKING:
     from headwise.sharding.processes.job import Job

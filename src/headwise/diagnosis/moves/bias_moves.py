@@ -19,7 +19,7 @@ from headwise.diagnosis.moves.row_changes import (
     have_same_bits,
     largest_residual,
 )
-from headwise.diagnosis.moves.row_labels import hash_rows
+from headwise.diagnosis.moves.row_hashes import hash_rows
 from headwise.diagnosis.moves.row_map import MapName
 from headwise.diagnosis.moves.row_map_catalogue import make_row_map_catalogue
 from headwise.diagnosis.moves.search_moves import search_steps

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.moves.projection_rows import RowSizes
-from headwise.diagnosis.moves.row_labels import (
+from headwise.diagnosis.moves.row_hashes import (
     hash_label_sequences,
     make_hash_multipliers,
     mix_bits,

@@ -45,7 +45,9 @@ def draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
     """Yield fused rows that are stored in one order and read in another."""
     nests = _nested_row_patterns(sizes)
     rows: dict[tuple[str, tuple[str, ...]], Tensor] = {
-        (nest, order): order_rows_by_pattern(_fill_pattern(pattern, order), sizes, lengths, splits)
+        (nest, order): order_rows_by_pattern(
+            _write_fused_pattern(pattern, order), sizes, lengths, splits
+        )
         for nest, (pattern, lengths, splits, _) in nests.items()
         for order in ORDERS
     }
@@ -70,7 +72,7 @@ def draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
         )
         # A reader of several ranks needs the ranks of its own order alone.
         moved = read_rows_by_pattern(
-            _fill_pattern(pattern, reading), rows[nest, order], lengths, splits
+            _write_fused_pattern(pattern, reading), rows[nest, order], lengths, splits
         )
         yield MapName(cause, text, (), place, parameters), moved
 
@@ -152,7 +154,7 @@ def _nested_row_patterns(sizes: RowSizes) -> dict[str, _Nest]:
     return nests
 
 
-def _fill_pattern(parts: tuple[str, ...], order: tuple[str, ...]) -> str:
+def _write_fused_pattern(parts: tuple[str, ...], order: tuple[str, ...]) -> str:
     opening, *names, closing = parts
     inner = dict(zip(USUAL, names, strict=True))
     blocks = " | ".join(f"{TENSORS[role]}: {inner[role]}" for role in order)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.matrix_map import MatrixMap, reread_matrix
 from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
-from headwise.diagnosis.moves.row_labels import hash_columns, hash_rows
+from headwise.diagnosis.moves.row_hashes import hash_columns, hash_rows
 
 
 @dataclass

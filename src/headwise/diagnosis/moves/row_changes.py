@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.diagnosis.moves.formulas import find_formula
 from headwise.diagnosis.moves.move import BOTH, Move
 from headwise.diagnosis.moves.projection_rows import Rows
-from headwise.diagnosis.moves.row_labels import read_bits
+from headwise.diagnosis.moves.row_hashes import read_bits
 from headwise.diagnosis.moves.row_map import MapName
 
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)

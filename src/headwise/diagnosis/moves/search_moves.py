@@ -17,7 +17,7 @@ from headwise.diagnosis.moves.block_orders import filter_block_permutations, fin
 from headwise.diagnosis.moves.labelled_rows import Labelled
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.projection_rows import RowSizes
-from headwise.diagnosis.moves.row_labels import hash_label_sequences, make_hash_multipliers
+from headwise.diagnosis.moves.row_hashes import hash_label_sequences, make_hash_multipliers
 from headwise.diagnosis.moves.row_map import RowMap
 from headwise.diagnosis.moves.row_map_catalogue import RowMapCatalogue
 

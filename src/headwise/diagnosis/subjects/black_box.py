@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.failures import FAILURES, describe_error
+from headwise.diagnosis.subjects.expected_exceptions import FAILURES, describe_error
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
 

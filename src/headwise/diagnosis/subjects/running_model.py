@@ -15,7 +15,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.diagnosis.probes import SEED
 from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.failures import FAILURES, describe_error
+from headwise.diagnosis.subjects.expected_exceptions import FAILURES, describe_error
 from headwise.diagnosis.subjects.model_run import LayerRun, ModelRun, relative_difference_norm
 from headwise.diagnosis.subjects.module_data import ModuleData, read_attention_modules
 from headwise.diagnosis.subjects.module_subject import read_training_dropout

@@ -98,7 +98,7 @@ class AttentionBase(nn.Module):
         norm = None if self.qk_norm is None else (self.qk_norm.over, self.qk_norm.place)
         if norm == ("width", "before"):
             q, k = self._normalise_queries_and_keys(q, k)
-        q, k, v = self._split(q, k, v)
+        q, k, v = self._split_heads(q, k, v)
         if norm == ("head", "before"):
             q, k = self._normalise_queries_and_keys(q, k)
         if self.rotary is not None:
@@ -122,7 +122,7 @@ class AttentionBase(nn.Module):
         options = {"scale": self.scale, "softcap": self.softcap}
         return AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options), v
 
-    def _split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split projections into heads."""
         heads, kv_heads = self._head_counts
         call_checks.check_width("q_proj", q, "heads", heads, self.head_dim)

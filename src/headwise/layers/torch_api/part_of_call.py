@@ -65,7 +65,7 @@ def part_of_call(
         attn_mask = _mask_of_part(attn_mask, query, key, part, batch_first=options.batch_first)
     padding = inputs.get("key_padding_mask", options.padding)
     options = options._replace(padding=padding, attn_mask=attn_mask)
-    return PartOfCall(query, key, inputs.get("value", key), _parameters(layer, part), options)
+    return PartOfCall(query, key, inputs.get("value", key), _take_parameters(layer, part), options)
 
 
 def _mask_of_part(
@@ -81,7 +81,7 @@ def _mask_of_part(
     return part.channels(mask.unflatten(0, (batch, part.num_heads)), dim=1).flatten(0, 1)
 
 
-def _parameters(layer: nn.MultiheadAttention, part: HeadPart) -> ProjectionParameters:
+def _take_parameters(layer: nn.MultiheadAttention, part: HeadPart) -> ProjectionParameters:
     """Return the part's parameters, in the separate form."""
     width = layer.embed_dim
 

@@ -74,7 +74,7 @@ def compute_attention(
     outputs, weights = _outputs_and_weights(matrix, v, options)
     if query.dim() == 2:
         weights = None if weights is None else weights.squeeze(0)
-    shape = (*query.shape[:-1], _width(layer))
+    shape = (*query.shape[:-1], _find_width(layer))
     if query.dim() == 2 or options.batch_first:
         return outputs.transpose(1, 2).reshape(shape), weights
     return outputs.permute(2, 0, 1, 3).reshape(shape), weights
@@ -113,7 +113,7 @@ def build_matrix_and_values(
     return AttentionMatrix(q, k, mask=mask, score_bias=score_bias), v
 
 
-def _width(layer: Layer) -> int:
+def _find_width(layer: Layer) -> int:
     return layer.width if isinstance(layer, ProjectionParameters) else layer.embed_dim
 
 
@@ -129,7 +129,7 @@ def _project_heads(
         query, key, value, embed_dim=embed_dim, packed=packed, batch_first=options.batch_first
     )
     bias = layer.in_proj_bias
-    torch_checks.require_bias(bias, _width(layer))
+    torch_checks.require_bias(bias, _find_width(layer))
     if packed:
         projected = _project_packed(query, key, value, layer, bias)
     else:
@@ -154,7 +154,7 @@ def _project_packed(
 
     Each result has the two leading axes of its input, then (heads, head_dim).
     """
-    width, heads = _width(layer), layer.num_heads
+    width, heads = _find_width(layer), layer.num_heads
     weight = torch_checks.require_present("in_proj_weight", layer.in_proj_weight, separate=False)
     torch_checks.require_weight("query", query, weight, 3 * width, packed=True)
     if key is value and query is key:
@@ -178,7 +178,7 @@ def _project_separately(
     for name, x in (("query", query), ("key", key), ("value", value)):
         attribute = f"{name[0]}_proj_weight"
         weight = torch_checks.require_present(attribute, getattr(layer, attribute), separate=True)
-        torch_checks.require_weight(name, x, weight, _width(layer), packed=False)
+        torch_checks.require_weight(name, x, weight, _find_width(layer), packed=False)
         weights.append(weight)
     return _project_each((query, key, value), weights, bias, layer.num_heads)
 
@@ -264,7 +264,7 @@ def _list_input_products(
     query: Tensor, key: Tensor, value: Tensor, layer: Layer
 ) -> list[tuple[str, Tensor, int]]:
     """Return each product of the input projection: its name, input and output width."""
-    width = _width(layer)
+    width = _find_width(layer)
     if not layer._qkv_same_embed_dim:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         return [(name, x, width) for name, x in zip(names, (query, key, value), strict=True)]

@@ -21,7 +21,7 @@ from headwise.masks.clause import (
     Span,
     index_positions,
 )
-from headwise.support.integers import convert_to_int64, is_integer
+from headwise.support.cast_to_int64 import convert_to_int64, is_integer
 from headwise.support.message_text import MATRIX_AXES, describe_value
 from headwise.support.tracing import may_check_values, may_read_values
 

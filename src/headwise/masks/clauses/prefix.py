@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.errors import MaskError, OptionError
 from headwise.masks.alignment import Align, resolve_align
 from headwise.masks.clause import BOUNDLESS, IntervalClause, MatrixPart, MatrixSizes, Span
-from headwise.support.integers import convert_to_count, convert_to_int64, is_integer
+from headwise.support.cast_to_int64 import convert_to_count, convert_to_int64, is_integer
 from headwise.support.message_text import describe_value
 from headwise.support.tracing import may_check_values
 

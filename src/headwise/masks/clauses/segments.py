@@ -20,7 +20,7 @@ from headwise.masks.clause import (
     Span,
     index_axes,
 )
-from headwise.support.integers import convert_to_int64, is_integer
+from headwise.support.cast_to_int64 import convert_to_int64, is_integer
 from headwise.support.message_text import broadcasts_to
 from headwise.support.tracing import may_check_values, may_read_values
 

@@ -29,13 +29,13 @@ from headwise.scanning.model_inputs import (
     require_module,
     run_model,
 )
-from headwise.scanning.module_calls import class_name
+from headwise.scanning.running_modules import class_name
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance_statistics import ABLATIONS, Importance
 from headwise.scanning.statistics.statistic import Summary
 from headwise.support.message_text import describe_value
 from headwise.support.module_modes import evaluation_mode
-from headwise.support.progress import Progress, no_progress
+from headwise.support.progress_callback import Progress, no_progress
 
 # (heads, value_dim) of each layer, by its name
 Means = Mapping[str, Tensor]

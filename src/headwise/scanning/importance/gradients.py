@@ -23,7 +23,7 @@ from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.model_inputs import list_inputs, prepare_inputs, require_module, run_model
-from headwise.scanning.module_calls import class_name
+from headwise.scanning.running_modules import class_name
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance_statistics import GRADIENTS
 from headwise.support.module_modes import evaluation_mode

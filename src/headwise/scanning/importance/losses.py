@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.scanning.capture import AttentionCapture
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.module_calls import find_unembedding
+from headwise.scanning.running_modules import find_unembedding
 from headwise.support.message_text import describe_value
 
 # (output of the model, its inputs) -> (batch,)

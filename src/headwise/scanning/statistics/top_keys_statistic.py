@@ -81,7 +81,7 @@ class TopKeysOfEveryQuery(TileStatistic):
             _require_head_choice(self.heads == "all", heads)
         else:
             _require_head_choice(
-                all(_is_head(pair) for pair in self.heads) and bool(self.heads), heads
+                all(_is_layer_head_pair(pair) for pair in self.heads) and bool(self.heads), heads
             )
 
     def missing(self, call: CapturedCall) -> str | None:
@@ -179,7 +179,7 @@ class TopKeysOfEveryQuery(TileStatistic):
         return whole
 
 
-def _is_head(pair: object) -> bool:
+def _is_layer_head_pair(pair: object) -> bool:
     return (
         isinstance(pair, tuple)
         and len(pair) == 2

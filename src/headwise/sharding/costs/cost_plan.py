@@ -12,7 +12,7 @@ from headwise.checkpoints.config import Config
 from headwise.errors import OptionError
 from headwise.sharding.costs.layer_costs import LayerCosts
 from headwise.sharding.costs.model_sizes import ModelSizes
-from headwise.sharding.costs.sharding_way import refusal, ways_over
+from headwise.sharding.costs.sharding_way import find_refusal, ways_over
 from headwise.sharding.costs.step_costs import Machine, StepCosts
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -50,7 +50,7 @@ class CostPlan:
         The best is the fastest training step that fits; if none fits, the one with least memory.
         """
         best: dict[str, StepCosts] = {}
-        for step in sorted(self.possible, key=_preference):
+        for step in sorted(self.possible, key=_preference_key):
             best.setdefault(step.way.kind, step)
         return tuple(sorted(best.values(), key=lambda s: (not s.fits_step, s.step_seconds)))
 
@@ -132,7 +132,7 @@ def plan_costs(
         "causal": causal,
     }
     for way in ways_over(gpus):
-        if reason := refusal(way, sizes, context):
+        if reason := find_refusal(way, sizes, context):
             refused.setdefault(way.kind, reason)
             continue
         layer = LayerCosts(sizes=sizes, way=way, window=sizes.windows[0], **fixed)
@@ -143,7 +143,7 @@ def plan_costs(
     return CostPlan(sizes=sizes, machine=machine, possible=tuple(possible), refused=left, **what)
 
 
-def _preference(step: StepCosts) -> tuple[bool, float]:
+def _preference_key(step: StepCosts) -> tuple[bool, float]:
     """Return a sort key: what fits by its time, what does not fit by its memory."""
     return not step.fits_step, step.step_seconds if step.fits_step else step.step_bytes
 

@@ -63,7 +63,12 @@ class LayerCosts:
 
     def sent_forward(self) -> dict[str, float]:
         """Return the bytes that a rank sends in the forward pass of attention, for each group."""
-        return self._sent(self._heads_sum, self._exchanged, self._keys_and_values, ring_factor=1)
+        return self._sum_sent_bytes(
+            self._all_reduced_numbers,
+            self._exchanged_numbers,
+            self._passed_keys_and_values,
+            ring_factor=1,
+        )
 
     def sent_backward(self) -> dict[str, float]:
         """Return the bytes that a rank sends in the backward pass of attention, for each group.
@@ -72,32 +77,37 @@ class LayerCosts:
         exchanged back. Gathered keys send their gradients home. A ring passes keys and values
         around again, and sends the gradient of each part directly to its owner.
         """
-        return self._sent(self._heads_sum, self._exchanged, self._keys_and_values, ring_factor=2)
+        return self._sum_sent_bytes(
+            self._all_reduced_numbers,
+            self._exchanged_numbers,
+            self._passed_keys_and_values,
+            ring_factor=2,
+        )
 
-    def _sent(
+    def _sum_sent_bytes(
         self, heads: float, exchanged: float, keys_and_values: float, *, ring_factor: float
     ) -> dict[str, float]:
         way = self.way
         numbers = {
-            "heads": 2 * _rest(way.heads) * heads,
-            "all-to-all": _rest(way.all_to_all) * exchanged,
-            "gather": _rest(way.gather) * keys_and_values,
-            "ring": ring_factor * _rest(way.ring) * keys_and_values,
+            "heads": 2 * _share_that_leaves_rank(way.heads) * heads,
+            "all-to-all": _share_that_leaves_rank(way.all_to_all) * exchanged,
+            "gather": _share_that_leaves_rank(way.gather) * keys_and_values,
+            "ring": ring_factor * _share_that_leaves_rank(way.ring) * keys_and_values,
         }
         return {name: numbers[name] * self.itemsize for name in way.groups}
 
     @property
-    def _heads_sum(self) -> float:
+    def _all_reduced_numbers(self) -> float:
         """Numbers of the outputs that an all-reduce sums over the ranks of heads."""
         return self.local_tokens * self.sizes.embed_dim
 
     @property
-    def _exchanged(self) -> float:
+    def _exchanged_numbers(self) -> float:
         """Numbers of a rank's queries, outputs, keys and values before an all-to-all."""
         return self.local_tokens * 2 * (self.query_channels + self.exchanged_key_channels)
 
     @property
-    def _keys_and_values(self) -> float:
+    def _passed_keys_and_values(self) -> float:
         """Numbers of all keys and values of a rank's kv heads, over gathered or passed ranks."""
         outer = self.way.gather * self.way.ring
         return self.local_tokens * outer * 2 * self.exchanged_key_channels
@@ -106,14 +116,19 @@ class LayerCosts:
         """Return the bytes that the MLP sends in one pass: it is divided like the heads."""
         if "heads" not in self.way.groups or not self.sizes.hidden_dim:
             return {}
-        return {"heads": 2 * _rest(self.way.heads) * self._heads_sum * self.itemsize}
+        return {
+            "heads": 2
+            * _share_that_leaves_rank(self.way.heads)
+            * self._all_reduced_numbers
+            * self.itemsize
+        }
 
     def sent_for_weights(self) -> tuple[float, float]:
         """Return the bytes that FSDP2 sends for the weights of a layer, forward and backward.
 
         Both passes gather the weights; the backward pass sums their gradients into shards.
         """
-        sent = _rest(self.way.token_ranks) * self.weight_bytes
+        sent = _share_that_leaves_rank(self.way.token_ranks) * self.weight_bytes
         return sent, 2 * sent
 
     # Operations
@@ -188,8 +203,8 @@ class LayerCosts:
         """Return the bytes of the largest buffers: an exchange, or two blocks of a ring."""
         way, keys = self.way, self.local_tokens * 2 * self.exchanged_key_channels
         numbers = {
-            "heads": self._heads_sum,
-            "all-to-all": self._exchanged,
+            "heads": self._all_reduced_numbers,
+            "all-to-all": self._exchanged_numbers,
             "gather": keys * way.gather,
             "ring": 2 * keys,
         }
@@ -203,14 +218,14 @@ class LayerCosts:
         way, keys = self.way, self.local_tokens * 2 * self.exchanged_key_channels
         queries = self.local_tokens * self.query_channels
         numbers = {
-            "heads": 2 * self._heads_sum,
-            "all-to-all": 2 * self._exchanged,
+            "heads": 2 * self._all_reduced_numbers,
+            "all-to-all": 2 * self._exchanged_numbers,
             "gather": queries + keys + 2 * keys * way.gather,
             "ring": 2 * queries + (8 if way.ring > 2 else 6) * keys,
         }
         return max((numbers[name] for name in way.groups), default=0) * self.itemsize
 
 
-def _rest(ranks: int) -> float:
+def _share_that_leaves_rank(ranks: int) -> float:
     """Return the share of a tensor that leaves a rank: (n - 1) / n."""
     return (ranks - 1) / ranks

@@ -71,8 +71,8 @@ class ShardingWay:
 
 def ways_over(gpus: int) -> Iterator[ShardingWay]:
     """Yield every way to divide a layer over this many GPUs, whether its heads divide or not."""
-    for heads in _divisors(gpus):
-        for all_to_all in _divisors(gpus // heads):
+    for heads in _list_divisors(gpus):
+        for all_to_all in _list_divisors(gpus // heads):
             rest = gpus // heads // all_to_all
             near = {"heads": heads, "all_to_all": all_to_all}
             yield ShardingWay(**near, gather=rest)
@@ -80,19 +80,19 @@ def ways_over(gpus: int) -> Iterator[ShardingWay]:
                 yield ShardingWay(**near, ring=rest)
 
 
-def refusal(way: ShardingWay, sizes: ModelSizes, context: int) -> str | None:
+def find_refusal(way: ShardingWay, sizes: ModelSizes, context: int) -> str | None:
     """Return why a model cannot be divided in this way; None if it can."""
-    if reason := _undivided("heads", sizes.heads, sizes.kv_heads, way.heads):
+    if reason := _describe_undivided_heads("heads", sizes.heads, sizes.kv_heads, way.heads):
         return reason
     heads, kv_heads = sizes.heads // way.heads, max(sizes.kv_heads // way.heads, 1)
-    if reason := _undivided("all-to-all", heads, kv_heads, way.all_to_all):
+    if reason := _describe_undivided_heads("all-to-all", heads, kv_heads, way.all_to_all):
         return reason
     if context < way.token_ranks:
         return f"{context} tokens are fewer than {way.token_ranks} ranks"
     return None
 
 
-def _undivided(group: str, heads: int, kv_heads: int, ranks: int) -> str | None:
+def _describe_undivided_heads(group: str, heads: int, kv_heads: int, ranks: int) -> str | None:
     if heads % ranks:
         return f"{group} {ranks} does not divide {heads} query heads"
     if kv_heads % ranks and ranks % kv_heads:
@@ -100,5 +100,5 @@ def _undivided(group: str, heads: int, kv_heads: int, ranks: int) -> str | None:
     return None
 
 
-def _divisors(count: int) -> list[int]:
+def _list_divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]

@@ -68,20 +68,20 @@ class StepCosts:
     @cached_property
     def forward_seconds(self) -> float:
         """Seconds of a forward pass."""
-        return self._over_layers(0) + self._unembedding_seconds
+        return self._sum_layer_seconds(0) + self._unembedding_seconds
 
     @cached_property
     def backward_seconds(self) -> float:
         """Seconds of a backward pass, with the second forward pass of checkpointing."""
-        again = self._over_layers(0) if self.checkpointing else 0
-        return self._over_layers(1) + again + 2 * self._unembedding_seconds
+        again = self._sum_layer_seconds(0) if self.checkpointing else 0
+        return self._sum_layer_seconds(1) + again + 2 * self._unembedding_seconds
 
     @property
     def step_seconds(self) -> float:
         """Seconds of both passes."""
         return self.forward_seconds + self.backward_seconds
 
-    def _over_layers(self, backward: int) -> float:
+    def _sum_layer_seconds(self, backward: int) -> float:
         counts = Counter(self.layer.sizes.windows or (None,) * self.layer.sizes.layers)
         return sum(
             count * self._layer_seconds(replace(self.layer, window=window), backward)
@@ -111,7 +111,7 @@ class StepCosts:
         return 2 * layer.local_tokens * products / (self.machine.teraflops * TERA)
 
     @property
-    def _weights_here(self) -> float:
+    def _stored_weights(self) -> float:
         """Numbers of the weights that a GPU stores: FSDP2 divides them over all ranks."""
         sizes, layer = self.layer.sizes, self.layer
         return (
@@ -135,7 +135,7 @@ class StepCosts:
         """Bytes of a GPU in a forward pass: weights, keys and values of all layers, one layer."""
         layer = self.layer
         return (
-            self._weights_here * layer.itemsize
+            self._stored_weights * layer.itemsize
             + self._gathered_bytes(_GATHERED_LAYERS)
             + layer.sizes.layers * layer.keys_and_values_bytes()
             + max(layer.attention_bytes() + layer.buffer_bytes(), layer.mlp_bytes())
@@ -149,7 +149,7 @@ class StepCosts:
         layers = layer.sizes.layers
         inputs = layer.local_tokens * layer.sizes.embed_dim * layer.itemsize
         return (
-            self._weights_here * (2 * layer.itemsize + _ADAM)
+            self._stored_weights * (2 * layer.itemsize + _ADAM)
             + self._gathered_bytes(_GATHERED_LAYERS + 1)  # the gradient of one layer
             + (layers * inputs + kept if self.checkpointing else layers * kept)
             + layer.gradient_buffer_bytes()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from headwise.errors import OptionError
 from headwise.layers.head_part import HeadPart
-from headwise.sharding.heads.sums import gather_heads, sum_backward, sum_forward
+from headwise.sharding.heads.sums_over_ranks import gather_heads_of_ranks, sum_backward, sum_forward
 from headwise.sharding.process_group import require_same_on_every_rank
 from headwise.support.tracing import may_read_values
 
@@ -71,7 +71,7 @@ class RankHeads(HeadPart):
 
     def collect(self, weights: Tensor) -> Tensor:
         """Return the weights of all heads."""
-        return gather_heads(weights, group=self.group)
+        return gather_heads_of_ranks(weights, group=self.group)
 
 
 def local_part(parameter: Tensor, *, heads_of_this_rank: bool) -> Tensor:

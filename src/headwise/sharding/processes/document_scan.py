@@ -19,7 +19,7 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_file import hash_content
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.sharding.processes.job import TIMEOUT, Job, open_group_job
-from headwise.support.progress import Progress, no_progress
+from headwise.support.progress_callback import Progress, no_progress
 
 DONE = "documents done"  # the counter of a job
 

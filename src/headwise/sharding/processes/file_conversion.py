@@ -18,7 +18,7 @@ from headwise.checkpoints.staging import (
 from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.errors import LostProcessError
 from headwise.sharding.processes.job import Job
-from headwise.support.progress import Progress
+from headwise.support.progress_callback import Progress
 
 DONE = "bytes done"  # the counter of a job
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from headwise.errors import OptionError
-from headwise.scanning.divided_heads import heads_joined_by
+from headwise.scanning.divided_heads import use_head_joiner
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan import scan
 from headwise.scanning.scan_file import hash_content
@@ -42,7 +42,7 @@ def scan_sharded(
     """
     with open_group_job("scan_sharded(...)", timeout=timeout) as job:
         job.require_same({"inputs": hash_content(inputs)})
-        with heads_joined_by(_gather_heads):
+        with use_head_joiner(_gather_heads):
             return scan(model, inputs, **options)
 
 

@@ -18,7 +18,7 @@ from headwise.masks.clause import Span
 from headwise.sharding.collectives import TokenGroup, gather_tokens
 from headwise.sharding.process_group import require_mesh
 from headwise.support.arguments import require_tensors
-from headwise.support.integers import convert_to_count
+from headwise.support.cast_to_int64 import convert_to_count
 from headwise.support.message_text import describe_value
 
 TOKENS = -2  # axis of (batch, heads, tokens, head_dim) and of (batch, tokens, embed_dim)

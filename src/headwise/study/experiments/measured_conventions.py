@@ -20,7 +20,7 @@ from headwise.error_budget.budget import Budget
 from headwise.study.experiments.operation_trace import trace_operations
 from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import GPT2, TorchLayer
-from headwise.study.question import format_scientific
+from headwise.study.research_question import format_scientific
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 2, 4, 6, 64
 DROPOUT = 0.5

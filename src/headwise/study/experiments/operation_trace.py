@@ -140,7 +140,8 @@ def has_axis_order(
     """Check that paired stages hold the same numbers in the order of their axis names."""
     all_sizes = add_head_dim(sizes)
     (q, per_head), *rest = (
-        [split_axes(tensors[key], axes[key], all_sizes) for key in pair] for pair in SAME_NUMBERS
+        [reshape_to_heads(tensors[key], axes[key], all_sizes) for key in pair]
+        for pair in SAME_NUMBERS
     )
     scaled = q * math.sqrt(1 / all_sizes["head_dim"])  # torch's layer scales q, not the scores
     return any(per_head.equal(x) for x in (q, scaled)) and all(a.equal(b) for a, b in rest)
@@ -163,7 +164,7 @@ def shapes_by_axes(sizes: dict[str, int]) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def split_axes(x: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
+def reshape_to_heads(x: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
     """Return a tensor as (batch, length, heads, head_dim), from the names of its axes.
 
     Args:

@@ -19,8 +19,8 @@ from headwise.masks.mask import Mask
 from headwise.study.charts import SERIES, SOFT, Axes, Figure
 from headwise.study.experiments.measures import layer_budget, relative_difference, relative_times
 from headwise.study.implementation_interface import SharedWeights
-from headwise.study.question import Fact, FactTable, Numbers, Question
-from headwise.support.progress import Progress
+from headwise.study.research_question import Fact, FactTable, Numbers, Question
+from headwise.support.progress_callback import Progress
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
 EMBED_DIM, HEADS = 32, 4

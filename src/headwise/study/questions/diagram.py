@@ -19,7 +19,7 @@ from headwise.study.charts import (
     add_inset,
     add_sheet,
     draw_arrow,
-    draw_rule,
+    draw_separator,
     draw_weight_map,
     signed_colours,
     write_heading,
@@ -28,8 +28,8 @@ from headwise.study.charts import (
 from headwise.study.experiments.measures import layer_budget
 from headwise.study.experiments.same_weights import projection_weights
 from headwise.study.implementations import Native
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress import Progress
+from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress_callback import Progress
 
 WORDS = 9  # of the text: few enough for every map to be drawn whole
 EVERY = 4  # one of so many numbers along embed_dim is drawn
@@ -213,7 +213,7 @@ def draw_heads(figure: Figure, axes: Axes, n: Numbers, middle: float) -> None:
 
 def draw_close_ups(figure: Figure, axes: Axes, n: Numbers) -> None:
     """Draw a few heads enlarged with their tokens, on a square-root colour scale."""
-    draw_rule(axes, OUTPUT + THIN + 0.19, 0.2, WIDTH - 0.2)
+    draw_separator(axes, OUTPUT + THIN + 0.19, 0.2, WIDTH - 0.2)
     for column, head in enumerate(n["stand_out"]):
         left = 0.84 + 2.46 * column
         write_heading(axes, left, CLOSE - 0.29, fill_template("head {head}", head))

@@ -18,8 +18,8 @@ from headwise.study.experiments.gradient_formulas import (
     projection_gradients,
     rounding_bounds,
 )
-from headwise.study.question import Fact, FactTable, Numbers, Question
-from headwise.support.progress import Progress
+from headwise.study.research_question import Fact, FactTable, Numbers, Question
+from headwise.support.progress_callback import Progress
 from headwise.support.thread_count import one_thread
 
 EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last is "many"

@@ -10,7 +10,7 @@ from headwise.study.charts import CARD, INK, SOFT, Axes, Figure
 from headwise.study.experiments import measured_conventions, same_weights
 from headwise.study.experiments.same_weights import EMBED_DIM, NUM_HEADS
 from headwise.study.implementations import IMPLEMENTATIONS, PEERS, REWRITTEN
-from headwise.study.question import (
+from headwise.study.research_question import (
     Fact,
     FactTable,
     Numbers,
@@ -18,7 +18,7 @@ from headwise.study.question import (
     fill_template,
     format_scientific,
 )
-from headwise.support.progress import Progress
+from headwise.support.progress_callback import Progress
 
 CODE = tuple(
     key for key in IMPLEMENTATIONS if key != "paper"

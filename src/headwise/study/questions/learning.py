@@ -34,8 +34,8 @@ from headwise.study.charts import (
     style_axes,
 )
 from headwise.study.experiments.measures import count_parameters
-from headwise.study.question import Fact, FactTable, Numbers, Question
-from headwise.support.progress import Progress
+from headwise.study.research_question import Fact, FactTable, Numbers, Question
+from headwise.support.progress_callback import Progress
 from headwise.support.thread_count import one_thread
 
 LENGTH = 16  # tokens, and so names, of a text
@@ -82,7 +82,7 @@ def make_layer(
     return Attention(EMBED_DIM, num_heads, head_dim=head_dim, out_dim=lookups * VALUE)
 
 
-def lookup_errors(
+def squared_errors_by_lookup(
     model: Attention, texts: LabelledTexts, *, gate: Float[Tensor, " heads"] | None = None
 ) -> Float[Tensor, "batch lookups"]:
     """Return the mean squared error of each text and lookup; a prediction of 0 has error 1."""
@@ -96,7 +96,7 @@ def train_model(model: Attention, *, steps: int) -> list[float]:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     curve = []
     for _ in range(steps):
-        error = lookup_errors(model, random_texts(BATCH)).mean()
+        error = squared_errors_by_lookup(model, random_texts(BATCH)).mean()
         optimizer.zero_grad()
         error.backward()
         optimizer.step()
@@ -142,7 +142,7 @@ def train_layer(seed: int, texts: LabelledTexts, **sizes: int) -> TrainingRun:
     torch.manual_seed(seed)
     model = make_layer(**sizes)
     curve = train_model(model, steps=STEPS)
-    return TrainingRun(model, curve, lookup_errors(model, texts).detach())
+    return TrainingRun(model, curve, squared_errors_by_lookup(model, texts).detach())
 
 
 def collect_numbers(runs: dict[str, list[TrainingRun]], texts: LabelledTexts) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def errors_without_head(
     for model, look in zip(models, looks, strict=True):
         for lookup, head in enumerate(look.argmax(dim=1).tolist()):
             gate = (torch.arange(model.num_heads) != head).float()
-            left = lookup_errors(model, texts, gate=gate).mean(0).tolist()
+            left = squared_errors_by_lookup(model, texts, gate=gate).mean(0).tolist()
             lost.append(left.pop(lookup))
             others += left
     return {"own": min(lost), "other": max(others)}

@@ -21,14 +21,14 @@ from headwise.study.charts import (
     add_inset,
     add_sheet,
     draw_block,
-    draw_rule,
+    draw_separator,
     write_heading,
     write_note,
 )
 from headwise.study.experiments.measures import count_parameters, layer_budget
 from headwise.study.implementation_interface import SharedWeights
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress import Progress
+from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress_callback import Progress
 
 EMBED_DIM = 40
 HEADS, HEAD_DIM, VALUE_DIM = 6, 10, 7  # none of them divides the next, nor EMBED_DIM its heads
@@ -181,7 +181,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     write_heading(axes, GRID[0], 0.2, fill_template(title, n))
     draw_grid(add_inset(figure, *GRID, frame=False), n)
     draw_key(axes, n)
-    draw_rule(axes, WIDTHS - 0.4, 0.2, WIDTH - 0.2)
+    draw_separator(axes, WIDTHS - 0.4, 0.2, WIDTH - 0.2)
     draw_input_widths(axes, n)
 
 

@@ -25,8 +25,8 @@ from headwise.study.charts import SERIES, Figure, add_sheet, draw_block, write_h
 from headwise.study.experiments.measures import layer_budget, relative_times
 from headwise.study.implementation_interface import SharedWeights
 from headwise.study.implementations import GPT2, DropIn, Native, TorchLayer
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress import Progress
+from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress_callback import Progress
 
 PARTS = 3  # queries, keys, values
 EMBED_DIM, HEADS = 768, 12  # GPT-2's

@@ -11,8 +11,8 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.study.charts import SERIES, Figure, label_point, style_axes
 from headwise.study.experiments.measures import count_parameters
 from headwise.study.implementations import Paper
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress import Progress
+from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress_callback import Progress
 
 EMBED_DIM = 512
 HEADS = tuple(heads for heads in range(1, EMBED_DIM + 1) if EMBED_DIM % heads == 0)

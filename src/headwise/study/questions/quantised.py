@@ -28,8 +28,8 @@ from headwise.study.experiments.quantised_projections import (
     support_status_always_warning,
 )
 from headwise.study.implementation_interface import SharedWeights
-from headwise.study.question import Fact, FactTable, Numbers, Question
-from headwise.support.progress import Progress
+from headwise.study.research_question import Fact, FactTable, Numbers, Question
+from headwise.support.progress_callback import Progress
 
 EMBED_DIM, HEADS, BATCH, LENGTH = 512, 8, 2, 128
 TOKENS = {"one": 1, "many": 256}  # of the timing

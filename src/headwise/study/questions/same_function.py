@@ -34,8 +34,8 @@ from headwise.study.experiments.measures import (
     score_budget,
 )
 from headwise.study.experiments.named_causes import compare_published_check
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress import Progress
+from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress_callback import Progress
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH = 2, 10

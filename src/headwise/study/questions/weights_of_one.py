@@ -21,8 +21,8 @@ from headwise.study.experiments.measures import (
 )
 from headwise.study.experiments.named_causes import name_cause
 from headwise.study.implementations import TorchLayer
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress import Progress
+from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress_callback import Progress
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH, LONGER = 40, 5, 50

@@ -20,7 +20,7 @@ from headwise.study.charts import (
     add_sheet,
     draw_arrow,
     draw_block,
-    draw_rule,
+    draw_separator,
     write_heading,
     write_note,
 )
@@ -36,8 +36,8 @@ from headwise.study.experiments.operation_trace import (
     trace_operations,
 )
 from headwise.study.implementations import Native, TorchLayer
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress import Progress
+from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress_callback import Progress
 
 SIZES = {"batch": 1, "length": 12, "embed_dim": 512, "heads": 2}
 OTHER_SIZES = {"batch": 3, "length": 5, "embed_dim": 28, "heads": 4}  # no two products the same
@@ -244,7 +244,7 @@ def draw_stage(axes: Axes, n: Numbers, top: float, form: str) -> None:
 
 def draw_reach(axes: Axes, n: Numbers, *, top: float) -> None:
     """Draw two squares, entries of q down and inputs across, coloured where q depends on x."""
-    draw_rule(axes, top - 0.27, 0.2, WIDTH - 0.2)
+    draw_separator(axes, top - 0.27, 0.2, WIDTH - 0.2)
     side = 1.3
     for left, key, name, words, weights in (
         (0.5, "attention", "Project, then split", "Attention", "weights"),

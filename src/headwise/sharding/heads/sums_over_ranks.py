@@ -6,7 +6,7 @@ heads adds to a sum.
 
 * `sum_forward`: the sum over ranks; the gradient passes unchanged.
 * `sum_backward`: tensors unchanged; their gradients are summed over ranks, in one call.
-* `sum_both`: the sum over ranks in both directions.
+* `sum_forward_and_backward`: the sum over ranks in both directions.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def sum_backward(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> list
     return [next(entered) if needs else x for x, needs in zip(tensors, needed, strict=True)]
 
 
-def sum_both(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+def sum_forward_and_backward(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of ``x`` over ranks; the gradient is summed too."""
     return sum_backward([sum_forward(x, group=group)], group=group)[0]
 
 
-def gather_heads(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+def gather_heads_of_ranks(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the heads, the axis before the last two, of all ranks."""
     gathered: Tensor = _GatherHeads.apply(group, x)  # type: ignore[no-untyped-call]
     return gathered
@@ -50,7 +50,7 @@ class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return _all_reduce(tensors, group=group)
+        return _all_reduce_by_dtype(tensors, group=group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,7 +83,9 @@ class _GatherHeads(torch.autograd.Function):
         return None, gradient.narrow(-3, ctx.first, ctx.heads)
 
 
-def _all_reduce(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def _all_reduce_by_dtype(
+    tensors: Sequence[Tensor], *, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
     """Return sums over ranks in new memory, by one call for each dtype among the tensors."""
     if len(tensors) == 1:
         total = tensors[0].clone(memory_format=torch.contiguous_format)

@@ -24,8 +24,8 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
     All ranks call it. The tensors are copies. Each rank holds the whole model; for a model too
     large for that, use torch.distributed.checkpoint with ``model.state_dict()``.
     """
-    state = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
-    for prefix in _packed_layers(model):
+    state = {name: _gather_tensor(tensor) for name, tensor in model.state_dict().items()}
+    for prefix in _find_unpacked_layers(model):
         parts = [state.pop(prefix + name) for name in SEPARATE]
         state[prefix + PACKED] = torch.cat(parts)
     return state
@@ -43,12 +43,12 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         ShapeError: a tensor of another shape than the parameter.
     """
     values = dict(state)
-    for prefix in _packed_layers(model):
+    for prefix in _find_unpacked_layers(model):
         if (packed := values.pop(prefix + PACKED, None)) is not None:
             parts = packed.chunk(len(SEPARATE))
             values |= {prefix + name: part for name, part in zip(SEPARATE, parts, strict=True)}
     targets = model.state_dict()
-    _require_names(values, targets)
+    _require_same_names(values, targets)
     for name, target in targets.items():
         if values[name].shape != target.shape:
             raise ShapeError(
@@ -56,16 +56,18 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 needed=f"{tuple(target.shape)}, the shape of the whole parameter",
                 do="pass the state dict of the unsharded model",
             )
-    shares = {name: _share(name, values[name], target) for name, target in targets.items()}
+    shares = {
+        name: _take_rank_share(name, values[name], target) for name, target in targets.items()
+    }
     model.load_state_dict(shares)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather_tensor(tensor: Tensor) -> Tensor:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().clone()
 
 
-def _share(name: str, value: Tensor, target: Tensor) -> Tensor:
+def _take_rank_share(name: str, value: Tensor, target: Tensor) -> Tensor:
     """Return the share of this rank as a DTensor like the target, or the value for a plain one."""
     if not isinstance(target, DTensor):
         return value
@@ -76,7 +78,7 @@ def _share(name: str, value: Tensor, target: Tensor) -> Tensor:
     return distribute_tensor(value, mesh, target.placements, src_data_rank=None)
 
 
-def _packed_layers(model: nn.Module) -> Iterator[str]:
+def _find_unpacked_layers(model: nn.Module) -> Iterator[str]:
     """Yield the prefix of each drop-in whose packed weight was cut into three."""
     for name, module in model.named_modules():
         part = module.part if isinstance(module, MultiheadAttention) else None
@@ -84,7 +86,7 @@ def _packed_layers(model: nn.Module) -> Iterator[str]:
             yield f"{name}." if name else ""
 
 
-def _require_names(values: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+def _require_same_names(values: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     missing, unknown = sorted(targets.keys() - values), sorted(values.keys() - targets)
     for names, problem in ((missing, "is missing"), (unknown, "is of no parameter")):
         if names:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.study.charts import Figure
-from headwise.support.progress import Progress
+from headwise.support.progress_callback import Progress
 
 Numbers = Mapping[str, Any]  # bool, int, float, str, and lists and dicts of them
 

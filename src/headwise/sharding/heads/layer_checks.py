@@ -28,7 +28,7 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
 _PARAMETERS = ("sink", PACKED, "in_proj_bias", *SEPARATE, "bias_k", "bias_v")
 
 
-def check_modules(layer: nn.Module) -> None:
+def check_layer_modules(layer: nn.Module) -> None:
     """Raise OptionError unless the parameters and modules of a layer are those that it was made of.
 
     A score bias of the user's own may hold anything: each rank computes it for all heads.
@@ -78,7 +78,7 @@ def _check_module(name: str, module: nn.Module) -> None:
         )
 
 
-def check_divisible(layer: nn.Module, ranks: int, *, kv: str) -> None:
+def check_heads_divide(layer: nn.Module, ranks: int, *, kv: str) -> None:
     """Raise OptionError unless ranks divide the heads of a layer, and kv heads if these split."""
     assert isinstance(layer, Attention | MultiheadAttention)
     counts = {"num_heads": layer.num_heads}
@@ -98,14 +98,14 @@ def check_divisible(layer: nn.Module, ranks: int, *, kv: str) -> None:
         )
 
 
-def check_weights(layer: nn.Module, mesh: DeviceMesh) -> None:
+def check_equal_weights(layer: nn.Module, mesh: DeviceMesh) -> None:
     """Raise OptionError on every rank if ranks hold different weights."""
     for name, tensor in layer.state_dict().items():
         if not tensor.is_meta:
             require_same_on_every_rank(name, tensor, mesh)
 
 
-def check_untied(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+def check_no_tied_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Raise OptionError if a weight of a layer is a weight of another module too."""
     names: dict[int, str] = {}
     starts = tuple(f"{name}." for name in layers)

@@ -14,7 +14,7 @@ from headwise.kernels.linear import apply_linear
 from headwise.layers.native.base import Projection
 from headwise.layers.native.qk_norm import Norm, normalise
 from headwise.sharding.heads.rank_heads import RankHeads, local_part
-from headwise.sharding.heads.sums import sum_both, sum_forward
+from headwise.sharding.heads.sums_over_ranks import sum_forward, sum_forward_and_backward
 
 
 class HeadsProjection(Projection):
@@ -34,7 +34,7 @@ class HeadsProjection(Projection):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name for it)
         """Project (..., in_features) to this rank's share of out_features."""
-        weight, bias = _of_rank(self.weight), _of_rank(self.bias)
+        weight, bias = _take_part_of_rank(self.weight), _take_part_of_rank(self.bias)
         assert weight is not None
         if self.channels is not None:
             weight = weight[self.channels]
@@ -54,7 +54,7 @@ class SumProjection(Projection):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name for it)
         """Project this rank's share of in_features to the output of all heads."""
-        weight = _of_rank(self.weight)
+        weight = _take_part_of_rank(self.weight)
         assert weight is not None
         output = sum_forward(apply_linear(input, weight, None), group=self.part.group)
         if self.bias is None:
@@ -74,9 +74,9 @@ class HeadsNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis; return the channels of this rank's heads."""
-        weight = _of_rank(self.weight)
+        weight = _take_part_of_rank(self.weight)
         assert weight is not None
-        normed = normalise(x, weight, _of_rank(self.bias), options=self.options)
+        normed = normalise(x, weight, _take_part_of_rank(self.bias), options=self.options)
         return normed if self.channels is None else normed[..., self.channels]
 
 
@@ -93,18 +93,20 @@ class WidthNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise this rank's channels by the statistics of all."""
         exact = torch.promote_types(x.dtype, torch.float32)
-        weight, bias = _of_rank(self.weight), _of_rank(self.bias)
+        weight, bias = _take_part_of_rank(self.weight), _take_part_of_rank(self.bias)
         assert weight is not None
         wide, weight = x.to(exact), weight.to(exact)
         if self.options.one_plus:
             weight = 1.0 + weight
         if bias is not None:
-            wide = wide - self._mean(wide)
-        normed = wide * torch.rsqrt(self._mean(wide.square()) + self.options.eps) * weight
+            wide = wide - self._mean_over_ranks(wide)
+        normed = (
+            wide * torch.rsqrt(self._mean_over_ranks(wide.square()) + self.options.eps) * weight
+        )
         return (normed if bias is None else normed + bias.to(exact)).to(x.dtype)
 
-    def _mean(self, x: Tensor) -> Tensor:
-        return sum_both(x.sum(-1, keepdim=True), group=self.part.group) / self.width
+    def _mean_over_ranks(self, x: Tensor) -> Tensor:
+        return sum_forward_and_backward(x.sum(-1, keepdim=True), group=self.part.group) / self.width
 
 
 class SharedEmbedding(nn.Embedding):
@@ -115,5 +117,5 @@ class SharedEmbedding(nn.Embedding):
         return F.embedding(input, local_part(self.weight, heads_of_this_rank=False))
 
 
-def _of_rank(parameter: Tensor | None) -> Tensor | None:
+def _take_part_of_rank(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else local_part(parameter, heads_of_this_rank=True)

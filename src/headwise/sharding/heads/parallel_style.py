@@ -11,13 +11,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.sharding.heads.checks import (
-    check_divisible,
-    check_modules,
-    check_untied,
-    check_weights,
+from headwise.sharding.heads.divide_layer import divide_attention, divide_multihead_attention
+from headwise.sharding.heads.layer_checks import (
+    check_equal_weights,
+    check_heads_divide,
+    check_layer_modules,
+    check_no_tied_weights,
 )
-from headwise.sharding.heads.cutting import cut_attention, cut_multihead
 from headwise.sharding.heads.rank_heads import CheckInputs, RankHeads
 from headwise.sharding.process_group import require_mesh
 from headwise.support.message_text import describe_value
@@ -71,18 +71,18 @@ class Heads(ParallelStyle):
         require_mesh(device_mesh, "Heads()")
         for layer in self._layers or (module,):
             if getattr(layer, "part", None) is None or layer is module:
-                check_modules(layer)
-                check_divisible(layer, device_mesh.size(), kv=self.kv)
-        check_weights(module, device_mesh)
+                check_layer_modules(layer)
+                check_heads_divide(layer, device_mesh.size(), kv=self.kv)
+        check_equal_weights(module, device_mesh)
         if isinstance(module, Attention):
-            part = self._part(module, module.num_kv_heads, device_mesh)
-            cut_attention(module, part=part, splits_kv=self.kv == "split")
+            part = self._make_rank_heads(module, module.num_kv_heads, device_mesh)
+            divide_attention(module, part=part, splits_kv=self.kv == "split")
         elif isinstance(module, MultiheadAttention):
-            part = self._part(module, module.num_heads, device_mesh)
-            cut_multihead(module, part=part, splits_packed=self.in_proj == "separate")
+            part = self._make_rank_heads(module, module.num_heads, device_mesh)
+            divide_multihead_attention(module, part=part, splits_packed=self.in_proj == "separate")
         return module
 
-    def _part(
+    def _make_rank_heads(
         self, layer: Attention | MultiheadAttention, kv_heads: int, mesh: DeviceMesh
     ) -> RankHeads:
         return RankHeads(
@@ -133,7 +133,7 @@ def heads_plan(
             if itself
             else "headwise.upgrade(model) first, where its layers are torch's",
         )
-    check_untied(model, layers)
+    check_no_tied_weights(model, layers)
     style = Heads(kv, in_proj=in_proj, check_inputs=check_inputs)
     style._layers = tuple(layers.values())
     return dict.fromkeys(layers, style)
