@@ -3,8 +3,8 @@
     python -m benchmarks.sharding
 
 Each process has one thread. Rounds run one process alone, then each way on both, so that all see
-the same load. Peak memory is that of fresh processes, beside the operands. Run it alone on the
-machine.
+the same load. CPU seconds are those of the busier process, and hold on a busy machine too. Peak
+memory is that of fresh processes, beside the operands. Run it alone on the machine.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ WAYS: dict[str, Any] = {
     "gather, zigzag": {"by": "gather"},
     "ring, zigzag": {"by": "ring"},
 }
+TIMES = ("forward", "its CPU", "backward", "its CPU")
 TIME_LIMIT, MEMORY_LIMIT = 0.60, 1.15  # of one process; of the formula
 
 
@@ -49,12 +50,9 @@ def main() -> None:
     print(f"\ncausal, {LENGTH} tokens, {HEADS} heads, {KV_HEADS} kv_heads of {HEAD_DIM}; seconds")
     seconds = dict(_run_processes("time"))
     alone = seconds.pop("one process")
-    print(f"{'one process':<18} forward {alone[0]:6.2f}         backward {alone[1]:6.2f}")
+    print(f"{'one process':<18} {_row(alone)}")
     for way, times in seconds.items():
-        text = "".join(
-            f"{name} {each:6.2f} = {each / one:.2f}  "
-            for name, each, one in zip(("forward", "backward"), times, alone, strict=True)
-        )
+        text = _row(times, alone)
         target = f"at most {TIME_LIMIT}" if way.startswith("default") else ""
         print(f"{way:<18} {text}{target}")
     print(f"\nbeside the operands of a rank, less {SCRATCH_MB} MB; at most {MEMORY_LIMIT}")
@@ -68,6 +66,12 @@ def main() -> None:
                     f"formula {measured['sent_formula']:.1f} MB"
                 )
     print(f"\nload after: {os.getloadavg()[0]:.2f}")
+
+
+def _row(times: list[float], alone: list[float] | None = None) -> str:
+    shares = [f" = {each / one:.2f}" for each, one in zip(times, alone or [], strict=False)]
+    cells = zip(TIMES, times, shares or [""] * len(TIMES), strict=True)
+    return "".join(f"{name} {seconds:6.2f}{share:<7}  " for name, seconds, share in cells)
 
 
 def _run_processes(*arguments: str) -> Iterator[tuple[str, Any]]:
@@ -108,7 +112,7 @@ def _layout(way: str, length: int) -> SequenceLayout:
 
 
 def _time(mesh: DeviceMesh) -> Iterator[tuple[str, list[float]]]:
-    """Yield the median seconds of a forward and a backward pass, of the slowest rank."""
+    """Yield the median seconds and CPU seconds of a forward and a backward pass."""
     whole, rank = _draw(LENGTH, HEADS, KV_HEADS, HEAD_DIM), mesh.get_local_rank()
     seconds = defaultdict(list)
     for _ in range(ROUNDS):
@@ -120,7 +124,7 @@ def _time(mesh: DeviceMesh) -> Iterator[tuple[str, list[float]]]:
             leaves = [x.clone().requires_grad_() for x in parts]
             out, forward = _timed(lambda: _attend(leaves, mesh, way, layout, rank))  # noqa: B023
             _, backward = _timed(lambda: None if out is None else out.backward(out))  # noqa: B023
-            seconds[way].append((forward, backward))
+            seconds[way].append((*forward, *backward))
             if rank == 0 and out is not None:
                 reference = out.detach() if alone else reference
                 assert reference is not None
@@ -139,12 +143,14 @@ def _attend(
     return AttentionMatrix(q, k, mask=Mask.causal()) @ v if rank == 0 else None
 
 
-def _timed(work: Callable[[], Tensor | None]) -> tuple[Tensor | None, float]:
+def _timed(work: Callable[[], Tensor | None]) -> tuple[Tensor | None, tuple[float, float]]:
+    """Return the result, and the seconds and CPU seconds of the slower rank."""
     dist.barrier()
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     result = work()
-    dist.barrier()
-    return result, time.perf_counter() - start
+    cpu = torch.tensor(time.process_time() - start_cpu)
+    dist.all_reduce(cpu, dist.ReduceOp.MAX)
+    return result, (time.perf_counter() - start, float(cpu))
 
 
 def _measure_memory(mesh: DeviceMesh, way: str) -> Iterator[tuple[str, list[dict[str, float]]]]:

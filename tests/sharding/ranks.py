@@ -1,7 +1,8 @@
 """Real processes with a gloo process group, kept for many tests.
 
 A test gives a function at the top of a module; each rank calls it and the results come back. The
-ranks are forked from a server that has imported torch once, so a group starts in a second.
+ranks are forked from a server that has imported once what the tests import, so a group starts in a
+second.
 """
 
 from __future__ import annotations
@@ -23,6 +24,17 @@ import torch.distributed as dist
 
 LONGEST = 240  # seconds for one call on all ranks
 GROUP_TIMEOUT = timedelta(seconds=120)
+# Modules of tests, and what torch imports only when a tensor is first divided.
+PRELOADED = (
+    "headwise.sharding",
+    "hypothesis.strategies",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.testing",
+)
 
 
 class RankError(AssertionError):
@@ -36,7 +48,7 @@ class Ranks:
         self.count = count
         self._store = tempfile.mkdtemp(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "headwise.sharding"])
+        context.set_forkserver_preload([__name__, *PRELOADED])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(count):

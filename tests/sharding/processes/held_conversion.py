@@ -25,7 +25,7 @@ from headwise.support.progress_callback import no_progress
 from tests.checkpoints import llamas
 
 STEPS = 3  # that a rank does before the fault
-TIMEOUT = 1.0
+TIMEOUT = 3.0  # a process that begins five times later is lost
 
 
 def convert(source: Path, target: Path, fault: str) -> None:

@@ -16,7 +16,7 @@ from headwise.cli.output import PrintedErrors
 from headwise.cli.processes import CommandJob, launch_command, rank_count
 from headwise.errors import OptionError
 
-TIMEOUT = 1.0
+TIMEOUT = 3.0  # a process that begins five times later is lost
 
 
 def wait_for_a_fault(folder: Path, fault: str) -> None:

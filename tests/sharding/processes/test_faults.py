@@ -47,7 +47,7 @@ def test_a_stopped_process_is_named_within_the_timeout(tmp_path: Path) -> None:
     stopped.send_signal(signal.SIGKILL)
     assert command.end() == LOST
     assert command.printed.splitlines() == [
-        "headwise: rank 1 of 2 has given no sign of life for 1 s",
+        "headwise: rank 1 of 2 has given no sign of life for 3 s",
         "  needed: every rank until the work is done",
         "  do:     start the same run again; if a process was only slow, with a longer timeout",
     ]

@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.distributed import DistributedConfig
 
 import headwise
 from headwise import Attention, Mask, MultiheadAttention
@@ -112,15 +110,21 @@ def test_an_infinite_weight_of_one_rank_is_an_error_on_both() -> None:
 
 
 def save_llama(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder)
 
 
 def load_llama(folder: Path, **options: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM  # only in ranks that need it: it takes seconds
+
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="headwise", **options)
 
 
 def scans_of_plan(folder: Path) -> tuple[str, str | None, dict[str, float], tuple[int, ...], bool]:
+    from transformers.distributed import DistributedConfig
+
     rank, count = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count)
     headwise.register_huggingface()

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.slow
 
 TINY = [f"{name} {n}" for name in ("causal", "segments", "dense") for n in (1, 3, 5)]
 SEEDS = [f"seed {seed}" for seed in range(16)]
-NAMES = [*MASKS, *TINY, *SEEDS, "causal 61 8 2", "heads 40 6 3", "window 61 8 4"]
+NAMES = [*MASKS, *TINY, "causal 61 8 2", "heads 40 6 3", "window 61 8 4"]
+NAMES_OF = {2: [*NAMES, *SEEDS[::2]], 4: [*NAMES, *SEEDS[1::2]]}
 PLACED = ("contiguous", "zigzag")
 
 
@@ -71,8 +72,9 @@ def attend_to(names: list[str]) -> list[list[Any]]:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_outputs_and_gradients_are_those_of_the_whole_sequence(count: int) -> None:
-    results = zip(*ranks(count).run(attend_to, NAMES), strict=True)
-    for name in NAMES:
+    names = NAMES_OF[count]
+    results = zip(*ranks(count).run(attend_to, names), strict=True)
+    for name in names:
         p, budgets, expected = make(name), budgets_of(name), gradients_of_biases(name)
         for by in ways_of(p, count):
             for kind in PLACED:
