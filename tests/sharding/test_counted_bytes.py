@@ -116,4 +116,4 @@ def test_functional_collectives_are_counted_in_both_passes() -> None:
 
 def test_an_unknown_collective_is_refused() -> None:
     with pytest.raises(OptionError, match="collective teleport"):
-        _Counting(None)._count("teleport", {})
+        _Counting(None)._count_call("teleport", {})

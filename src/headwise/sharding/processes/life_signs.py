@@ -83,11 +83,7 @@ class WatchedPeers:
         rank, _, text = json.loads(self._store.get("failure"))
         if rank == self._rank:
             return None
-        return LostProcessError(
-            saw=f"rank {rank} of {self._count} failed: {text.splitlines()[0]:.200}",
-            needed="every rank until the work is done",
-            do=f"remove the cause that rank {rank} names, and start the same run again",
-        )
+        return failed_rank_error(rank, self._count, text)
 
     def _lost_peer(self) -> LostProcessError | None:
         """Look at the next rank that has not left, and return the error if it is lost."""
@@ -116,4 +112,13 @@ def lost_store_error(fault: str) -> LostProcessError:
         saw=f"the store of the job {fault}",
         needed="the process that holds the store, which is the launcher or rank 0",
         do="start the same run again",
+    )
+
+
+def failed_rank_error(rank: int, count: int, text: str) -> LostProcessError:
+    """Return the error for a rank that has failed with a message."""
+    return LostProcessError(
+        saw=f"rank {rank} of {count} failed: {text.splitlines()[0]:.200}",
+        needed="every rank until the work is done",
+        do=f"remove the cause that rank {rank} names, and start the same run again",
     )

@@ -15,7 +15,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from headwise.errors import LostProcessError
-from headwise.sharding.processes.job import TIMEOUT, open_group_job
+from headwise.sharding.processes.job import TIMEOUT, Job, open_group_job
+from headwise.sharding.processes.life_signs import failed_rank_error
 
 LOST = 75  # EX_TEMPFAIL of sysexits.h, as the exit status of a command
 
@@ -34,19 +35,28 @@ def watch_ranks(*, timeout: float = TIMEOUT) -> Iterator[None]:
 
     Raises:
         OptionError: there is no process group.
-        LostProcessError: a collective call lost its connection to another rank.
+        LostProcessError: a collective call lost its connection to another rank, which may have
+            failed.
     """
-    with open_group_job("watch_ranks()", timeout=timeout, on_lost=_end_process):
+    with open_group_job("watch_ranks()", timeout=timeout, on_lost=_end_process) as job:
         try:
             yield
         except RuntimeError as error:
             if not _is_lost_connection(error):
                 raise
-            raise LostProcessError(
-                saw="a collective call that lost its connection to another rank",
-                needed="every rank until the work is done",
-                do="start the same run again, from the last checkpoint",
-            ) from error
+            raise _explain_lost_connection(job) from error
+
+
+def _explain_lost_connection(job: Job) -> LostProcessError:
+    """Return the error of the rank that failed, if one has left its message before it ended."""
+    failure = job.failure()
+    if failure is not None:
+        return failed_rank_error(failure.rank, job.count, failure.text)
+    return LostProcessError(
+        saw="a collective call that lost its connection to another rank",
+        needed="every rank until the work is done",
+        do="start the same run again, from the last checkpoint",
+    )
 
 
 def _is_lost_connection(error: RuntimeError) -> bool:
