@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from headwise import Attention
+from headwise import compare as compare_attentions
+from headwise.checkpoints.attention_loading import load_attention
 from headwise.cli.compare import compare
+from headwise.diagnosis.diagnosis_result import Verdict
+from headwise.diagnosis.subjects.recording import record_activations
 from headwise.errors import OptionError
 from tests.cli.alone import Alone
 
@@ -80,3 +86,64 @@ def test_one_reference_is_needed(folders: tuple[Path, Path]) -> None:
     assert run(folders[0]).exit_code == 2
     assert run(*folders, "--against-model", folders[1]).exit_code == 2
     assert run(folders[0], "--against-model", folders[1], "--heads", 4).exit_code == 2
+
+
+def test_weights_that_differ_end_with_the_command_that_runs_both(
+    folders: tuple[Path, Path],
+) -> None:
+    done = run(*folders)
+    last = done.stdout.splitlines()[-1]
+    assert last == f"To run both: headwise compare '{folders[0]}' {folders[1]} --layer 1"
+    assert "To run both" not in run(folders[1], folders[1]).stdout
+    assert "To run both" not in run(*folders, "--layer", 1).stdout
+
+
+def record_layer(layer: Attention, path: Path) -> Path:
+    x = torch.randn(2, 7, layer.embed_dim)
+    parts = {"q": layer.q_proj, "k": layer.k_proj, "v": layer.v_proj}
+    record_activations(path, lambda: layer(x), x, parts, num_heads=4, num_kv_heads=2)
+    return path
+
+
+def test_recorded_activations_are_compared_with_a_stored_layer(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    ported, original = folders
+    path = record_layer(load_attention(original, layer=1), tmp_path / "activations.npz")
+    assert run(path, original, "--layer", 1).exit_code == 0
+    done = run(path, ported, "--layer", 1)
+    assert done.exit_code == 1, done.exception
+    assert "sign: roles k, factor -1 in the first" in done.stdout
+    refused = run(path, original)
+    assert refused.exit_code == 2
+    assert "--layer N names the layer" in refused.stderr
+
+
+def test_inputs_of_a_running_model_are_token_ids(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    ported, original = folders
+    np.save(tmp_path / "ids.npy", np.array([[1, 5, 2, 8, 3]]))
+    done = run(ported, "--against-model", original, "--inputs", tmp_path / "ids.npy")
+    assert done.exit_code == 1, done.exception
+    assert "sign: roles k" in done.stdout
+    np.save(tmp_path / "one.npy", np.array([[1]]))
+    done = run(ported, "--against-model", original, "--inputs", tmp_path / "one.npy")
+    assert done.exit_code == 3, done.stdout
+    assert run(*folders, "--inputs", tmp_path / "ids.npy").exit_code == 2
+
+
+def test_a_model_is_compared_with_a_state_dict_and_its_attention_with_a_folder(
+    folders: tuple[Path, Path],
+) -> None:
+    ported, original = folders
+    model = transformers.LlamaModel.from_pretrained(original)
+    state = load_file(ported / "model.safetensors")
+    assert compare_attentions(model, model.state_dict())
+    [moves] = compare_attentions(state, model).moves
+    assert (moves.layer, moves.causes) == (1, ("sign",))
+    assert compare_attentions(model.layers[1].self_attn, original)
+    diagnosis = compare_attentions(ported, model.layers[1].self_attn)
+    assert diagnosis.verdict is Verdict.DIFFERENT
+    assert "sign: roles k" in str(diagnosis)
+    assert compare_attentions(ported, model.layers[0].self_attn)

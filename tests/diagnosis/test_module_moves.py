@@ -30,7 +30,7 @@ def model() -> dict[str, Tensor]:
 def moved_names(ported: dict[str, Tensor]) -> list[tuple[str, ...]]:
     diagnosis = verify(ported, model(), config=CONFIG)
     assert not diagnosis
-    return [module.causes or (module.is_other_module,) for module in diagnosis.moves]
+    return [module.causes for module in diagnosis.moves]
 
 
 def test_equal_weights_have_no_moves() -> None:
@@ -55,7 +55,24 @@ def test_exchanged_roles_and_layers_are_named() -> None:
     for name in "qkvo":
         one, two = (f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in (0, 2))
         ported[one], ported[two] = ported[two], ported[one]
-    assert moved_names(ported) == [("model.layers.2.self_attn",), ("model.layers.0.self_attn",)]
+    diagnosis = verify(ported, model(), config=CONFIG)
+    assert [module.causes for module in diagnosis.moves] == [("layers exchanged",)] * 2
+    others = [module.is_other_module for module in diagnosis.moves]
+    assert others == ["model.layers.2.self_attn", "model.layers.0.self_attn"]
+
+
+def test_layers_off_by_one_are_named() -> None:
+    original = model()
+    ported = original | {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight": original[
+            f"model.layers.{layer + 1}.self_attn.{name}_proj.weight"
+        ]
+        for layer in range(LAYERS - 1)
+        for name in "qkvo"
+    }
+    assert moved_names(ported) == [("layers off by one",)] * (LAYERS - 1)
+    report = str(verify(ported, original, config=CONFIG))
+    assert "self_attn` has the weights of `model.layers.1.self_attn`: layers off by one" in report
 
 
 def test_other_numbers_are_not_explained() -> None:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import NO, UNDECIDED, YES, option_text, print_result, stderr_console
+from headwise.cli.output import (
+    NO,
+    UNDECIDED,
+    YES,
+    option_text,
+    print_result,
+    stderr_console,
+    suggest_comparison,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +30,8 @@ LayerInput = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.npy",
-        help="Input of the layer, (batch, tokens, width), as NumPy stores it.",
+        help="Input of the layer, (batch, tokens, width), as NumPy stores it; with "
+        "--against-model token ids, (batch, tokens).",
         show_default="inputs that headwise makes",
     ),
 ]
@@ -38,7 +47,11 @@ ReferenceModel = Annotated[
 
 def compare(
     first: Annotated[
-        Path, typer.Argument(show_default=False, help="The weights in doubt: a file or a folder.")
+        Path,
+        typer.Argument(
+            show_default=False,
+            help="The weights in doubt: a file or a folder; or activations that were recorded.",
+        ),
     ],
     second: Annotated[
         Path | None,
@@ -70,18 +83,26 @@ def compare(
     both layers run on the same inputs, and a cause is named with its repair.
     With --against-model, each layer runs on the input that it has in the model.
     """
-    if (second is None) == (against_model is None):
-        raise typer.BadParameter("Name the second weights, or --against-model MODEL_DIR.")
-    if against_model is not None and layer is not None:
-        raise typer.BadParameter("--against-model runs every layer: leave out --layer.")
-    if inputs is not None and layer is None:
-        raise typer.BadParameter("--inputs needs --layer N: weights alone take no input.")
     counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    if against_model is not None and any(counts.values()):
-        raise typer.BadParameter("--against-model takes counts from the files: leave them out.")
     options = {"layer": layer, "inputs": inputs, "against_model": against_model, **counts}
+    _require_options_that_agree(second, options)
     diagnosis = _compare_and_report(first, second, options, page, as_json=as_json)
     raise typer.Exit(_exit_status(diagnosis))
+
+
+def _require_options_that_agree(second: Path | None, options: Mapping[str, Any]) -> None:
+    """Raise a usage error for options that cannot be combined."""
+    by_model = options["against_model"] is not None
+    if (second is None) != by_model:
+        raise typer.BadParameter("Name the second weights, or --against-model MODEL_DIR.")
+    if by_model and options["layer"] is not None:
+        raise typer.BadParameter("--against-model runs every layer: leave out --layer.")
+    if options["inputs"] is not None and options["layer"] is None and not by_model:
+        raise typer.BadParameter(
+            "--inputs needs --layer N or --against-model: weights alone take no input."
+        )
+    if by_model and any(options[name] for name in NAMES):
+        raise typer.BadParameter("--against-model takes counts from the files: leave them out.")
 
 
 def _compare_and_report(
@@ -98,11 +119,14 @@ def _compare_and_report(
 
         require_writable(page)
     diagnosis = _compare_files(first, second, options)
+    command = ""
+    if second is not None and options["layer"] is None:
+        command = suggest_comparison(diagnosis, first, second)
     pages = [] if page is None else [_write_page(diagnosis, page, first, second, options)]
     print_result(
         *pages,
         start=start,
-        show=lambda console: _print_diagnosis(diagnosis, console),
+        show=lambda console: _print_diagnosis(diagnosis, console, command),
         as_json=diagnosis.as_dict if as_json else None,
     )
     return diagnosis
@@ -114,6 +138,7 @@ def _compare_files(first: Path, second: Path | None, options: Mapping[str, Any])
     with progress_bar(stderr_console(), "loading torch") as progress:
         from headwise.checkpoints.attention_loading import load_attention
         from headwise.diagnosis.compare import compare as compare_layers
+        from headwise.diagnosis.subjects.recording import is_recording
         from headwise.diagnosis.verify import verify
 
         counts: Counts = {name: options[name] for name in NAMES}
@@ -121,15 +146,32 @@ def _compare_files(first: Path, second: Path | None, options: Mapping[str, Any])
         if second is None:
             from headwise.checkpoints.stored_model import load
 
-            return compare_layers(first, load(options["against_model"]).model)
+            model = load(options["against_model"]).model
+            return compare_layers(first, model, _read_input_array(inputs))
         if layer is None:
+            _refuse_recordings(first, second)
             settings: dict[str, Any] = {**counts, "progress": progress}
             return verify(first, second, **settings)
-        mine, theirs = (load_attention(path, layer=layer, **counts) for path in (first, second))
-        return compare_layers(mine, theirs, None if inputs is None else _read_input_array(inputs))
+        mine, theirs = (
+            path if is_recording(path) else load_attention(path, layer=layer, **counts)
+            for path in (first, second)
+        )
+        return compare_layers(mine, theirs, _read_input_array(inputs))
 
 
-def _read_input_array(path: Path) -> Any:
+def _refuse_recordings(*paths: Path) -> None:
+    from headwise.diagnosis.subjects.recording import is_recording
+
+    for path in filter(is_recording, paths):
+        raise typer.BadParameter(
+            f"{path} holds recorded activations: --layer N names the layer that they are of."
+        )
+
+
+def _read_input_array(path: Path | None) -> Any:
+    """Return the array of a file; None without one."""
+    if path is None:
+        return None
     import numpy as np
     import torch
 
@@ -154,8 +196,9 @@ def _write_page(
     return save_diagnosis_page(report, page)
 
 
-def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    for line in diagnosis.lines:
+def _print_diagnosis(diagnosis: Diagnosis, console: Console, command: str) -> None:
+    lines = diagnosis.lines + ([command] if command else [])
+    for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
 

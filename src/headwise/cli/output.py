@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 import traceback
 from collections.abc import Callable
@@ -26,10 +27,25 @@ from headwise.errors import HeadwiseError, LostProcessError, UndecidedError, joi
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from headwise.diagnosis.diagnosis_result import Diagnosis
+
 YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3
 CRASHED = 70  # EX_SOFTWARE of sysexits.h, since 1 means no
 LOST = 75  # EX_TEMPFAIL of sysexits.h: to try again may help
 INTERRUPTED = 130  # 128 and the number of the signal that Ctrl-C sends
+
+
+def suggest_comparison(diagnosis: Diagnosis, first: Path, second: Path) -> str:
+    """Return a line with the command that runs a layer of two checkpoints that are not the same.
+
+    It is empty for the same ones, and where a checkpoint lacks tensors, so that no layer may load.
+    """
+    tensors = diagnosis.tensors
+    if diagnosis or (tensors is not None and (tensors.only_first or tensors.only_second)):
+        return ""
+    layer = diagnosis.moves[0].layer if diagnosis.moves else 0
+    words = ["headwise", "compare", str(first), str(second), "--layer", str(layer)]
+    return f"To run both: {shlex.join(words)}"
 
 
 def exit_status_help(*, yes: str, no: str = "", undecided: str = "") -> str:

@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import NO, YES, missing_folder_note, stderr_console
+from headwise.cli.output import (
+    NO,
+    YES,
+    missing_folder_note,
+    stderr_console,
+    suggest_comparison,
+)
 
 SHOWN = 8  # tensors; more are only counted
 DIGESTS = ".json"
@@ -134,7 +140,6 @@ def _run_verification(
         diagnosis = compare_weights(first, second, **settings)
     for line in diagnosis.lines:
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
-    if diagnosis.moves:
-        layer = diagnosis.moves[0].layer
-        typer.echo(f"To run both: headwise compare {first} {second} --layer {layer}")
+    if command := suggest_comparison(diagnosis, first, second):
+        typer.echo(command)
     return YES if diagnosis else NO

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +19,20 @@ from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison
 from headwise.diagnosis.gradient_comparison import compare_gradients
+from headwise.diagnosis.isolation import Isolation
 from headwise.diagnosis.model_as_run import build_model_as_run
 from headwise.diagnosis.power import describe_unseen_window, find_blind_spot, find_unseen_changes
 from headwise.diagnosis.probes import SEED, NamedInputs
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.stored_sides import (
+    NAMED_LAYERS,
+    WEIGHTS,
+    are_weights,
+    compare_stored,
+    load_beside,
+)
 from headwise.diagnosis.subjects.black_box import BlackBox
 from headwise.diagnosis.subjects.model_run import ModelRun
 from headwise.diagnosis.subjects.module_subject import describe_dropout_difference
@@ -39,14 +46,11 @@ from headwise.diagnosis.subjects.transformers_subject import (
     TransformersSubject,
     is_transformers_attention,
 )
-from headwise.diagnosis.verify import verify
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 
 Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
 ComparisonInputs = Tensor | np.ndarray | Inputs | Mapping[str, Any]
-WEIGHTS = (str, os.PathLike, Mapping)
-NAMED_LAYERS = (Attention, nn.MultiheadAttention)
 UNSTATED = "the layer runs otherwise than its weights and settings state, such as by a hook"
 
 
@@ -67,9 +71,9 @@ def compare(
         a: the attention in doubt: a layer of headwise or torch, a function of (batch, tokens,
             width) tensors, or a file of activations that were recorded elsewhere (see
             `headwise.diagnosis.subjects.recording`); weights as a file, folder or state dict are
-            compared with weights, those of a layer too; `headwise.verify` takes counts that no
-            config has. A whole model is compared with a model, or with the path of stored weights,
-            attention by attention.
+            compared with weights, those of a layer or a model too; `headwise.verify` takes counts
+            that no config has. A whole model is compared with a model, or with the path of stored
+            weights, attention by attention.
         b: the attention that it should equal. One of the two must be a layer.
         inputs: (batch, tokens, width), or `Inputs`; token ids or keyword arguments of models; None
             for inputs that headwise makes.
@@ -87,32 +91,16 @@ def compare(
     """
     if isinstance(inputs, np.ndarray):
         inputs = torch.from_numpy(inputs)
-    if _are_weights(a, b):
+    if are_weights(a, b):
         _refuse_gradient_comparison("weights", asked=gradients)
-        return _compare_weights(a, b)
+        return compare_stored(a, b)
     if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
         _refuse_gradient_comparison("whole models", asked=gradients)
         return compare_runs(*runs)
-    first, second = _make_subject("a", a), _make_subject("b", b)
+    sides = load_beside(a, b), load_beside(b, a)
+    first, second = _make_subject("a", sides[0]), _make_subject("b", sides[1])
     comparison = Comparison(first, second, choose_inputs(first, second, inputs))
     return comparison.with_gradients() if gradients else comparison.diagnosis()
-
-
-def _are_weights(a: object, b: object) -> bool:
-    """True for two sets of weights, and for a set with a layer whose weights have names."""
-    return (
-        (_is_stored(a) and _is_stored(b))
-        or (_is_stored(a) and isinstance(b, NAMED_LAYERS))
-        or (_is_stored(b) and isinstance(a, NAMED_LAYERS))
-    )
-
-
-def _compare_weights(*sides: Any) -> Diagnosis:
-    layer = next((side for side in sides if isinstance(side, NAMED_LAYERS)), None)
-    first, second = (s.state_dict() if isinstance(s, NAMED_LAYERS) else s for s in sides)
-    heads = None if layer is None else layer.num_heads
-    kv_heads = layer.num_kv_heads if isinstance(layer, Attention) else None
-    return verify(first, second, heads=heads, kv_heads=kv_heads)
 
 
 def _refuse_gradient_comparison(what: str, *, asked: bool) -> None:
@@ -155,11 +143,6 @@ def _is_model(value: object, inputs: ComparisonInputs | None) -> TypeGuard[nn.Mo
     )
 
 
-def _is_stored(value: object) -> TypeGuard[str | Path | Mapping[str, Tensor]]:
-    """True for weights: a file, a folder or a state dict."""
-    return isinstance(value, WEIGHTS) and not is_recording(value)
-
-
 def _make_subject(name: str, value: object) -> Subject:
     if isinstance(value, Attention):
         return NativeSubject(value)
@@ -173,7 +156,7 @@ def _make_subject(name: str, value: object) -> Subject:
         raise OptionError(
             saw=f"{name} as weights and the other as what runs",
             needed="weights on both sides, or a layer of headwise or torch on the other",
-            do=f"load the layer: {name}=headwise.checkpoints.load_attention(...)",
+            do=f"load the layer: {name}=headwise.checkpoints.load_attention(path, layer=3)",
         )
     if callable(value):
         return BlackBox(value, kind=type(value).__name__)
@@ -244,10 +227,19 @@ class Comparison:
             parted=explained.parted,
             causes=explained.causes,
             blind=blind,
+            isolated=self._isolate(side) if verdict is Verdict.UNKNOWN else (),
+            tried=len(self.candidates),
             unseen=find_unseen_changes(self.model, calls, self.doubtful.dtype) if hidden else (),
             gaps=explained.stage_gaps,
         )
         return Diagnosis(verdict=verdict, function=comparison)
+
+    def _isolate(self, side: str) -> tuple[str, ...]:
+        """Return what probes of a function say about its parts."""
+        sizes = self.known.sizes
+        if not isinstance(self.doubtful, BlackBox) or sizes is None:
+            return ()
+        return Isolation(self.doubtful, self.model, sizes, side).sentences
 
     def _explain_reversed(
         self, calls: Sequence[RecordedCall], names: Sequence[str], forward: ExplainedCalls

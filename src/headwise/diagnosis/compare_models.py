@@ -82,9 +82,9 @@ def _compare_layers_in_order(first: ModelRun, second: ModelRun) -> Iterator[Laye
 
 def _choose_verdict(comparison: ModelComparison) -> Verdict:
     parted = comparison.parted
+    if comparison.blind and not comparison.outside and not comparison.has_other_output:
+        return Verdict.INCONCLUSIVE
     if not parted and not comparison.outside:
-        if comparison.blind:
-            return Verdict.INCONCLUSIVE
         is_bitwise = not any(layer.input_gap for layer in comparison.layers)
         return Verdict.SAME if is_bitwise and not comparison.output_gap else Verdict.TO_ROUNDING
     if not comparison.outside and not comparison.has_other_output:

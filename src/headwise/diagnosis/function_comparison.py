@@ -199,6 +199,8 @@ class FunctionComparison:
         parted: those that differ.
         causes: the causes, that which explains most first.
         blind: the reason why the inputs could not show a difference; "" if they could.
+        isolated: what probes say about the parts of a function that no cause explains.
+        tried: number of causes that were tried.
         unseen: small changes of settings that these inputs could not have shown either, in words.
         gaps: the differences of all stages in all calls, also of those that are the same.
         gradients: the differences of the gradients; () where they were not compared.
@@ -212,6 +214,8 @@ class FunctionComparison:
     parted: tuple[PartedStage, ...] = ()
     causes: tuple[FoundCause, ...] = ()
     blind: str = ""
+    isolated: tuple[str, ...] = ()
+    tried: int = 0
     unseen: tuple[str, ...] = ()
     gaps: tuple[StageGaps, ...] = ()
     gradients: tuple[GradientGap, ...] = ()
@@ -248,6 +252,9 @@ class FunctionComparison:
             lines += [f"  {number}. {first}", *(f"     {line.strip()}" for line in others)]
         lines += [f"  {stage}" for stage in map(str, self.parted)]
         lines += [f"  {gap}" for gap in self.gradients if not gap.is_rounding]
+        lines += [f"  {sentence}" for sentence in self.isolated]
+        if self.unexplained and self.tried:
+            lines.append(f"  {self.tried} causes were tried, alone and in pairs")
         lines += [f"  {self.blind}"] if self.blind else []
         if self.unseen:
             lines.append(f"  could not have shown {', or '.join(self.unseen)}")

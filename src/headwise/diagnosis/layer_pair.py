@@ -164,7 +164,7 @@ class LayerPair:
     ) -> LayerComparison:
         report = replace(
             self._start_report(),
-            blind="" if explained.gaps.parted else self._blind_spot(),
+            blind=self._blind_spot() if explained.outputs_agree else "",
             output_gap=explained.output_gap,
             stages=explained.stages,
             parted=explained.parted,

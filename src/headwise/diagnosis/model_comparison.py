@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from headwise.diagnosis.function_comparison import FunctionComparison
+from headwise.diagnosis.function_comparison import FunctionComparison, cause_page_path
+from headwise.diagnosis.layer_exchange import name_exchange
 
 MOST_NAMES = 6
 
@@ -91,7 +92,7 @@ class ModelComparison:
 
     @property
     def blind(self) -> list[LayerComparison]:
-        """The layers whose settings differ, on an input that could not show it."""
+        """The layers that differ, on an input whose outputs could not show it."""
         return [layer for layer in self.layers if layer.comparison.blind]
 
     @property
@@ -123,7 +124,7 @@ class ModelComparison:
             return ""
         # Two neighbours that were exchanged move in both directions.
         shifts = {names.index(name) - here if name in names else 0 for here, name in moved}
-        return "layers off by one" if shifts in ({1}, {-1}) else "layers exchanged"
+        return name_exchange(shifts)
 
     @property
     def cause_names(self) -> list[str]:
@@ -180,7 +181,10 @@ class ModelComparison:
         ]
         if self.outside:
             lines.append(f"  a difference starts {self.outside}, outside attention")
-        lines += [f"  {self.exchange}"] if self.exchange else []
+        if self.exchange:
+            lines.append(f"  {self.exchange}")
+            lines.append("    repair: load each layer by its number")
+            lines.append(f"    more: {cause_page_path(self.exchange)} in the documentation")
         for first, *others in self.groups:
             lines += [f"  {line}" for line in first.lines]
             if others:

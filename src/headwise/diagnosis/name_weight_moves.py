@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from headwise.diagnosis.layer_exchange import name_exchange
 from headwise.diagnosis.moves.compare_states import compare_states
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.canonical import State
@@ -42,7 +43,7 @@ class ModuleMoves:
     def __str__(self) -> str:
         name = f"`{self.name}`" if self.name else "the layer"
         if self.is_other_module:
-            return f"{name} has the weights of `{self.is_other_module}`: layers exchanged"
+            return f"{name} has the weights of `{self.is_other_module}`: {self.causes[0]}"
         left = (
             [f"no known change explains {', '.join(self.unexplained)}"] if self.unexplained else []
         )
@@ -66,19 +67,30 @@ def find_module_moves(
     concerned = [
         (a, b) for a, b in zip(mine, theirs, strict=True) if not {*b.tensors}.isdisjoint(differing)
     ]
-    named = []
+    named, shifts = [], set()
+    places = _list_candidate_places([theirs.index(b) for _, b in concerned], len(theirs))
+    candidates = [theirs[place] for place in places]
     for a, b in concerned:
         with suppress(*UNREADABLE):
             state = _unpack_module(first, a, layouts[0], counts)
-            other = _find_module_with_weights(
-                state, second, layouts[1], [pair[1] for pair in concerned], b, counts
-            )
-            if other:
+            other = _find_module_with_weights(state, second, layouts[1], candidates, b, counts)
+            if other is not None:
+                shifts.add(other.layer - a.layer)
                 named.append(_report_exchanged_module(a, other))
             else:
                 right = _unpack_module(second, b, layouts[1], counts)
                 named.append(_find_moves_of_module(a, state, right, counts.get("rotary_width")))
-    return named
+    exchange = name_exchange(shifts)
+    return [replace(each, causes=(exchange,)) if each.is_other_module else each for each in named]
+
+
+def _list_candidate_places(differing: Sequence[int], count: int) -> list[int]:
+    """Return the places of differing modules and of their neighbours, which may be equal.
+
+    If layers are off by one, the last has the weights of none, or its own.
+    """
+    near = {place + shift for place in differing for shift in (-1, 0, 1)}
+    return sorted(near & {*range(count)})
 
 
 def _unpack_module(
@@ -96,20 +108,21 @@ def _find_module_with_weights(
     modules: Sequence[NamedModule],
     right: NamedModule,
     counts: Mapping[str, int],
-) -> str:
-    """Return the other differing module of the second that has exactly these weights."""
+) -> NamedModule | None:
+    """Return the other module of the second that has exactly these weights."""
     for module in modules:
         if module.prefix != right.prefix:
             with suppress(*UNREADABLE):
                 if not list_differing_tensors(
                     state, _unpack_module(second, module, layout, counts)
                 ):
-                    return module.prefix.rstrip(".")
-    return ""
+                    return module
+    return None
 
 
-def _report_exchanged_module(module: NamedModule, other: str) -> ModuleMoves:
-    return ModuleMoves(name=module.prefix.rstrip("."), layer=module.layer, is_other_module=other)
+def _report_exchanged_module(module: NamedModule, other: NamedModule) -> ModuleMoves:
+    name, other_name = (each.prefix.rstrip(".") for each in (module, other))
+    return ModuleMoves(name=name, layer=module.layer, is_other_module=other_name)
 
 
 def _find_moves_of_module(

@@ -174,6 +174,8 @@ def _find_explained_cells(cause: Cause, variant: Variant, evidence: Evidence) ->
         parted = evidence.parted(stage)
         if all(_is_explained(cell, after) for cell in parted):
             cells += parted
+        elif cause.is_whole:
+            return None
     if not cells:
         return None
     model, is_partial = _apply_variant_in_cells(variant, evidence, after, cells)

@@ -116,9 +116,7 @@ def layer_rows(model: ModelComparison) -> list[LayerRow]:
     for layer in model.layers:
         gaps = {gap.stage: gap for gap in layer.comparison.gaps}
         cells = (_input_cell(gaps.get(stage), layer.name, (stage, 0)) for stage in stages)
-        causes = (
-            ("layers exchanged",) if layer.exchanged_with else tuple(layer.comparison.cause_names)
-        )
+        causes = (model.exchange,) if layer.exchanged_with else tuple(layer.comparison.cause_names)
         rows.append(LayerRow(layer, tuple(cells), causes))
     return rows
 

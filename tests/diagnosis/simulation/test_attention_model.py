@@ -15,6 +15,7 @@ from headwise.diagnosis.causes.cause import Evidence
 from headwise.diagnosis.search import search_causes
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import STAGES
+from headwise.layers.positions.rotary_scaling import YarnScaling
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
@@ -49,3 +50,14 @@ def test_another_scale_parts_the_scores_alone_and_is_fitted() -> None:
     [explanation] = named.causes
     assert explanation.cause.name == "scale"
     assert explanation.variant.parameters["scale"] == pytest.approx(0.31, rel=1e-9)
+
+
+def test_a_rotation_of_no_channels_leaves_them() -> None:
+    geometry = next(each for each in GEOMETRIES if each.rotary is not None)
+    layer = layer_of(geometry, "trained-like", Draw("weights", geometry.name))
+    calls = record(layer, default_probe(geometry, Draw("probe", geometry.name)))
+    scaling = YarnScaling(factor=4.0, original_length=32)
+    model = model_of(layer).with_rotary(width=0, scaling=scaling, attention_factor=1.0)
+    stages = model.predict_stages(calls[0].with_stages({}))
+    assert torch.equal(stages["q after rotary"], stages["q after norm"])
+    assert "k after rotary" in measure_gaps(model, calls).stages

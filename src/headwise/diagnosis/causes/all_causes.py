@@ -19,6 +19,8 @@ from headwise.diagnosis.causes.heads_permuted import HeadsPermutedCause
 from headwise.diagnosis.causes.k_and_v_exchanged import KAndVExchangedCause
 from headwise.diagnosis.causes.kv_groups_of_fused_rows import FusedRowGroupsCause
 from headwise.diagnosis.causes.kv_heads_tiled import KVHeadsTiledCause
+from headwise.diagnosis.causes.layers_exchanged import LayersExchangedCause
+from headwise.diagnosis.causes.layers_off_by_one import LayersOffByOneCause
 from headwise.diagnosis.causes.mask_added_as_numbers import MaskAddedAsNumbersCause
 from headwise.diagnosis.causes.mask_polarity import MaskPolarityCause
 from headwise.diagnosis.causes.merge_without_transpose import MergeWithoutTransposeCause
@@ -137,4 +139,6 @@ CAUSES: tuple[Cause, ...] = (
     DecodingLeftPaddingCause(),
     DecodingWindowCause(),
     EvictedKeysCause(),
+    LayersExchangedCause(),
+    LayersOffByOneCause(),
 )

@@ -78,6 +78,8 @@ class Cause(ABC):
         symptom: what people see and search for; the title of the page about it.
         stages: the stages that it can change when those before them are given.
         cost: rank among causes that explain the same; a lower one is named first.
+        is_whole: True if it is named only where it explains all of its stages that part: its
+            variants say that something is nowhere, which each of these stages can refute.
         is_statistical: True if the numbers are only likely by this cause; exact ones come first.
     """
 
@@ -85,6 +87,7 @@ class Cause(ABC):
     symptom: ClassVar[str]
     stages: ClassVar[tuple[str, ...]]
     cost: ClassVar[float] = 1.0
+    is_whole: ClassVar[bool] = False
     is_statistical: ClassVar[bool] = False
 
     @abstractmethod

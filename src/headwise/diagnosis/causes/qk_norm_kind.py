@@ -43,6 +43,7 @@ class QKNormKindCause(Cause):
         "q after rotary",
         "k after rotary",
     )
+    is_whole: ClassVar[bool] = True
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the other kinds over a head and over the whole width; without weights for none."""

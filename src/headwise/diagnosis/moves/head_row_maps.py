@@ -66,10 +66,10 @@ def draft_head_orders(sizes: RowSizes) -> Iterator[Draft]:
                 "heads permuted", f"queries: {text}", (), QUERY_GROUPS + back, parameters
             )
             yield name, {"q": regroup(indices["q"])}
-            for scope in ("kv", "k", "v") if sizes.kv_heads == sizes.heads else ():
+            if sizes.kv_heads == sizes.heads:  # of a file that holds each kv head several times
                 text = f"{number} heads in {sizes.heads} places"
-                name = MapName(tiled, text, (), TILED + back + (scope != "kv"), parameters)
-                yield name, {role: regroup(indices[role]) for role in scope}
+                name = MapName(tiled, text, (), TILED + back, parameters)
+                yield name, {role: regroup(indices[role]) for role in "kv"}
 
 
 def draft_repeated_first_shards(sizes: RowSizes) -> Iterator[Draft]:

@@ -91,9 +91,9 @@ class RotaryForm:
 def _scaled_frequencies(theta: float, width: int, base: int, scaling: Scaling | None) -> Tensor:
     exponents = 2 * torch.arange(width // 2, dtype=torch.float64) / base
     plain: Tensor = theta**-exponents
+    if scaling is None or not width:  # a scaling of no pairs, which YarnScaling refuses
+        return plain
     match scaling:
-        case None:
-            return plain
         case LinearScaling(factor):
             return plain / factor
         case NTKScaling() if base == 2:  # one pair, which turns by 1 for each theta

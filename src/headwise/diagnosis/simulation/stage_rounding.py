@@ -159,7 +159,7 @@ def _bound_norm(forced: ForcedStage, unit: float) -> Tensor:
 def _bound_rotation(forced: ForcedStage, unit: float) -> Tensor:
     bound = _bound_norm(forced, unit)
     form = forced.settings.rotary
-    if form is None:
+    if form is None or not form.width:
         return bound
     role = forced.stage[0]
     call, x = forced.call, forced.result()

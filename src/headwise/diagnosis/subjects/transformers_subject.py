@@ -37,6 +37,11 @@ def _find_attribute(module: nn.Module, name: str) -> Any:
     return next((getattr(owner, name) for owner in owners), None)
 
 
+def layer_index(module: nn.Module) -> int:
+    """Return the number of the layer that an attention module belongs to; 0 if it has none."""
+    return _find_attribute(module, "layer_idx") or 0
+
+
 class TransformersSubject(ModuleSubject):
     """An attention module of transformers.
 
